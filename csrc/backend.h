@@ -1,0 +1,79 @@
+// The seam below the engine: a backend moves one block between memory and a file descriptor and reports how it ended.
+// It knows bytes, descriptors and offsets; it does not know arenas, images or checkpoints.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace fastckpt {
+
+struct Op {
+    enum class Kind { read, write };
+    Kind kind = Kind::write;
+    int fd = -1;
+    std::byte* data = nullptr;
+    size_t nbytes = 0;
+    uint64_t offset = 0;
+    bool direct = false;  // fd was opened with O_DIRECT: data, nbytes and offset are multiples of 4096
+
+    // Set by the backend. A read that meets the end of the file ends with done < nbytes and no error.
+    size_t done = 0;
+    int error = 0;  // errno, 0 for none
+    int retries = 0;
+
+    // Called once, on a backend thread, when done or error is final. Must not block on another Op.
+    std::function<void(Op&)> finished;
+};
+
+// Reports the end of an op. The callback is taken out first: it may free the op.
+inline void finish(Op& op) {
+    const auto finished = std::move(op.finished);
+    finished(op);
+}
+
+// What to do after a transfer returned `result` (bytes, or -errno): updates op.done and op.error.
+enum class Progress { finished, again };
+Progress advance(Op& op, ssize_t result);
+
+// Asked for a backend that does not work here; the text says why.
+struct BackendUnavailable : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+class Backend {
+  public:
+    virtual ~Backend() = default;
+    // Takes the op (which must stay where it is until finished) and returns without waiting for it.
+    virtual void submit(Op* op) = 0;
+    // Finishes what was submitted, then stops its threads. Idempotent; submit() must not follow.
+    virtual void close() = 0;
+    virtual const char* name() const = 0;
+};
+
+// Transfers with pread/pwrite on `threads` threads, in the order of submission.
+std::shared_ptr<Backend> threads_backend(unsigned threads);
+
+// One ring on one thread, at most `depth` transfers in flight. Throws BackendUnavailable when the build, the kernel or
+// the sandbox has no io_uring.
+std::shared_ptr<Backend> uring_backend(unsigned depth);
+
+// Transfers by calling `transfer` for each attempt, one at a time, on one thread: the seam for test doubles.
+using Transfer = std::function<ssize_t(const Op& op, std::byte* data, size_t nbytes, uint64_t offset)>;
+std::shared_ptr<Backend> callback_backend(Transfer transfer);
+
+// One attempt of an op by plain system calls: bytes or -errno. Buffered writes do not stay in the page cache.
+ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64_t offset);
+
+}  // namespace fastckpt

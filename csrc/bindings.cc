@@ -1,0 +1,205 @@
+// The extension module fastckpt._engine: the only file that knows Python. It converts arguments, releases the GIL around
+// everything that waits, and turns failures into plain values; what they mean is decided in Python.
+#include <fcntl.h>
+#include <linux/stat.h>
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "check.h"
+#include "crc32.h"
+#include "engine.h"
+
+namespace py = pybind11;
+
+namespace fastckpt {
+namespace {
+
+// Copies a contiguous buffer of native uint64 columns into structs of the same layout.
+template <typename Row>
+std::vector<Row> rows(const py::buffer& buffer) {
+    const py::buffer_info info = buffer.request();
+    const size_t nbytes = static_cast<size_t>(info.size * info.itemsize);
+    if (nbytes % sizeof(Row) != 0) throw py::value_error("buffer is not a whole number of rows");
+    std::vector<Row> out(nbytes / sizeof(Row));
+    if (nbytes > 0) std::memcpy(out.data(), info.ptr, nbytes);
+    return out;
+}
+
+py::object failure_or_none(const Failure& failure) {
+    if (failure.error == 0) return py::none();
+    return py::make_tuple(failure.kind == Op::Kind::write ? "write" : "read", failure.offset,
+                          failure.error);
+}
+
+// A test double's transfer: called with (kind, fd, memory, offset), returns the bytes moved or raises OSError.
+Transfer python_transfer(py::function function) {
+    // The last reference may go on a backend thread, so it is dropped under the GIL.
+    std::shared_ptr<py::function> held(new py::function(std::move(function)), [](py::function* f) {
+        py::gil_scoped_acquire gil;
+        delete f;
+    });
+    return [held](const Op& op, std::byte* data, size_t nbytes, uint64_t offset) -> ssize_t {
+        py::gil_scoped_acquire gil;
+        const auto* kind = op.kind == Op::Kind::write ? "write" : "read";
+        const auto view = py::memoryview::from_memory(static_cast<void*>(data),
+                                                      static_cast<ssize_t>(nbytes));
+        try {
+            return (*held)(kind, op.fd, view, offset).cast<ssize_t>();
+        } catch (py::error_already_set& error) {
+            if (error.matches(PyExc_OSError)) {
+                const py::object number = error.value().attr("errno");
+                if (!number.is_none()) return -number.cast<int>();
+            }
+            error.discard_as_unraisable("fastckpt transfer");
+            return -EIO;
+        }
+    };
+}
+
+void allocate(int fd, uint64_t nbytes) {
+    int error = 0;
+    {
+        py::gil_scoped_release nogil;
+        do {
+            error = fallocate(fd, 0, 0, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
+        } while (error == EINTR);
+    }
+    if (error != 0) {
+        errno = error;
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw py::error_already_set();
+    }
+}
+
+// Bytes of the file in the page cache, or -1 where the kernel cannot say: cachestat(2), Linux 6.5.
+int64_t cached_bytes(int fd, uint64_t nbytes) {
+#ifndef SYS_cachestat
+    constexpr long SYS_cachestat = 451;
+#endif
+    struct {
+        uint64_t offset, nbytes;
+    } range{0, nbytes};
+    struct {
+        uint64_t cached, dirty, writeback, evicted, recently_evicted;
+    } stat{};
+    if (syscall(SYS_cachestat, fd, &range, &stat, 0) != 0) return -1;
+    return static_cast<int64_t>(stat.cached) * sysconf(_SC_PAGESIZE);
+}
+
+using CrcFunction = uint32_t (*)(uint32_t, const void*, size_t);
+
+uint32_t crc_of(CrcFunction function, const py::buffer& data, uint32_t crc) {
+    const py::buffer_info info = data.request();
+    py::gil_scoped_release nogil;
+    return function(crc, info.ptr, static_cast<size_t>(info.size * info.itemsize));
+}
+
+void bind_crc(py::module_& m) {
+    m.def(
+        "crc32", [](const py::buffer& data, uint32_t crc) { return crc_of(crc32, data, crc); },
+        py::arg("data"), py::arg("crc") = 0);
+    m.def("crc32_combine", &crc32_combine);
+    m.def("crc32_kernel", &crc32_kernel);
+    m.def("crc32_kernels", [] {
+        py::dict kernels;
+        for (const auto* kernel :
+             {&crc32_kernels::portable, &crc32_kernels::pclmul, &crc32_kernels::vpclmulqdq}) {
+            if (!kernel->supported()) continue;
+            const CrcFunction function = kernel->crc32;
+            kernels[kernel->name] = py::cpp_function(
+                [function](const py::buffer& data) { return crc_of(function, data, 0); });
+        }
+        return kernels;
+    });
+}
+
+using Seconds = std::chrono::duration<double>;
+
+void bind_jobs(py::module_& m) {
+    const py::call_guard<py::gil_scoped_release> nogil;
+    py::class_<WriteJob, std::shared_ptr<WriteJob>>(m, "WriteJob")
+        .def(
+            "wait_staged", [](WriteJob& job, double s) { return job.wait_staged(Seconds(s)); },
+            nogil)
+        .def(
+            "wait_written", [](WriteJob& job, double s) { return job.wait_written(Seconds(s)); },
+            nogil)
+        .def("failure", [](WriteJob& job) { return failure_or_none(job.failure()); })
+        .def("nbytes_written", &WriteJob::nbytes_written)
+        .def("block_crcs", &WriteJob::block_crcs)
+        .def("slot_crcs", &WriteJob::slot_crcs)
+        .def("blocks_held_max", &WriteJob::blocks_held_max)
+        .def("cancel", &WriteJob::cancel);
+    py::class_<ReadStream, std::shared_ptr<ReadStream>>(m, "ReadStream")
+        .def("readinto",
+             [](ReadStream& stream, const py::buffer& target, uint64_t offset) {
+                 const py::buffer_info info = target.request(/*writable=*/true);
+                 py::gil_scoped_release release;
+                 return stream.read(static_cast<std::byte*>(info.ptr), offset,
+                                    static_cast<uint64_t>(info.size * info.itemsize));
+             })
+        .def("failure", [](ReadStream& stream) { return failure_or_none(stream.failure()); })
+        .def("corrupt_block", &ReadStream::corrupt_block)
+        .def("close", &ReadStream::close, nogil);
+}
+
+void bind_engine(py::module_& m) {
+    const py::call_guard<py::gil_scoped_release> nogil;
+    py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend")
+        .def_property_readonly("name", &Backend::name)
+        .def("close", &Backend::close, nogil);
+    m.def("threads_backend", &threads_backend, nogil);
+    m.def("uring_backend", &uring_backend, nogil);
+    m.def("callback_backend",
+          [](py::function transfer) { return callback_backend(python_transfer(std::move(transfer))); });
+    py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+        .def(py::init<size_t, size_t, unsigned>(), py::arg("arena_bytes"), py::arg("block_bytes"),
+             py::arg("stagers"), nogil)
+        .def(
+            "write",
+            [](Engine& engine, int fd, uint64_t file_offset, const py::buffer& segments,
+               const py::buffer& slots, std::shared_ptr<Backend> backend, bool direct,
+               size_t blocks_held_limit, unsigned stagers_limit) {
+                auto segment_rows = rows<Segment>(segments);
+                auto slot_rows = rows<Slot>(slots);
+                py::gil_scoped_release release;
+                return engine.write(fd, file_offset, std::move(segment_rows), std::move(slot_rows),
+                                    std::move(backend), direct, blocks_held_limit, stagers_limit);
+            },
+            py::keep_alive<0, 1>())
+        .def(
+            "read",
+            [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
+               std::shared_ptr<Backend> backend, bool direct, size_t window_blocks) {
+                py::gil_scoped_release release;
+                return engine.read(fd, nbytes, std::move(crcs), std::move(backend), direct,
+                                   window_blocks);
+            },
+            py::keep_alive<0, 1>())
+        .def("prefault", &Engine::prefault, nogil)
+        .def_property_readonly("block_bytes", &Engine::block_bytes)
+        .def_property_readonly("arena_blocks", &Engine::arena_blocks)
+        .def("arena_blocks_in_use", &Engine::arena_blocks_in_use)
+        .def("arena_blocks_in_use_max", &Engine::arena_blocks_in_use_max)
+        .def("close", &Engine::close, nogil);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_engine, m) {
+    m.doc() = "fastckpt's engine: staging arena, block writes and verified block reads.";
+    py::register_exception<BackendUnavailable>(m, "BackendUnavailable");
+    bind_crc(m);
+    bind_jobs(m);
+    bind_engine(m);
+    m.def("allocate", &allocate, "fallocate(2) of [0, nbytes); raises OSError");
+    m.def("cached_bytes", &cached_bytes);
+}
+
+}  // namespace fastckpt

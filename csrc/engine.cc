@@ -1,0 +1,112 @@
+// The engine's threads: they stage the oldest job that may go on and verify what was read. See engine.h.
+#include "engine.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include "check.h"
+
+namespace fastckpt {
+
+Engine::Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers)
+    : stagers_(std::max(1U, stagers)), arena_(arena_bytes, block_bytes) {
+    for (unsigned i = 0; i < stagers_; ++i) threads_.emplace_back([this] { run(); });
+}
+
+Engine::~Engine() { close(); }
+
+std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset,
+                                        std::vector<Segment> segments, std::vector<Slot> slots,
+                                        std::shared_ptr<Backend> backend, bool direct,
+                                        size_t blocks_held_limit, unsigned stagers_limit) {
+    std::shared_ptr<WriteJob> job(new WriteJob(*this, fd, file_offset, std::move(segments),
+                                               std::move(slots), std::move(backend), direct,
+                                               blocks_held_limit, stagers_limit));
+    {
+        std::lock_guard lock(mu_);
+        CHECK(!closing_);
+        jobs_.push_back(job);
+    }
+    changed_.notify_all();
+    return job;
+}
+
+std::shared_ptr<ReadStream> Engine::read(int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
+                                         std::shared_ptr<Backend> backend, bool direct,
+                                         size_t window_blocks) {
+    std::shared_ptr<ReadStream> stream(new ReadStream(*this, fd, nbytes, std::move(crcs),
+                                                      std::move(backend), direct, window_blocks));
+    std::lock_guard lock(mu_);
+    CHECK(!closing_);
+    ++streams_open_;
+    stream->fill_window();
+    return stream;
+}
+
+void Engine::run() {
+    std::unique_lock lock(mu_);
+    for (;;) {
+        if (verify_one(lock) || stage_one(lock)) continue;
+        if (closing_ && jobs_.empty() && to_verify_.empty()) return;
+        changed_.wait(lock);
+    }
+}
+
+bool Engine::verify_one(std::unique_lock<std::mutex>& lock) {
+    if (to_verify_.empty()) return false;
+    auto [stream, block] = to_verify_.front();
+    to_verify_.pop_front();
+    lock.unlock();
+    stream->verify(*block);
+    lock.lock();
+    stream->settle(*block);
+    changed_.notify_all();
+    return true;
+}
+
+bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
+    // Jobs with nothing left to claim leave the queue; those that failed or were cancelled among them.
+    const auto left = std::remove_if(jobs_.begin(), jobs_.end(), [](const auto& job) {
+        return job->failure_.error != 0 || job->next_claim_ == job->blocks_.size();
+    });
+    jobs_.erase(left, jobs_.end());
+    const auto found = std::find_if(jobs_.begin(), jobs_.end(),
+                                    [](const auto& job) { return job->wants_stager(); });
+    if (found == jobs_.end()) return false;
+    std::byte* memory = arena_.acquire();
+    if (memory == nullptr) return false;
+    const std::shared_ptr<WriteJob> job = *found;
+    WriteJob::Block& block = job->claim(memory);
+    lock.unlock();
+    job->copy(block);
+    lock.lock();
+    job->copied(block);
+    changed_.notify_all();
+    return true;
+}
+
+size_t Engine::arena_blocks_in_use() {
+    std::lock_guard lock(mu_);
+    return arena_.blocks_in_use();
+}
+
+size_t Engine::arena_blocks_in_use_max() {
+    std::lock_guard lock(mu_);
+    return arena_.blocks_in_use_max();
+}
+
+void Engine::close() {
+    {
+        std::unique_lock lock(mu_);
+        if (closing_) return;
+        changed_.wait(lock, [&] {
+            return jobs_.empty() && to_verify_.empty() && ops_outstanding_ == 0 &&
+                   streams_open_ == 0 && arena_.blocks_in_use() == 0;
+        });
+        closing_ = true;
+    }
+    changed_.notify_all();
+    for (auto& thread : threads_) thread.join();
+}
+
+}  // namespace fastckpt

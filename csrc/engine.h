@@ -1,0 +1,202 @@
+// The engine moves blocks: memory -> staging block -> file (WriteJob) and file -> staging block -> memory (ReadStream),
+// checksumming each block on the way. It knows bytes, addresses, file descriptors and offsets; it does not know
+// formats, tensors, file names or when a checkpoint is committed.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "arena.h"
+#include "backend.h"
+
+namespace fastckpt {
+
+using Clock = std::chrono::steady_clock;
+
+// A run of the image's bytes and where they lie in memory. Segments cover the image in order, without gaps.
+struct Segment {
+    uint64_t offset;
+    uint64_t nbytes;
+    uint64_t address;
+};
+
+// Four bytes of the image that hold the little-endian CRC-32 of an earlier segment. They lie in a later segment
+// than the one they describe, and their place in that segment's memory is not read.
+struct Slot {
+    uint64_t offset;
+    uint64_t segment;
+};
+
+struct Failure {
+    Op::Kind kind = Op::Kind::write;
+    uint64_t offset = 0;
+    int error = 0;  // errno; 0 means no failure
+};
+
+class Engine;
+
+// One image, or one interval of it, on its way to one file descriptor. Made by Engine::write.
+class WriteJob : public std::enable_shared_from_this<WriteJob> {
+  public:
+    ~WriteJob();
+    // True when the sources are no longer read, because all was copied or the job failed; false after `timeout`.
+    bool wait_staged(std::chrono::duration<double> timeout);
+    // True when no transfer is outstanding, successful or not; false after `timeout`.
+    bool wait_written(std::chrono::duration<double> timeout);
+    // Valid after the waits above.
+    Failure failure();
+    uint64_t nbytes_written();
+    std::vector<uint32_t> block_crcs();
+    std::vector<uint32_t> slot_crcs();
+    size_t blocks_held_max();
+    // Stages no further block. What is in flight completes; the job then counts as failed with ECANCELED.
+    void cancel();
+
+  private:
+    friend class Engine;
+    struct Block;
+    enum class State : uint8_t { waiting, copied, sealed };
+
+    WriteJob(Engine& engine, int fd, uint64_t file_offset, std::vector<Segment> segments,
+             std::vector<Slot> slots, std::shared_ptr<Backend> backend, bool direct,
+             size_t blocks_held_limit, unsigned stagers_limit);
+    void check_plan() const;
+    uint64_t block_nbytes(size_t index) const;
+    bool wants_stager() const;
+    bool sources_released() const;
+    bool finished() const;
+    Block& claim(std::byte* memory);
+    void copy(Block& block);
+    void copied(Block& block);
+    void copy_header(Block& block, const Segment& segment, uint64_t begin, uint64_t end);
+    void seal_ready_blocks();
+    void seal(Block& block);
+    void patch(Block& block, uint64_t begin, uint64_t end) const;
+    void fail(const Failure& failure);
+    void on_written(Block& block);
+
+    Engine& engine_;
+    const int fd_;
+    const uint64_t file_offset_;
+    const std::vector<Segment> segments_;
+    const std::vector<Slot> slots_;
+    const std::shared_ptr<Backend> backend_;
+    const bool direct_;
+    const size_t blocks_held_limit_;
+    const unsigned stagers_limit_;
+    uint64_t nbytes_ = 0;
+    std::vector<int64_t> slot_of_segment_;  // -1: none
+
+    // State below is protected by the engine's mutex, but for slot_crcs_ of segments that lie in one block: those
+    // are written by that block's stager before it takes the mutex.
+    std::vector<std::unique_ptr<Block>> blocks_;
+    std::vector<uint32_t> block_crcs_;
+    std::vector<uint32_t> slot_crcs_;
+    size_t next_claim_ = 0;
+    size_t next_seal_ = 0;
+    unsigned stagers_ = 0;
+    size_t blocks_held_ = 0;
+    size_t blocks_held_max_ = 0;
+    uint32_t open_segment_crc_ = 0;  // of the segment that crosses the last sealed block's end
+    uint64_t nbytes_written_ = 0;
+    Failure failure_;
+};
+
+// A window of verified blocks that moves over a byte range of a file, for one reader at a time. Made by Engine::read.
+class ReadStream {
+  public:
+    ~ReadStream();
+    // Copies [offset, offset + nbytes) to target, waiting for the blocks; false on failure(). Reading on in order
+    // keeps the window full ahead of the reader; reading elsewhere moves the window.
+    bool read(std::byte* target, uint64_t offset, uint64_t nbytes);
+    Failure failure();
+    // After read() returned false with failure().error == 0: the first block whose checksum is wrong.
+    int64_t corrupt_block();
+    void close();
+
+  private:
+    friend class Engine;
+    struct Block;
+    ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
+               std::shared_ptr<Backend> backend, bool direct, size_t window_blocks);
+    void move_window(size_t first);
+    void drop(size_t index);
+    bool drop_last_ready();
+    void fill_window();
+    void on_read(Block& block);
+    void verify(Block& block) const;
+    void settle(Block& block);
+
+    Engine& engine_;
+    const int fd_;
+    const uint64_t nbytes_;
+    const std::vector<uint32_t> crcs_;  // empty: nothing is verified
+    const std::shared_ptr<Backend> backend_;
+    const bool direct_;
+    const size_t window_blocks_;
+
+    // State below is protected by the engine's mutex.
+    std::vector<std::unique_ptr<Block>> blocks_;  // by index; null outside the window
+    size_t window_first_ = 0;
+    size_t outstanding_ = 0;  // blocks in transfer or being verified
+    bool closed_ = false;
+    Failure failure_;
+    int64_t corrupt_block_ = -1;
+};
+
+class Engine {
+  public:
+    Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers);
+    ~Engine();
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
+
+    // Starts to stage and write `segments`, whose first byte goes to file_offset. With `direct`, file_offset is a
+    // multiple of 4096 and the last block is padded with zeros to 4096: the caller cuts the file to its size. At most
+    // `blocks_held_limit` blocks of the arena and `stagers_limit` threads serve the job. The memory of the
+    // segments stays valid until wait_staged() returns true, fd until wait_written() does.
+    std::shared_ptr<WriteJob> write(int fd, uint64_t file_offset, std::vector<Segment> segments,
+                                    std::vector<Slot> slots, std::shared_ptr<Backend> backend,
+                                    bool direct, size_t blocks_held_limit, unsigned stagers_limit);
+
+    // Starts to read [0, nbytes) of fd; crcs holds the CRC-32 of every block, or is empty. fd stays open until close().
+    std::shared_ptr<ReadStream> read(int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
+                                     std::shared_ptr<Backend> backend, bool direct,
+                                     size_t window_blocks);
+
+    bool prefault(size_t nbytes) const { return arena_.prefault(nbytes, stagers_); }
+    size_t block_bytes() const { return arena_.block_bytes(); }
+    size_t arena_blocks() const { return arena_.blocks(); }
+    size_t arena_blocks_in_use();
+    size_t arena_blocks_in_use_max();
+    // Waits for every job and stream, then stops the threads. Idempotent.
+    void close();
+
+  private:
+    friend class WriteJob;
+    friend class ReadStream;
+    void run();
+    bool stage_one(std::unique_lock<std::mutex>& lock);
+    bool verify_one(std::unique_lock<std::mutex>& lock);
+
+    const unsigned stagers_;
+    std::vector<std::thread> threads_;
+    std::mutex mu_;
+    // State below is protected by mu_, and so is that of every job and stream.
+    std::condition_variable changed_;  // any change that a waiter may wait for
+    Arena arena_;
+    std::deque<std::shared_ptr<WriteJob>> jobs_;  // with blocks left to stage
+    std::deque<std::pair<ReadStream*, ReadStream::Block*>> to_verify_;
+    size_t streams_open_ = 0;
+    size_t ops_outstanding_ = 0;
+    bool closing_ = false;
+};
+
+}  // namespace fastckpt

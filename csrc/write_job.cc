@@ -1,0 +1,324 @@
+// WriteJob: copies an image's segments into blocks, checksums them in the same pass, fills in the CRC slots in file
+// order and hands each block to the backend. See engine.h for the contract; knows no format.
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "check.h"
+#include "crc32.h"
+#include "engine.h"
+
+namespace fastckpt {
+
+namespace {
+constexpr uint64_t kDirectAlign = 4096;
+constexpr uint64_t kSlotBytes = 4;
+}  // namespace
+
+// A CRC of consecutive bytes, extended at its end.
+struct RunCrc {
+    uint32_t crc = 0;
+    uint64_t nbytes = 0;
+
+    void append(uint32_t other, uint64_t other_nbytes) {
+        crc = nbytes == 0 ? other : crc32_combine(crc, other, other_nbytes);
+        nbytes += other_nbytes;
+    }
+};
+
+// A block's way: claimed (memory taken), copied by a stager, sealed in file order, written, released.
+struct WriteJob::Block {
+    size_t index = 0;
+    uint64_t begin = 0;  // image bytes [begin, end)
+    uint64_t end = 0;
+    std::byte* memory = nullptr;
+    State state = State::waiting;
+    // The block's bytes are before ++ [late_begin, late_end) ++ after, where the late ones hold slots whose CRC is known
+    // only once the blocks before this one are sealed. There is at most one such run: its slot describes the segment
+    // that was open when the block began.
+    RunCrc before;
+    uint64_t late_begin = 0;
+    uint64_t late_end = 0;
+    RunCrc after;
+    uint32_t head_crc = 0;  // of the first segment's bytes in this block, where it began earlier
+    uint32_t tail_crc = 0;  // of the last segment's bytes in this block, where it goes on
+    Op op;
+
+    bool has_late() const { return late_end != 0; }
+    void append(uint32_t crc, uint64_t nbytes) {
+        (has_late() ? after : before).append(crc, nbytes);
+    }
+};
+
+WriteJob::WriteJob(Engine& engine, int fd, uint64_t file_offset, std::vector<Segment> segments,
+                   std::vector<Slot> slots, std::shared_ptr<Backend> backend, bool direct,
+                   size_t blocks_held_limit, unsigned stagers_limit)
+    : engine_(engine),
+      fd_(fd),
+      file_offset_(file_offset),
+      segments_(std::move(segments)),
+      slots_(std::move(slots)),
+      backend_(std::move(backend)),
+      direct_(direct),
+      blocks_held_limit_(std::max<size_t>(1, blocks_held_limit)),
+      stagers_limit_(std::max(1U, stagers_limit)) {
+    check_plan();
+    nbytes_ = segments_.back().offset + segments_.back().nbytes;
+    const size_t block_bytes = engine_.block_bytes();
+    const size_t count = (nbytes_ + block_bytes - 1) / block_bytes;
+    blocks_.resize(count);
+    block_crcs_.resize(count);
+    slot_crcs_.resize(slots_.size());
+    slot_of_segment_.assign(segments_.size(), -1);
+    for (size_t i = 0; i < slots_.size(); ++i)
+        slot_of_segment_[slots_[i].segment] = static_cast<int64_t>(i);
+    // A described segment is copied as it is: it cannot hold the slot of the one before it.
+    for (const Slot& slot : slots_) CHECK(slot_of_segment_[slot.segment + 1] < 0);
+}
+
+WriteJob::~WriteJob() { CHECK(blocks_held_ == 0); }
+
+void WriteJob::check_plan() const {
+    CHECK(fd_ >= 0 && backend_ != nullptr && !segments_.empty());
+    CHECK(!direct_ || file_offset_ % kDirectAlign == 0);
+    uint64_t expected = 0;
+    for (const Segment& segment : segments_) {
+        CHECK(segment.offset == expected && segment.nbytes > 0 && segment.address != 0);
+        expected += segment.nbytes;
+    }
+    uint64_t slots_end = 0;
+    for (const Slot& slot : slots_) {
+        CHECK(slot.segment + 1 < segments_.size());
+        const Segment& holder = segments_[slot.segment + 1];
+        CHECK(slot.offset >= holder.offset &&
+              slot.offset + kSlotBytes <= holder.offset + holder.nbytes);
+        CHECK(slot.offset >= slots_end);
+        slots_end = slot.offset + kSlotBytes;
+    }
+}
+
+uint64_t WriteJob::block_nbytes(size_t index) const {
+    const uint64_t begin = index * engine_.block_bytes();
+    return std::min<uint64_t>(engine_.block_bytes(), nbytes_ - begin);
+}
+
+bool WriteJob::wants_stager() const {
+    return failure_.error == 0 && next_claim_ < blocks_.size() && stagers_ < stagers_limit_ &&
+           blocks_held_ < blocks_held_limit_;
+}
+
+bool WriteJob::sources_released() const {
+    return stagers_ == 0 && (failure_.error != 0 || next_claim_ == blocks_.size());
+}
+
+bool WriteJob::finished() const { return sources_released() && blocks_held_ == 0; }
+
+WriteJob::Block& WriteJob::claim(std::byte* memory) {
+    auto block = std::make_unique<Block>();
+    block->index = next_claim_++;
+    block->begin = block->index * engine_.block_bytes();
+    block->end = block->begin + block_nbytes(block->index);
+    block->memory = memory;
+    ++stagers_;
+    ++blocks_held_;
+    blocks_held_max_ = std::max(blocks_held_max_, blocks_held_);
+    blocks_[block->index] = std::move(block);
+    return *blocks_[next_claim_ - 1];
+}
+
+void WriteJob::copied(Block& block) {
+    block.state = State::copied;
+    CHECK(stagers_ > 0);
+    --stagers_;
+    seal_ready_blocks();
+}
+
+void WriteJob::copy(Block& block) {
+    auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
+                                    [](uint64_t at, const Segment& s) { return at < s.offset; });
+    CHECK(segment != segments_.begin());
+    for (--segment; segment != segments_.end() && segment->offset < block.end; ++segment) {
+        const uint64_t segment_end = segment->offset + segment->nbytes;
+        const uint64_t begin = std::max(block.begin, segment->offset);
+        const uint64_t end = std::min(block.end, segment_end);
+        const int64_t slot = slot_of_segment_[static_cast<size_t>(segment - segments_.begin())];
+        if (slot < 0) {
+            copy_header(block, *segment, begin, end);
+            continue;
+        }
+        const auto* source = reinterpret_cast<const std::byte*>(segment->address);
+        const uint32_t crc = crc32_copy(block.memory + (begin - block.begin),
+                                        source + (begin - segment->offset), end - begin, 0);
+        block.append(crc, end - begin);
+        const bool began_earlier = segment->offset < block.begin;
+        const bool goes_on = segment_end > block.end;
+        if (began_earlier) block.head_crc = crc;
+        if (goes_on) block.tail_crc = crc;
+        if (!began_earlier && !goes_on) slot_crcs_[static_cast<size_t>(slot)] = crc;
+    }
+    if (direct_) {
+        const uint64_t nbytes = block.end - block.begin;
+        const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
+        std::memset(block.memory + nbytes, 0, padded - nbytes);
+    }
+}
+
+// Copies a piece of a segment that no slot describes, and which therefore may hold slots itself.
+void WriteJob::copy_header(Block& block, const Segment& segment, uint64_t begin, uint64_t end) {
+    std::byte* target = block.memory + (begin - block.begin);
+    const auto* source = reinterpret_cast<const std::byte*>(segment.address);
+    source += begin - segment.offset;
+    const auto index = static_cast<size_t>(&segment - segments_.data());
+    const int64_t described = index > 0 ? slot_of_segment_[index - 1] : -1;
+    const uint64_t slot_offset = described < 0 ? 0 : slots_[static_cast<size_t>(described)].offset;
+    if (described < 0 || slot_offset >= end || slot_offset + kSlotBytes <= begin) {
+        block.append(crc32_copy(target, source, end - begin, 0), end - begin);
+        return;
+    }
+    std::memcpy(target, source, end - begin);
+    if (segments_[index - 1].offset < block.begin) {
+        CHECK(!block.has_late());
+        block.late_begin = begin;
+        block.late_end = end;
+        return;
+    }
+    patch(block, begin, end);
+    block.append(crc32(0, target, end - begin), end - begin);
+}
+
+// Writes the CRCs of the slots that overlap [begin, end) into the block. Slots and blocks may cross.
+void WriteJob::patch(Block& block, uint64_t begin, uint64_t end) const {
+    auto slot = std::lower_bound(
+        slots_.begin(), slots_.end(), begin,
+        [](const Slot& s, uint64_t at) { return s.offset + kSlotBytes <= at; });
+    for (; slot != slots_.end() && slot->offset < end; ++slot) {
+        const uint32_t crc = slot_crcs_[static_cast<size_t>(slot - slots_.begin())];
+        for (uint64_t i = 0; i < kSlotBytes; ++i) {
+            const uint64_t at = slot->offset + i;
+            if (at >= begin && at < end)
+                block.memory[at - block.begin] = static_cast<std::byte>(crc >> (8 * i));
+        }
+    }
+}
+
+// In file order, under the engine's mutex: completes the CRC of a segment that ends here, then the block's own.
+void WriteJob::seal(Block& block) {
+    auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
+                                    [](uint64_t at, const Segment& s) { return at < s.offset; });
+    --segment;
+    const auto first = static_cast<size_t>(segment - segments_.begin());
+    const uint64_t first_end = segment->offset + segment->nbytes;
+    const bool first_is_open = segment->offset < block.begin && slot_of_segment_[first] >= 0;
+    if (first_is_open) {
+        const uint64_t nbytes = std::min(first_end, block.end) - block.begin;
+        open_segment_crc_ = crc32_combine(open_segment_crc_, block.head_crc, nbytes);
+        if (first_end <= block.end)
+            slot_crcs_[static_cast<size_t>(slot_of_segment_[first])] = open_segment_crc_;
+    }
+    if (!first_is_open || first_end <= block.end) open_segment_crc_ = block.tail_crc;
+    // A segment that ends exactly with the block was not open and is complete; one that goes on left its tail above.
+    RunCrc crc = block.before;
+    if (block.has_late()) {
+        patch(block, block.late_begin, block.late_end);
+        const uint64_t nbytes = block.late_end - block.late_begin;
+        crc.append(crc32(0, block.memory + (block.late_begin - block.begin), nbytes), nbytes);
+        if (block.after.nbytes > 0) crc.append(block.after.crc, block.after.nbytes);
+    }
+    CHECK(crc.nbytes == block.end - block.begin);
+    block_crcs_[block.index] = crc.crc;
+    block.state = State::sealed;
+}
+
+void WriteJob::seal_ready_blocks() {
+    for (; next_seal_ < blocks_.size(); ++next_seal_) {
+        Block* block = blocks_[next_seal_].get();
+        if (block == nullptr || block->state != State::copied) return;
+        if (failure_.error != 0) {
+            block->state = State::sealed;
+            on_written(*block);
+            continue;
+        }
+        seal(*block);
+        const uint64_t nbytes = block->end - block->begin;
+        const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
+        block->op.kind = Op::Kind::write;
+        block->op.fd = fd_;
+        block->op.data = block->memory;
+        block->op.nbytes = direct_ ? padded : nbytes;
+        block->op.offset = file_offset_ + block->begin;
+        block->op.direct = direct_;
+        // The op owns the job until it ends, so that a caller may drop the job at any time.
+        block->op.finished = [this, self = shared_from_this(), block](Op& op) {
+            Engine& engine = engine_;
+            std::lock_guard lock(engine.mu_);
+            CHECK(engine.ops_outstanding_ > 0);
+            --engine.ops_outstanding_;
+            if (op.error != 0)
+                fail({Op::Kind::write, op.offset + op.done, op.error});
+            else
+                CHECK(op.done == op.nbytes);
+            if (op.error == 0) nbytes_written_ += block->end - block->begin;
+            on_written(*block);
+            engine.changed_.notify_all();
+        };
+        ++engine_.ops_outstanding_;
+        backend_->submit(&block->op);
+    }
+}
+
+void WriteJob::on_written(Block& block) {
+    CHECK(block.state == State::sealed && block.memory != nullptr);
+    engine_.arena_.release(block.memory);
+    block.memory = nullptr;
+    CHECK(blocks_held_ > 0);
+    --blocks_held_;
+}
+
+void WriteJob::fail(const Failure& failure) {
+    if (failure_.error == 0) failure_ = failure;
+}
+
+bool WriteJob::wait_staged(std::chrono::duration<double> timeout) {
+    std::unique_lock lock(engine_.mu_);
+    return engine_.changed_.wait_for(lock, timeout, [&] { return sources_released(); });
+}
+
+bool WriteJob::wait_written(std::chrono::duration<double> timeout) {
+    std::unique_lock lock(engine_.mu_);
+    return engine_.changed_.wait_for(lock, timeout, [&] { return finished(); });
+}
+
+Failure WriteJob::failure() {
+    std::lock_guard lock(engine_.mu_);
+    return failure_;
+}
+
+uint64_t WriteJob::nbytes_written() {
+    std::lock_guard lock(engine_.mu_);
+    return nbytes_written_;
+}
+
+std::vector<uint32_t> WriteJob::block_crcs() {
+    std::lock_guard lock(engine_.mu_);
+    CHECK(next_seal_ == blocks_.size());
+    return block_crcs_;
+}
+
+std::vector<uint32_t> WriteJob::slot_crcs() {
+    std::lock_guard lock(engine_.mu_);
+    CHECK(next_seal_ == blocks_.size());
+    return slot_crcs_;
+}
+
+size_t WriteJob::blocks_held_max() {
+    std::lock_guard lock(engine_.mu_);
+    return blocks_held_max_;
+}
+
+void WriteJob::cancel() {
+    std::lock_guard lock(engine_.mu_);
+    if (next_claim_ < blocks_.size()) fail({Op::Kind::write, file_offset_, ECANCELED});
+    engine_.changed_.notify_all();
+}
+
+}  // namespace fastckpt

@@ -1,0 +1,205 @@
+"""save and load: the drop-in for torch.save and torch.load.
+
+Responsible for their signatures and for what is delegated to torch. It must not know how a save or a load
+is done.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import time
+from typing import IO, Any
+
+import torch
+
+from fastckpt import pipeline
+from fastckpt.formats import torch_zip
+from fastckpt.handle import SaveHandle
+from fastckpt.reader import open_verified
+from fastckpt.staging import BACKENDS, FENCES
+from fastckpt.storage import is_regular_or_absent
+
+DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL
+
+
+def save(
+    obj: object,
+    f: str | os.PathLike[str] | IO[bytes],
+    pickle_module: Any = pickle,
+    pickle_protocol: int = DEFAULT_PROTOCOL,
+    _use_new_zipfile_serialization: bool = True,
+    _disable_byteorder_record: bool = False,
+    *,
+    fence: str = "call",
+    backend: str = "auto",
+    durable: bool = True,
+    staging_bytes: int | None = None,
+) -> SaveHandle:
+    """Saves an object as torch.save does, in the background, and commits it atomically.
+
+    The file is a torch zip that torch.load opens (weights_only, mmap and map_location included). Until the
+    commit, path keeps its old content; a crash leaves the old file or the new one. Several saves may be in
+    flight; those to one path commit in order.
+
+    Args:
+        obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record:
+            as torch.save's. A file-like f, a path that is no regular file (/dev/null) and torch's legacy
+            format are written by torch.save itself before the call returns.
+        fence: when the caller may go on. "call": save() returns when everything was copied, so obj may be
+            mutated at once. "step": save() returns at once; the next step() of any torch optimizer waits until
+            everything was copied. Changing a tensor in place by other means before wait_staged() fails
+            this save with StagingConflict (version counters are compared, which `.data` bypasses).
+        backend: "auto" picks by file system and probe; "io_uring" and "threads" insist.
+        durable: sync the file and its directory to the device before the commit counts. False leaves that to
+            the kernel: still atomic against a crash of the process, not against one of the machine.
+        staging_bytes: the most staging memory this save may hold, at least one block of 8 MiB; default: the
+            process's budget (half of the memory available at the first save, or $FASTCKPT_STAGING_BYTES).
+            A save that needs more waits for its own writes.
+
+    Returns:
+        A SaveHandle; result() returns its SaveStats when the checkpoint is committed.
+
+    Raises:
+        Exception: what torch.save raises for an object that cannot be pickled; nothing was written.
+        CheckpointError: of an earlier save whose failure nobody asked for. This save was not begun.
+        ValueError: an unknown fence or backend, staging_bytes < 1.
+    """
+    started = time.perf_counter()
+    if fence not in FENCES:
+        raise ValueError(f"fence is {fence!r}, must be one of {FENCES}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, must be one of {BACKENDS}")
+    if staging_bytes is not None and staging_bytes < 1:
+        raise ValueError(f"staging_bytes is {staging_bytes}, must be at least 1")
+    current = pipeline.current()
+    current.raise_unreported()
+
+    def save_by_torch(target: Any) -> None:
+        torch.save(
+            obj,
+            target,
+            pickle_module,
+            pickle_protocol,
+            _use_new_zipfile_serialization,
+            _disable_byteorder_record,
+        )
+
+    if not isinstance(f, str | os.PathLike):
+        save_by_torch(f)
+        return pipeline.finish_stock(SaveHandle("", started))
+    path = os.path.realpath(os.fspath(f))
+    mode = current.storage.mode(path) if os.path.lexists(path) else None
+    handle = SaveHandle(path, started)
+    if not is_regular_or_absent(mode) and not os.path.isdir(path):
+        save_by_torch(path)
+        return pipeline.finish_stock(handle)
+    if not _use_new_zipfile_serialization:
+        return pipeline.save_stock(current, save_by_torch, handle, durable)
+    try:
+        captured = torch_zip.capture(
+            obj, pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step"
+        )
+    except torch_zip.SkipData:
+        return pipeline.save_stock(current, save_by_torch, handle, durable)
+    job = pipeline.Save(
+        handle,
+        captured,
+        obj if fence == "step" else None,
+        fence=fence,
+        backend=backend,
+        durable=durable,
+        staging_bytes=staging_bytes,
+    )
+    del captured
+    return current.save(job)
+
+
+def load(
+    f: str | os.PathLike[str] | IO[bytes],
+    map_location: Any = None,
+    pickle_module: Any = None,
+    *,
+    weights_only: bool | None = None,
+    mmap: bool | None = None,
+    verify: bool = True,
+    **pickle_load_args: Any,
+) -> Any:
+    """Loads what fastckpt.save, torch.save or safetensors wrote, with torch.load's semantics.
+
+    A file that fastckpt wrote is read in parallel blocks and every byte is checked against its CRC-32
+    before anything is returned. Any other file goes to torch.load. A load of a path whose save is
+    in flight in this process waits for that save.
+
+    Args:
+        f, map_location, pickle_module, weights_only, mmap, pickle_load_args: as torch.load's, with its
+            defaults and environment switches. With mmap=True the file is read once to verify it and then
+            mapped; pass verify=False to map without reading.
+        verify: check the checksums of a file that fastckpt wrote.
+
+    Returns:
+        The object.
+
+    Raises:
+        CorruptCheckpoint: the file is damaged or truncated; the message names the record.
+        IncompatibleCheckpoint: a newer fastckpt wrote it.
+        StorageError: a read failed.
+        Exception: what torch.load raises, for the same reasons.
+    """
+
+    def load_by_torch(source: Any) -> Any:
+        return torch.load(
+            source, map_location, pickle_module, weights_only=weights_only, mmap=mmap, **pickle_load_args
+        )
+
+    opened = _open_regular(f)
+    if opened is None:
+        return load_by_torch(f)
+    fd, path = opened
+    current = pipeline.current()
+    try:
+        file = open_verified(current.storage, current.staging, fd, path, verify)
+        if file is None:
+            return load_by_torch(f)
+        with file:
+            if mmap if mmap is not None else torch_zip.mmap_is_default():
+                if verify:
+                    file.verify_all()
+                return load_by_torch(f)
+            try:
+                obj = load_by_torch(file)
+            except Exception:
+                if file.error is not None:  # torch's reader may have put another error in its place
+                    raise file.error from None
+                raise
+            if file.error is not None:
+                raise file.error
+            return obj
+    finally:
+        current.storage.close(fd)
+
+
+def _open_regular(f: Any) -> tuple[int, str] | None:
+    """A descriptor of our own for a path or an open file at its beginning, and its name; None for torch to open.
+
+    torch.load also raises the errors for what cannot be opened.
+    """
+    current = pipeline.current()
+    if isinstance(f, str | os.PathLike):
+        path = os.path.realpath(os.fspath(f))
+        current.wait_for(path)
+        try:
+            mode = current.storage.mode(path)
+            if mode is None or not is_regular_or_absent(mode):
+                return None
+            return current.storage.open(path), path
+        except OSError:
+            return None
+    try:
+        if f.tell() != 0:
+            return None
+        fd = os.dup(f.fileno())
+    except (AttributeError, OSError, io.UnsupportedOperation):
+        return None
+    return fd, str(getattr(f, "name", fd))

@@ -1,0 +1,72 @@
+"""The closed set of errors fastckpt raises for faults of the world.
+
+Each says what happened, to which path, tensor or record, and what to do. This module knows no other;
+errors of the caller (a wrong argument) are TypeError and ValueError, and our own bugs assert.
+"""
+
+from __future__ import annotations
+
+import errno as errno_names
+import os
+
+
+class CheckpointError(RuntimeError):
+    """Base of all errors below. A RuntimeError, because that is what torch.save raises."""
+
+
+class StorageError(CheckpointError, OSError):
+    """The file system refused an operation; the checkpoint concerned was not committed.
+
+    Attributes:
+        op: the operation that failed: "open", "allocate", "write", "sync", "rename", ...
+        path: the file or directory it was done to.
+        offset: the byte offset in the file, or None where the operation has none.
+        errno: the error number, as in OSError.
+    """
+
+    def __init__(self, op: str, path: str, errno: int, offset: int | None = None) -> None:
+        self.op = op
+        self.path = path
+        self.offset = offset
+        where = "" if offset is None else f" at offset {offset}"
+        name = errno_names.errorcode.get(errno, str(errno))
+        self._text = f"{op} of {path!r}{where} failed: {os.strerror(errno)} [{name}]"
+        hint = _HINTS.get(errno)
+        if hint is not None:
+            self._text += f"; {hint}"
+        OSError.__init__(self, errno, self._text)
+        self.filename = path
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __reduce__(self) -> tuple[type[StorageError], tuple[str, str, int | None, int | None]]:
+        return type(self), (self.op, self.path, self.errno, self.offset)
+
+
+_HINTS = {
+    errno_names.ENOSPC: "free space on the file system (on Lustre: on the OST named by lfs df)",
+    errno_names.EDQUOT: "the quota is used up",
+    errno_names.ENOENT: "create the directory first",
+    errno_names.EFBIG: "the file size limit (ulimit -f, or the file system's) is too small",
+    errno_names.EROFS: "the file system is mounted read-only",
+    errno_names.EACCES: "check the permissions of the directory, and whether a ticket expired",
+    errno_names.EISDIR: "give the path of a file",
+    errno_names.ENODATA: "the file became shorter while it was read",
+}
+
+
+class CorruptCheckpoint(CheckpointError):
+    """Bytes of a file differ from what was written. Nothing of it was returned."""
+
+
+class IncompatibleCheckpoint(CheckpointError):
+    """The file was written by a newer fastckpt whose format this version does not know."""
+
+
+class StagingConflict(CheckpointError):
+    """A tensor was changed while a step-fence save was still copying it. Nothing was committed."""
+
+
+class BackendUnavailable(CheckpointError):
+    """The backend that was asked for by name does not work here; the message says why."""

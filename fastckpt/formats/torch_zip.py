@@ -1,0 +1,493 @@
+"""The torch zip format: what torch.save would write, laid out before it is written, plus block checksums.
+
+Responsible for the bytes of the file (docs/format.md) and for the only private entry point of torch that
+saving needs. It knows torch's pickling and the zip format; it must not know files, threads or staging.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import struct
+import types
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, Index, address_of, block_count
+
+VERSION = 1
+ARCHIVE = "archive"
+RECORD = ".data/fastckpt"
+TORCH_ALIGNMENT = 64
+PADDING_SHARE_MAX = 0.01
+
+# Bytes 0 to MARK_END of every file of ours: the first local header, whose alignment padding opens with MARK.
+MARK = b"fastckpt1"
+MARK_OFFSET = 30 + len(f"{ARCHIVE}/data.pkl") + 4
+HEAD_BYTES = MARK_OFFSET + len(MARK)
+
+_U16, _U32 = 0xFFFF, 0xFFFFFFFF
+_LOCAL = struct.Struct("<IHHHHHIIIHH")
+_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+_END = struct.Struct("<IHHHHIIH")
+_END64 = struct.Struct("<IQHHIIQQQQ")
+_LOCATOR64 = struct.Struct("<IIQI")
+_UTF8, _DESCRIPTOR_FOLLOWS = 0x0800, 0x0008
+# The comment of the end record: version, first byte and CRC-32 of the tail, the CRC's own digits excluded.
+_COMMENT = re.compile(rb"fastckpt (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
+_COMMENT_BYTES = len(f"fastckpt {1:02d} {0:016x} {0:08x}")
+_CRC_DIGITS = 8
+END_BYTES = _END.size + _COMMENT_BYTES
+TAIL_BYTES_MAX = 1 << 32
+
+
+class SkipData(Exception):
+    """torch.serialization.skip_data() is active: there is nothing to stage."""
+
+
+@dataclass
+class Capture:
+    """What torch's pickler made of an object: the records of the zip, in their order.
+
+    Attributes:
+        records: name and content; content is bytes, or a CPU storage that the record is copied from.
+        tensors: the tensors met while pickling and their version counters at that moment.
+    """
+
+    records: list[tuple[str, bytes | torch.UntypedStorage]] = field(default_factory=list)
+    tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    # torch.serialization._save calls this; the content arrives as str, bytes or storage.
+    def write_record(self, name: str, content: Any, nbytes: int) -> None:
+        if isinstance(content, str):
+            content = content.encode()
+        assert isinstance(content, torch.UntypedStorage) or len(content) == nbytes
+        self.records.append((name, content))
+
+    def write_record_metadata(self, name: str, nbytes: int) -> None:
+        raise SkipData
+
+
+def capture(
+    obj: object,
+    pickle_module: Any,
+    pickle_protocol: int,
+    disable_byteorder_record: bool,
+    observe_tensors: bool,
+) -> Capture:
+    """Pickles obj as torch.save does and notes which storages it consists of; copies no tensor on the CPU.
+
+    Args:
+        obj, pickle_module, pickle_protocol, disable_byteorder_record: as torch.save's arguments.
+        observe_tensors: also note every tensor and its version counter.
+
+    Raises:
+        SkipData: torch.serialization.skip_data() is active.
+        Exception: whatever torch.save raises for an object that cannot be pickled.
+    """
+    captured = Capture()
+    module = _observing(pickle_module, captured.tensors) if observe_tensors else pickle_module
+    save = getattr(torch.serialization, "_save", None)
+    if save is None:  # a torch whose private entry point moved: correct, but holds a copy of everything
+        return _capture_by_copy(obj, pickle_module, pickle_protocol)
+    save(obj, captured, module, pickle_protocol, disable_byteorder_record)
+    return captured
+
+
+def _observing(pickle_module: Any, tensors: list[tuple[torch.Tensor, int]]) -> Any:
+    """pickle_module with a Pickler that notes the tensors it meets and otherwise does the same."""
+    base = pickle_module.Pickler
+    inherited = getattr(base, "reducer_override", None)
+
+    class Pickler(base):  # type: ignore[misc]
+        def reducer_override(self, obj: object) -> Any:
+            if isinstance(obj, torch.Tensor) and not obj.is_inference():
+                tensors.append((obj, obj._version))
+            return NotImplemented if inherited is None else inherited(self, obj)
+
+    return types.SimpleNamespace(Pickler=Pickler)
+
+
+def _capture_by_copy(obj: object, pickle_module: Any, pickle_protocol: int) -> Capture:
+    """The slow way to the same records: torch.save to memory and read the zip back."""
+    buffer = io.BytesIO()
+    torch.save(obj, buffer, pickle_module, pickle_protocol)
+    captured = Capture()
+    skipped = {"version", ".data/serialization_id"}  # layout() writes these itself
+    with zipfile.ZipFile(buffer) as archive:
+        for name in archive.namelist():
+            short = name.split("/", 1)[1]
+            if short not in skipped:
+                captured.records.append((short, archive.read(name)))
+    return captured
+
+
+@cache
+def _container_version() -> bytes:
+    """The content of torch's `version` record, taken from a file stock torch makes."""
+    buffer = io.BytesIO()
+    torch.save(None, buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        return archive.read(f"{ARCHIVE}/version")
+
+
+def mmap_is_default() -> bool:
+    """Whether torch.load maps files when it is not told (torch.utils.serialization.config)."""
+    try:
+        from torch.utils.serialization import config
+    except ImportError:  # torch 2.6 and older
+        return False
+    return bool(config.load.mmap)
+
+
+def _padding(offset: int, name_nbytes: int, zip64_nbytes: int, alignment: int) -> int:
+    return -(offset + _LOCAL.size + name_nbytes + zip64_nbytes + 4) % alignment
+
+
+def _zip64_extra(offset: int, nbytes: int) -> bytes:
+    values = (nbytes, nbytes) if nbytes >= _U32 else ()
+    if offset >= _U32:
+        values = (*values, offset)
+    if not values:
+        return b""
+    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
+
+
+def _local_header(name: bytes, offset: int, nbytes: int, alignment: int, mark: bytes = b"") -> bytes:
+    """A local header as torch writes it: sizes and CRC follow in a descriptor, padding makes the data aligned."""
+    zip64 = _zip64_extra(offset, nbytes)
+    padding = _padding(offset, len(name), len(zip64), alignment)
+    if padding < len(mark):
+        padding += alignment
+    flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
+    extra_nbytes = len(zip64) + 4 + padding
+    fixed = _LOCAL.pack(0x04034B50, 0, flags, 0, 0, 0, 0, 0, 0, len(name), extra_nbytes)
+    return b"".join(
+        (fixed, name, zip64, b"FB", struct.pack("<H", padding), mark.ljust(padding, b"Z"))
+    )
+
+
+def _descriptor(offset: int, nbytes: int, crc: int) -> bytes:
+    """What follows a record's data; torch computes the next record's offset from its size."""
+    if not nbytes:
+        return b""
+    wide = offset >= _U32 or nbytes >= _U32
+    return struct.pack("<IIQQ" if wide else "<IIII", 0x08074B50, crc, nbytes, nbytes)
+
+
+def _central_header(name: bytes, offset: int, nbytes: int, crc: int) -> bytes:
+    zip64 = _zip64_extra(offset, nbytes)
+    flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
+    size = min(nbytes, _U32)
+    return (
+        _CENTRAL.pack(
+            0x02014B50, 0, 0, flags, 0, 0, 0, crc, size, size, len(name), len(zip64), 0, 0, 0, 0,
+            min(offset, _U32),
+        )  # fmt: skip
+        + name
+        + zip64
+    )
+
+
+def _nbytes(content: bytes | torch.UntypedStorage) -> int:
+    return content.nbytes() if isinstance(content, torch.UntypedStorage) else len(content)
+
+
+def _end_offset(records: Iterable[tuple[str, Any]], alignment: int) -> int:
+    """Where the last record ends if all are aligned so."""
+    offset = 0
+    for name, content in records:
+        nbytes = _nbytes(content)
+        zip64 = len(_zip64_extra(offset, nbytes))
+        name_nbytes = len(ARCHIVE) + 1 + len(name)
+        header = _LOCAL.size + name_nbytes + zip64 + 4
+        header += _padding(offset, name_nbytes, zip64, alignment)
+        wide = offset >= _U32 or nbytes >= _U32
+        offset += header + nbytes + ((24 if wide else 16) if nbytes else 0)
+    return offset
+
+
+def _choose_alignment(records: Sequence[tuple[str, Any]]) -> int:
+    """One alignment for the whole file: the user's, else 4096 where that costs under 1%, else torch's 64."""
+    if not any(name == ".storage_alignment" for name, _ in records):
+        return TORCH_ALIGNMENT  # this torch cannot record another, and its readers compute offsets from 64
+    from torch.utils.serialization import config
+
+    chosen: int = config.save.storage_alignment
+    if chosen != TORCH_ALIGNMENT:
+        return chosen
+    packed = _end_offset(records, TORCH_ALIGNMENT)
+    padded = _end_offset(records, PAGE_BYTES)
+    return PAGE_BYTES if padded - packed < packed * PADDING_SHARE_MAX else TORCH_ALIGNMENT
+
+
+def layout(captured: Capture) -> Image:
+    """Lays the records out as a torch zip. Pure: equal captures give equal images, byte for byte."""
+    alignment = _choose_alignment(captured.records)
+    builder = _Builder(alignment)
+    for name, content in captured.records:
+        if name == ".storage_alignment":
+            content = str(alignment).encode()
+        builder.add(name, content)
+    return builder.finish()
+
+
+class _Builder:
+    """The state of one layout(): header bytes gathered so far, and what refers to them."""
+
+    def __init__(self, alignment: int) -> None:
+        self.alignment = alignment
+        self.offset = 0
+        self.headers = bytearray()
+        # Segments in order: a storage, or a range of self.headers, whose address is known at the end.
+        self.parts: list[torch.UntypedStorage | tuple[int, int]] = []
+        self.header_begin = 0
+        self.slots: list[tuple[int, int]] = []
+        self.central: list[bytes] = []
+        # Central headers that wait for a CRC: number of the entry, in the order of the slots.
+        self.awaiting: list[int] = []
+
+    def add(self, name: str, content: bytes | torch.UntypedStorage) -> None:
+        nbytes = _nbytes(content)
+        begin, full_name = self.offset, f"{ARCHIVE}/{name}".encode()
+        mark = MARK if begin == 0 else b""
+        self._put(_local_header(full_name, begin, nbytes, self.alignment, mark))
+        crc = 0
+        if isinstance(content, torch.UntypedStorage) and nbytes:
+            self._close_header()
+            self.parts.append(content)
+            self.offset += nbytes
+            self.slots.append((self.offset + 4, len(self.parts) - 1))
+            self.awaiting.append(len(self.central))
+        elif nbytes:
+            assert isinstance(content, bytes)
+            crc = zlib.crc32(content)
+            self._put(content)
+        self._put(_descriptor(begin, nbytes, crc))
+        self.central.append(_central_header(full_name, begin, nbytes, crc))
+
+    def _put(self, data: bytes) -> None:
+        self.headers += data
+        self.offset += len(data)
+
+    def _close_header(self) -> None:
+        if len(self.headers) > self.header_begin:
+            self.parts.append((self.header_begin, len(self.headers)))
+            self.header_begin = len(self.headers)
+
+    def finish(self) -> Image:
+        record_offset = self.offset
+        name = f"{ARCHIVE}/{RECORD}".encode()
+        # The checksum record's data begins the tail: aligned to a page whatever the records' alignment.
+        self._put(_local_header(name, record_offset, 1, PAGE_BYTES))
+        self._close_header()
+        tail = _Tail(record_offset, self.offset, self.central, self.awaiting)
+        image = Image(tail_nbytes=tail.nbytes, tail=tail.build)
+        image.sources.append(self.headers)
+        base = address_of(self.headers)
+        for part in self.parts:
+            if isinstance(part, tuple):
+                image.append(base + part[0], part[1] - part[0])
+            else:
+                image.append(part.data_ptr(), part.nbytes())
+                image.sources.append(part)
+        for slot in self.slots:
+            image.slots.extend(slot)
+        assert image.body_nbytes == self.offset and self.offset % PAGE_BYTES == 0
+        return image
+
+
+class _Tail:
+    """Everything behind the body: the checksum record, torch's closing records, the zip directory."""
+
+    def __init__(
+        self, record_offset: int, body_nbytes: int, central: list[bytes], awaiting: list[int]
+    ) -> None:
+        self.record_offset = record_offset
+        self.body_nbytes = body_nbytes
+        self.central = central
+        self.awaiting = awaiting
+        blocks = block_count(body_nbytes, BLOCK_BYTES)
+        self.nbytes = len(self._assemble([0] * blocks, central))
+
+    def build(self, block_crcs: Sequence[int], slot_crcs: Sequence[int]) -> bytes:
+        assert len(slot_crcs) == len(self.awaiting)
+        central = list(self.central)
+        for entry, crc in zip(self.awaiting, slot_crcs, strict=True):
+            header = central[entry]
+            central[entry] = header[:16] + struct.pack("<I", crc) + header[20:]
+        tail = self._assemble(block_crcs, central)
+        assert len(tail) == self.nbytes
+        return tail
+
+    def _assemble(self, block_crcs: Sequence[int], central: Sequence[bytes]) -> bytes:
+        checksums = {
+            "version": VERSION,
+            "body_bytes": self.body_nbytes,
+            "block_bytes": BLOCK_BYTES,
+            "crc32": "".join(f"{crc:08x}" for crc in block_crcs),
+        }
+        validate(checksums, self.body_nbytes)
+        content = json.dumps(checksums).encode()
+        name, crc = f"{ARCHIVE}/{RECORD}".encode(), zlib.crc32(content)
+        parts = [content, _descriptor(self.record_offset, len(content), crc)]
+        offset = self.body_nbytes + sum(map(len, parts))
+        entries = [*central, _central_header(name, self.record_offset, len(content), crc)]
+        closing = ((b"version", _container_version()), (b".data/serialization_id", _identity(crc)))
+        for short, data in closing:
+            name, crc = ARCHIVE.encode() + b"/" + short, zlib.crc32(data)
+            header = _local_header(name, offset, len(data), TORCH_ALIGNMENT)
+            entries.append(_central_header(name, offset, len(data), crc))
+            record = header + data + _descriptor(offset, len(data), crc)
+            parts.append(record)
+            offset += len(record)
+        directory = b"".join(entries)
+        parts += [directory, _end_records(offset, len(directory), len(entries))]
+        tail = b"".join(parts) + f"fastckpt {VERSION:02d} {self.body_nbytes:016x} ".encode()
+        return tail + f"{zlib.crc32(tail):08x}".encode()
+
+
+def _identity(crc: int) -> bytes:
+    """torch's serialization id is 40 digits that depend on the content; ours on the checksums of it."""
+    return f"{zlib.crc32(RECORD.encode()):020d}{crc:020d}".encode()
+
+
+def _end_records(offset: int, nbytes: int, entries: int) -> bytes:
+    end = offset + nbytes
+    end64 = _END64.pack(0x06064B50, 44, 0x031E, 45, 0, 0, entries, entries, nbytes, offset)
+    locator = _LOCATOR64.pack(0x07064B50, 0, end, 1)
+    count = min(entries, _U16)
+    return (
+        end64
+        + locator
+        + _END.pack(
+            0x06054B50, 0, 0, count, count, min(nbytes, _U32), min(offset, _U32), _COMMENT_BYTES
+        )
+    )
+
+
+def validate(checksums: Any, body_nbytes: int) -> None:
+    """The one check of the checksum record, by writer and reader. Raises ValueError saying what is wrong."""
+    if not isinstance(checksums, dict):
+        raise ValueError("the checksum record is not an object")
+    expected = {"version": int, "body_bytes": int, "block_bytes": int, "crc32": str}
+    for key, kind in expected.items():
+        if type(checksums.get(key)) is not kind:
+            raise ValueError(f"the checksum record has no {kind.__name__} {key!r}")
+    block_bytes = checksums["block_bytes"]
+    if not PAGE_BYTES <= block_bytes <= 1 << 30 or block_bytes % PAGE_BYTES:
+        raise ValueError(f"block_bytes is {block_bytes}")
+    if checksums["body_bytes"] != body_nbytes or body_nbytes <= 0 or body_nbytes % PAGE_BYTES:
+        raise ValueError(f"body_bytes is {checksums['body_bytes']}, the body has {body_nbytes}")
+    digits = checksums["crc32"]
+    if len(digits) != _CRC_DIGITS * block_count(body_nbytes, block_bytes):
+        raise ValueError(f"{len(digits)} hex digits of CRC-32 do not fit the number of blocks")
+    if re.fullmatch("[0-9a-f]*", digits) is None:
+        raise ValueError("a CRC-32 is not made of hex digits")
+
+
+def is_marked(head: bytes) -> bool:
+    """Whether a file that begins so (HEAD_BYTES or more) was begun by fastckpt."""
+    return head[:4] == b"PK\x03\x04" and head[MARK_OFFSET:HEAD_BYTES] == MARK
+
+
+def tail_offset(end: bytes, nbytes: int) -> int | None:
+    """Where the tail of a file of nbytes begins, from its last bytes; None if fastckpt did not end it.
+
+    Raises:
+        IncompatibleCheckpoint: a newer format.
+    """
+    match = _COMMENT.search(end)
+    if match is None:
+        return None
+    if int(match[1]) > VERSION:
+        raise IncompatibleCheckpoint(
+            f"the file has format version {int(match[1])}, this fastckpt reads up to {VERSION}: update it"
+        )
+    offset = int(match[2], 16)
+    return offset if 0 < offset < nbytes and nbytes - offset <= TAIL_BYTES_MAX else None
+
+
+def parse(tail: bytes, body_nbytes: int) -> Index:
+    """Verifies a file's tail, which begins at body_nbytes, and returns how to verify the rest.
+
+    Raises:
+        CorruptCheckpoint: the tail is damaged. IncompatibleCheckpoint: a newer format.
+    """
+    stored = int(tail[-_CRC_DIGITS:], 16) if _COMMENT.search(tail) else None
+    if zlib.crc32(tail[:-_CRC_DIGITS]) != stored:
+        raise CorruptCheckpoint("its closing records (checksums and zip directory) are damaged")
+    try:
+        checksums, _ = json.JSONDecoder().raw_decode(tail[: _json_end(tail)].decode())
+        if isinstance(checksums, dict) and checksums.get("version", 0) > VERSION:
+            raise IncompatibleCheckpoint(
+                f"the file has format version {checksums['version']}, this fastckpt reads up to {VERSION}"
+            )
+        validate(checksums, body_nbytes)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"its checksum record is malformed: {error}") from None
+    digits = checksums["crc32"]
+    crcs = tuple(int(digits[i : i + _CRC_DIGITS], 16) for i in range(0, len(digits), _CRC_DIGITS))
+    return Index(body_nbytes, checksums["block_bytes"], crcs, tail)
+
+
+def _json_end(tail: bytes) -> int:
+    return tail.find(b"}") + 1
+
+
+def damaged_parts(read_at: Callable[[int, int], bytes], tail: bytes, begin: int, end: int) -> list[str]:
+    """Names what is damaged in [begin, end) of a file: the records whose own CRC-32 fails, else headers or padding.
+
+    Args:
+        read_at: returns nbytes of the file, unverified, at an offset.
+        tail: the file's verified tail.
+        begin, end: the range whose block checksum is wrong.
+    """
+    directory, count = _directory(tail)
+    names: list[str] = []
+    at = 0
+    for _ in range(count):
+        row = _CENTRAL.unpack_from(directory, at)
+        crc, size, name_nbytes, extra_nbytes, offset = row[7], row[9], row[10], row[11], row[16]
+        name = directory[at + _CENTRAL.size :][:name_nbytes]
+        extra = directory[at + _CENTRAL.size + name_nbytes :][:extra_nbytes]
+        at += _CENTRAL.size + name_nbytes + extra_nbytes
+        wide = list(struct.unpack_from(f"<{(len(extra) - 4) // 8}Q", extra, 4)) if extra else []
+        if size == _U32 and wide:
+            size = wide[0]
+            wide = wide[2:]
+        if offset == _U32 and wide:
+            offset = wide[0]
+        if offset >= end:
+            continue
+        header = read_at(offset, _LOCAL.size)
+        if len(header) < _LOCAL.size:
+            continue
+        data = offset + _LOCAL.size + sum(_LOCAL.unpack(header)[9:11])
+        if data >= end or data + size <= begin:
+            continue
+        if _crc_of(read_at, data, size) != crc:
+            names.append(name.decode(errors="replace").split("/", 1)[-1])
+    return names
+
+
+def _crc_of(read_at: Callable[[int, int], bytes], offset: int, nbytes: int) -> int:
+    crc = 0
+    for at in range(offset, offset + nbytes, BLOCK_BYTES):
+        crc = zlib.crc32(read_at(at, min(BLOCK_BYTES, offset + nbytes - at)), crc)
+    return crc
+
+
+def _directory(tail: bytes) -> tuple[bytes, int]:
+    """The central directory in a verified tail, and its number of entries."""
+    at = len(tail) - END_BYTES - _LOCATOR64.size - _END64.size
+    row = _END64.unpack_from(tail, at)
+    return tail[at - row[8] : at], row[7]

@@ -1,0 +1,119 @@
+"""What a caller holds of a save in flight: SaveHandle and its clocks, SaveStats.
+
+Responsible for states and waiting. It must not know how a save is done.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import Future, TimeoutError, wait
+from dataclasses import dataclass
+
+from fastckpt.errors import CheckpointError
+
+
+@dataclass
+class SaveStats:
+    """Clocks and facts of one save. Times are seconds since save() was called; None: not there yet.
+
+    Attributes:
+        stall_s: when save() returned, that is, how long the caller was blocked. With the step fence, the
+            time its optimizer waited is added.
+        staged_s: when everything was copied and the caller might mutate the object.
+        written_s: when the last byte had been transferred.
+        committed_s: when the file was durable (with durable=True) and visible under its name.
+        nbytes: size of the file.
+        staged_bytes_max: the most bytes of staging memory the save held at a time.
+        backend: "io_uring", "threads", or "stock" where torch.save itself wrote to the target.
+        direct: whether O_DIRECT was used.
+        why: why this backend and this way, in words.
+    """
+
+    stall_s: float | None = None
+    staged_s: float | None = None
+    written_s: float | None = None
+    committed_s: float | None = None
+    nbytes: int = 0
+    staged_bytes_max: int = 0
+    backend: str = ""
+    direct: bool = False
+    why: str = ""
+
+
+class SaveHandle(Future[SaveStats]):
+    """A save in flight: a concurrent.futures.Future whose result is its SaveStats.
+
+    result(timeout=None) returns when the checkpoint is durable and committed, and raises the save's error
+    (a CheckpointError) if it was not. A failure that nobody asked for by result() or exception() is raised
+    by the next fastckpt.save, or else reported on stderr at exit. A save cannot be cancelled.
+
+    Attributes:
+        path: the final path, or "" for a file-like target.
+        stats: the SaveStats so far.
+    """
+
+    def __init__(self, path: str, started: float) -> None:
+        super().__init__()
+        self.path = path
+        self.stats = SaveStats()
+        self.reported = False
+        self._started = started
+        self._staged = threading.Event()
+        self._pid = os.getpid()
+        self.set_running_or_notify_cancel()
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Waits until the object was copied (or the save failed) and may be mutated.
+
+        Args:
+            timeout: seconds, None for ever.
+
+        Raises:
+            TimeoutError: it was not within `timeout`.
+        """
+        self._check_process()
+        if not self._staged.wait(timeout):
+            raise TimeoutError(f"save to {self.path!r} was not staged within {timeout} s")
+
+    def result(self, timeout: float | None = None) -> SaveStats:
+        """Waits for the commit. Returns the SaveStats; raises the save's error, or TimeoutError."""
+        self._check_process()
+        try:
+            return super().result(timeout)
+        finally:
+            self.reported = self.reported or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits for the end. Returns the save's error or None; raises TimeoutError."""
+        self._check_process()
+        error = super().exception(timeout)
+        self.reported = True
+        return error
+
+    def wait_done(self) -> None:
+        """Waits for the end of the save, however it ended, without counting as asked for its error."""
+        self._check_process()
+        wait([self])
+
+    def failure(self) -> BaseException | None:
+        """The error of a save that is done, without counting as asked for."""
+        return super().exception(0) if self.done() else None
+
+    def elapsed_s(self) -> float:
+        """Seconds since save() was called."""
+        return time.perf_counter() - self._started
+
+    def mark_staged(self) -> None:
+        """Called once by the save: the object is no longer read."""
+        if not self._staged.is_set():
+            self.stats.staged_s = self.elapsed_s()
+            self._staged.set()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid and not self.done():
+            raise CheckpointError(
+                f"the save to {self.path!r} belongs to process {self._pid}, which this one was forked "
+                "from: ask for its result there"
+            )

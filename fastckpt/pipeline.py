@@ -1,0 +1,328 @@
+"""The one save path and the one load path.
+
+    save: object -> capture (pickle) -> layout (image) -> stage and write (blocks) -> commit
+    load: file -> parse (index) -> read and verify (blocks) -> torch.load over the verified bytes
+
+Responsible for the order of these stages, for the saves in flight and for their errors. It must not know
+the bytes of a format, how a block moves, or how a file system is spoken to.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO
+
+import torch
+
+from fastckpt import commit
+from fastckpt.errors import StorageError
+from fastckpt.formats import torch_zip
+from fastckpt.handle import SaveHandle
+from fastckpt.image import PAGE_BYTES, Image
+from fastckpt.staging import Staging, Transfer, check_unchanged, stager_count
+from fastckpt.storage import Storage, reported
+
+IN_FLIGHT_MAX = 16
+
+
+class Pipeline:
+    """The saves in flight of one process. close() waits for them and frees everything.
+
+    Args:
+        storage: the seam to the file system.
+        budget_bytes: hard limit of staging memory (see Staging).
+    """
+
+    def __init__(self, storage: Storage | None = None, budget_bytes: int | None = None) -> None:
+        self.storage = storage or Storage()
+        self.staging = Staging(self.storage, budget_bytes)
+        self._slots = threading.BoundedSemaphore(IN_FLIGHT_MAX)
+        self._lock = threading.Lock()
+        # State below is protected by _lock.
+        self._in_flight: list[SaveHandle] = []  # in the order of save()
+        self._failed: list[SaveHandle] = []  # not yet known to have been asked for
+
+    def save(self, job: Save) -> SaveHandle:
+        """Sends a save on its way; returns when its fence allows."""
+        handle = job.handle
+        self._slots.acquire()
+        with self._lock:
+            job.previous = self._pending(handle.path)
+            self._in_flight.append(handle)
+        if job.fence == "step":
+            self.staging.fence_next_step(handle)
+        name = f"fastckpt-save-{os.path.basename(handle.path)}"
+        thread = threading.Thread(target=self._run, args=(job,), name=name)
+        try:
+            thread.start()
+        except RuntimeError:
+            # The interpreter shuts down and takes no new thread: the caller does the work, and sees the error,
+            # since there will be no next save to raise it.
+            self._run(job)
+            handle.result()
+        if job.fence == "call":
+            handle.wait_staged()
+        handle.stats.stall_s = handle.elapsed_s()
+        return handle
+
+    def _run(self, job: Save) -> None:
+        handle, error = job.handle, job.run(self)
+        with self._lock:
+            if error is not None:
+                self._failed.append(handle)
+        handle.mark_staged()
+        if error is None:
+            handle.stats.committed_s = handle.elapsed_s()
+            handle.set_result(handle.stats)
+        else:
+            handle.set_exception(error)
+        with self._lock:
+            self._in_flight.remove(handle)
+        self._slots.release()
+
+    def _pending(self, path: str) -> SaveHandle | None:
+        return next((h for h in reversed(self._in_flight) if h.path == path), None)
+
+    def wait_for(self, path: str) -> None:
+        """Waits for the saves to this path that are in flight; a failure is their handles' to report."""
+        with self._lock:
+            pending = self._pending(path)
+        if pending is not None:
+            pending.wait_done()
+
+    def raise_unreported(self) -> None:
+        """Raises the first error of an earlier save that nobody has asked for; then it counts as asked for."""
+        with self._lock:
+            self._failed = [handle for handle in self._failed if not handle.reported]
+            first = self._failed[0] if self._failed else None
+        if first is not None:
+            first.result()
+
+    def unreported(self) -> list[SaveHandle]:
+        """Failed saves that nobody asked for."""
+        with self._lock:
+            return [handle for handle in self._failed if not handle.reported]
+
+    def drain(self) -> None:
+        """Waits for every save in flight."""
+        with self._lock:
+            handles = list(self._in_flight)
+        for handle in handles:
+            handle.wait_done()
+
+    def close(self) -> None:
+        """Waits for every save in flight and frees threads, memory and descriptors."""
+        self.drain()
+        self.staging.close()
+
+
+@contextmanager
+def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
+    """A new locked file beside path, as (descriptor, name); removed unless it was renamed by the body.
+
+    Raises:
+        StorageError: path is a directory, or its directory is missing, full or not writable.
+    """
+    with reported("open", path):
+        mode = storage.mode(path)
+        if mode is not None and not stat.S_ISREG(mode):
+            raise IsADirectoryError(errno.EISDIR, "not a regular file")
+        commit.remove_debris(storage, path)
+        name = commit.temporary_path(path)
+        fd = storage.create(name, 0o666)
+    try:
+        try:
+            storage.lock(fd)
+            if mode is not None:
+                with reported("set mode", name):
+                    storage.set_mode(fd, stat.S_IMODE(mode))
+            yield fd, name
+        finally:
+            storage.close(fd)
+    except BaseException:
+        try:
+            storage.remove(name)
+        except OSError:
+            pass  # gone after the rename, or left for the next save to remove: the first error is what counts
+        raise
+
+
+class Save:
+    """One save: what to write, where, and how. run() does all of it on the thread it is called on.
+
+    Args:
+        handle: tells the path and takes the clocks; its result is set by the pipeline.
+        captured: what was pickled.
+        obj: held until staged, to name a tensor that changed too early.
+        fence, backend, durable, staging_bytes: as fastckpt.save's.
+    """
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        captured: torch_zip.Capture,
+        obj: object,
+        *,
+        fence: str,
+        backend: str,
+        durable: bool,
+        staging_bytes: int | None,
+    ) -> None:
+        self.handle = handle
+        self.captured: torch_zip.Capture | None = captured
+        self.obj: object = obj
+        self.fence = fence
+        self.backend = backend
+        self.durable = durable
+        self.staging_bytes = staging_bytes
+        self.previous: SaveHandle | None = None
+
+    def run(self, pipeline: Pipeline) -> BaseException | None:
+        """Writes and commits. Returns the error that prevented it, having removed the temporary."""
+        storage, path = pipeline.storage, self.handle.path
+        try:
+            with temporary(storage, path) as (fd, name):
+                self._write(pipeline, fd)
+                if self.durable:
+                    with reported("sync", path):
+                        storage.sync(fd)
+                if self.previous is not None:
+                    self.previous.wait_done()
+                commit.publish(storage, name, path, self.durable)
+        except BaseException as error:
+            return error
+        finally:
+            self.captured = self.obj = self.previous = None
+        return None
+
+    def _write(self, pipeline: Pipeline, fd: int) -> None:
+        """Moves the whole image into fd and checks that all of it arrived."""
+        storage, staging, path = pipeline.storage, pipeline.staging, self.handle.path
+        assert self.captured is not None
+        image, tensors = torch_zip.layout(self.captured), self.captured.tensors
+        self.captured = None
+        stats, nbytes = self.handle.stats, image.nbytes
+        stats.nbytes = nbytes
+        route = staging.route(fd, path, self.backend, writing=True)
+        stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
+        with reported("allocate", path):
+            storage.allocate(fd, -(-nbytes // PAGE_BYTES) * PAGE_BYTES if route.direct else nbytes)
+        # With the step fence one CPU is left to the training that goes on meanwhile.
+        stagers = stager_count() - (self.fence == "step")
+        limit = staging.blocks_limit(self.staging_bytes)
+        with Transfer(staging, fd, path, route) as transfer:
+            # One block of the budget is the tail's, which is staged before the body is written.
+            transfer.start(image, 0, max(1, limit - 1), stagers)
+            transfer.wait_staged()
+            check_unchanged(tensors, lambda tensor: tensor_name(self.obj, tensor))
+            tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
+            body_nbytes = image.body_nbytes
+            del image, tensors
+            self.obj = None
+            self.handle.mark_staged()
+            if limit == 1:
+                transfer.wait_written()
+            transfer.start(Image.of_bytes(tail), body_nbytes, 1, 1)
+            transfer.wait_written()
+            stats.staged_bytes_max = transfer.staged_bytes_max()
+        stats.written_s = self.handle.elapsed_s()
+        if route.direct:
+            with reported("truncate", path):
+                storage.truncate(fd, nbytes)
+        assert storage.size(fd) == nbytes, "the file is not as long as its image"
+
+
+def save_stock(
+    pipeline: Pipeline, write: Callable[[IO[bytes]], None], handle: SaveHandle, durable: bool
+) -> SaveHandle:
+    """Lets another library write the file now, with our commit around it. Raises what `write` raises."""
+    storage = pipeline.storage
+    pipeline.wait_for(handle.path)
+    with temporary(storage, handle.path) as (fd, name):
+        with os.fdopen(os.dup(fd), "wb") as file:
+            write(file)
+        handle.mark_staged()
+        handle.stats.written_s = handle.elapsed_s()
+        handle.stats.nbytes = storage.size(fd)
+        if durable:
+            with reported("sync", handle.path):
+                storage.sync(fd)
+        commit.publish(storage, name, handle.path, durable)
+    return finish_stock(handle)
+
+
+def finish_stock(handle: SaveHandle) -> SaveHandle:
+    """Completes the handle of a save that torch.save did by itself before returning."""
+    handle.mark_staged()
+    handle.stats.backend, handle.stats.why = "stock", "written by torch.save itself"
+    handle.stats.stall_s = handle.stats.committed_s = handle.elapsed_s()
+    handle.set_result(handle.stats)
+    return handle
+
+
+def tensor_name(obj: object, tensor: torch.Tensor) -> str:
+    """Where a tensor stands in a nest of dicts, lists and modules, as "obj['model'].weight"."""
+    seen: set[int] = set()
+    pending: list[tuple[str, object]] = [("obj", obj)]
+    while pending:
+        name, value = pending.pop()
+        if value is tensor:
+            return f"tensor {name}"
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            pending += [(f"{name}[{key!r}]", item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            pending += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        elif isinstance(value, torch.nn.Module):
+            pending += [(f"{name}.{key}", item) for key, item in value.state_dict().items()]
+            pending += [(f"{name}.{key}", item) for key, item in value.named_parameters()]
+        elif hasattr(value, "__dict__"):
+            pending.append((name, vars(value)))
+    return f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+
+
+_lock = threading.Lock()
+_current: Pipeline | None = None
+
+
+def current() -> Pipeline:
+    """The process's pipeline, behind fastckpt.save and fastckpt.load; made at the first call."""
+    global _current
+    with _lock:
+        if _current is None:
+            _current = Pipeline()
+        return _current
+
+
+def _at_exit() -> None:
+    """Drains, says what failed unnoticed, frees everything."""
+    pipeline = _current
+    if pipeline is None:
+        return
+    pipeline.drain()
+    for handle in pipeline.unreported():
+        sys.stderr.write(
+            f"fastckpt: the save to {handle.path!r} FAILED and was not committed: {handle.failure()}\n"
+        )
+    pipeline.close()
+
+
+def _after_fork_in_child() -> None:
+    """The parent's saves go on in the parent; the child starts without any."""
+    global _current, _lock
+    if _current is not None:
+        _current.staging.abandon()
+    _current, _lock = None, threading.Lock()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork_in_child)

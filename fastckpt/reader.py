@@ -1,0 +1,140 @@
+"""Verified reading: a file that fastckpt wrote, as a readable object whose every byte was checked.
+
+Responsible for recognising such a file, for feeding torch from parallel block reads and for saying what is
+damaged. It must not know what torch makes of the bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from typing import Any
+
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
+from fastckpt.formats import torch_zip
+from fastckpt.image import Index
+from fastckpt.staging import Staging
+from fastckpt.storage import Storage, reported
+
+
+class VerifiedFile(io.RawIOBase):
+    """A file of ours opened for reading; read errors and damage are raised and kept in `error`.
+
+    Made by open_verified(). torch's zip reader fetches each record with one readinto() into the memory of
+    the storage it made, so bytes are copied once, from the verified block.
+    """
+
+    def __init__(
+        self, storage: Storage, staging: Staging, fd: int, path: str, index: Index, verify: bool
+    ) -> None:
+        super().__init__()
+        self.error: CheckpointError | None = None
+        self._storage = storage
+        self._fd = fd
+        self._path = path
+        self._index = index
+        self._position = 0
+        self._nbytes = index.body_nbytes + len(index.tail)
+        self._stream = staging.read(
+            fd, path, index.body_nbytes, index.block_bytes, index.block_crcs if verify else ()
+        )
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, "seek before the beginning of the file")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        nbytes = max(0, min(len(view), self._nbytes - self._position))
+        body = max(0, min(nbytes, self._index.body_nbytes - self._position))
+        if body and not self._stream.readinto(view[:body], self._position):
+            self.error = self._failure()
+            raise self.error
+        if nbytes > body:
+            begin = self._position + body - self._index.body_nbytes
+            view[body:nbytes] = self._index.tail[begin : begin + nbytes - body]
+        self._position += nbytes
+        return nbytes
+
+    def verify_all(self) -> None:
+        """Reads and checks the whole file, keeping nothing of it."""
+        scratch = bytearray(self._index.block_bytes)
+        self.seek(0)
+        while self.readinto(scratch):
+            pass
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+        super().close()
+
+    def _failure(self) -> CheckpointError:
+        failure = self._stream.failure()
+        if failure is not None:
+            op, offset, number = failure
+            return StorageError(op, self._path, number, offset)
+        begin = self._stream.corrupt_block() * self._index.block_bytes
+        end = min(begin + self._index.block_bytes, self._index.body_nbytes)
+        with reported("read", self._path):
+            names = torch_zip.damaged_parts(self._read_at, self._index.tail, begin, end)
+        what = f"record {', '.join(names[:5])}" if names else "a zip header or padding"
+        if len(names) > 5:
+            what += f" and {len(names) - 5} more"
+        return CorruptCheckpoint(
+            f"{self._path!r} is damaged: CRC-32 mismatch in bytes {begin} to {end}, in {what}; "
+            "nothing was loaded: restore it from another checkpoint"
+        )
+
+    def _read_at(self, offset: int, nbytes: int) -> bytes:
+        return self._storage.read_at(self._fd, nbytes, offset)
+
+
+def open_verified(
+    storage: Storage, staging: Staging, fd: int, path: str, verify: bool
+) -> VerifiedFile | None:
+    """The file behind fd for verified reading; None if fastckpt did not write it.
+
+    Args:
+        fd: stays the caller's, and open until the result is closed.
+        path: for messages.
+        verify: check the blocks of the body; the tail always is.
+
+    Raises:
+        CorruptCheckpoint: fastckpt wrote it, and its end is missing or damaged.
+        IncompatibleCheckpoint: a newer fastckpt wrote it.
+        StorageError: a read failed.
+    """
+    with reported("read", path):
+        nbytes = storage.size(fd)
+        marked = torch_zip.is_marked(storage.read_at(fd, torch_zip.HEAD_BYTES, 0))
+        end = storage.read_at(fd, torch_zip.END_BYTES, max(0, nbytes - torch_zip.END_BYTES))
+        try:
+            offset = torch_zip.tail_offset(end, nbytes)
+        except IncompatibleCheckpoint as error:
+            raise IncompatibleCheckpoint(f"{path!r}: {error}") from None
+        if offset is None:
+            if not marked:
+                return None
+            raise CorruptCheckpoint(
+                f"{path!r} is truncated or damaged: fastckpt began it, but at its {nbytes} bytes the "
+                "closing record is missing; nothing was loaded: restore it from another checkpoint"
+            )
+        tail = storage.read_at(fd, nbytes - offset, offset)
+    try:
+        index = torch_zip.parse(tail, offset)
+    except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
+        raise type(error)(f"{path!r}: {error}") from None
+    return VerifiedFile(storage, staging, fd, path, index, verify)

@@ -1,0 +1,346 @@
+"""Staging resources of one process: the engine with its arena budget, its backends, and the step fence.
+
+Responsible for how much memory and how many threads staging may take, for choosing a backend, and for
+making an optimizer wait. The only module that reads environment variables. It must not know formats or
+what a commit is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fastckpt import _engine
+from fastckpt.errors import BackendUnavailable, StagingConflict, StorageError
+from fastckpt.handle import SaveHandle
+from fastckpt.image import BLOCK_BYTES, Image
+from fastckpt.storage import Storage, reported
+
+log = logging.getLogger("fastckpt")
+
+BACKENDS = ("auto", "io_uring", "threads")
+FENCES = ("call", "step")
+QUEUE_DEPTH = 16
+WINDOW_BLOCKS = 16  # a load keeps so many blocks read ahead of torch
+IO_THREADS = 4
+STAGERS_MAX = 4
+_WAIT_S = 3600.0  # one wait on the engine, repeated: a slow disk is not an error
+BUDGET_VARIABLE = "FASTCKPT_STAGING_BYTES"
+
+
+class Route(NamedTuple):
+    """How one file's bytes go: through which backend, directly or not, and why."""
+
+    backend: _engine.Backend
+    direct: bool
+    why: str
+
+
+class ReadStream:
+    """The engine's stream and the engine made for it, if one was; close() frees both."""
+
+    def __init__(self, stream: _engine.ReadStream, engine: _engine.Engine | None) -> None:
+        self._stream = stream
+        self._engine = engine
+        self.readinto = stream.readinto
+        self.failure = stream.failure
+        self.corrupt_block = stream.corrupt_block
+
+    def close(self) -> None:
+        self._stream.close()
+        if self._engine is not None:
+            self._engine.close()
+
+
+class Staging:
+    """The engine of one process and what hangs on it. close() frees all of it.
+
+    Args:
+        storage: the seam to the file system, asked for policies and probes.
+        budget_bytes: hard limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of the memory
+            available when the first save begins.
+    """
+
+    def __init__(self, storage: Storage, budget_bytes: int | None = None) -> None:
+        self._storage = storage
+        self._budget_bytes = budget_bytes
+        self._lock = threading.Lock()
+        # State below is protected by _lock.
+        self._engine: _engine.Engine | None = None
+        self._backends: dict[str, _engine.Backend] = {}
+        self._uring_refusal: str | None = None
+        self._logged: set[str] = set()
+        self._unstaged: list[SaveHandle] = []
+        self._hook: Any = None
+
+    def engine(self) -> _engine.Engine:
+        """The engine; made at the first call. Its arena takes address space now and memory when used."""
+        with self._lock:
+            if self._engine is None:
+                budget = self._budget_bytes or default_budget_bytes()
+                self._engine = _engine.Engine(budget, BLOCK_BYTES, stager_count())
+            return self._engine
+
+    def blocks_limit(self, staging_bytes: int | None) -> int:
+        """How many blocks a save may hold for a limit in bytes (None: the whole budget)."""
+        blocks = self.engine().arena_blocks
+        return blocks if staging_bytes is None else max(1, min(blocks, staging_bytes // BLOCK_BYTES))
+
+    def route(self, fd: int, path: str, requested: str, *, writing: bool) -> Route:
+        """Decides backend and O_DIRECT for an open file by policy, probe and what the caller asked for.
+
+        Raises:
+            BackendUnavailable: `requested` names a backend that does not work here.
+            StorageError: the probe met an error other than a refusal.
+        """
+        if self._storage.transfer is not None:
+            return Route(self._callback_backend(), False, "the storage double transfers the bytes")
+        name, policy = self._storage.policy(fd)
+        direct, why = policy.direct, f"{name}: {policy.why}"
+        if direct and not writing and self._storage.cached_share(fd) > 0.5:
+            direct, why = False, f"{name}: most of the file is in the page cache"
+        elif direct:
+            with reported("write" if writing else "read", path, 0):
+                refusal = self._storage.set_direct(fd, writing=writing)
+            if refusal is not None:
+                direct, why = False, f"{name}: {refusal}"
+        wanted = policy.backend if requested == "auto" else requested
+        if requested == "auto" and not direct:
+            wanted = "threads"  # buffered io_uring transfers are punted to kernel workers
+        if wanted == "io_uring":
+            ring = self._uring_backend()
+            if isinstance(ring, _engine.Backend):
+                return self._decided(Route(ring, direct, why))
+            if requested == "io_uring":
+                raise BackendUnavailable(f"backend 'io_uring' does not work here: {ring}")
+            why = f"{why}; but {ring}"
+        return self._decided(Route(self._threads_backend(), direct, why))
+
+    def _decided(self, route: Route) -> Route:
+        message = f"{route.backend.name}, {'direct' if route.direct else 'buffered'}: {route.why}"
+        with self._lock:
+            new = message not in self._logged
+            self._logged.add(message)
+        if new:
+            log.info("using %s", message)
+        return route
+
+    def _uring_backend(self) -> _engine.Backend | str:
+        """The ring, or why there is none; asked of the kernel once."""
+        with self._lock:
+            if self._uring_refusal is None and "io_uring" not in self._backends:
+                try:
+                    self._backends["io_uring"] = _engine.uring_backend(QUEUE_DEPTH)
+                except _engine.BackendUnavailable as error:
+                    self._uring_refusal = str(error)
+                    log.warning("falling back to backend 'threads': %s", error)
+            return self._uring_refusal or self._backends["io_uring"]
+
+    def _threads_backend(self) -> _engine.Backend:
+        with self._lock:
+            if "threads" not in self._backends:
+                self._backends["threads"] = _engine.threads_backend(IO_THREADS)
+            return self._backends["threads"]
+
+    def _callback_backend(self) -> _engine.Backend:
+        assert self._storage.transfer is not None
+        with self._lock:
+            if "callback" not in self._backends:
+                self._backends["callback"] = _engine.callback_backend(self._storage.transfer)
+            return self._backends["callback"]
+
+    def read(
+        self, fd: int, path: str, nbytes: int, block_bytes: int, crcs: tuple[int, ...]
+    ) -> ReadStream:
+        """Starts to read [0, nbytes) of fd, verifying blocks against crcs unless that is empty."""
+        route = self.route(fd, path, "auto", writing=False)
+        engine, own = self.engine(), None
+        if block_bytes != engine.block_bytes:  # written with another block size: staged apart
+            engine = own = _engine.Engine(WINDOW_BLOCKS * block_bytes, block_bytes, stager_count())
+        window = max(1, min(WINDOW_BLOCKS, engine.arena_blocks // 2))
+        stream = engine.read(fd, nbytes, list(crcs), route.backend, route.direct, window)
+        return ReadStream(stream, own)
+
+    def fence_next_step(self, handle: SaveHandle) -> None:
+        """Makes the next step of any torch optimizer in this process wait until handle is staged."""
+        with self._lock:
+            self._unstaged.append(handle)
+            # Registered from the training thread and never removed by another one: torch iterates over its hooks
+            # without a lock.
+            if self._hook is None:
+                self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
+
+    def _wait_before_step(self, *_: object) -> None:
+        if not self._unstaged:
+            return
+        with self._lock:
+            waiting, self._unstaged = self._unstaged, []
+        for handle in waiting:
+            begin_s = handle.elapsed_s()
+            handle.wait_staged()
+            if handle.stats.stall_s is not None:
+                handle.stats.stall_s += handle.elapsed_s() - begin_s
+
+    def abandon(self) -> None:
+        """For a forked child: forgets everything without freeing it, since its threads did not come along."""
+        kept = [self._engine, *self._backends.values()]
+        for thing in kept:  # a destructor would wait for threads that do not exist here
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+        self._engine, self._backends, self._unstaged = None, {}, []
+        if self._hook is not None:
+            self._hook.remove()
+
+    def close(self) -> None:
+        """Waits for transfers and frees threads, rings and the arena."""
+        with self._lock:
+            engine, self._engine = self._engine, None
+            backends, self._backends = self._backends, {}
+            hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.remove()
+        if engine is not None:
+            engine.close()
+        for backend in backends.values():
+            backend.close()
+
+
+class Transfer:
+    """Images on their way into one file. Leaving the context waits until nothing is in flight any more.
+
+    Args:
+        staging: whose engine and budget are used.
+        fd, path: the file; path is for messages.
+        route: how its bytes go.
+
+    Raises:
+        StorageError: from any wait, when a write failed; the first failure.
+    """
+
+    def __init__(self, staging: Staging, fd: int, path: str, route: Route) -> None:
+        self._engine = staging.engine()
+        self._fd = fd
+        self._path = path
+        self._route = route
+        self._jobs: list[tuple[_engine.WriteJob, int]] = []
+        self._sources: list[Image] = []
+
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for job, _nbytes in self._jobs:
+            job.cancel()
+        for job, _nbytes in self._jobs:
+            while not job.wait_written(_WAIT_S):
+                pass
+        self._sources.clear()
+
+    def start(self, image: Image, file_offset: int, blocks_limit: int, stagers: int) -> None:
+        """Begins to stage and write the body of image at file_offset."""
+        job = self._engine.write(
+            self._fd,
+            file_offset,
+            image.segments,
+            image.slots,
+            self._route.backend,
+            self._route.direct,
+            blocks_limit,
+            max(1, stagers),
+        )
+        self._jobs.append((job, image.body_nbytes))
+        self._sources.append(image)
+
+    def wait_staged(self) -> None:
+        """Waits until everything started was copied."""
+        for job, _nbytes in self._jobs:
+            while not job.wait_staged(_WAIT_S):
+                pass
+            self._check(job)
+        self._sources.clear()
+
+    def wait_written(self) -> None:
+        """Waits until everything started was written, and checks that it was everything."""
+        for job, nbytes in self._jobs:
+            while not job.wait_written(_WAIT_S):
+                pass
+            self._check(job)
+            assert job.nbytes_written() == nbytes, "bytes written differ from the plan"
+
+    def _check(self, job: _engine.WriteJob) -> None:
+        failure = job.failure()
+        if failure is not None:
+            op, offset, number = failure
+            raise StorageError(op, self._path, number, offset)
+
+    def block_crcs(self) -> list[int]:
+        """CRC-32 of each block of the image started first; after wait_staged()."""
+        return self._jobs[0][0].block_crcs()
+
+    def slot_crcs(self) -> list[int]:
+        """CRC-32 that went into each of its slots; after wait_staged()."""
+        return self._jobs[0][0].slot_crcs()
+
+    def staged_bytes_max(self) -> int:
+        """An upper bound of the staging memory held at a time."""
+        return sum(job.blocks_held_max() for job, _nbytes in self._jobs) * BLOCK_BYTES
+
+
+def check_unchanged(tensors: Iterable[tuple[torch.Tensor, int]], name_of: Callable[[Any], str]) -> None:
+    """Compares version counters with those noted before copying (torch.Tensor._version).
+
+    Raises:
+        StagingConflict: a tensor was changed in place meanwhile; the message names it by name_of.
+    """
+    for tensor, version in tensors:
+        if tensor._version != version:
+            raise StagingConflict(
+                f"{name_of(tensor)} was changed in place before the save had copied it, so that "
+                "checkpoint was not committed: update it in an optimizer step, call wait_staged() first, "
+                'or save with fence="call"'
+            )
+
+
+def stager_count() -> int:
+    """Threads that copy and checksum: one per CPU this process may use, at most STAGERS_MAX."""
+    return min(STAGERS_MAX, len(os.sched_getaffinity(0)))
+
+
+def default_budget_bytes() -> int:
+    """$FASTCKPT_STAGING_BYTES, else half of the memory available to this process now."""
+    value = os.environ.get(BUDGET_VARIABLE)
+    if value is not None:
+        if not value.isdigit() or int(value) < BLOCK_BYTES:
+            raise ValueError(f"{BUDGET_VARIABLE}={value!r} is not a number of bytes >= {BLOCK_BYTES}")
+        return int(value)
+    return max(BLOCK_BYTES, min(_memory_available_bytes(), _cgroup_headroom_bytes()) // 2)
+
+
+def _memory_available_bytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_headroom_bytes() -> int:
+    """What the memory cgroup still grants, v2 or v1; a huge number where there is no limit to read."""
+    unlimited = 1 << 62
+    for limit_path, usage_path in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit_path, encoding="ascii") as limit, open(usage_path, encoding="ascii") as usage:
+                text = limit.read().strip()
+                return unlimited if text == "max" else max(0, int(text) - int(usage.read()))
+        except (OSError, ValueError):
+            continue  # that version of cgroups is not mounted here
+    return unlimited

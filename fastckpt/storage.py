@@ -1,0 +1,203 @@
+"""The seam to the file system: every call that names a file, and the policy for each kind of file system.
+
+Responsible for turning OSError into StorageError and for deciding backend and O_DIRECT. It must not know
+formats, tensors, or in which order a commit calls it. Tests replace Storage by doubles that record, fail,
+shorten or forget what they are told.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from fastckpt import _engine
+from fastckpt.errors import StorageError
+from fastckpt.image import PAGE_BYTES
+
+
+class Policy(NamedTuple):
+    """How to move bytes to and from one kind of file system.
+
+    Attributes:
+        backend: "io_uring" or "threads", what "auto" means there.
+        direct: whether O_DIRECT is tried; a probe of the real file has the last word.
+        why: the reason, for logs and SaveStats.
+    """
+
+    backend: str
+    direct: bool
+    why: str
+
+
+_LOCAL = "direct I/O runs in parallel here, and io_uring keeps it deep without threads"
+_SERIAL = "io_uring would punt every write to one kernel worker per file here; threads do not"
+POLICIES = {
+    "ext4": Policy("io_uring", True, _LOCAL),
+    "xfs": Policy("io_uring", True, _LOCAL),
+    "btrfs": Policy("io_uring", True, _LOCAL),
+    "tmpfs": Policy("threads", False, "memory: there is no device to reach directly"),
+    "lustre": Policy("threads", True, _SERIAL),
+    "nfs": Policy("threads", True, _SERIAL),
+    "nfs4": Policy("threads", True, _SERIAL),
+}
+UNKNOWN = Policy("threads", True, "an unknown file system gets what works everywhere")
+
+
+@contextmanager
+def reported(op: str, path: str, offset: int | None = None) -> Iterator[None]:
+    """Turns an OSError of the body into a StorageError that names the operation and the path."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(op, path, error.errno or errno.EIO, offset) from error
+
+
+class Storage:
+    """The real file system. Methods raise OSError as the system call does; callers use reported().
+
+    Attributes:
+        transfer: None, or a function (kind, fd, memory, offset) -> bytes moved that replaces the engine's
+            reads and writes. A test double sets it; kind is "read" or "write".
+    """
+
+    transfer: Callable[[str, int, memoryview, int], int] | None = None
+
+    def create(self, path: str, mode: int) -> int:
+        """Makes a new file for reading and writing; it must not exist. Returns its descriptor."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(path, flags, mode)
+
+    def open(self, path: str) -> int:
+        """Opens a file for reading."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def lock(self, fd: int) -> bool:
+        """Takes the file's advisory lock without waiting; False if another process holds it."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Where locks do not exist (some network mounts) nobody holds one.
+            return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)
+        return True
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Gives the file its size and its blocks, so that direct writes need not extend it."""
+        try:
+            _engine.allocate(fd, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise
+            os.ftruncate(fd, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def sync(self, fd: int) -> None:
+        """Makes the file's data and size durable; reports write errors met since the last call."""
+        os.fdatasync(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def sync_directory(self, path: str) -> None:
+        """Makes the entries of a directory durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without the notion
+                raise
+        finally:
+            os.close(fd)
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)
+
+    def names(self, directory: str) -> list[str]:
+        return os.listdir(directory)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def mode(self, path: str) -> int | None:
+        """st_mode of what path names, or None if nothing is there."""
+        try:
+            return os.stat(path).st_mode
+        except FileNotFoundError:
+            return None
+
+    def set_mode(self, fd: int, mode: int) -> None:
+        os.fchmod(fd, mode)
+
+    def read_at(self, fd: int, nbytes: int, offset: int) -> bytes:
+        """Up to nbytes at offset, fewer only at the end of the file. For headers, not for bulk."""
+        parts = []
+        while nbytes > 0:
+            part = os.pread(fd, nbytes, offset)
+            if not part:
+                break
+            parts.append(part)
+            offset += len(part)
+            nbytes -= len(part)
+        return b"".join(parts)
+
+    def policy(self, fd: int) -> tuple[str, Policy]:
+        """Name of the file system the open file lies on, and its policy."""
+        name = _file_system_of(os.fstat(fd).st_dev)
+        return name, POLICIES.get(name, UNKNOWN)
+
+    def set_direct(self, fd: int, *, writing: bool) -> str | None:
+        """Switches an open file to O_DIRECT and tries one page. Returns None, or why it does not work.
+
+        With `writing` the page at offset 0 is written, with zeros: call it before the file has content.
+        """
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError as error:
+            return f"O_DIRECT refused by open: {os.strerror(error.errno or errno.EINVAL)}"
+        with mmap.mmap(-1, PAGE_BYTES) as page:  # anonymous memory: aligned to a page
+            try:
+                os.pwritev(fd, [page], 0) if writing else os.preadv(fd, [page], 0)
+            except OSError as error:
+                fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                return f"O_DIRECT refused by the first transfer: {os.strerror(error.errno)}"
+        return None
+
+    def cached_share(self, fd: int) -> float:
+        """Share of the file that is in the page cache, 0.0 where the kernel does not tell."""
+        nbytes = self.size(fd)
+        cached: int = _engine.cached_bytes(fd, nbytes)
+        return max(0.0, cached / nbytes) if nbytes else 0.0
+
+
+def is_regular_or_absent(mode: int | None) -> bool:
+    """Whether a path with this st_mode may be replaced by a file of ours."""
+    return mode is None or stat.S_ISREG(mode)
+
+
+def _file_system_of(device: int) -> str:
+    """The type in /proc/self/mountinfo of the mount with this st_dev (proc(5)), or "unknown"."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                fields = line.split()
+                if fields[2] == wanted:
+                    return fields[fields.index("-") + 1]
+    except (OSError, ValueError, IndexError):
+        return "unknown"  # no /proc, or a line of another shape: the safe policy applies
+    return "unknown"
