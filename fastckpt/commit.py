@@ -77,18 +77,32 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
     return removed
 
 
-def publish(storage: Storage, temporary: str, path: str, durable: bool) -> None:
+def publish(storage: Storage, temporary: str, path: str, durable: bool) -> int | None:
     """THE commit: gives the file, whose content is already durable, its final name.
 
     After rename every reader sees the new checkpoint, before it the old one. The directory is synced
     afterwards, for until then a crash may bring the old name's content back: still a whole checkpoint.
 
+    Returns:
+        A descriptor that keeps the replaced file, or None. Freeing its blocks takes a file system
+        longer than the commit itself; it happens at close, which can wait until the commit was told.
+
     Raises:
         StorageError: of op "rename" or "sync directory".
     """
-    with reported("rename", path):
-        storage.rename(temporary, path)
-    if durable:
-        directory = os.path.dirname(path)
-        with reported("sync directory", directory):
-            storage.sync_directory(directory)
+    try:
+        replaced: int | None = storage.open(path)
+    except OSError:
+        replaced = None  # nothing there, or not readable: then rename itself frees the blocks
+    try:
+        with reported("rename", path):
+            storage.rename(temporary, path)
+        if durable:
+            directory = os.path.dirname(path)
+            with reported("sync directory", directory):
+                storage.sync_directory(directory)
+    except BaseException:
+        if replaced is not None:
+            storage.close(replaced)
+        raise
+    return replaced

@@ -30,6 +30,7 @@ from fastckpt.staging import Staging, Transfer, check_unchanged, stager_count
 from fastckpt.storage import Storage, reported
 
 IN_FLIGHT_MAX = 16
+_FREEING_S = 60.0  # longest wait for the blocks of replaced files
 
 
 class Pipeline:
@@ -45,6 +46,7 @@ class Pipeline:
         self.staging = Staging(self.storage, budget_bytes)
         self._slots = threading.BoundedSemaphore(IN_FLIGHT_MAX)
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         # State below is protected by _lock.
         self._in_flight: list[SaveHandle] = []  # in the order of save()
         self._failed: list[SaveHandle] = []  # not yet known to have been asked for
@@ -83,8 +85,11 @@ class Pipeline:
             handle.set_result(handle.stats)
         else:
             handle.set_exception(error)
-        with self._lock:
+        if job.replaced is not None:
+            self.storage.close(job.replaced)
+        with self._changed:
             self._in_flight.remove(handle)
+            self._changed.notify_all()
         self._slots.release()
 
     def _pending(self, path: str) -> SaveHandle | None:
@@ -109,6 +114,20 @@ class Pipeline:
         """Failed saves that nobody asked for."""
         with self._lock:
             return [handle for handle in self._failed if not handle.reported]
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Allocates; if the space is short, first lets committed saves free what they replaced."""
+        try:
+            self.storage.allocate(fd, nbytes)
+        except OSError as error:
+            with self._changed:
+                freeing = [handle for handle in self._in_flight if handle.done()]
+                if error.errno != errno.ENOSPC or not freeing:
+                    raise
+                self._changed.wait_for(
+                    lambda: not any(handle in self._in_flight for handle in freeing), _FREEING_S
+                )
+            self.storage.allocate(fd, nbytes)
 
     def drain(self) -> None:
         """Waits for every save in flight."""
@@ -183,6 +202,7 @@ class Save:
         self.durable = durable
         self.staging_bytes = staging_bytes
         self.previous: SaveHandle | None = None
+        self.replaced: int | None = None
 
     def run(self, pipeline: Pipeline) -> BaseException | None:
         """Writes and commits. Returns the error that prevented it, having removed the temporary."""
@@ -195,7 +215,7 @@ class Save:
                         storage.sync(fd)
                 if self.previous is not None:
                     self.previous.wait_done()
-                commit.publish(storage, name, path, self.durable)
+                self.replaced = commit.publish(storage, name, path, self.durable)
         except BaseException as error:
             return error
         finally:
@@ -213,7 +233,7 @@ class Save:
         route = staging.route(fd, path, self.backend, writing=True)
         stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
         with reported("allocate", path):
-            storage.allocate(fd, -(-nbytes // PAGE_BYTES) * PAGE_BYTES if route.direct else nbytes)
+            pipeline.allocate(fd, -(-nbytes // PAGE_BYTES) * PAGE_BYTES if route.direct else nbytes)
         # With the step fence one CPU is left to the training that goes on meanwhile.
         stagers = stager_count() - (self.fence == "step")
         limit = staging.blocks_limit(self.staging_bytes)
@@ -254,7 +274,9 @@ def save_stock(
         if durable:
             with reported("sync", handle.path):
                 storage.sync(fd)
-        commit.publish(storage, name, handle.path, durable)
+        replaced = commit.publish(storage, name, handle.path, durable)
+    if replaced is not None:
+        storage.close(replaced)
     return finish_stock(handle)
 
 
