@@ -1,4 +1,5 @@
-// Staging arena: see arena.h. Everything about pages (huge pages, fork, population) is decided here and nowhere else.
+// Staging arena: see arena.h. Everything about pages (huge pages, fork, population) is decided here
+// and nowhere else.
 #include "arena.h"
 
 #include <sys/mman.h>
@@ -19,11 +20,12 @@ Arena::Arena(size_t budget_bytes, size_t block_bytes)
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     base_ = static_cast<std::byte*>(mapped);
-    // Huge pages make the first touch of a block some forty times cheaper in faults. Advice only: a kernel without them
-    // serves small pages.
+    // Huge pages make the first touch of a block some forty times cheaper in faults. Advice only: a
+    // kernel without them serves small pages.
     madvise(base_, nbytes, MADV_HUGEPAGE);
-    // A child of fork() has none of our threads, so it can use none of these pages, and a copy-on-write break
-    // under a direct write in flight is how O_DIRECT and fork() corrupt data (open(2), NOTES).
+    // A child of fork() has none of our threads, so it can use none of these pages, and a
+    // copy-on-write break under a direct write in flight is how O_DIRECT and fork() corrupt data
+    // (open(2), NOTES).
     madvise(base_, nbytes, MADV_DONTFORK);
     free_.reserve(blocks_);
     for (size_t i = blocks_; i-- > 0;) free_.push_back(base_ + i * block_bytes_);

@@ -1,5 +1,6 @@
-// The staging arena: one anonymous mapping cut into equal blocks, with a hard budget in bytes. It owns the pages and
-// knows which blocks are free; it does not know what is staged in them, and it does not lock (its owner does).
+// The staging arena: one anonymous mapping cut into equal blocks, with a hard budget in bytes. It
+// owns the pages and knows which blocks are free; it does not know what is staged in them, and it
+// does not lock (its owner does).
 #pragma once
 
 #include <cstddef>
@@ -9,19 +10,21 @@ namespace fastckpt {
 
 class Arena {
   public:
-    // Reserves address space only; pages come when a block is first used. budget_bytes is rounded down to whole
-    // blocks, at least one. Throws std::bad_alloc if the address space is refused.
+    // Reserves address space only; pages come when a block is first used. budget_bytes is rounded
+    // down to whole blocks, at least one. Throws std::bad_alloc if the address space is refused.
     Arena(size_t budget_bytes, size_t block_bytes);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
-    // A free block, or nullptr when the budget is spent. The block used last is given first: it is the warmest.
+    // A free block, or nullptr when the budget is spent. The block used last is given first: it is
+    // the warmest.
     std::byte* acquire();
     void release(std::byte* block);
 
-    // Backs the first `nbytes` with pages, `threads` at a time; false if the kernel refused. Callable without the
-    // owner's lock: it changes no content and populating a page twice is harmless.
+    // Backs the first `nbytes` with pages, `threads` at a time; false if the kernel refused.
+    // Callable without the owner's lock: it changes no content and populating a page twice is
+    // harmless.
     bool prefault(size_t nbytes, unsigned threads) const;
 
     size_t block_bytes() const { return block_bytes_; }

@@ -1,5 +1,6 @@
-// The seam below the engine: a backend moves one block between memory and a file descriptor and reports how it ended.
-// It knows bytes, descriptors and offsets; it does not know arenas, images or checkpoints.
+// The seam below the engine: a backend moves one block between memory and a file descriptor and
+// reports how it ended. It knows bytes, descriptors and offsets; it does not know arenas, images or
+// checkpoints.
 #pragma once
 
 #include <sys/types.h>
@@ -26,9 +27,11 @@ struct Op {
     std::byte* data = nullptr;
     size_t nbytes = 0;
     uint64_t offset = 0;
-    bool direct = false;  // fd was opened with O_DIRECT: data, nbytes and offset are multiples of 4096
+    // fd was opened with O_DIRECT: data, nbytes and offset are multiples of 4096.
+    bool direct = false;
 
-    // Set by the backend. A read that meets the end of the file ends with done < nbytes and no error.
+    // Set by the backend. A read that meets the end of the file ends with done < nbytes and no
+    // error.
     size_t done = 0;
     int error = 0;  // errno, 0 for none
     int retries = 0;
@@ -65,15 +68,18 @@ class Backend {
 // Transfers with pread/pwrite on `threads` threads, in the order of submission.
 std::shared_ptr<Backend> threads_backend(unsigned threads);
 
-// One ring on one thread, at most `depth` transfers in flight. Throws BackendUnavailable when the build, the kernel or
-// the sandbox has no io_uring.
+// One ring on one thread, at most `depth` transfers in flight. Throws BackendUnavailable when the
+// build, the kernel or the sandbox has no io_uring.
 std::shared_ptr<Backend> uring_backend(unsigned depth);
 
-// Transfers by calling `transfer` for each attempt, one at a time, on one thread: the seam for test doubles.
-using Transfer = std::function<ssize_t(const Op& op, std::byte* data, size_t nbytes, uint64_t offset)>;
+// Transfers by calling `transfer` for each attempt, one at a time, on one thread: the seam for test
+// doubles.
+using Transfer =
+    std::function<ssize_t(const Op& op, std::byte* data, size_t nbytes, uint64_t offset)>;
 std::shared_ptr<Backend> callback_backend(Transfer transfer);
 
-// One attempt of an op by plain system calls: bytes or -errno. Buffered writes do not stay in the page cache.
+// One attempt of an op by plain system calls: bytes or -errno. Buffered writes do not stay in the
+// page cache.
 ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64_t offset);
 
 }  // namespace fastckpt

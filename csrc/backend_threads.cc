@@ -1,5 +1,5 @@
-// Threads backend, and the rules every backend shares: what a short transfer, a retry and an error mean. Knows
-// pread/pwrite; does not know who submitted an op or why.
+// Threads backend, and the rules every backend shares: what a short transfer, a retry and an error
+// mean. Knows pread/pwrite; does not know who submitted an op or why.
 #include <fcntl.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -22,8 +22,9 @@ namespace {
 constexpr int kRetriesMax = 100;
 constexpr size_t kDirectAlign = 4096;
 
-// Writes back the block just written and drops the one `kWindow` behind it, so that a checkpoint does not evict the
-// training job's data set from the page cache. Advice: its failure costs memory, not bytes.
+// Writes back the block just written and drops the one `kWindow` behind it, so that a checkpoint
+// does not evict the training job's data set from the page cache. Advice: its failure costs memory,
+// not bytes.
 void drop_behind(int fd, uint64_t offset, size_t nbytes) {
     constexpr uint64_t kWindow = uint64_t{64} << 20;
     sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes),
@@ -43,7 +44,8 @@ ssize_t write_buffered(int fd, std::byte* data, size_t nbytes, uint64_t offset) 
     if (!dontcache_refused.load(std::memory_order_relaxed)) {
         const ssize_t n = pwritev2(fd, &iov, 1, static_cast<off_t>(offset), RWF_DONTCACHE);
         if (n >= 0 || (errno != EOPNOTSUPP && errno != EINVAL)) return n < 0 ? -errno : n;
-        // EOPNOTSUPP is the file system's answer, EINVAL that of a kernel which does not know the flag.
+        // EOPNOTSUPP is the file system's answer, EINVAL that of a kernel which does not know the
+        // flag.
         if (errno == EINVAL) dontcache_refused.store(true, std::memory_order_relaxed);
     }
     const ssize_t n = pwrite(fd, data, nbytes, static_cast<off_t>(offset));
@@ -124,7 +126,8 @@ ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64
 Progress advance(Op& op, ssize_t result) {
     if (result == -EINTR || result == -EAGAIN) {
         if (++op.retries <= kRetriesMax) {
-            // EAGAIN may mean that memory or a queue is short: give it time, more each try, 0.5 s in all at most.
+            // EAGAIN may mean that memory or a queue is short: give it time, more each try, 0.5 s
+            // in all at most.
             if (result == -EAGAIN)
                 std::this_thread::sleep_for(std::chrono::microseconds(100 * op.retries));
             return Progress::again;
@@ -140,11 +143,13 @@ Progress advance(Op& op, ssize_t result) {
     CHECK(moved <= op.nbytes - op.done);
     if (op.kind == Op::Kind::read) {
         op.done += moved;
-        // A direct read that ends off the alignment has met the end of the file; the rest cannot be asked for.
+        // A direct read that ends off the alignment has met the end of the file; the rest cannot be
+        // asked for.
         const bool at_end = moved == 0 || (op.direct && moved % kDirectAlign != 0);
         return op.done == op.nbytes || at_end ? Progress::finished : Progress::again;
     }
-    // A short direct write is resumed from the last aligned byte: writing a sector twice is harmless.
+    // A short direct write is resumed from the last aligned byte: writing a sector twice is
+    // harmless.
     if (op.direct && op.done + moved < op.nbytes) moved -= moved % kDirectAlign;
     op.done += moved;
     if (op.done == op.nbytes) return Progress::finished;

@@ -1,5 +1,6 @@
-// io_uring backend: one ring, driven by one thread that submits and reaps. Knows liburing; does not know who submitted an
-// op or why. Without liburing at build time only the reason for refusing is left.
+// io_uring backend: one ring, driven by one thread that submits and reaps. Knows liburing; does not
+// know who submitted an op or why. Without liburing at build time only the reason for refusing is
+// left.
 #include "backend.h"
 
 #if FASTCKPT_WITH_URING
@@ -22,7 +23,7 @@ std::string why_unavailable(int error) {
     if (error == EPERM)
         why += " (sysctl kernel.io_uring_disabled, or the container's seccomp profile, forbids it)";
     if (error == ENOSYS) why += " (the kernel or the sandbox has no io_uring)";
-    if (error == ENOMEM) why += " (RLIMIT_MEMLOCK or memory is too small for a ring: see ulimit -l)";
+    if (error == ENOMEM) why += " (RLIMIT_MEMLOCK or memory is too small for a ring: ulimit -l)";
     return why;
 }
 
@@ -35,7 +36,8 @@ class UringBackend final : public Backend {
             throw BackendUnavailable(std::string("eventfd failed with ") + std::strerror(errno));
         std::unique_lock lock(mu_);
         thread_ = std::thread([this] { run(); });
-        // The ring is set up on its own thread (IORING_SETUP_SINGLE_ISSUER binds it to its creator).
+        // The ring is set up on its own thread (IORING_SETUP_SINGLE_ISSUER binds it to its
+        // creator).
         ready_.wait(lock, [&] { return setup_done_; });
         if (setup_error_ != 0) {
             lock.unlock();
@@ -74,8 +76,8 @@ class UringBackend final : public Backend {
         CHECK(::write(wake_fd_, &one, sizeof one) == sizeof one);
     }
 
-    // Newest flags first; a kernel that does not know one answers EINVAL. DEFER_TASKRUN (6.1) keeps completion work on
-    // our thread instead of interrupting the trainer's: io_uring_setup(2).
+    // Newest flags first; a kernel that does not know one answers EINVAL. DEFER_TASKRUN (6.1) keeps
+    // completion work on our thread instead of interrupting the trainer's: io_uring_setup(2).
     int setup() {
         const unsigned ladder[] = {
             IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_CLAMP,
@@ -91,7 +93,8 @@ class UringBackend final : public Backend {
         return error;
     }
 
-    // Setting a ring up proves little where a sandbox filters io_uring_enter: run one operation through it.
+    // Setting a ring up proves little where a sandbox filters io_uring_enter: run one operation
+    // through it.
     int try_nop() {
         io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
         if (sqe == nullptr) return -ENOMEM;

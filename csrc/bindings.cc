@@ -1,5 +1,6 @@
-// The extension module fastckpt._engine: the only file that knows Python. It converts arguments, releases the GIL around
-// everything that waits, and turns failures into plain values; what they mean is decided in Python.
+// The extension module fastckpt._engine: the only file that knows Python. It converts arguments,
+// releases the GIL around everything that waits, and turns failures into plain values; what they
+// mean is decided in Python.
 #include <fcntl.h>
 #include <linux/stat.h>
 #include <pybind11/functional.h>
@@ -37,7 +38,8 @@ py::object failure_or_none(const Failure& failure) {
                           failure.error);
 }
 
-// A test double's transfer: called with (kind, fd, memory, offset), returns the bytes moved or raises OSError.
+// A test double's transfer: called with (kind, fd, memory, offset), returns the bytes moved or
+// raises OSError.
 Transfer python_transfer(py::function function) {
     // The last reference may go on a backend thread, so it is dropped under the GIL.
     std::shared_ptr<py::function> held(new py::function(std::move(function)), [](py::function* f) {
@@ -47,8 +49,8 @@ Transfer python_transfer(py::function function) {
     return [held](const Op& op, std::byte* data, size_t nbytes, uint64_t offset) -> ssize_t {
         py::gil_scoped_acquire gil;
         const auto* kind = op.kind == Op::Kind::write ? "write" : "read";
-        const auto view = py::memoryview::from_memory(static_cast<void*>(data),
-                                                      static_cast<ssize_t>(nbytes));
+        const auto view =
+            py::memoryview::from_memory(static_cast<void*>(data), static_cast<ssize_t>(nbytes));
         try {
             return (*held)(kind, op.fd, view, offset).cast<ssize_t>();
         } catch (py::error_already_set& error) {
@@ -156,8 +158,9 @@ void bind_engine(py::module_& m) {
         .def("close", &Backend::close, nogil);
     m.def("threads_backend", &threads_backend, nogil);
     m.def("uring_backend", &uring_backend, nogil);
-    m.def("callback_backend",
-          [](py::function transfer) { return callback_backend(python_transfer(std::move(transfer))); });
+    m.def("callback_backend", [](py::function transfer) {
+        return callback_backend(python_transfer(std::move(transfer)));
+    });
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
         .def(py::init<size_t, size_t, unsigned>(), py::arg("arena_bytes"), py::arg("block_bytes"),
              py::arg("stagers"), nogil)

@@ -1,5 +1,6 @@
-// Always-on assertion for programmer errors. Python builds extensions with NDEBUG, which turns assert() into nothing; an
-// engine that moves checkpoint bytes must not run on after an invariant broke. Knows nothing of anything else.
+// Always-on assertion for programmer errors. Python builds extensions with NDEBUG, which turns
+// assert() into nothing; an engine that moves checkpoint bytes must not run on after an invariant
+// broke. Knows nothing of anything else.
 #pragma once
 
 #include <cstdio>
@@ -14,8 +15,8 @@ namespace fastckpt {
 
 }  // namespace fastckpt
 
-#define CHECK(condition)                                                 \
-    do {                                                                 \
-        if (!(condition)) [[unlikely]]                                   \
-            ::fastckpt::check_failed(#condition, __FILE__, __LINE__);    \
+#define CHECK(condition)                                              \
+    do {                                                              \
+        if (!(condition)) [[unlikely]]                                \
+            ::fastckpt::check_failed(#condition, __FILE__, __LINE__); \
     } while (0)

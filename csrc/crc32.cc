@@ -24,7 +24,9 @@ constexpr uint32_t kOne = 0x80000000u;  // x^0
 constexpr uint32_t kX = 0x40000000u;    // x^1
 constexpr uint32_t kX8 = 0x00800000u;   // x^8, one byte's worth of shifting
 
-constexpr uint32_t times_x(uint32_t a) { return (a >> 1) ^ ((a & 1) != 0 ? kPolynomial : 0); }
+constexpr uint32_t times_x(uint32_t a) {
+    return (a >> 1) ^ ((a & 1) != 0 ? kPolynomial : 0);
+}
 
 // Free of branches, which the bits of a CRC would leave unpredictable.
 constexpr uint32_t multiply(uint32_t a, uint32_t b) {
@@ -323,7 +325,9 @@ uint32_t checksum_copy(void* target, const void* source, size_t n, uint32_t crc)
     return ~kUpdate(~crc, static_cast<uint8_t*>(target), static_cast<const uint8_t*>(source), n);
 }
 
-bool always() { return true; }
+bool always() {
+    return true;
+}
 
 }  // namespace
 
@@ -339,7 +343,9 @@ constexpr Kernel vpclmulqdq = {"vpclmulqdq", has_vpclmulqdq, checksum<update_vpc
                                checksum_copy<update_vpclmulqdq<true>>};
 #else
 namespace {
-bool never() { return false; }
+bool never() {
+    return false;
+}
 }  // namespace
 constexpr Kernel pclmul = {"pclmul", never, nullptr, nullptr};
 constexpr Kernel vpclmulqdq = {"vpclmulqdq", never, nullptr, nullptr};
@@ -383,7 +389,9 @@ constexpr std::array<ByteTable, 4> kShifts = make_shifts();
 
 }  // namespace
 
-uint32_t crc32(uint32_t crc, const void* data, size_t n) { return chosen().crc32(crc, data, n); }
+uint32_t crc32(uint32_t crc, const void* data, size_t n) {
+    return chosen().crc32(crc, data, n);
+}
 
 uint32_t crc32_copy(void* target, const void* source, size_t n, uint32_t crc) {
     return chosen().crc32_copy(target, source, n, crc);
@@ -399,6 +407,8 @@ uint32_t crc32_combine(uint32_t crc1, uint32_t crc2, uint64_t nbytes2) {
     return crc1 ^ crc2;
 }
 
-const char* crc32_kernel() { return chosen().name; }
+const char* crc32_kernel() {
+    return chosen().name;
+}
 
 }  // namespace fastckpt

@@ -1,4 +1,5 @@
-// The engine's threads: they stage the oldest job that may go on and verify what was read. See engine.h.
+// The engine's threads: they stage the oldest job that may go on and verify what was read. See
+// engine.h.
 #include "engine.h"
 
 #include <algorithm>
@@ -13,12 +14,14 @@ Engine::Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers)
     for (unsigned i = 0; i < stagers_; ++i) threads_.emplace_back([this] { run(); });
 }
 
-Engine::~Engine() { close(); }
+Engine::~Engine() {
+    close();
+}
 
-std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset,
-                                        std::vector<Segment> segments, std::vector<Slot> slots,
-                                        std::shared_ptr<Backend> backend, bool direct,
-                                        size_t blocks_held_limit, unsigned stagers_limit) {
+std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset, std::vector<Segment> segments,
+                                        std::vector<Slot> slots, std::shared_ptr<Backend> backend,
+                                        bool direct, size_t blocks_held_limit,
+                                        unsigned stagers_limit) {
     std::shared_ptr<WriteJob> job(new WriteJob(*this, fd, file_offset, std::move(segments),
                                                std::move(slots), std::move(backend), direct,
                                                blocks_held_limit, stagers_limit));
@@ -65,7 +68,8 @@ bool Engine::verify_one(std::unique_lock<std::mutex>& lock) {
 }
 
 bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
-    // Jobs with nothing left to claim leave the queue; those that failed or were cancelled among them.
+    // Jobs with nothing left to claim leave the queue; those that failed or were cancelled among
+    // them.
     const auto left = std::remove_if(jobs_.begin(), jobs_.end(), [](const auto& job) {
         return job->failure_.error != 0 || job->next_claim_ == job->blocks_.size();
     });

@@ -1,6 +1,7 @@
-// The engine moves blocks: memory -> staging block -> file (WriteJob) and file -> staging block -> memory (ReadStream),
-// checksumming each block on the way. It knows bytes, addresses, file descriptors and offsets; it does not know
-// formats, tensors, file names or when a checkpoint is committed.
+// The engine moves blocks: memory -> staging block -> file (WriteJob) and file -> staging block ->
+// memory (ReadStream), checksumming each block on the way. It knows bytes, addresses, file
+// descriptors and offsets; it does not know formats, tensors, file names or when a checkpoint is
+// committed.
 #pragma once
 
 #include <chrono>
@@ -20,15 +21,16 @@ namespace fastckpt {
 
 using Clock = std::chrono::steady_clock;
 
-// A run of the image's bytes and where they lie in memory. Segments cover the image in order, without gaps.
+// A run of the image's bytes and where they lie in memory. Segments cover the image in order,
+// without gaps.
 struct Segment {
     uint64_t offset;
     uint64_t nbytes;
     uint64_t address;
 };
 
-// Four bytes of the image that hold the little-endian CRC-32 of an earlier segment. They lie in a later segment
-// than the one they describe, and their place in that segment's memory is not read.
+// Four bytes of the image that hold the little-endian CRC-32 of an earlier segment. They lie in a
+// later segment than the one they describe, and their place in that segment's memory is not read.
 struct Slot {
     uint64_t offset;
     uint64_t segment;
@@ -46,7 +48,8 @@ class Engine;
 class WriteJob : public std::enable_shared_from_this<WriteJob> {
   public:
     ~WriteJob();
-    // True when the sources are no longer read, because all was copied or the job failed; false after `timeout`.
+    // True when the sources are no longer read, because all was copied or the job failed; false
+    // after `timeout`.
     bool wait_staged(std::chrono::duration<double> timeout);
     // True when no transfer is outstanding, successful or not; false after `timeout`.
     bool wait_written(std::chrono::duration<double> timeout);
@@ -56,7 +59,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     std::vector<uint32_t> block_crcs();
     std::vector<uint32_t> slot_crcs();
     size_t blocks_held_max();
-    // Stages no further block. What is in flight completes; the job then counts as failed with ECANCELED.
+    // Stages no further block. What is in flight completes; the job then counts as failed with
+    // ECANCELED.
     void cancel();
 
   private:
@@ -94,8 +98,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     uint64_t nbytes_ = 0;
     std::vector<int64_t> slot_of_segment_;  // -1: none
 
-    // State below is protected by the engine's mutex, but for slot_crcs_ of segments that lie in one block: those
-    // are written by that block's stager before it takes the mutex.
+    // State below is protected by the engine's mutex, but for slot_crcs_ of segments that lie in
+    // one block: those are written by that block's stager before it takes the mutex.
     std::vector<std::unique_ptr<Block>> blocks_;
     std::vector<uint32_t> block_crcs_;
     std::vector<uint32_t> slot_crcs_;
@@ -109,15 +113,18 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     Failure failure_;
 };
 
-// A window of verified blocks that moves over a byte range of a file, for one reader at a time. Made by Engine::read.
+// A window of verified blocks that moves over a byte range of a file, for one reader at a time.
+// Made by Engine::read.
 class ReadStream {
   public:
     ~ReadStream();
-    // Copies [offset, offset + nbytes) to target, waiting for the blocks; false on failure(). Reading on in order
-    // keeps the window full ahead of the reader; reading elsewhere moves the window.
+    // Copies [offset, offset + nbytes) to target, waiting for the blocks; false on failure().
+    // Reading on in order keeps the window full ahead of the reader; reading elsewhere moves the
+    // window.
     bool read(std::byte* target, uint64_t offset, uint64_t nbytes);
     Failure failure();
-    // After read() returned false with failure().error == 0: the first block whose checksum is wrong.
+    // After read() returned false with failure().error == 0: the first block whose checksum is
+    // wrong.
     int64_t corrupt_block();
     void close();
 
@@ -158,15 +165,17 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Starts to stage and write `segments`, whose first byte goes to file_offset. With `direct`, file_offset is a
-    // multiple of 4096 and the last block is padded with zeros to 4096: the caller cuts the file to its size. At most
-    // `blocks_held_limit` blocks of the arena and `stagers_limit` threads serve the job. The memory of the
-    // segments stays valid until wait_staged() returns true, fd until wait_written() does.
+    // Starts to stage and write `segments`, whose first byte goes to file_offset. With `direct`,
+    // file_offset is a multiple of 4096 and the last block is padded with zeros to 4096: the caller
+    // cuts the file to its size. At most `blocks_held_limit` blocks of the arena and
+    // `stagers_limit` threads serve the job. The memory of the segments stays valid until
+    // wait_staged() returns true, fd until wait_written() does.
     std::shared_ptr<WriteJob> write(int fd, uint64_t file_offset, std::vector<Segment> segments,
                                     std::vector<Slot> slots, std::shared_ptr<Backend> backend,
                                     bool direct, size_t blocks_held_limit, unsigned stagers_limit);
 
-    // Starts to read [0, nbytes) of fd; crcs holds the CRC-32 of every block, or is empty. fd stays open until close().
+    // Starts to read [0, nbytes) of fd; crcs holds the CRC-32 of every block, or is empty. fd stays
+    // open until close().
     std::shared_ptr<ReadStream> read(int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
                                      std::shared_ptr<Backend> backend, bool direct,
                                      size_t window_blocks);

@@ -1,5 +1,5 @@
-// ReadStream: keeps a window of blocks ahead of a reader, verifies each against its CRC-32 and copies out what is asked
-// for. See engine.h for the contract; knows no format.
+// ReadStream: keeps a window of blocks ahead of a reader, verifies each against its CRC-32 and
+// copies out what is asked for. See engine.h for the contract; knows no format.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -14,7 +14,8 @@ namespace {
 constexpr uint64_t kDirectAlign = 4096;
 }
 
-// A block's way: reading, verifying, ready. One that leaves the window while on its way is freed when it arrives.
+// A block's way: reading, verifying, ready. One that leaves the window while on its way is freed
+// when it arrives.
 struct ReadStream::Block {
     enum class State : uint8_t { reading, verifying, ready };
     size_t index = 0;
@@ -41,15 +42,17 @@ ReadStream::ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint
     CHECK(crcs_.empty() || crcs_.size() == blocks_.size());
 }
 
-ReadStream::~ReadStream() { close(); }
+ReadStream::~ReadStream() {
+    close();
+}
 
 void ReadStream::fill_window() {
     const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
     for (size_t index = window_first_; index < end && failure_.error == 0; ++index) {
         if (blocks_[index] != nullptr) continue;
         std::byte* memory = engine_.arena_.acquire();
-        // The reader waits for the first block: rather than wait for memory that this stream holds itself, give
-        // up the block that is needed last.
+        // The reader waits for the first block: rather than wait for memory that this stream holds
+        // itself, give up the block that is needed last.
         if (memory == nullptr && index == window_first_ && drop_last_ready())
             memory = engine_.arena_.acquire();
         if (memory == nullptr) return;
@@ -100,7 +103,8 @@ void ReadStream::settle(Block& block) {
     CHECK(outstanding_ > 0);
     --outstanding_;
     block.state = Block::State::ready;
-    if (block.corrupt && !block.dropped && (corrupt_block_ < 0 || corrupt_block_ > static_cast<int64_t>(block.index)))
+    if (block.corrupt && !block.dropped &&
+        (corrupt_block_ < 0 || corrupt_block_ > static_cast<int64_t>(block.index)))
         corrupt_block_ = static_cast<int64_t>(block.index);
     if (block.dropped) drop(block.index);
 }

@@ -1,5 +1,6 @@
-// WriteJob: copies an image's segments into blocks, checksums them in the same pass, fills in the CRC slots in file
-// order and hands each block to the backend. See engine.h for the contract; knows no format.
+// WriteJob: copies an image's segments into blocks, checksums them in the same pass, fills in the
+// CRC slots in file order and hands each block to the backend. See engine.h for the contract; knows
+// no format.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -26,16 +27,17 @@ struct RunCrc {
     }
 };
 
-// A block's way: claimed (memory taken), copied by a stager, sealed in file order, written, released.
+// A block's way: claimed (memory taken), copied by a stager, sealed in file order, written,
+// released.
 struct WriteJob::Block {
     size_t index = 0;
     uint64_t begin = 0;  // image bytes [begin, end)
     uint64_t end = 0;
     std::byte* memory = nullptr;
     State state = State::waiting;
-    // The block's bytes are before ++ [late_begin, late_end) ++ after, where the late ones hold slots whose CRC is known
-    // only once the blocks before this one are sealed. There is at most one such run: its slot describes the segment
-    // that was open when the block began.
+    // The block's bytes are before ++ [late_begin, late_end) ++ after, where the late ones hold
+    // slots whose CRC is known only once the blocks before this one are sealed. There is at most
+    // one such run: its slot describes the segment that was open when the block began.
     RunCrc before;
     uint64_t late_begin = 0;
     uint64_t late_end = 0;
@@ -76,7 +78,9 @@ WriteJob::WriteJob(Engine& engine, int fd, uint64_t file_offset, std::vector<Seg
     for (const Slot& slot : slots_) CHECK(slot_of_segment_[slot.segment + 1] < 0);
 }
 
-WriteJob::~WriteJob() { CHECK(blocks_held_ == 0); }
+WriteJob::~WriteJob() {
+    CHECK(blocks_held_ == 0);
+}
 
 void WriteJob::check_plan() const {
     CHECK(fd_ >= 0 && backend_ != nullptr && !segments_.empty());
@@ -111,7 +115,9 @@ bool WriteJob::sources_released() const {
     return stagers_ == 0 && (failure_.error != 0 || next_claim_ == blocks_.size());
 }
 
-bool WriteJob::finished() const { return sources_released() && blocks_held_ == 0; }
+bool WriteJob::finished() const {
+    return sources_released() && blocks_held_ == 0;
+}
 
 WriteJob::Block& WriteJob::claim(std::byte* memory) {
     auto block = std::make_unique<Block>();
@@ -186,11 +192,12 @@ void WriteJob::copy_header(Block& block, const Segment& segment, uint64_t begin,
     block.append(crc32(0, target, end - begin), end - begin);
 }
 
-// Writes the CRCs of the slots that overlap [begin, end) into the block. Slots and blocks may cross.
+// Writes the CRCs of the slots that overlap [begin, end) into the block. Slots and blocks may
+// cross.
 void WriteJob::patch(Block& block, uint64_t begin, uint64_t end) const {
-    auto slot = std::lower_bound(
-        slots_.begin(), slots_.end(), begin,
-        [](const Slot& s, uint64_t at) { return s.offset + kSlotBytes <= at; });
+    auto slot =
+        std::lower_bound(slots_.begin(), slots_.end(), begin,
+                         [](const Slot& s, uint64_t at) { return s.offset + kSlotBytes <= at; });
     for (; slot != slots_.end() && slot->offset < end; ++slot) {
         const uint32_t crc = slot_crcs_[static_cast<size_t>(slot - slots_.begin())];
         for (uint64_t i = 0; i < kSlotBytes; ++i) {
@@ -201,7 +208,8 @@ void WriteJob::patch(Block& block, uint64_t begin, uint64_t end) const {
     }
 }
 
-// In file order, under the engine's mutex: completes the CRC of a segment that ends here, then the block's own.
+// In file order, under the engine's mutex: completes the CRC of a segment that ends here, then the
+// block's own.
 void WriteJob::seal(Block& block) {
     auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
                                     [](uint64_t at, const Segment& s) { return at < s.offset; });
@@ -216,7 +224,8 @@ void WriteJob::seal(Block& block) {
             slot_crcs_[static_cast<size_t>(slot_of_segment_[first])] = open_segment_crc_;
     }
     if (!first_is_open || first_end <= block.end) open_segment_crc_ = block.tail_crc;
-    // A segment that ends exactly with the block was not open and is complete; one that goes on left its tail above.
+    // A segment that ends exactly with the block was not open and is complete; one that goes on
+    // left its tail above.
     RunCrc crc = block.before;
     if (block.has_late()) {
         patch(block, block.late_begin, block.late_end);

@@ -1,7 +1,7 @@
 """save and load: the drop-in for torch.save and torch.load.
 
-Responsible for their signatures and for what is delegated to torch. It must not know how a save or a load
-is done.
+Responsible for their signatures and for what is delegated to torch. It must not know how a save or
+a load is done.
 """
 
 from __future__ import annotations
@@ -39,24 +39,29 @@ def save(
 ) -> SaveHandle:
     """Saves an object as torch.save does, in the background, and commits it atomically.
 
-    The file is a torch zip that torch.load opens (weights_only, mmap and map_location included). Until the
-    commit, path keeps its old content; a crash leaves the old file or the new one. Several saves may be in
-    flight; those to one path commit in order.
+    The file is a torch zip that torch.load opens (weights_only, mmap and map_location included).
+    Until the commit, path keeps its old content; a crash leaves the old file or the new one.
+    Several saves may be in flight; those to one path commit in order.
 
     Args:
-        obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record:
-            as torch.save's. A file-like f, a path that is no regular file (/dev/null) and torch's legacy
-            format are written by torch.save itself before the call returns.
-        fence: when the caller may go on. "call": save() returns when everything was copied, so obj may be
-            mutated at once. "step": save() returns at once; the next step() of any torch optimizer waits until
-            everything was copied. Changing a tensor in place by other means before wait_staged() fails
-            this save with StagingConflict (version counters are compared, which `.data` bypasses).
+        obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization,
+        _disable_byteorder_record:
+            as torch.save's. A file-like f, a path that is no regular file (/dev/null) and torch's
+            legacy format are written by torch.save itself before the call returns.
+        fence: when the caller may go on. "call": save() returns when everything was copied, so obj
+        may be
+            mutated at once. "step": save() returns at once; the next step() of any torch optimizer
+            waits until everything was copied. Changing a tensor in place by other means before
+            wait_staged() fails this save with StagingConflict (version counters are compared, which
+            `.data` bypasses).
         backend: "auto" picks by file system and probe; "io_uring" and "threads" insist.
-        durable: sync the file and its directory to the device before the commit counts. False leaves that to
+        durable: sync the file and its directory to the device before the commit counts. False
+        leaves that to
             the kernel: still atomic against a crash of the process, not against one of the machine.
-        staging_bytes: the most staging memory this save may hold, at least one block of 8 MiB; default: the
-            process's budget (half of the memory available at the first save, or $FASTCKPT_STAGING_BYTES).
-            A save that needs more waits for its own writes.
+        staging_bytes: the most staging memory this save may hold, at least one block of 8 MiB;
+        default: the
+            process's budget (half of the memory available at the first save, or
+            $FASTCKPT_STAGING_BYTES). A save that needs more waits for its own writes.
 
     Returns:
         A SaveHandle; result() returns its SaveStats when the checkpoint is committed.
@@ -128,14 +133,15 @@ def load(
 ) -> Any:
     """Loads what fastckpt.save, torch.save or safetensors wrote, with torch.load's semantics.
 
-    A file that fastckpt wrote is read in parallel blocks and every byte is checked against its CRC-32
-    before anything is returned. Any other file goes to torch.load. A load of a path whose save is
-    in flight in this process waits for that save.
+    A file that fastckpt wrote is read in parallel blocks and every byte is checked against its
+    CRC-32 before anything is returned. Any other file goes to torch.load. A load of a path whose
+    save is in flight in this process waits for that save.
 
     Args:
-        f, map_location, pickle_module, weights_only, mmap, pickle_load_args: as torch.load's, with its
-            defaults and environment switches. With mmap=True the file is read once to verify it and then
-            mapped; pass verify=False to map without reading.
+        f, map_location, pickle_module, weights_only, mmap, pickle_load_args: as torch.load's, with
+        its
+            defaults and environment switches. With mmap=True the file is read once to verify it and
+            then mapped; pass verify=False to map without reading.
         verify: check the checksums of a file that fastckpt wrote.
 
     Returns:
@@ -150,7 +156,12 @@ def load(
 
     def load_by_torch(source: Any) -> Any:
         return torch.load(
-            source, map_location, pickle_module, weights_only=weights_only, mmap=mmap, **pickle_load_args
+            source,
+            map_location,
+            pickle_module,
+            weights_only=weights_only,
+            mmap=mmap,
+            **pickle_load_args,
         )
 
     opened = _open_regular(f)
@@ -181,7 +192,8 @@ def load(
 
 
 def _open_regular(f: Any) -> tuple[int, str] | None:
-    """A descriptor of our own for a path or an open file at its beginning, and its name; None for torch to open.
+    """A descriptor of our own for a path or an open file at its beginning, and its name; None for
+    torch to open.
 
     torch.load also raises the errors for what cannot be opened.
     """

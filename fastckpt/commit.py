@@ -1,7 +1,7 @@
 """Making a written file visible, and removing what dead processes left behind.
 
-Responsible for the names of temporaries and for the order rename / directory sync. It must not know what
-the file contains or how it was written.
+Responsible for the names of temporaries and for the order rename / directory sync. It must not know
+what the file contains or how it was written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When the process began, in ticks since boot (proc(5), stat field 22); None if there is none."""
+    """When the process began, in ticks since boot (proc(5), stat field 22); None: no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return int(file.read().rsplit(")", 1)[1].split()[19])
@@ -49,8 +49,9 @@ def temporary_path(path: str) -> str:
 def remove_debris(storage: Storage, path: str) -> list[str]:
     """Removes temporaries of saves to path whose process is surely dead; returns their paths.
 
-    Surely dead: the name says this host, no process with that pid and start time exists, and nobody holds
-    the lock that a writer keeps on its temporary (which also covers other pid namespaces on this host).
+    Surely dead: the name says this host, no process with that pid and start time exists, and nobody
+    holds the lock that a writer keeps on its temporary (which also covers other pid namespaces on
+    this host).
     """
     directory, prefix = os.path.dirname(path), _prefix(path)
     removed = []
@@ -80,12 +81,14 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
 def publish(storage: Storage, temporary: str, path: str, durable: bool) -> int | None:
     """THE commit: gives the file, whose content is already durable, its final name.
 
-    After rename every reader sees the new checkpoint, before it the old one. The directory is synced
-    afterwards, for until then a crash may bring the old name's content back: still a whole checkpoint.
+    After rename every reader sees the new checkpoint, before it the old one. The directory is
+    synced afterwards, for until then a crash may bring the old name's content back: still a whole
+    checkpoint.
 
     Returns:
         A descriptor that keeps the replaced file, or None. Freeing its blocks takes a file system
-        longer than the commit itself; it happens at close, which can wait until the commit was told.
+        longer than the commit itself; it happens at close, which can wait until the commit was
+        told.
 
     Raises:
         StorageError: of op "rename" or "sync directory".

@@ -1,7 +1,8 @@
 """The closed set of errors fastckpt raises for faults of the world.
 
-Each says what happened, to which path, tensor or record, and what to do. This module knows no other;
-errors of the caller (a wrong argument) are TypeError and ValueError, and our own bugs assert.
+Each says what happened, to which path, tensor or record, and what to do. This module knows no
+other; errors of the caller (a wrong argument) are TypeError and ValueError, and our own bugs
+assert.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ class SaveStats:
     """Clocks and facts of one save. Times are seconds since save() was called; None: not there yet.
 
     Attributes:
-        stall_s: when save() returned, that is, how long the caller was blocked. With the step fence, the
+        stall_s: when save() returned, that is, how long the caller was blocked. With the step
+        fence, the
             time its optimizer waited is added.
         staged_s: when everything was copied and the caller might mutate the object.
         written_s: when the last byte had been transferred.
@@ -45,9 +46,10 @@ class SaveStats:
 class SaveHandle(Future[SaveStats]):
     """A save in flight: a concurrent.futures.Future whose result is its SaveStats.
 
-    result(timeout=None) returns when the checkpoint is durable and committed, and raises the save's error
-    (a CheckpointError) if it was not. A failure that nobody asked for by result() or exception() is raised
-    by the next fastckpt.save, or else reported on stderr at exit. A save cannot be cancelled.
+    result(timeout=None) returns when the checkpoint is durable and committed, and raises the save's
+    error (a CheckpointError) if it was not. A failure that nobody asked for by result() or
+    exception() is raised by the next fastckpt.save, or else reported on stderr at exit. A save
+    cannot be cancelled.
 
     Attributes:
         path: the final path, or "" for a file-like target.
@@ -93,7 +95,7 @@ class SaveHandle(Future[SaveStats]):
         return error
 
     def wait_done(self) -> None:
-        """Waits for the end of the save, however it ended, without counting as asked for its error."""
+        """Waits for the end of the save, however it ends; does not count as asking for its error."""
         self._check_process()
         wait([self])
 
@@ -114,6 +116,6 @@ class SaveHandle(Future[SaveStats]):
     def _check_process(self) -> None:
         if os.getpid() != self._pid and not self.done():
             raise CheckpointError(
-                f"the save to {self.path!r} belongs to process {self._pid}, which this one was forked "
-                "from: ask for its result there"
+                f"the save to {self.path!r} belongs to process {self._pid}, which this one was "
+                "forked from: ask for its result there"
             )

@@ -1,8 +1,8 @@
 """File images: a pure description of a file's bytes before they exist, and of one that does.
 
-An Image says which memory goes to which offset of a file and where checksums are filled in; an Index
-says how the bytes of a written file are verified. This module knows neither torch nor files: formats
-make Images and Indexes, the pipeline carries them to the engine.
+An Image says which memory goes to which offset of a file and where checksums are filled in; an
+Index says how the bytes of a written file are verified. This module knows neither torch nor files:
+formats make Images and Indexes, the pipeline carries them to the engine.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ class Slot(NamedTuple):
 class Image:
     """The bytes of one file: a body copied from memory, and a tail that depends on its checksums.
 
-    The body covers [0, body_nbytes) by segments in order and without gaps; body_nbytes is a multiple of
-    PAGE_BYTES, so that body and tail can be written independently with O_DIRECT. The tail follows.
-    Segments and slots are columns of uint64 (three and two a row): a checkpoint may have 10^5 of them.
+    The body covers [0, body_nbytes) by segments in order and without gaps; body_nbytes is a
+    multiple of PAGE_BYTES, so that body and tail can be written independently with O_DIRECT. The
+    tail follows. Segments and slots are columns of uint64 (three and two a row): a checkpoint may
+    have 10^5 of them.
 
     Attributes:
         segments: offset, nbytes, address of each segment.
-        slots: offset, segment number of each checksum slot. The slot of segment i lies in segment i + 1.
+        slots: offset, segment number of each checksum slot. The slot of segment i lies in segment i
+        + 1.
         tail_nbytes: size of the tail, known beforehand so that the file can be allocated at once.
         tail: makes the tail from (CRC-32 of each block of the body, CRC-32 of each slot's segment).
         sources: objects that own the memory of the segments; kept until the body is staged.

@@ -3,8 +3,8 @@
     save: object -> capture (pickle) -> layout (image) -> stage and write (blocks) -> commit
     load: file -> parse (index) -> read and verify (blocks) -> torch.load over the verified bytes
 
-Responsible for the order of these stages, for the saves in flight and for their errors. It must not know
-the bytes of a format, how a block moves, or how a file system is spoken to.
+Responsible for the order of these stages, for the saves in flight and for their errors. It must not
+know the bytes of a format, how a block moves, or how a file system is spoken to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import IO
 import torch
 
 from fastckpt import commit
-from fastckpt.errors import StorageError
 from fastckpt.formats import torch_zip
 from fastckpt.handle import SaveHandle
 from fastckpt.image import PAGE_BYTES, Image
@@ -65,8 +64,8 @@ class Pipeline:
         try:
             thread.start()
         except RuntimeError:
-            # The interpreter shuts down and takes no new thread: the caller does the work, and sees the error,
-            # since there will be no next save to raise it.
+            # The interpreter shuts down and takes no new thread: the caller does the work, and sees
+            # the error, since there will be no next save to raise it.
             self._run(job)
             handle.result()
         if job.fence == "call":
@@ -96,14 +95,18 @@ class Pipeline:
         return next((h for h in reversed(self._in_flight) if h.path == path), None)
 
     def wait_for(self, path: str) -> None:
-        """Waits for the saves to this path that are in flight; a failure is their handles' to report."""
+        """Waits for the saves to this path that are in flight; a failure is their handles' to
+        report.
+        """
         with self._lock:
             pending = self._pending(path)
         if pending is not None:
             pending.wait_done()
 
     def raise_unreported(self) -> None:
-        """Raises the first error of an earlier save that nobody has asked for; then it counts as asked for."""
+        """Raises the first error of an earlier save that nobody has asked for; then it counts as
+        asked for.
+        """
         with self._lock:
             self._failed = [handle for handle in self._failed if not handle.reported]
             first = self._failed[0] if self._failed else None
@@ -144,7 +147,8 @@ class Pipeline:
 
 @contextmanager
 def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
-    """A new locked file beside path, as (descriptor, name); removed unless it was renamed by the body.
+    """A new locked file beside path, as (descriptor, name); removed unless it was renamed by the
+    body.
 
     Raises:
         StorageError: path is a directory, or its directory is missing, full or not writable.
@@ -169,7 +173,8 @@ def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
         try:
             storage.remove(name)
         except OSError:
-            pass  # gone after the rename, or left for the next save to remove: the first error is what counts
+            # Gone by the rename, or left for the next save to remove: the first error is what counts.
+            pass
         raise
 
 
@@ -262,7 +267,9 @@ class Save:
 def save_stock(
     pipeline: Pipeline, write: Callable[[IO[bytes]], None], handle: SaveHandle, durable: bool
 ) -> SaveHandle:
-    """Lets another library write the file now, with our commit around it. Raises what `write` raises."""
+    """Lets another library write the file now, with our commit around it. Raises what `write`
+    raises.
+    """
     storage = pipeline.storage
     pipeline.wait_for(handle.path)
     with temporary(storage, handle.path) as (fd, name):
@@ -333,7 +340,8 @@ def _at_exit() -> None:
     pipeline.drain()
     for handle in pipeline.unreported():
         sys.stderr.write(
-            f"fastckpt: the save to {handle.path!r} FAILED and was not committed: {handle.failure()}\n"
+            f"fastckpt: the save to {handle.path!r} FAILED and was not committed: "
+            f"{handle.failure()}\n"
         )
     pipeline.close()
 

@@ -1,7 +1,7 @@
 """Verified reading: a file that fastckpt wrote, as a readable object whose every byte was checked.
 
-Responsible for recognising such a file, for feeding torch from parallel block reads and for saying what is
-damaged. It must not know what torch makes of the bytes.
+Responsible for recognising such a file, for feeding torch from parallel block reads and for saying
+what is damaged. It must not know what torch makes of the bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fastckpt.storage import Storage, reported
 class VerifiedFile(io.RawIOBase):
     """A file of ours opened for reading; read errors and damage are raised and kept in `error`.
 
-    Made by open_verified(). torch's zip reader fetches each record with one readinto() into the memory of
-    the storage it made, so bytes are copied once, from the verified block.
+    Made by open_verified(). torch's zip reader fetches each record with one readinto() into the
+    memory of the storage it made, so bytes are copied once, from the verified block.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class VerifiedFile(io.RawIOBase):
         begin = self._stream.corrupt_block() * self._index.block_bytes
         end = min(begin + self._index.block_bytes, self._index.body_nbytes)
         with reported("read", self._path):
-            names = torch_zip.damaged_parts(self._read_at, self._index.tail, begin, end)
+            names = torch_zip.damaged_records(self._read_at, self._index, begin, end)
         what = f"record {', '.join(names[:5])}" if names else "a zip header or padding"
         if len(names) > 5:
             what += f" and {len(names) - 5} more"
@@ -129,8 +129,8 @@ def open_verified(
             if not marked:
                 return None
             raise CorruptCheckpoint(
-                f"{path!r} is truncated or damaged: fastckpt began it, but at its {nbytes} bytes the "
-                "closing record is missing; nothing was loaded: restore it from another checkpoint"
+                f"{path!r} is truncated or damaged: fastckpt began it, but its {nbytes} bytes do not "
+                "end in the closing record; nothing was loaded: restore it from another checkpoint"
             )
         tail = storage.read_at(fd, nbytes - offset, offset)
     try:

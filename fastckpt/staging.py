@@ -1,8 +1,9 @@
-"""Staging resources of one process: the engine with its arena budget, its backends, and the step fence.
+"""Staging resources of one process: the engine with its arena budget, its backends, and the step
+fence.
 
-Responsible for how much memory and how many threads staging may take, for choosing a backend, and for
-making an optimizer wait. The only module that reads environment variables. It must not know formats or
-what a commit is.
+Responsible for how much memory and how many threads staging may take, for choosing a backend, and
+for making an optimizer wait. The only module that reads environment variables. It must not know
+formats or what a commit is.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Staging:
 
     Args:
         storage: the seam to the file system, asked for policies and probes.
-        budget_bytes: hard limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of the memory
+        budget_bytes: hard limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of
+        the memory
             available when the first save begins.
     """
 
@@ -81,7 +83,9 @@ class Staging:
         self._hook: Any = None
 
     def engine(self) -> _engine.Engine:
-        """The engine; made at the first call. Its arena takes address space now and memory when used."""
+        """The engine; made at the first call. Its arena takes address space now and memory when
+        used.
+        """
         with self._lock:
             if self._engine is None:
                 budget = self._budget_bytes or default_budget_bytes()
@@ -91,10 +95,13 @@ class Staging:
     def blocks_limit(self, staging_bytes: int | None) -> int:
         """How many blocks a save may hold for a limit in bytes (None: the whole budget)."""
         blocks = self.engine().arena_blocks
-        return blocks if staging_bytes is None else max(1, min(blocks, staging_bytes // BLOCK_BYTES))
+        return (
+            blocks if staging_bytes is None else max(1, min(blocks, staging_bytes // BLOCK_BYTES))
+        )
 
     def route(self, fd: int, path: str, requested: str, *, writing: bool) -> Route:
-        """Decides backend and O_DIRECT for an open file by policy, probe and what the caller asked for.
+        """Decides backend and O_DIRECT for an open file by policy, probe and what the caller asked
+        for.
 
         Raises:
             BackendUnavailable: `requested` names a backend that does not work here.
@@ -169,11 +176,11 @@ class Staging:
         return ReadStream(stream, own)
 
     def fence_next_step(self, handle: SaveHandle) -> None:
-        """Makes the next step of any torch optimizer in this process wait until handle is staged."""
+        """Makes the next step of any torch optimizer here wait until handle is staged."""
         with self._lock:
             self._unstaged.append(handle)
-            # Registered from the training thread and never removed by another one: torch iterates over its hooks
-            # without a lock.
+            # Registered from the training thread and never removed by another one: torch iterates
+            # over its hooks without a lock.
             if self._hook is None:
                 self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
 
@@ -189,7 +196,9 @@ class Staging:
                 handle.stats.stall_s += handle.elapsed_s() - begin_s
 
     def abandon(self) -> None:
-        """For a forked child: forgets everything without freeing it, since its threads did not come along."""
+        """For a forked child: forgets everything without freeing it, since its threads did not come
+        along.
+        """
         kept = [self._engine, *self._backends.values()]
         for thing in kept:  # a destructor would wait for threads that do not exist here
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
@@ -212,7 +221,8 @@ class Staging:
 
 
 class Transfer:
-    """Images on their way into one file. Leaving the context waits until nothing is in flight any more.
+    """Images on their way into one file. Leaving the context waits until nothing is in flight any
+    more.
 
     Args:
         staging: whose engine and budget are used.
@@ -292,7 +302,9 @@ class Transfer:
         return sum(job.blocks_held_max() for job, _nbytes in self._jobs) * BLOCK_BYTES
 
 
-def check_unchanged(tensors: Iterable[tuple[torch.Tensor, int]], name_of: Callable[[Any], str]) -> None:
+def check_unchanged(
+    tensors: Iterable[tuple[torch.Tensor, int]], name_of: Callable[[Any], str]
+) -> None:
     """Compares version counters with those noted before copying (torch.Tensor._version).
 
     Raises:
@@ -302,8 +314,8 @@ def check_unchanged(tensors: Iterable[tuple[torch.Tensor, int]], name_of: Callab
         if tensor._version != version:
             raise StagingConflict(
                 f"{name_of(tensor)} was changed in place before the save had copied it, so that "
-                "checkpoint was not committed: update it in an optimizer step, call wait_staged() first, "
-                'or save with fence="call"'
+                "checkpoint was not committed: update it in an optimizer step, call wait_staged() "
+                'first, or save with fence="call"'
             )
 
 
@@ -317,7 +329,9 @@ def default_budget_bytes() -> int:
     value = os.environ.get(BUDGET_VARIABLE)
     if value is not None:
         if not value.isdigit() or int(value) < BLOCK_BYTES:
-            raise ValueError(f"{BUDGET_VARIABLE}={value!r} is not a number of bytes >= {BLOCK_BYTES}")
+            raise ValueError(
+                f"{BUDGET_VARIABLE}={value!r} is not a number of bytes >= {BLOCK_BYTES}"
+            )
         return int(value)
     return max(BLOCK_BYTES, min(_memory_available_bytes(), _cgroup_headroom_bytes()) // 2)
 
@@ -331,14 +345,20 @@ def _memory_available_bytes() -> int:
 
 
 def _cgroup_headroom_bytes() -> int:
-    """What the memory cgroup still grants, v2 or v1; a huge number where there is no limit to read."""
+    """What the memory cgroup still grants, v2 or v1; a huge number where no limit can be read."""
     unlimited = 1 << 62
     for limit_path, usage_path in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
     ):
         try:
-            with open(limit_path, encoding="ascii") as limit, open(usage_path, encoding="ascii") as usage:
+            with (
+                open(limit_path, encoding="ascii") as limit,
+                open(usage_path, encoding="ascii") as usage,
+            ):
                 text = limit.read().strip()
                 return unlimited if text == "max" else max(0, int(text) - int(usage.read()))
         except (OSError, ValueError):

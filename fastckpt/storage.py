@@ -1,8 +1,9 @@
-"""The seam to the file system: every call that names a file, and the policy for each kind of file system.
+"""The seam to the file system: every call that names a file, and the policy for each kind of file
+system.
 
-Responsible for turning OSError into StorageError and for deciding backend and O_DIRECT. It must not know
-formats, tensors, or in which order a commit calls it. Tests replace Storage by doubles that record, fail,
-shorten or forget what they are told.
+Responsible for turning OSError into StorageError and for deciding backend and O_DIRECT. It must not
+know formats, tensors, or in which order a commit calls it. Tests replace Storage by doubles that
+record, fail, shorten or forget what they are told.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Storage:
     """The real file system. Methods raise OSError as the system call does; callers use reported().
 
     Attributes:
-        transfer: None, or a function (kind, fd, memory, offset) -> bytes moved that replaces the engine's
+        transfer: None, or a function (kind, fd, memory, offset) -> bytes moved that replaces the
+        engine's
             reads and writes. A test double sets it; kind is "read" or "write".
     """
 
@@ -158,9 +160,11 @@ class Storage:
         return name, POLICIES.get(name, UNKNOWN)
 
     def set_direct(self, fd: int, *, writing: bool) -> str | None:
-        """Switches an open file to O_DIRECT and tries one page. Returns None, or why it does not work.
+        """Switches an open file to O_DIRECT and tries one page. Returns None, or why it does not
+        work.
 
-        With `writing` the page at offset 0 is written, with zeros: call it before the file has content.
+        With `writing` the page at offset 0 is written, with zeros: call it before the file has
+        content.
         """
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         try:

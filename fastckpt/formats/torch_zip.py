@@ -1,7 +1,9 @@
-"""The torch zip format: what torch.save would write, laid out before it is written, plus block checksums.
+"""The torch zip format: what torch.save would write, laid out before it is written, plus block
+checksums.
 
-Responsible for the bytes of the file (docs/format.md) and for the only private entry point of torch that
-saving needs. It knows torch's pickling and the zip format; it must not know files, threads or staging.
+Responsible for the bytes of the file (docs/format.md) and for the only private entry point of torch
+that saving needs. It knows torch's pickling and the zip format; it must not know files, threads or
+staging.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import struct
 import types
 import zipfile
 import zlib
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.formats import zip_records
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, Index, address_of, block_count
 
 VERSION = 1
@@ -29,23 +31,18 @@ RECORD = ".data/fastckpt"
 TORCH_ALIGNMENT = 64
 PADDING_SHARE_MAX = 0.01
 
-# Bytes 0 to MARK_END of every file of ours: the first local header, whose alignment padding opens with MARK.
+# Bytes 0 to MARK_END of every file of ours: the first local header, whose alignment padding opens
+# with MARK.
 MARK = b"fastckpt1"
-MARK_OFFSET = 30 + len(f"{ARCHIVE}/data.pkl") + 4
+MARK_OFFSET = zip_records.LOCAL_BYTES + len(f"{ARCHIVE}/data.pkl") + 4
 HEAD_BYTES = MARK_OFFSET + len(MARK)
 
-_U16, _U32 = 0xFFFF, 0xFFFFFFFF
-_LOCAL = struct.Struct("<IHHHHHIIIHH")
-_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
-_END = struct.Struct("<IHHHHIIH")
-_END64 = struct.Struct("<IQHHIIQQQQ")
-_LOCATOR64 = struct.Struct("<IIQI")
-_UTF8, _DESCRIPTOR_FOLLOWS = 0x0800, 0x0008
-# The comment of the end record: version, first byte and CRC-32 of the tail, the CRC's own digits excluded.
+# The comment of the end record: version, first byte and CRC-32 of the tail, the CRC's own digits
+# excluded.
 _COMMENT = re.compile(rb"fastckpt (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
 _COMMENT_BYTES = len(f"fastckpt {1:02d} {0:016x} {0:08x}")
 _CRC_DIGITS = 8
-END_BYTES = _END.size + _COMMENT_BYTES
+END_BYTES = zip_records.END_BYTES + _COMMENT_BYTES
 TAIL_BYTES_MAX = 1 << 32
 
 
@@ -58,7 +55,8 @@ class Capture:
     """What torch's pickler made of an object: the records of the zip, in their order.
 
     Attributes:
-        records: name and content; content is bytes, or a CPU storage that the record is copied from.
+        records: name and content; content is bytes, or a CPU storage that the record is copied
+        from.
         tensors: the tensors met while pickling and their version counters at that moment.
     """
 
@@ -83,7 +81,8 @@ def capture(
     disable_byteorder_record: bool,
     observe_tensors: bool,
 ) -> Capture:
-    """Pickles obj as torch.save does and notes which storages it consists of; copies no tensor on the CPU.
+    """Pickles obj as torch.save does and notes which storages it consists of; copies no tensor on
+    the CPU.
 
     Args:
         obj, pickle_module, pickle_protocol, disable_byteorder_record: as torch.save's arguments.
@@ -96,7 +95,9 @@ def capture(
     captured = Capture()
     module = _observing(pickle_module, captured.tensors) if observe_tensors else pickle_module
     save = getattr(torch.serialization, "_save", None)
-    if save is None:  # a torch whose private entry point moved: correct, but holds a copy of everything
+    if (
+        save is None
+    ):  # a torch whose private entry point moved: correct, but holds a copy of everything
         return _capture_by_copy(obj, pickle_module, pickle_protocol)
     save(obj, captured, module, pickle_protocol, disable_byteorder_record)
     return captured
@@ -104,7 +105,7 @@ def capture(
 
 def _observing(pickle_module: Any, tensors: list[tuple[torch.Tensor, int]]) -> Any:
     """pickle_module with a Pickler that notes the tensors it meets and otherwise does the same."""
-    base = pickle_module.Pickler
+    base: Any = pickle_module.Pickler
     inherited = getattr(base, "reducer_override", None)
 
     class Pickler(base):  # type: ignore[misc]
@@ -148,55 +149,6 @@ def mmap_is_default() -> bool:
     return bool(config.load.mmap)
 
 
-def _padding(offset: int, name_nbytes: int, zip64_nbytes: int, alignment: int) -> int:
-    return -(offset + _LOCAL.size + name_nbytes + zip64_nbytes + 4) % alignment
-
-
-def _zip64_extra(offset: int, nbytes: int) -> bytes:
-    values = (nbytes, nbytes) if nbytes >= _U32 else ()
-    if offset >= _U32:
-        values = (*values, offset)
-    if not values:
-        return b""
-    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
-
-
-def _local_header(name: bytes, offset: int, nbytes: int, alignment: int, mark: bytes = b"") -> bytes:
-    """A local header as torch writes it: sizes and CRC follow in a descriptor, padding makes the data aligned."""
-    zip64 = _zip64_extra(offset, nbytes)
-    padding = _padding(offset, len(name), len(zip64), alignment)
-    if padding < len(mark):
-        padding += alignment
-    flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
-    extra_nbytes = len(zip64) + 4 + padding
-    fixed = _LOCAL.pack(0x04034B50, 0, flags, 0, 0, 0, 0, 0, 0, len(name), extra_nbytes)
-    return b"".join(
-        (fixed, name, zip64, b"FB", struct.pack("<H", padding), mark.ljust(padding, b"Z"))
-    )
-
-
-def _descriptor(offset: int, nbytes: int, crc: int) -> bytes:
-    """What follows a record's data; torch computes the next record's offset from its size."""
-    if not nbytes:
-        return b""
-    wide = offset >= _U32 or nbytes >= _U32
-    return struct.pack("<IIQQ" if wide else "<IIII", 0x08074B50, crc, nbytes, nbytes)
-
-
-def _central_header(name: bytes, offset: int, nbytes: int, crc: int) -> bytes:
-    zip64 = _zip64_extra(offset, nbytes)
-    flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
-    size = min(nbytes, _U32)
-    return (
-        _CENTRAL.pack(
-            0x02014B50, 0, 0, flags, 0, 0, 0, crc, size, size, len(name), len(zip64), 0, 0, 0, 0,
-            min(offset, _U32),
-        )  # fmt: skip
-        + name
-        + zip64
-    )
-
-
 def _nbytes(content: bytes | torch.UntypedStorage) -> int:
     return content.nbytes() if isinstance(content, torch.UntypedStorage) else len(content)
 
@@ -205,20 +157,18 @@ def _end_offset(records: Iterable[tuple[str, Any]], alignment: int) -> int:
     """Where the last record ends if all are aligned so."""
     offset = 0
     for name, content in records:
-        nbytes = _nbytes(content)
-        zip64 = len(_zip64_extra(offset, nbytes))
-        name_nbytes = len(ARCHIVE) + 1 + len(name)
-        header = _LOCAL.size + name_nbytes + zip64 + 4
-        header += _padding(offset, name_nbytes, zip64, alignment)
-        wide = offset >= _U32 or nbytes >= _U32
-        offset += header + nbytes + ((24 if wide else 16) if nbytes else 0)
+        full_name = f"{ARCHIVE}/{name}".encode()
+        offset = zip_records.end_offset(full_name, offset, _nbytes(content), alignment)
     return offset
 
 
 def _choose_alignment(records: Sequence[tuple[str, Any]]) -> int:
-    """One alignment for the whole file: the user's, else 4096 where that costs under 1%, else torch's 64."""
+    """One alignment for the whole file: the user's, else 4096 where that costs under 1%, else
+    torch's 64.
+    """
     if not any(name == ".storage_alignment" for name, _ in records):
-        return TORCH_ALIGNMENT  # this torch cannot record another, and its readers compute offsets from 64
+        # This torch cannot record another one, and readers of its files compute offsets from 64.
+        return TORCH_ALIGNMENT
     from torch.utils.serialization import config
 
     chosen: int = config.save.storage_alignment
@@ -230,7 +180,7 @@ def _choose_alignment(records: Sequence[tuple[str, Any]]) -> int:
 
 
 def layout(captured: Capture) -> Image:
-    """Lays the records out as a torch zip. Pure: equal captures give equal images, byte for byte."""
+    """Lays the records out as a torch zip. Pure: equal captures give equal images."""
     alignment = _choose_alignment(captured.records)
     builder = _Builder(alignment)
     for name, content in captured.records:
@@ -247,7 +197,8 @@ class _Builder:
         self.alignment = alignment
         self.offset = 0
         self.headers = bytearray()
-        # Segments in order: a storage, or a range of self.headers, whose address is known at the end.
+        # Segments in order: a storage, or a range of self.headers, whose address is known at the
+        # end.
         self.parts: list[torch.UntypedStorage | tuple[int, int]] = []
         self.header_begin = 0
         self.slots: list[tuple[int, int]] = []
@@ -259,7 +210,7 @@ class _Builder:
         nbytes = _nbytes(content)
         begin, full_name = self.offset, f"{ARCHIVE}/{name}".encode()
         mark = MARK if begin == 0 else b""
-        self._put(_local_header(full_name, begin, nbytes, self.alignment, mark))
+        self._put(zip_records.local_header(full_name, begin, nbytes, self.alignment, mark))
         crc = 0
         if isinstance(content, torch.UntypedStorage) and nbytes:
             self._close_header()
@@ -271,8 +222,8 @@ class _Builder:
             assert isinstance(content, bytes)
             crc = zlib.crc32(content)
             self._put(content)
-        self._put(_descriptor(begin, nbytes, crc))
-        self.central.append(_central_header(full_name, begin, nbytes, crc))
+        self._put(zip_records.descriptor(begin, nbytes, crc))
+        self.central.append(zip_records.central_header(full_name, begin, nbytes, crc))
 
     def _put(self, data: bytes) -> None:
         self.headers += data
@@ -286,8 +237,9 @@ class _Builder:
     def finish(self) -> Image:
         record_offset = self.offset
         name = f"{ARCHIVE}/{RECORD}".encode()
-        # The checksum record's data begins the tail: aligned to a page whatever the records' alignment.
-        self._put(_local_header(name, record_offset, 1, PAGE_BYTES))
+        # The checksum record's data begins the tail: aligned to a page whatever the records'
+        # alignment.
+        self._put(zip_records.local_header(name, record_offset, 1, PAGE_BYTES))
         self._close_header()
         tail = _Tail(record_offset, self.offset, self.central, self.awaiting)
         image = Image(tail_nbytes=tail.nbytes, tail=tail.build)
@@ -306,7 +258,7 @@ class _Builder:
 
 
 class _Tail:
-    """Everything behind the body: the checksum record, torch's closing records, the zip directory."""
+    """Everything behind the body: checksum record, torch's closing records, zip directory."""
 
     def __init__(
         self, record_offset: int, body_nbytes: int, central: list[bytes], awaiting: list[int]
@@ -322,8 +274,7 @@ class _Tail:
         assert len(slot_crcs) == len(self.awaiting)
         central = list(self.central)
         for entry, crc in zip(self.awaiting, slot_crcs, strict=True):
-            header = central[entry]
-            central[entry] = header[:16] + struct.pack("<I", crc) + header[20:]
+            central[entry] = zip_records.with_crc(central[entry], crc)
         tail = self._assemble(block_crcs, central)
         assert len(tail) == self.nbytes
         return tail
@@ -338,44 +289,40 @@ class _Tail:
         validate(checksums, self.body_nbytes)
         content = json.dumps(checksums).encode()
         name, crc = f"{ARCHIVE}/{RECORD}".encode(), zlib.crc32(content)
-        parts = [content, _descriptor(self.record_offset, len(content), crc)]
+        parts = [content, zip_records.descriptor(self.record_offset, len(content), crc)]
         offset = self.body_nbytes + sum(map(len, parts))
-        entries = [*central, _central_header(name, self.record_offset, len(content), crc)]
+        entries = [
+            *central,
+            zip_records.central_header(name, self.record_offset, len(content), crc),
+        ]
         closing = ((b"version", _container_version()), (b".data/serialization_id", _identity(crc)))
         for short, data in closing:
             name, crc = ARCHIVE.encode() + b"/" + short, zlib.crc32(data)
-            header = _local_header(name, offset, len(data), TORCH_ALIGNMENT)
-            entries.append(_central_header(name, offset, len(data), crc))
-            record = header + data + _descriptor(offset, len(data), crc)
+            header = zip_records.local_header(name, offset, len(data), TORCH_ALIGNMENT)
+            entries.append(zip_records.central_header(name, offset, len(data), crc))
+            record = header + data + zip_records.descriptor(offset, len(data), crc)
             parts.append(record)
             offset += len(record)
         directory = b"".join(entries)
-        parts += [directory, _end_records(offset, len(directory), len(entries))]
+        parts += [
+            directory,
+            zip_records.end_records(offset, len(directory), len(entries), _COMMENT_BYTES),
+        ]
         tail = b"".join(parts) + f"fastckpt {VERSION:02d} {self.body_nbytes:016x} ".encode()
         return tail + f"{zlib.crc32(tail):08x}".encode()
 
 
 def _identity(crc: int) -> bytes:
-    """torch's serialization id is 40 digits that depend on the content; ours on the checksums of it."""
+    """torch's serialization id is 40 digits that depend on the content; ours on the checksums of
+    it.
+    """
     return f"{zlib.crc32(RECORD.encode()):020d}{crc:020d}".encode()
 
 
-def _end_records(offset: int, nbytes: int, entries: int) -> bytes:
-    end = offset + nbytes
-    end64 = _END64.pack(0x06064B50, 44, 0x031E, 45, 0, 0, entries, entries, nbytes, offset)
-    locator = _LOCATOR64.pack(0x07064B50, 0, end, 1)
-    count = min(entries, _U16)
-    return (
-        end64
-        + locator
-        + _END.pack(
-            0x06054B50, 0, 0, count, count, min(nbytes, _U32), min(offset, _U32), _COMMENT_BYTES
-        )
-    )
-
-
 def validate(checksums: Any, body_nbytes: int) -> None:
-    """The one check of the checksum record, by writer and reader. Raises ValueError saying what is wrong."""
+    """The one check of the checksum record, by writer and reader. Raises ValueError saying what is
+    wrong.
+    """
     if not isinstance(checksums, dict):
         raise ValueError("the checksum record is not an object")
     expected = {"version": int, "body_bytes": int, "block_bytes": int, "crc32": str}
@@ -400,7 +347,8 @@ def is_marked(head: bytes) -> bool:
 
 
 def tail_offset(end: bytes, nbytes: int) -> int | None:
-    """Where the tail of a file of nbytes begins, from its last bytes; None if fastckpt did not end it.
+    """Where the tail of a file of nbytes begins, from its last bytes; None if fastckpt did not end
+    it.
 
     Raises:
         IncompatibleCheckpoint: a newer format.
@@ -410,7 +358,8 @@ def tail_offset(end: bytes, nbytes: int) -> int | None:
         return None
     if int(match[1]) > VERSION:
         raise IncompatibleCheckpoint(
-            f"the file has format version {int(match[1])}, this fastckpt reads up to {VERSION}: update it"
+            f"the file has format version {int(match[1])}, this fastckpt reads up to {VERSION}: "
+            "update it"
         )
     offset = int(match[2], 16)
     return offset if 0 < offset < nbytes and nbytes - offset <= TAIL_BYTES_MAX else None
@@ -429,7 +378,8 @@ def parse(tail: bytes, body_nbytes: int) -> Index:
         checksums, _ = json.JSONDecoder().raw_decode(tail[: _json_end(tail)].decode())
         if isinstance(checksums, dict) and checksums.get("version", 0) > VERSION:
             raise IncompatibleCheckpoint(
-                f"the file has format version {checksums['version']}, this fastckpt reads up to {VERSION}"
+                f"the file has format version {checksums['version']}, this fastckpt reads up to "
+                f"{VERSION}: update it"
             )
         validate(checksums, body_nbytes)
     except ValueError as error:
@@ -443,51 +393,30 @@ def _json_end(tail: bytes) -> int:
     return tail.find(b"}") + 1
 
 
-def damaged_parts(read_at: Callable[[int, int], bytes], tail: bytes, begin: int, end: int) -> list[str]:
-    """Names what is damaged in [begin, end) of a file: the records whose own CRC-32 fails, else headers or padding.
+def damaged_records(
+    read_at: Callable[[int, int], bytes], index: Index, begin: int, end: int
+) -> list[str]:
+    """Names the records whose own CRC-32 fails, of those that lie in a damaged range of a file.
 
     Args:
-        read_at: returns nbytes of the file, unverified, at an offset.
-        tail: the file's verified tail.
+        read_at: (offset, nbytes) -> that much of the file, unverified.
+        index: the file's index.
         begin, end: the range whose block checksum is wrong.
+
+    Returns:
+        Names as "data/3"; empty if the damage is in a zip header or in padding.
     """
-    directory, count = _directory(tail)
-    names: list[str] = []
-    at = 0
-    for _ in range(count):
-        row = _CENTRAL.unpack_from(directory, at)
-        crc, size, name_nbytes, extra_nbytes, offset = row[7], row[9], row[10], row[11], row[16]
-        name = directory[at + _CENTRAL.size :][:name_nbytes]
-        extra = directory[at + _CENTRAL.size + name_nbytes :][:extra_nbytes]
-        at += _CENTRAL.size + name_nbytes + extra_nbytes
-        wide = list(struct.unpack_from(f"<{(len(extra) - 4) // 8}Q", extra, 4)) if extra else []
-        if size == _U32 and wide:
-            size = wide[0]
-            wide = wide[2:]
-        if offset == _U32 and wide:
-            offset = wide[0]
-        if offset >= end:
+    names = []
+    directory_end = len(index.tail) - END_BYTES
+    for entry in zip_records.directory(index.tail, directory_end):
+        if entry.offset >= end:
             continue
-        header = read_at(offset, _LOCAL.size)
-        if len(header) < _LOCAL.size:
+        data = zip_records.data_offset(read_at(entry.offset, zip_records.LOCAL_BYTES), entry.offset)
+        if data is None or data >= end or data + entry.nbytes <= begin:
             continue
-        data = offset + _LOCAL.size + sum(_LOCAL.unpack(header)[9:11])
-        if data >= end or data + size <= begin:
-            continue
-        if _crc_of(read_at, data, size) != crc:
-            names.append(name.decode(errors="replace").split("/", 1)[-1])
+        crc = 0
+        for at in range(data, data + entry.nbytes, BLOCK_BYTES):
+            crc = zlib.crc32(read_at(at, min(BLOCK_BYTES, data + entry.nbytes - at)), crc)
+        if crc != entry.crc:
+            names.append(entry.name.split("/", 1)[-1])
     return names
-
-
-def _crc_of(read_at: Callable[[int, int], bytes], offset: int, nbytes: int) -> int:
-    crc = 0
-    for at in range(offset, offset + nbytes, BLOCK_BYTES):
-        crc = zlib.crc32(read_at(at, min(BLOCK_BYTES, offset + nbytes - at)), crc)
-    return crc
-
-
-def _directory(tail: bytes) -> tuple[bytes, int]:
-    """The central directory in a verified tail, and its number of entries."""
-    at = len(tail) - END_BYTES - _LOCATOR64.size - _END64.size
-    row = _END64.unpack_from(tail, at)
-    return tail[at - row[8] : at], row[7]

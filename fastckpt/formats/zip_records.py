@@ -1,0 +1,160 @@
+"""Zip records as torch writes them: stored, sizes in a descriptor behind the data, data aligned by
+padding.
+
+Responsible for the structures of the zip format (PKWARE's APPNOTE, sections 4.3 and 4.5), with
+zip64 fields only where a value needs them, as torch's readers compute offsets from that. It must
+not know what the records contain.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_U16, _U32 = 0xFFFF, 0xFFFFFFFF
+_LOCAL = struct.Struct("<IHHHHHIIIHH")
+_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+_END = struct.Struct("<IHHHHIIH")
+_END64 = struct.Struct("<IQHHIIQQQQ")
+_LOCATOR64 = struct.Struct("<IIQI")
+_UTF8, _DESCRIPTOR_FOLLOWS = 0x0800, 0x0008
+
+LOCAL_BYTES = _LOCAL.size
+END_BYTES = _END.size
+_CRC_AT = 16  # in a central header
+
+
+class Entry(NamedTuple):
+    """One record of a zip's central directory; offset is that of its local header."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc: int
+
+
+def _padding(offset: int, name_nbytes: int, zip64_nbytes: int, alignment: int) -> int:
+    return -(offset + _LOCAL.size + name_nbytes + zip64_nbytes + 4) % alignment
+
+
+def _zip64_extra(offset: int, nbytes: int) -> bytes:
+    values = (nbytes, nbytes) if nbytes >= _U32 else ()
+    if offset >= _U32:
+        values = (*values, offset)
+    if not values:
+        return b""
+    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
+
+
+def local_header(name: bytes, offset: int, nbytes: int, alignment: int, mark: bytes = b"") -> bytes:
+    """A local header as torch writes it: sizes and CRC follow in a descriptor, padding makes the
+    data aligned.
+    """
+    zip64 = _zip64_extra(offset, nbytes)
+    padding = _padding(offset, len(name), len(zip64), alignment)
+    if padding < len(mark):
+        padding += alignment
+    flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
+    extra_nbytes = len(zip64) + 4 + padding
+    fixed = _LOCAL.pack(0x04034B50, 0, flags, 0, 0, 0, 0, 0, 0, len(name), extra_nbytes)
+    return b"".join(
+        (fixed, name, zip64, b"FB", struct.pack("<H", padding), mark.ljust(padding, b"Z"))
+    )
+
+
+def descriptor(offset: int, nbytes: int, crc: int) -> bytes:
+    """What follows a record's data; torch computes the next record's offset from its size."""
+    if not nbytes:
+        return b""
+    wide = offset >= _U32 or nbytes >= _U32
+    return struct.pack("<IIQQ" if wide else "<IIII", 0x08074B50, crc, nbytes, nbytes)
+
+
+def central_header(name: bytes, offset: int, nbytes: int, crc: int) -> bytes:
+    zip64 = _zip64_extra(offset, nbytes)
+    flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
+    size = min(nbytes, _U32)
+    return (
+        _CENTRAL.pack(
+            0x02014B50,
+            0,
+            0,
+            flags,
+            0,
+            0,
+            0,
+            crc,
+            size,
+            size,
+            len(name),
+            len(zip64),
+            0,
+            0,
+            0,
+            0,
+            min(offset, _U32),
+        )
+        + name
+        + zip64
+    )
+
+
+def end_offset(name: bytes, offset: int, nbytes: int, alignment: int) -> int:
+    """Where a record that begins at offset ends: header, data and descriptor."""
+    zip64_nbytes = len(_zip64_extra(offset, nbytes))
+    header_nbytes = _LOCAL.size + len(name) + zip64_nbytes + 4
+    header_nbytes += _padding(offset, len(name), zip64_nbytes, alignment)
+    return offset + header_nbytes + nbytes + len(descriptor(offset, nbytes, 0))
+
+
+def with_crc(central: bytes, crc: int) -> bytes:
+    """A central header with its CRC-32 replaced."""
+    return central[:_CRC_AT] + struct.pack("<I", crc) + central[_CRC_AT + 4 :]
+
+
+def end_records(offset: int, nbytes: int, entries: int, comment_nbytes: int) -> bytes:
+    """What closes a zip with such a directory at offset; the comment follows it."""
+    end = offset + nbytes
+    end64 = _END64.pack(0x06064B50, 44, 0x031E, 45, 0, 0, entries, entries, nbytes, offset)
+    locator = _LOCATOR64.pack(0x07064B50, 0, end, 1)
+    count = min(entries, _U16)
+    return (
+        end64
+        + locator
+        + _END.pack(
+            0x06054B50, 0, 0, count, count, min(nbytes, _U32), min(offset, _U32), comment_nbytes
+        )
+    )
+
+
+def directory(data: bytes, end: int) -> Iterator[Entry]:
+    """The entries of a central directory in verified bytes, of which the end record begins at
+    `end`.
+    """
+    at = end - _LOCATOR64.size - _END64.size
+    row = _END64.unpack_from(data, at)
+    at, count = at - row[8], row[7]
+    for _ in range(count):
+        row = _CENTRAL.unpack_from(data, at)
+        crc, nbytes, name_nbytes, extra_nbytes, offset = row[7], row[9], row[10], row[11], row[16]
+        at += _CENTRAL.size
+        name = data[at : at + name_nbytes].decode(errors="replace")
+        at += name_nbytes
+        wide = list(struct.unpack_from(f"<{extra_nbytes // 8}Q", data, at + 4))
+        at += extra_nbytes
+        if nbytes == _U32:
+            nbytes, wide = wide[0], wide[2:]
+        if offset == _U32:
+            offset = wide[0]
+        yield Entry(name, offset, nbytes, crc)
+
+
+def data_offset(header: bytes, offset: int) -> int | None:
+    """Where the data begins of a record whose local header, read from offset, this is; None if cut
+    off.
+    """
+    if len(header) < _LOCAL.size:
+        return None
+    fields = _LOCAL.unpack(header)
+    return offset + _LOCAL.size + int(fields[9]) + int(fields[10])
