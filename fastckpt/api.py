@@ -19,7 +19,7 @@ from fastckpt.formats import torch_zip
 from fastckpt.handle import SaveHandle
 from fastckpt.reader import open_verified
 from fastckpt.staging import BACKENDS, FENCES
-from fastckpt.storage import is_regular_or_absent
+from fastckpt.storage import is_device
 
 DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL
 
@@ -91,15 +91,16 @@ def save(
             _disable_byteorder_record,
         )
 
-    if not isinstance(f, str | os.PathLike):
+    if not isinstance(f, str | os.PathLike) or not isinstance(os.fspath(f), str):
         save_by_torch(f)
         return pipeline.finish_stock(SaveHandle("", started))
     path = os.path.realpath(os.fspath(f))
-    mode = current.storage.mode(path) if os.path.lexists(path) else None
     handle = SaveHandle(path, started)
-    if not is_regular_or_absent(mode) and not os.path.isdir(path):
+    if is_device(path):
         save_by_torch(path)
         return pipeline.finish_stock(handle)
+    if pickle_module is not pickle:
+        torch.save(None, io.BytesIO(), pickle_module, pickle_protocol)  # refused as torch does
     if not _use_new_zipfile_serialization:
         return pipeline.save_stock(current, save_by_torch, handle, durable)
     try:
@@ -178,6 +179,7 @@ def load(
                 if verify:
                     file.verify_all()
                 return load_by_torch(f)
+            # torch reads from `file` what it would read from f, and leaves both at the same place.
             try:
                 obj = load_by_torch(file)
             except Exception:
@@ -186,6 +188,8 @@ def load(
                 raise
             if file.error is not None:
                 raise file.error
+            if not isinstance(f, str | os.PathLike):
+                f.seek(file.tell())
             return obj
     finally:
         current.storage.close(fd)
@@ -202,16 +206,14 @@ def _open_regular(f: Any) -> tuple[int, str] | None:
         path = os.path.realpath(os.fspath(f))
         current.wait_for(path)
         try:
-            mode = current.storage.mode(path)
-            if mode is None or not is_regular_or_absent(mode):
-                return None
-            return current.storage.open(path), path
+            return None if is_device(path) else (current.storage.open(path), path)
         except OSError:
             return None
     try:
-        if f.tell() != 0:
+        if isinstance(f, io.TextIOBase) or f.tell() != 0:
             return None
-        fd = os.dup(f.fileno())
+        # A description of our own: reading must not change the position or the flags of the caller's.
+        fd = current.storage.open(f"/proc/self/fd/{f.fileno()}")
     except (AttributeError, OSError, io.UnsupportedOperation):
         return None
     return fd, str(getattr(f, "name", fd))

@@ -31,7 +31,7 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When the process began, in ticks since boot (proc(5), stat field 22); None: no such process."""
+    """When the process began, in ticks since boot (proc(5), field 22 of stat); None: it is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return int(file.read().rsplit(")", 1)[1].split()[19])

@@ -95,7 +95,7 @@ class SaveHandle(Future[SaveStats]):
         return error
 
     def wait_done(self) -> None:
-        """Waits for the end of the save, however it ends; does not count as asking for its error."""
+        """Waits for the end of the save; does not count as asking for its error."""
         self._check_process()
         wait([self])
 
@@ -116,6 +116,6 @@ class SaveHandle(Future[SaveStats]):
     def _check_process(self) -> None:
         if os.getpid() != self._pid and not self.done():
             raise CheckpointError(
-                f"the save to {self.path!r} belongs to process {self._pid}, which this one was "
-                "forked from: ask for its result there"
+                f"the save to {self.path!r} belongs to process {self._pid}, which this "
+                "one was forked from: ask for its result there"
             )

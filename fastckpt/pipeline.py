@@ -173,7 +173,7 @@ def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
         try:
             storage.remove(name)
         except OSError:
-            # Gone by the rename, or left for the next save to remove: the first error is what counts.
+            # Gone by the rename, or left for the next save to remove: the first error counts.
             pass
         raise
 

@@ -129,8 +129,9 @@ def open_verified(
             if not marked:
                 return None
             raise CorruptCheckpoint(
-                f"{path!r} is truncated or damaged: fastckpt began it, but its {nbytes} bytes do not "
-                "end in the closing record; nothing was loaded: restore it from another checkpoint"
+                f"{path!r} is truncated or damaged: fastckpt began it, but its {nbytes} bytes "
+                "do not end in the closing record; nothing was loaded: restore it from another "
+                "checkpoint"
             )
         tail = storage.read_at(fd, nbytes - offset, offset)
     try:

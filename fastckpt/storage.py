@@ -188,9 +188,13 @@ class Storage:
         return max(0.0, cached / nbytes) if nbytes else 0.0
 
 
-def is_regular_or_absent(mode: int | None) -> bool:
-    """Whether a path with this st_mode may be replaced by a file of ours."""
-    return mode is None or stat.S_ISREG(mode)
+def is_device(path: str) -> bool:
+    """Whether path names what is written through, never replaced: a device, FIFO or socket."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False  # nothing there, or not reachable: opening it tells
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def _file_system_of(device: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 import types
 import zipfile
 import zlib
@@ -187,7 +188,9 @@ def layout(captured: Capture) -> Image:
         if name == ".storage_alignment":
             content = str(alignment).encode()
         builder.add(name, content)
-    return builder.finish()
+    # torch's container writer adds what the pickling side was told to leave out.
+    has_byteorder = any(name == "byteorder" for name, _ in captured.records)
+    return builder.finish([] if has_byteorder else [(b"byteorder", sys.byteorder.encode())])
 
 
 class _Builder:
@@ -234,14 +237,14 @@ class _Builder:
             self.parts.append((self.header_begin, len(self.headers)))
             self.header_begin = len(self.headers)
 
-    def finish(self) -> Image:
+    def finish(self, closing: list[tuple[bytes, bytes]]) -> Image:
         record_offset = self.offset
         name = f"{ARCHIVE}/{RECORD}".encode()
         # The checksum record's data begins the tail: aligned to a page whatever the records'
         # alignment.
         self._put(zip_records.local_header(name, record_offset, 1, PAGE_BYTES))
         self._close_header()
-        tail = _Tail(record_offset, self.offset, self.central, self.awaiting)
+        tail = _Tail(record_offset, self.offset, self.central, self.awaiting, closing)
         image = Image(tail_nbytes=tail.nbytes, tail=tail.build)
         image.sources.append(self.headers)
         base = address_of(self.headers)
@@ -261,12 +264,18 @@ class _Tail:
     """Everything behind the body: checksum record, torch's closing records, zip directory."""
 
     def __init__(
-        self, record_offset: int, body_nbytes: int, central: list[bytes], awaiting: list[int]
+        self,
+        record_offset: int,
+        body_nbytes: int,
+        central: list[bytes],
+        awaiting: list[int],
+        closing: list[tuple[bytes, bytes]],
     ) -> None:
         self.record_offset = record_offset
         self.body_nbytes = body_nbytes
         self.central = central
         self.awaiting = awaiting
+        self.closing = closing
         blocks = block_count(body_nbytes, BLOCK_BYTES)
         self.nbytes = len(self._assemble([0] * blocks, central))
 
@@ -295,8 +304,9 @@ class _Tail:
             *central,
             zip_records.central_header(name, self.record_offset, len(content), crc),
         ]
-        closing = ((b"version", _container_version()), (b".data/serialization_id", _identity(crc)))
-        for short, data in closing:
+        version = (b"version", _container_version())
+        identity = (b".data/serialization_id", _identity(crc))
+        for short, data in (version, *self.closing, identity):
             name, crc = ARCHIVE.encode() + b"/" + short, zlib.crc32(data)
             header = zip_records.local_header(name, offset, len(data), TORCH_ALIGNMENT)
             entries.append(zip_records.central_header(name, offset, len(data), crc))
