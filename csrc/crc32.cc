@@ -24,9 +24,7 @@ constexpr uint32_t kOne = 0x80000000u;  // x^0
 constexpr uint32_t kX = 0x40000000u;    // x^1
 constexpr uint32_t kX8 = 0x00800000u;   // x^8, one byte's worth of shifting
 
-constexpr uint32_t times_x(uint32_t a) {
-    return (a >> 1) ^ ((a & 1) != 0 ? kPolynomial : 0);
-}
+constexpr uint32_t times_x(uint32_t a) { return (a >> 1) ^ ((a & 1) != 0 ? kPolynomial : 0); }
 
 // Free of branches, which the bits of a CRC would leave unpredictable.
 constexpr uint32_t multiply(uint32_t a, uint32_t b) {
@@ -325,9 +323,7 @@ uint32_t checksum_copy(void* target, const void* source, size_t n, uint32_t crc)
     return ~kUpdate(~crc, static_cast<uint8_t*>(target), static_cast<const uint8_t*>(source), n);
 }
 
-bool always() {
-    return true;
-}
+bool always() { return true; }
 
 }  // namespace
 
@@ -342,11 +338,7 @@ constexpr Kernel pclmul = {"pclmul", has_pclmul, checksum<update_pclmul<false>>,
 constexpr Kernel vpclmulqdq = {"vpclmulqdq", has_vpclmulqdq, checksum<update_vpclmulqdq<false>>,
                                checksum_copy<update_vpclmulqdq<true>>};
 #else
-namespace {
-bool never() {
-    return false;
-}
-}  // namespace
+static bool never() { return false; }
 constexpr Kernel pclmul = {"pclmul", never, nullptr, nullptr};
 constexpr Kernel vpclmulqdq = {"vpclmulqdq", never, nullptr, nullptr};
 #endif
@@ -357,9 +349,8 @@ namespace {
 
 const crc32_kernels::Kernel& chosen() {
     static const crc32_kernels::Kernel* const kernel = [] {
-        for (const auto* candidate : {&crc32_kernels::vpclmulqdq, &crc32_kernels::pclmul}) {
+        for (const auto* candidate : {&crc32_kernels::vpclmulqdq, &crc32_kernels::pclmul})
             if (candidate->supported()) return candidate;
-        }
         return &crc32_kernels::portable;
     }();
     return *kernel;
@@ -370,7 +361,6 @@ const crc32_kernels::Kernel& chosen() {
 // x has order 2^32 - 1, the polynomial being primitive, so lengths count modulo that.
 constexpr uint64_t kOrder = 0xFFFFFFFFu;
 static_assert(power(kX, kOrder) == kOne);
-
 // kShifts[k][d] shifts a state by d * 256^k bytes.
 constexpr std::array<ByteTable, 4> make_shifts() {
     std::array<ByteTable, 4> shifts{};
@@ -389,9 +379,7 @@ constexpr std::array<ByteTable, 4> kShifts = make_shifts();
 
 }  // namespace
 
-uint32_t crc32(uint32_t crc, const void* data, size_t n) {
-    return chosen().crc32(crc, data, n);
-}
+uint32_t crc32(uint32_t crc, const void* data, size_t n) { return chosen().crc32(crc, data, n); }
 
 uint32_t crc32_copy(void* target, const void* source, size_t n, uint32_t crc) {
     return chosen().crc32_copy(target, source, n, crc);
@@ -407,8 +395,6 @@ uint32_t crc32_combine(uint32_t crc1, uint32_t crc2, uint64_t nbytes2) {
     return crc1 ^ crc2;
 }
 
-const char* crc32_kernel() {
-    return chosen().name;
-}
+const char* crc32_kernel() { return chosen().name; }
 
 }  // namespace fastckpt

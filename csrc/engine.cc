@@ -14,9 +14,7 @@ Engine::Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers)
     for (unsigned i = 0; i < stagers_; ++i) threads_.emplace_back([this] { run(); });
 }
 
-Engine::~Engine() {
-    close();
-}
+Engine::~Engine() { close(); }
 
 std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset, std::vector<Segment> segments,
                                         std::vector<Slot> slots, std::shared_ptr<Backend> backend,

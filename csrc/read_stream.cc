@@ -42,9 +42,7 @@ ReadStream::ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint
     CHECK(crcs_.empty() || crcs_.size() == blocks_.size());
 }
 
-ReadStream::~ReadStream() {
-    close();
-}
+ReadStream::~ReadStream() { close(); }
 
 void ReadStream::fill_window() {
     const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);

@@ -78,9 +78,7 @@ WriteJob::WriteJob(Engine& engine, int fd, uint64_t file_offset, std::vector<Seg
     for (const Slot& slot : slots_) CHECK(slot_of_segment_[slot.segment + 1] < 0);
 }
 
-WriteJob::~WriteJob() {
-    CHECK(blocks_held_ == 0);
-}
+WriteJob::~WriteJob() { CHECK(blocks_held_ == 0); }
 
 void WriteJob::check_plan() const {
     CHECK(fd_ >= 0 && backend_ != nullptr && !segments_.empty());
@@ -115,9 +113,7 @@ bool WriteJob::sources_released() const {
     return stagers_ == 0 && (failure_.error != 0 || next_claim_ == blocks_.size());
 }
 
-bool WriteJob::finished() const {
-    return sources_released() && blocks_held_ == 0;
-}
+bool WriteJob::finished() const { return sources_released() && blocks_held_ == 0; }
 
 WriteJob::Block& WriteJob::claim(std::byte* memory) {
     auto block = std::make_unique<Block>();

@@ -15,7 +15,7 @@ from typing import IO, Any
 import torch
 
 from fastckpt import pipeline
-from fastckpt.formats import torch_zip
+from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
 from fastckpt.reader import open_verified
 from fastckpt.staging import BACKENDS, FENCES
@@ -104,10 +104,10 @@ def save(
     if not _use_new_zipfile_serialization:
         return pipeline.save_stock(current, save_by_torch, handle, durable)
     try:
-        captured = torch_zip.capture(
+        captured = torch_pickle.capture(
             obj, pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step"
         )
-    except torch_zip.SkipData:
+    except torch_pickle.SkipData:
         return pipeline.save_stock(current, save_by_torch, handle, durable)
     job = pipeline.Save(
         handle,
@@ -175,7 +175,7 @@ def load(
         if file is None:
             return load_by_torch(f)
         with file:
-            if mmap if mmap is not None else torch_zip.mmap_is_default():
+            if mmap if mmap is not None else _mmap_is_default():
                 if verify:
                     file.verify_all()
                 return load_by_torch(f)
@@ -212,8 +212,18 @@ def _open_regular(f: Any) -> tuple[int, str] | None:
     try:
         if isinstance(f, io.TextIOBase) or f.tell() != 0:
             return None
-        # A description of our own: reading must not change the position or the flags of the caller's.
+        # A description of our own: reading must not change the position or the flags of the
+        # caller's.
         fd = current.storage.open(f"/proc/self/fd/{f.fileno()}")
     except (AttributeError, OSError, io.UnsupportedOperation):
         return None
     return fd, str(getattr(f, "name", fd))
+
+
+def _mmap_is_default() -> bool:
+    """Whether torch.load maps files when it is not told (torch.utils.serialization.config)."""
+    try:
+        from torch.utils.serialization import config
+    except ImportError:  # torch 2.6 and older
+        return False
+    return bool(config.load.mmap)

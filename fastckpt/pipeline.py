@@ -22,7 +22,7 @@ from typing import IO
 import torch
 
 from fastckpt import commit
-from fastckpt.formats import torch_zip
+from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.handle import SaveHandle
 from fastckpt.image import PAGE_BYTES, Image
 from fastckpt.staging import Staging, Transfer, check_unchanged, stager_count
@@ -191,7 +191,7 @@ class Save:
     def __init__(
         self,
         handle: SaveHandle,
-        captured: torch_zip.Capture,
+        captured: torch_pickle.Capture,
         obj: object,
         *,
         fence: str,
@@ -200,7 +200,7 @@ class Save:
         staging_bytes: int | None,
     ) -> None:
         self.handle = handle
-        self.captured: torch_zip.Capture | None = captured
+        self.captured: torch_pickle.Capture | None = captured
         self.obj: object = obj
         self.fence = fence
         self.backend = backend

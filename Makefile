@@ -1,0 +1,129 @@
+# One command for each thing a developer does; each works from a bare clone. `make help` lists them.
+# It knows the order of the steps only: flags stand in setup.py, tool settings in pyproject.toml.
+
+PYTHON ?= python3
+CXX ?= g++
+# Any requirement pip understands. Where pip's indexes offer a CPU build of this version (a local
+# version such as 2.13.0+cpu) pip prefers it; PIP_EXTRA_INDEX_URL names such an index.
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/setup.stamp
+ENGINE := build/engine.stamp
+WERROR := build/werror.stamp
+CORE := $(sort $(wildcard csrc/*.cc))
+HEADERS := $(sort $(wildcard csrc/*.h))
+NATIVE := $(sort $(wildcard tests/native/*.cc))
+NATIVE_CORE := $(filter-out csrc/bindings.cc,$(CORE))
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup build test check demo bench asan tsan clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(SETUP)  ## make .venv with torch, the package (editable) and the tools
+
+build: $(ENGINE)  ## rebuild the extension in place when csrc/ changed
+
+test: build  ## run the tests; no GPU is needed
+	@echo "== test"
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests
+
+check: build $(WERROR)  ## formatting, lint, types, and the build without warnings
+	@echo "== check: ruff format"
+	@$(BIN)/ruff format --check .
+	@echo "== check: ruff"
+	@$(BIN)/ruff check .
+	@echo "== check: mypy --strict"
+	@$(BIN)/mypy --strict fastckpt
+	@echo "== check: clang-format"
+	@$(BIN)/clang-format --dry-run -Werror $(CORE) $(HEADERS) $(NATIVE)
+
+demo: build  ## train a small GPT, kill it, resume it
+	@$(BIN)/python examples/train_gpt.py --demo
+
+bench: build  ## measure against the alternatives; BENCH_ARGS goes to benchmarks/bench.py
+	@$(BIN)/python benchmarks/bench.py $(BENCH_ARGS)
+
+asan: SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all
+asan: ## run the native tests under the address and undefined-behaviour sanitizers
+	@$(run-native)
+
+tsan: SANITIZE := -fsanitize=thread
+tsan: ## run the native tests under the thread sanitizer
+	@$(run-native)
+
+clean:  ## remove what was built; .venv stays (rm -r .venv for that)
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -f fastckpt/_engine*.so
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# Packages of the distribution that are missing here. Not getting them is a message and no failure:
+# without liburing the threads backend is built, and for the others the next step says what lacks.
+define install-system-packages
+missing=; \
+command -v $(CXX) >/dev/null || missing="$$missing g++"; \
+echo '#include <liburing.h>' | $(CXX) -E -x c++ - >/dev/null 2>&1 \
+	|| missing="$$missing liburing-dev"; \
+$(PYTHON) -c 'import ensurepip' 2>/dev/null || missing="$$missing python3-venv"; \
+$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists( \
+    os.path.join(sysconfig.get_path("include"), "Python.h")))' || missing="$$missing python3-dev"; \
+if [ -n "$$missing" ]; then \
+	echo "== setup: system packages:$$missing"; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && { \
+		apt-get install -y -qq $$missing </dev/null >/dev/null 2>&1 || \
+		{ apt-get update -qq </dev/null && apt-get install -y -qq $$missing </dev/null >/dev/null; }; }; \
+	then :; else echo "   not installed; where possible this goes on without:$$missing"; fi; \
+fi
+endef
+
+# The stamp is older than pyproject.toml when a requirement changed: then pip looks again.
+$(SETUP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "fastckpt needs Python 3.10 or later: make PYTHON=python3.x"; exit 1; }
+	@$(install-system-packages)
+	@echo "== setup: $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "== setup: $(TORCH)"
+	@$(BIN)/python -m pip install -qq "setuptools>=77" wheel "pybind11>=2.13" "$(TORCH)"
+	@echo "== setup: fastckpt (editable) and the development tools"
+	@$(BIN)/python -m pip install -qq --no-build-isolation -e ".[dev]"
+	@mkdir -p build && touch $@ && touch $(ENGINE)
+
+$(ENGINE): $(SETUP) $(CORE) $(HEADERS) setup.py
+	@echo "== build: fastckpt._engine"
+	@$(BIN)/python setup.py -q build_ext --force --inplace
+	@mkdir -p build && touch $@
+
+# A build of its own, so that the extension in use never depends on who last set the variable.
+$(WERROR): $(SETUP) $(CORE) $(HEADERS) setup.py
+	@echo "== check: build with -Werror"
+	@FASTCKPT_WERROR=1 $(BIN)/python setup.py -q build_ext --force \
+		--build-temp build/werror --build-lib build/werror
+	@touch $@
+
+# Each tests/native/*.cc is one program: it links the core without the Python binding, and fails by
+# its exit status.
+define run-native
+set -e; \
+if [ -z "$(NATIVE)" ]; then echo "$@: there is no tests/native/*.cc to run"; exit 0; fi; \
+uring="-DFASTCKPT_WITH_URING=0"; \
+if echo '#include <liburing.h>' | $(CXX) -E -x c++ - >/dev/null 2>&1; \
+	then uring="-DFASTCKPT_WITH_URING=1"; link=-luring; fi; \
+mkdir -p build/$@; \
+flags="-O1 -g -std=c++17 -Wall -Wextra -Werror -pthread -fno-omit-frame-pointer $(SANITIZE)"; \
+for source in $(NATIVE); do \
+	program=build/$@/$$(basename $$source .cc); \
+	echo "== $@: $$source"; \
+	$(CXX) $$flags $$uring -Icsrc $$source $(NATIVE_CORE) -o $$program $$link; \
+	timeout 300 $$program; \
+done
+endef
