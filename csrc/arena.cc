@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <new>
 #include <thread>
 
@@ -50,19 +51,20 @@ void Arena::release(std::byte* block) {
     free_.push_back(block);
 }
 
-bool Arena::prefault(size_t nbytes, unsigned threads) const {
-    nbytes = std::min(nbytes, blocks_ * block_bytes_);
-    const size_t blocks = (nbytes + block_bytes_ - 1) / block_bytes_;
+bool Arena::prefault(size_t begin, size_t end, unsigned threads) const {
+    CHECK(threads > 0);
+    const size_t last = std::min(blocks_, end / block_bytes_);
     std::vector<std::thread> workers;
-    std::vector<char> refused(threads, 0);
+    std::atomic<bool> refused{false};
+    std::atomic<size_t> next{begin / block_bytes_};
     for (unsigned t = 0; t < threads; ++t)
-        workers.emplace_back([&, t] {
-            for (size_t i = t; i < blocks; i += threads)
+        workers.emplace_back([&] {
+            for (size_t i = next++; i < last && !refused; i = next++)
                 if (madvise(base_ + i * block_bytes_, block_bytes_, MADV_POPULATE_WRITE) != 0)
-                    refused[t] = 1;
+                    refused = true;
         });
     for (auto& worker : workers) worker.join();
-    return std::none_of(refused.begin(), refused.end(), [](char r) { return r != 0; });
+    return !refused;
 }
 
 }  // namespace fastckpt

@@ -22,10 +22,10 @@ class Arena {
     std::byte* acquire();
     void release(std::byte* block);
 
-    // Backs the first `nbytes` with pages, `threads` at a time; false if the kernel refused.
-    // Callable without the owner's lock: it changes no content and populating a page twice is
-    // harmless.
-    bool prefault(size_t nbytes, unsigned threads) const;
+    // Backs bytes [begin, end) of the arena, cut to whole blocks and to its size, with pages, by
+    // `threads` threads; false if the kernel refused. Callable without the owner's lock: it changes
+    // no content and populating a page twice is harmless.
+    bool prefault(size_t begin, size_t end, unsigned threads) const;
 
     size_t block_bytes() const { return block_bytes_; }
     size_t blocks() const { return blocks_; }

@@ -180,7 +180,9 @@ class Engine {
                                      std::shared_ptr<Backend> backend, bool direct,
                                      size_t window_blocks);
 
-    bool prefault(size_t nbytes) const { return arena_.prefault(nbytes, stagers_); }
+    bool prefault(size_t begin, size_t end, unsigned threads) const {
+        return arena_.prefault(begin, end, threads);
+    }
     size_t block_bytes() const { return arena_.block_bytes(); }
     size_t arena_blocks() const { return arena_.blocks(); }
     size_t arena_blocks_in_use();

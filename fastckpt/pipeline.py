@@ -24,7 +24,7 @@ import torch
 from fastckpt import commit
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.handle import SaveHandle
-from fastckpt.image import PAGE_BYTES, Image
+from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
 from fastckpt.staging import Staging, Transfer, check_unchanged, stager_count
 from fastckpt.storage import Storage, reported
 
@@ -86,6 +86,8 @@ class Pipeline:
             handle.set_exception(error)
         if job.replaced is not None:
             self.storage.close(job.replaced)
+        if error is None:
+            self.staging.warm(job.staging_nbytes)
         with self._changed:
             self._in_flight.remove(handle)
             self._changed.notify_all()
@@ -208,6 +210,7 @@ class Save:
         self.staging_bytes = staging_bytes
         self.previous: SaveHandle | None = None
         self.replaced: int | None = None
+        self.staging_nbytes = 0  # what it would have used of the arena, had all pages been there
 
     def run(self, pipeline: Pipeline) -> BaseException | None:
         """Writes and commits. Returns the error that prevented it, having removed the temporary."""
@@ -242,6 +245,7 @@ class Save:
         # With the step fence one CPU is left to the training that goes on meanwhile.
         stagers = stager_count() - (self.fence == "step")
         limit = staging.blocks_limit(self.staging_bytes)
+        self.staging_nbytes = min(limit, block_count(nbytes, BLOCK_BYTES) + 1) * BLOCK_BYTES
         with Transfer(staging, fd, path, route) as transfer:
             # One block of the budget is the tail's, which is staged before the body is written.
             transfer.start(image, 0, max(1, limit - 1), stagers)

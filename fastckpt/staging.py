@@ -33,6 +33,7 @@ WINDOW_BLOCKS = 16  # a load keeps so many blocks read ahead of torch
 IO_THREADS = 4
 STAGERS_MAX = 4
 _WAIT_S = 3600.0  # one wait on the engine, repeated: a slow disk is not an error
+_WARM_BYTES = 64 << 20  # populated at a time
 BUDGET_VARIABLE = "FASTCKPT_STAGING_BYTES"
 
 
@@ -79,6 +80,7 @@ class Staging:
         self._backends: dict[str, _engine.Backend] = {}
         self._uring_refusal: str | None = None
         self._logged: set[str] = set()
+        self._warm_bytes = 0
         self._unstaged: list[SaveHandle] = []
         self._hook: Any = None
 
@@ -175,6 +177,22 @@ class Staging:
         stream = engine.read(fd, nbytes, list(crcs), route.backend, route.direct, window)
         return ReadStream(stream, own)
 
+    def warm(self, nbytes: int) -> None:
+        """Backs as much of the arena with memory, so that the next save need not wait for pages.
+
+        The first save pays for pages as it goes; without this the second and third would too, since
+        blocks that come back early are used again before new ones are touched.
+        """
+        engine = self.engine()
+        end = min(nbytes, engine.arena_blocks * BLOCK_BYTES)
+        with self._lock:
+            begin, self._warm_bytes = self._warm_bytes, max(end, self._warm_bytes)
+        for at in range(begin, end, _WARM_BYTES):
+            # An exiting process saves no more, and a kernel that refuses once does so again.
+            exiting = not threading.main_thread().is_alive()
+            if exiting or not engine.prefault(at, min(end, at + _WARM_BYTES), 1):
+                return
+
     def fence_next_step(self, handle: SaveHandle) -> None:
         """Makes the next step of any torch optimizer here wait until handle is staged."""
         with self._lock:
@@ -212,6 +230,7 @@ class Staging:
             engine, self._engine = self._engine, None
             backends, self._backends = self._backends, {}
             hook, self._hook = self._hook, None
+            self._warm_bytes = 0
         if hook is not None:
             hook.remove()
         if engine is not None:

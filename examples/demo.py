@@ -1,0 +1,366 @@
+"""What `train_gpt.py --demo` runs: kill a training run in mid-save, resume it, time the saves.
+
+This file is responsible for running train_gpt.py in subprocesses, for killing one of them while a
+checkpoint is being flushed, and for checking and printing what is left. It must not know how
+fastckpt works: it sees the public functions and the directory in which the files appear.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import train_gpt
+
+import fastckpt
+
+PROGRESS_S = 5.0  # how often a long stage says how far it is
+ATTEMPTS = 5  # runs that may end before one of them is killed in mid-flush
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is trained and saved."""
+
+    steps: int  # of the runs that are compared
+    save_every: int  # steps
+    ballast_mib: int  # constant fp32 values that make the file as big as a bigger model's
+    rounds: int  # timed saves of each kind
+    gap: int  # steps trained after each timed save
+
+
+PLANS = {
+    "tiny": Plan(steps=120, save_every=10, ballast_mib=128, rounds=3, gap=20),
+    "small": Plan(steps=60, save_every=10, ballast_mib=192, rounds=5, gap=10),
+    "demo": Plan(steps=40, save_every=8, ballast_mib=256, rounds=5, gap=4),
+}
+
+
+@dataclass
+class Demo:
+    """One demonstration, in `directory`; `failed` counts the claims that did not hold."""
+
+    preset: str
+    seed: int
+    directory: Path
+    failed: int = 0
+    began: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.plan = PLANS[self.preset]
+        self.checkpoint = self.directory / "ckpt.pt"
+
+    def stage(self, text: str) -> None:
+        print(f"\n[{time.perf_counter() - self.began:5.1f} s]  {text}", flush=True)
+
+    def note(self, text: str) -> None:
+        print(f"           {text}", flush=True)
+
+    def claim(self, holds: bool, text: str) -> None:
+        self.failed += not holds
+        print(f"  {'  ok' if holds else 'FAIL'}     {text}", flush=True)
+
+    @contextmanager
+    def training(self, log: Path, *options: object) -> Iterator[subprocess.Popen[bytes]]:
+        """A training run in its own process, killed if it outlives the block."""
+        command = [sys.executable, train_gpt.__file__, "--preset", self.preset]
+        command += ["--seed", self.seed, "--ballast", self.plan.ballast_mib]
+        command += ["--steps", self.plan.steps, "--path", self.checkpoint, "--loss-log", log]
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                [str(word) for word in [*command, *options]],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                yield process
+            finally:
+                process.kill()
+                process.wait()
+            if process.returncode not in (0, -signal.SIGKILL):
+                output.seek(0)
+                print(output.read().decode(), file=sys.stderr)
+                sys.exit(f"the training run ended with exit code {process.returncode}")
+
+    def watch(
+        self, process: subprocess.Popen[bytes], log: Path, poll_s: float = 0.1
+    ) -> Iterator[None]:
+        """Yields every `poll_s` seconds until the run ends, and now and then says how far it is."""
+        said = time.perf_counter()
+        while process.poll() is None:
+            yield
+            time.sleep(poll_s)
+            if time.perf_counter() - said > PROGRESS_S:
+                said += PROGRESS_S
+                self.note(f"step {len(losses(log))} of {self.plan.steps}")
+
+    def train(self, log: Path, *options: object) -> dict[int, str]:
+        """Trains to the end and returns the losses that were logged."""
+        with self.training(log, *options) as process:
+            for _ in self.watch(process, log):
+                pass
+        return losses(log)
+
+
+def losses(log: Path) -> dict[int, str]:
+    """Loss at each step, in hexadecimal so that equal text means equal bits."""
+    if not log.exists():
+        return {}
+    lines = log.read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {record["step"]: record["loss"] for record in records}
+
+
+def saves_in_flight(checkpoint: Path) -> list[Path]:
+    """The temporary files of saves of `checkpoint` that have not been committed."""
+    return sorted(checkpoint.parent.glob(f".{checkpoint.name}*.tmp"))
+
+
+def bytes_written(path: Path) -> int:
+    """Bytes of a file that were written, without the room that was only reserved for it."""
+    written = 0
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        hole = 0
+        while True:
+            data = os.lseek(descriptor, hole, os.SEEK_DATA)
+            hole = os.lseek(descriptor, data, os.SEEK_HOLE)
+            written += hole - data
+    except OSError:  # ENXIO: no data after the last hole
+        return written
+    finally:
+        os.close(descriptor)
+
+
+def caught_in_flush(checkpoint: Path) -> Path | None:
+    """The temporary file of a save that is well under way, and less than half written."""
+    if not checkpoint.exists():
+        return None
+    full = checkpoint.stat().st_size
+    for path in saves_in_flight(checkpoint):
+        try:
+            if full // 16 < bytes_written(path) < full // 2:
+                return path
+        except FileNotFoundError:  # committed since it was listed
+            continue
+    return None
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two checkpoints have the same structure, types and bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        alike = a.dtype == b.dtype and a.shape == b.shape
+        return alike and torch.equal(*(x.flatten().view(torch.uint8) for x in (a, b)))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def crash(demo: Demo, reference: dict[int, str]) -> Path | None:
+    """Trains with saves and kills the run in mid-flush; returns the file that it left behind."""
+    plan, checkpoint = demo.plan, demo.checkpoint
+    log = demo.directory / "killed.jsonl"
+    for _ in range(ATTEMPTS):
+        debris = None
+        for path in (checkpoint, *saves_in_flight(checkpoint)):
+            path.unlink(missing_ok=True)
+        with demo.training(log, "--save-every", plan.save_every, "--fence", "step") as process:
+            for _ in demo.watch(process, log, poll_s=0.001):
+                if debris := caught_in_flush(checkpoint):
+                    process.kill()
+                    break
+        # What the kernel had already taken over is still written after the kill: that can be all.
+        if debris and debris.exists() and bytes_written(debris) < checkpoint.stat().st_size:
+            break
+    else:
+        demo.claim(False, f"a flush was caught in flight in one of {ATTEMPTS} runs")
+        return None
+    made, full = losses(log), checkpoint.stat().st_size
+    written, saved = bytes_written(debris), fastckpt.load(checkpoint)["step"]
+    demo.note(f"{debris.name} left behind, {written / 1e6:.1f} of {full / 1e6:.1f} MB written")
+    demo.claim(process.returncode == -signal.SIGKILL, f"killed by SIGKILL after step {max(made)}")
+    demo.claim(0 < written < full, f"a flush was in flight: {written / full:.0%} was on disk")
+    in_flight = saved + plan.save_every
+    demo.claim(
+        saved > 0 and len(made) >= in_flight,
+        f"the save of step {in_flight} is lost, the one of step {saved} before it loads",
+    )
+    demo.claim(same(made, {step: reference[step] for step in made}), "saving changed no loss")
+    return debris
+
+
+def resume(demo: Demo, reference: dict[int, str], debris: Path) -> None:
+    """Goes on from the last committed checkpoint and compares with the uninterrupted run."""
+    first = fastckpt.load(demo.checkpoint)["step"]
+    options = ("--save-every", demo.plan.save_every, "--fence", "step", "--resume")
+    resumed = demo.train(demo.directory / "resumed.jsonl", *options)
+    expected = {step: reference[step] for step in range(first, demo.plan.steps)}
+    demo.note(f"{'step':>6}   {'loss, uninterrupted':<22}   loss, resumed")
+    shown = sorted(expected)
+    for step in [*shown[:2], *shown[-2:]]:
+        demo.note(f"{step:6d}   {expected[step]:<22}   {resumed.get(step, 'none')}")
+    equal = sum(resumed.get(step) == expected[step] for step in expected)
+    demo.claim(
+        resumed == expected,
+        f"{equal} of {len(expected)} losses, steps {first} to {max(expected)}, "
+        "are those of the uninterrupted run bit by bit",
+    )
+    demo.claim(not debris.exists(), f"{debris.name} was removed by the next save")
+    demo.claim(not saves_in_flight(demo.checkpoint), "no other temporary file is left")
+
+
+def interoperate(demo: Demo) -> None:
+    """Opens the checkpoint with stock PyTorch."""
+    stock = torch.load(demo.checkpoint, weights_only=True, mmap=True)
+    demo.claim(stock["step"] == demo.plan.steps, f"torch.load opens it, step {stock['step']}")
+    demo.claim(same(stock, fastckpt.load(demo.checkpoint)), "fastckpt.load gives the same values")
+
+
+def fsync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def torch_save(state: object, path: Path) -> None:
+    torch.save(state, path)
+
+
+def torch_save_fsync(state: object, path: Path) -> None:
+    torch.save(state, path)
+    fsync(path)
+
+
+def fastckpt_call(state: object, path: Path) -> fastckpt.SaveHandle:
+    return fastckpt.save(state, path, fence="call")
+
+
+def fastckpt_step(state: object, path: Path) -> fastckpt.SaveHandle:
+    return fastckpt.save(state, path, fence="step")
+
+
+Save = Callable[[object, Path], "fastckpt.SaveHandle | None"]
+KINDS: dict[str, Save | None] = {
+    "no save": None,
+    "torch.save": torch_save,
+    "torch.save + fsync": torch_save_fsync,
+    "fastckpt, call fence": fastckpt_call,
+    "fastckpt, step fence": fastckpt_step,
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One save and the training steps after it, in seconds."""
+
+    loop_s: float  # the save and the steps
+    blocked_s: float  # the part in which the loop waited for the save
+    durable_s: float | None  # from the call of save until the file survives a power cut
+    stats: fastckpt.SaveStats | None
+
+
+class Loop:
+    """A real training loop, one save at a time."""
+
+    def __init__(self, demo: Demo) -> None:
+        self.preset, self.plan = train_gpt.PRESETS[demo.preset], demo.plan
+        self.text, self.seed, self.step = train_gpt.load_text(), demo.seed, 0
+        self.model, self.optimizer = train_gpt.make_model(
+            self.preset, demo.seed, self.plan.ballast_mib
+        )
+
+    def run(self, save: Save | None, path: Path) -> Timing:
+        """Saves, trains `plan.gap` steps, and waits for the save outside of the clock."""
+        state = train_gpt.capture(self.model, self.optimizer, self.step)
+        began = time.perf_counter()
+        handle = save(state, path) if save else None
+        blocked = time.perf_counter() - began
+        durable, stats = blocked if save is torch_save_fsync else None, None
+        for number in range(self.plan.gap):
+            batch = train_gpt.make_batch(self.text, self.preset, self.seed, self.step)
+            train_gpt.train_step(self.model, *batch)
+            if handle and number == 0:
+                # The optimizer waits here by itself; asked for, so that the wait can be timed.
+                reached = time.perf_counter()
+                handle.wait_staged()
+                blocked += time.perf_counter() - reached
+            self.optimizer.step()
+            self.step += 1
+        loop = time.perf_counter() - began
+        if handle:
+            stats = handle.result()
+            durable = stats.committed_s
+        elif save:  # no pages of this file are to be written back during the next measurement
+            fsync(path)
+        return Timing(loop, blocked, durable, stats)
+
+
+def measure(demo: Demo) -> None:
+    """Times every kind of save in turn, so that a busy machine is as bad for one as for another."""
+    loop, timings = Loop(demo), {kind: [] for kind in KINDS}
+    paths = {kind: demo.directory / f"timed-{n}.pt" for n, kind in enumerate(KINDS)}
+    for number in range(demo.plan.rounds + 1):
+        for kind, save in KINDS.items():
+            timing = loop.run(save, paths[kind])
+            if number > 0:  # the first round warms up: files, caches, the staging arena
+                timings[kind].append(timing)
+        demo.note(f"round {number} of {demo.plan.rounds}" + (", warm-up" if number == 0 else ""))
+
+    size = paths["torch.save"].stat().st_size
+    print(f"\n  Medians of {demo.plan.rounds} saves of {size / 1e6:.0f} MB in a training loop:\n")
+    loop_title = f"save + {demo.plan.gap} steps"
+    print(f"  {'':<22}{'loop blocked':>16}{'durable after':>18}{loop_title:>20}")
+    for kind, samples in timings.items():
+        blocked = durable = "-"
+        if KINDS[kind]:
+            blocked = f"{statistics.median(timing.blocked_s for timing in samples):.3f} s"
+        if None not in (waits := [timing.durable_s for timing in samples]):
+            durable = f"{statistics.median(waits):.3f} s"
+        total = statistics.median(timing.loop_s for timing in samples)
+        print(f"  {kind:<22}{blocked:>16}{durable:>18}{total:>18.3f} s")
+    stats = timings["fastckpt, call fence"][-1].stats
+    how = "O_DIRECT" if stats.direct else "the page cache"
+    print(f"\n  fastckpt used {stats.backend} through {how}: {stats.why}")
+
+
+def run(preset: str, seed: int) -> int:
+    """The demonstration; returns 0 if every claim held, else 1."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # Compute threads that spin while they wait crawl when anything else needs a core, be it the
+        # flush or a neighbour. libgomp reads its policy once, before main: hence a new start.
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "OMP_WAIT_POLICY": "passive"})
+    torch.use_deterministic_algorithms(True)
+    with tempfile.TemporaryDirectory(prefix="fastckpt-demo-") as directory:
+        demo = Demo(preset, seed, Path(directory))
+        plan = demo.plan
+        print(f"Everything below happens in {directory}, which is removed at the end.")
+        print(f"The model is padded with {plan.ballast_mib} MiB of constant fp32 values, so that")
+        print("its checkpoint is as big as that of a model which would not train in seconds.")
+        demo.stage(f"1. Train {plan.steps} steps without a save.")
+        reference = demo.train(demo.directory / "reference.jsonl", "--save-every", 0)
+        demo.claim(sorted(reference) == list(range(plan.steps)), f"{len(reference)} losses logged")
+        demo.stage(f"2. Train again, save every {plan.save_every} steps, SIGKILL in mid-flush.")
+        debris = crash(demo, reference)
+        if debris:
+            demo.stage("3. Resume from the last committed checkpoint.")
+            resume(demo, reference, debris)
+            demo.stage("4. Open the checkpoint with stock PyTorch.")
+            interoperate(demo)
+        demo.stage("5. Time the saves, with a warm staging arena.")
+        measure(demo)
+        demo.stage(f"{demo.failed} of the claims FAILED." if demo.failed else "Every claim held.")
+    return 1 if demo.failed else 0
