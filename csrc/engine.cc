@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 
 #include "check.h"
 
@@ -47,7 +48,7 @@ std::shared_ptr<ReadStream> Engine::read(int fd, uint64_t nbytes, std::vector<ui
 void Engine::run() {
     std::unique_lock lock(mu_);
     for (;;) {
-        if (verify_one(lock) || stage_one(lock)) continue;
+        if (verify_one(lock) || copy_one(lock) || stage_one(lock)) continue;
         if (closing_ && jobs_.empty() && to_verify_.empty()) return;
         changed_.wait(lock);
     }
@@ -62,6 +63,17 @@ bool Engine::verify_one(std::unique_lock<std::mutex>& lock) {
     lock.lock();
     stream->settle(*block);
     changed_.notify_all();
+    return true;
+}
+
+bool Engine::copy_one(std::unique_lock<std::mutex>& lock) {
+    if (to_copy_.empty()) return false;
+    const Copy copy = to_copy_.front();
+    to_copy_.pop_front();
+    lock.unlock();
+    std::memcpy(copy.target, copy.source, copy.nbytes);
+    lock.lock();
+    if (--*copy.pieces_left == 0) changed_.notify_all();
     return true;
 }
 

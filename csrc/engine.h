@@ -44,6 +44,15 @@ struct Failure {
 
 class Engine;
 
+// A piece of a verified block on its way to the reader's memory, and the count of pieces still to
+// go.
+struct Copy {
+    std::byte* target;
+    const std::byte* source;
+    size_t nbytes;
+    size_t* pieces_left;
+};
+
 // One image, or one interval of it, on its way to one file descriptor. Made by Engine::write.
 class WriteJob : public std::enable_shared_from_this<WriteJob> {
   public:
@@ -140,6 +149,8 @@ class ReadStream {
     void on_read(Block& block);
     void verify(Block& block) const;
     void settle(Block& block);
+    void copy_out(std::unique_lock<std::mutex>& lock, std::byte* target, const std::byte* source,
+                  size_t nbytes);
 
     Engine& engine_;
     const int fd_;
@@ -194,8 +205,10 @@ class Engine {
     friend class WriteJob;
     friend class ReadStream;
     void run();
+    // Each does one piece of work, releasing the lock meanwhile; false if there is none.
     bool stage_one(std::unique_lock<std::mutex>& lock);
     bool verify_one(std::unique_lock<std::mutex>& lock);
+    bool copy_one(std::unique_lock<std::mutex>& lock);
 
     const unsigned stagers_;
     std::vector<std::thread> threads_;
@@ -205,6 +218,7 @@ class Engine {
     Arena arena_;
     std::deque<std::shared_ptr<WriteJob>> jobs_;  // with blocks left to stage
     std::deque<std::pair<ReadStream*, ReadStream::Block*>> to_verify_;
+    std::deque<Copy> to_copy_;
     size_t streams_open_ = 0;
     size_t ops_outstanding_ = 0;
     bool closing_ = false;

@@ -1,5 +1,7 @@
 // ReadStream: keeps a window of blocks ahead of a reader, verifies each against its CRC-32 and
 // copies out what is asked for. See engine.h for the contract; knows no format.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -12,7 +14,17 @@ namespace fastckpt {
 
 namespace {
 constexpr uint64_t kDirectAlign = 4096;
+
+// A large target is memory that its owner has just allocated and nobody touched: with huge pages
+// its faults cost a fraction, and they, not the device, would limit a load. Advice only.
+void advise_huge(std::byte* target, uint64_t nbytes) {
+    constexpr uint64_t kHugePage = uint64_t{2} << 20;
+    const auto begin = (reinterpret_cast<uint64_t>(target) + kHugePage - 1) / kHugePage * kHugePage;
+    const auto end = (reinterpret_cast<uint64_t>(target) + nbytes) / kHugePage * kHugePage;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
+
+}  // namespace
 
 // A block's way: reading, verifying, ready. One that leaves the window while on its way is freed
 // when it arrives.
@@ -143,6 +155,7 @@ bool ReadStream::read(std::byte* target, uint64_t offset, uint64_t nbytes) {
     CHECK(nbytes <= nbytes_ && offset <= nbytes_ - nbytes);
     const size_t block_bytes = engine_.block_bytes();
     const uint64_t end = offset + nbytes;
+    advise_huge(target, nbytes);
     while (offset < end) {
         const size_t index = offset / block_bytes;
         Block* block = nullptr;
@@ -162,20 +175,37 @@ bool ReadStream::read(std::byte* target, uint64_t offset, uint64_t nbytes) {
                 corrupt_block_ = static_cast<int64_t>(index);
                 return false;
             }
-        }
-        // Only this reader moves the window, so the block stays while it is copied.
-        const uint64_t begin = index * block_bytes;
-        const uint64_t n = std::min(end, begin + block->nbytes) - offset;
-        std::memcpy(target, block->memory + (offset - begin), n);
-        target += n;
-        offset += n;
-        if (offset == begin + block->nbytes && index + 1 < blocks_.size()) {
-            std::lock_guard lock(engine_.mu_);
-            move_window(index + 1);
-            fill_window();
+            // Only this reader moves the window, so the block stays while it is copied.
+            const uint64_t begin = index * block_bytes;
+            const uint64_t n = std::min(end, begin + block->nbytes) - offset;
+            copy_out(lock, target, block->memory + (offset - begin), n);
+            target += n;
+            offset += n;
+            if (offset == begin + block->nbytes && index + 1 < blocks_.size()) {
+                move_window(index + 1);
+                fill_window();
+            }
         }
     }
     return true;
+}
+
+// Copies on this thread and on the stagers that have nothing better to do: what takes time is not
+// the copy but the page faults of memory that is touched for the first time.
+void ReadStream::copy_out(std::unique_lock<std::mutex>& lock, std::byte* target,
+                          const std::byte* source, size_t nbytes) {
+    constexpr size_t kPiece = size_t{1} << 20;
+    size_t pieces_left = 0;
+    for (size_t at = 0; at < nbytes; at += kPiece) {
+        ++pieces_left;
+        engine_.to_copy_.push_back(
+            {target + at, source + at, std::min(kPiece, nbytes - at), &pieces_left});
+    }
+    if (pieces_left > 1) engine_.changed_.notify_all();
+    // Pieces of another reader may come first; somebody then does ours.
+    while (pieces_left > 0 && engine_.copy_one(lock)) {
+    }
+    engine_.changed_.wait(lock, [&] { return pieces_left == 0; });
 }
 
 Failure ReadStream::failure() {
