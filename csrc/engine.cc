@@ -83,7 +83,10 @@ bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
     const auto left = std::remove_if(jobs_.begin(), jobs_.end(), [](const auto& job) {
         return job->failure_.error != 0 || job->next_claim_ == job->blocks_.size();
     });
-    jobs_.erase(left, jobs_.end());
+    if (left != jobs_.end()) {
+        jobs_.erase(left, jobs_.end());
+        changed_.notify_all();  // close() waits for the queue to be empty
+    }
     const auto found = std::find_if(jobs_.begin(), jobs_.end(),
                                     [](const auto& job) { return job->wants_stager(); });
     if (found == jobs_.end()) return false;

@@ -12,6 +12,7 @@ import pickle
 import time
 from typing import IO, Any
 
+import safetensors.torch
 import torch
 
 from fastckpt import pipeline
@@ -19,7 +20,7 @@ from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
 from fastckpt.reader import open_verified
 from fastckpt.staging import BACKENDS, FENCES
-from fastckpt.storage import is_device
+from fastckpt.storage import is_written_through
 
 DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL
 
@@ -94,10 +95,12 @@ def save(
     if not isinstance(f, str | os.PathLike) or not isinstance(os.fspath(f), str):
         save_by_torch(f)
         return pipeline.finish_stock(SaveHandle("", started))
-    path = os.path.realpath(os.fspath(f))
+    path = os.path.realpath(f)
+    if os.fspath(f).endswith(os.sep):
+        path = os.path.join(path, "")  # realpath drops the claim to be a directory
     handle = SaveHandle(path, started)
-    if is_device(path):
-        save_by_torch(path)
+    if is_written_through(os.fspath(f), path):
+        save_by_torch(f)
         return pipeline.finish_stock(handle)
     if pickle_module is not pickle:
         torch.save(None, io.BytesIO(), pickle_module, pickle_protocol)  # refused as torch does
@@ -156,6 +159,10 @@ def load(
     """
 
     def load_by_torch(source: Any) -> Any:
+        simple = map_location is None or isinstance(map_location, str | torch.device)
+        if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
+            # As torch.load does by itself since it knows the suffix.
+            return safetensors.torch.load_file(f, device=str(map_location or "cpu"))
         return torch.load(
             source,
             map_location,
@@ -203,10 +210,10 @@ def _open_regular(f: Any) -> tuple[int, str] | None:
     """
     current = pipeline.current()
     if isinstance(f, str | os.PathLike):
-        path = os.path.realpath(os.fspath(f))
+        path = os.path.realpath(f)
         current.wait_for(path)
         try:
-            return None if is_device(path) else (current.storage.open(path), path)
+            return (current.storage.open(path), path) if os.path.isfile(path) else None
         except OSError:
             return None
     try:

@@ -33,6 +33,8 @@ class StorageError(CheckpointError, OSError):
         name = errno_names.errorcode.get(errno, str(errno))
         self._text = f"{op} of {path!r}{where} failed: {os.strerror(errno)} [{name}]"
         hint = _HINTS.get(errno)
+        if op == "open" and errno == errno_names.ENOENT:
+            hint = f"Parent directory {os.path.dirname(path)!r} does not exist: create it first"
         if hint is not None:
             self._text += f"; {hint}"
         OSError.__init__(self, errno, self._text)
@@ -48,7 +50,6 @@ class StorageError(CheckpointError, OSError):
 _HINTS = {
     errno_names.ENOSPC: "free space on the file system (on Lustre: on the OST named by lfs df)",
     errno_names.EDQUOT: "the quota is used up",
-    errno_names.ENOENT: "create the directory first",
     errno_names.EFBIG: "the file size limit (ulimit -f, or the file system's) is too small",
     errno_names.EROFS: "the file system is mounted read-only",
     errno_names.EACCES: "check the permissions of the directory, and whether a ticket expired",

@@ -156,8 +156,9 @@ def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
         StorageError: path is a directory, or its directory is missing, full or not writable.
     """
     with reported("open", path):
-        mode = storage.mode(path)
-        if mode is not None and not stat.S_ISREG(mode):
+        replaced = storage.status(path)
+        is_file = replaced is None or stat.S_ISREG(replaced.st_mode)
+        if not is_file or not os.path.basename(path):
             raise IsADirectoryError(errno.EISDIR, "not a regular file")
         commit.remove_debris(storage, path)
         name = commit.temporary_path(path)
@@ -165,9 +166,9 @@ def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
     try:
         try:
             storage.lock(fd)
-            if mode is not None:
+            if replaced is not None:
                 with reported("set mode", name):
-                    storage.set_mode(fd, stat.S_IMODE(mode))
+                    storage.set_owner_and_mode(fd, replaced)
             yield fd, name
         finally:
             storage.close(fd)

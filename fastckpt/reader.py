@@ -110,7 +110,8 @@ def open_verified(
     Args:
         fd: stays the caller's, and open until the result is closed.
         path: for messages.
-        verify: check the blocks of the body; the tail always is.
+        verify: check the blocks of the body, and refuse a file whose end is missing; without it
+            such a file is left to torch.
 
     Raises:
         CorruptCheckpoint: fastckpt wrote it, and its end is missing or damaged.
@@ -126,7 +127,7 @@ def open_verified(
         except IncompatibleCheckpoint as error:
             raise IncompatibleCheckpoint(f"{path!r}: {error}") from None
         if offset is None:
-            if not marked:
+            if not marked or not verify:
                 return None
             raise CorruptCheckpoint(
                 f"{path!r} is truncated or damaged: fastckpt began it, but its {nbytes} bytes "

@@ -132,15 +132,22 @@ class Storage:
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
-    def mode(self, path: str) -> int | None:
-        """st_mode of what path names, or None if nothing is there."""
+    def status(self, path: str) -> os.stat_result | None:
+        """stat(2) of what path names, or None if nothing is there."""
         try:
-            return os.stat(path).st_mode
+            return os.stat(path)
         except FileNotFoundError:
             return None
 
-    def set_mode(self, fd: int, mode: int) -> None:
-        os.fchmod(fd, mode)
+    def set_owner_and_mode(self, fd: int, like: os.stat_result) -> None:
+        """Gives a file the permissions of another, and its owner as far as this process may."""
+        own = os.fstat(fd)
+        if (own.st_uid, own.st_gid) != (like.st_uid, like.st_gid):
+            try:
+                os.fchown(fd, like.st_uid, like.st_gid)
+            except PermissionError:
+                pass  # only root gives files away; the file is then the saver's, as after cp
+        os.fchmod(fd, stat.S_IMODE(like.st_mode))
 
     def read_at(self, fd: int, nbytes: int, offset: int) -> bytes:
         """Up to nbytes at offset, fewer only at the end of the file. For headers, not for bulk."""
@@ -188,13 +195,19 @@ class Storage:
         return max(0.0, cached / nbytes) if nbytes else 0.0
 
 
-def is_device(path: str) -> bool:
-    """Whether path names what is written through, never replaced: a device, FIFO or socket."""
+def is_written_through(given: str, real: str) -> bool:
+    """Whether a path names what must be written to, not replaced.
+
+    That is a device, FIFO or socket, and a file that `real`, its realpath, does not lead to, such
+    as an unlinked one under /proc/self/fd.
+    """
     try:
-        mode = os.stat(path).st_mode
+        status = os.stat(given)
     except OSError:
         return False  # nothing there, or not reachable: opening it tells
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+    if stat.S_ISREG(status.st_mode):
+        return not os.path.exists(real) or not os.path.samestat(status, os.stat(real))
+    return not stat.S_ISDIR(status.st_mode)
 
 
 def _file_system_of(device: int) -> str:

@@ -76,6 +76,11 @@ _NEVER_STORAGES = frozenset(
 )
 
 
+def _has_version(tensor: torch.Tensor) -> bool:
+    """Lazy parameters have no data yet, and inference tensors no version counter."""
+    return not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference()
+
+
 class _Shim:
     """A pickle module whose Pickler does the same, faster, and notes the tensors it meets."""
 
@@ -100,7 +105,7 @@ class _Shim:
         noted = tensors
 
         def note(self: Any, obj: object) -> Any:
-            if isinstance(obj, torch.Tensor) and not obj.is_inference():
+            if isinstance(obj, torch.Tensor) and _has_version(obj):
                 noted.append((obj, obj._version))
             return NotImplemented if inherited is None else inherited(self, obj)
 

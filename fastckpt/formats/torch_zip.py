@@ -72,12 +72,11 @@ def _choose_alignment(records: Sequence[tuple[str, Any]]) -> int:
     """One alignment for the whole file: the user's, else 4096 where that costs under 1%, else
     torch's 64.
     """
-    if not any(name == ".storage_alignment" for name, _ in records):
+    recorded = [content for name, content in records if name == ".storage_alignment"]
+    if not recorded:
         # This torch cannot record another one, and readers of its files compute offsets from 64.
         return TORCH_ALIGNMENT
-    from torch.utils.serialization import config
-
-    chosen: int = config.save.storage_alignment
+    chosen = int(recorded[0])
     if chosen != TORCH_ALIGNMENT:
         return chosen
     packed = _end_offset(records, TORCH_ALIGNMENT)

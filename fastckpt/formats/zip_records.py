@@ -53,7 +53,7 @@ def local_header(name: bytes, offset: int, nbytes: int, alignment: int, mark: by
     """
     zip64 = _zip64_extra(offset, nbytes)
     padding = _padding(offset, len(name), len(zip64), alignment)
-    if padding < len(mark):
+    while padding < len(mark):
         padding += alignment
     flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
     extra_nbytes = len(zip64) + 4 + padding
