@@ -144,6 +144,7 @@ class ReadStream {
                std::shared_ptr<Backend> backend, bool direct, size_t window_blocks);
     void move_window(size_t first);
     void drop(size_t index);
+    std::byte* acquire();
     bool drop_last_ready();
     void fill_window();
     void on_read(Block& block);
@@ -163,7 +164,8 @@ class ReadStream {
     // State below is protected by the engine's mutex.
     std::vector<std::unique_ptr<Block>> blocks_;  // by index; null outside the window
     size_t window_first_ = 0;
-    size_t outstanding_ = 0;  // blocks in transfer or being verified
+    size_t held_ = 0;         // blocks of the arena
+    size_t outstanding_ = 0;  // of these, in transfer or being verified
     bool closed_ = false;
     Failure failure_;
     int64_t corrupt_block_ = -1;

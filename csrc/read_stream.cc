@@ -60,11 +60,10 @@ void ReadStream::fill_window() {
     const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
     for (size_t index = window_first_; index < end && failure_.error == 0; ++index) {
         if (blocks_[index] != nullptr) continue;
-        std::byte* memory = engine_.arena_.acquire();
+        std::byte* memory = acquire();
         // The reader waits for the first block: rather than wait for memory that this stream holds
         // itself, give up the block that is needed last.
-        if (memory == nullptr && index == window_first_ && drop_last_ready())
-            memory = engine_.arena_.acquire();
+        if (memory == nullptr && index == window_first_ && drop_last_ready()) memory = acquire();
         if (memory == nullptr) return;
         auto block = std::make_unique<Block>();
         const uint64_t begin = index * engine_.block_bytes();
@@ -127,8 +126,18 @@ void ReadStream::drop(size_t index) {
         return;
     }
     engine_.arena_.release(block->memory);
+    --held_;
     blocks_[index].reset();
     engine_.changed_.notify_all();
+}
+
+// Blocks that left the window while on their way count as well: a stream holds no more than
+// promised.
+std::byte* ReadStream::acquire() {
+    if (held_ == window_blocks_) return nullptr;
+    std::byte* memory = engine_.arena_.acquire();
+    if (memory != nullptr) ++held_;
+    return memory;
 }
 
 bool ReadStream::drop_last_ready() {

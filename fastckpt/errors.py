@@ -34,7 +34,7 @@ class StorageError(CheckpointError, OSError):
         self._text = f"{op} of {path!r}{where} failed: {os.strerror(errno)} [{name}]"
         hint = _HINTS.get(errno)
         if op == "open" and errno == errno_names.ENOENT:
-            hint = f"Parent directory {os.path.dirname(path)!r} does not exist: create it first"
+            hint = f"Parent directory {os.path.dirname(path)} does not exist: create it first"
         if hint is not None:
             self._text += f"; {hint}"
         OSError.__init__(self, errno, self._text)

@@ -1,0 +1,252 @@
+"""Fixtures that test modules share: a directory on a real disk, a save that has committed, the
+comparison of two object graphs, and the check that nothing stays behind. Must not know what any one
+test is about.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastckpt
+
+TEMPORARIES = ".*.tmp"
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+ATOMS = (int, str, bytes, complex, type(None), type, torch.dtype, torch.device, torch.layout)
+COMPRESSED_PARTS = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+def file_system(path: Path) -> str:
+    """Type of the file system that holds `path`, as /proc/self/mounts names it."""
+    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    holding = [(len(point), kind) for point, kind in mounts if path.is_relative_to(point)]
+    return max(holding)[1]
+
+
+def octets(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class Likeness:
+    """One walk over an expected object and what came back for it; the first difference fails.
+
+    Alike means: same types, same values bit for bit (so NaN equals itself), and the same sharing,
+    both of objects and of storages: what was one stays one, what was two stays two.
+    """
+
+    def __init__(self) -> None:
+        self._came_back_as: dict[int, Any] = {}
+        self._kept: list[Any] = []  # an id says nothing once its object is gone
+        self._storage_of: dict[int, int] = {}
+        self._source_of: dict[int, int] = {}
+
+    def check(self, actual: Any, expected: Any, where: str = "obj") -> None:
+        if torch.is_storage(expected):
+            self._check_stored_storage(actual, expected, where)
+            return
+        assert type(actual) is type(expected), where
+        if isinstance(expected, ATOMS):
+            assert actual == expected, where
+        elif isinstance(expected, float):
+            assert struct.pack("d", actual) == struct.pack("d", expected), where
+        elif isinstance(expected, tuple):
+            self._check_items(actual, expected, where)
+        elif id(expected) in self._came_back_as:
+            assert actual is self._came_back_as[id(expected)], f"{where}: no longer one object"
+        else:
+            self._came_back_as[id(expected)] = actual
+            self._kept.append(expected)
+            self._check_object(actual, expected, where)
+
+    def _check_object(self, actual: Any, expected: Any, where: str) -> None:
+        if isinstance(expected, torch.Tensor):
+            self._check_tensor(actual, expected, where)
+        elif isinstance(expected, torch.Generator):
+            self.check(actual.get_state(), expected.get_state(), f"{where}.get_state()")
+        elif type(expected).__module__ == "numpy":
+            assert actual.dtype == expected.dtype and actual.shape == expected.shape, where
+            assert actual.tobytes() == expected.tobytes(), where
+        elif isinstance(expected, dict):
+            assert list(actual) == list(expected), where
+            for key, value in expected.items():
+                self.check(actual[key], value, f"{where}[{key!r}]")
+            self._check_attributes(actual, expected, where)
+        elif isinstance(expected, list):
+            self._check_items(actual, expected, where)
+        elif callable(expected) and hasattr(expected, "__qualname__"):
+            assert actual is expected, where
+        elif hasattr(expected, "__dict__") or hasattr(expected, "__slots__"):
+            self._check_attributes(actual, expected, where)
+        else:
+            assert actual == expected, where
+
+    def _check_items(self, actual: Any, expected: Any, where: str) -> None:
+        assert len(actual) == len(expected), where
+        for index, item in enumerate(expected):
+            self.check(actual[index], item, f"{where}[{index}]")
+
+    def _check_attributes(self, actual: Any, expected: Any, where: str) -> None:
+        def attributes(obj: Any) -> dict[str, Any]:
+            slots = getattr(type(obj), "__slots__", ())
+            held = {name: getattr(obj, name) for name in slots if hasattr(obj, name)}
+            return held | getattr(obj, "__dict__", {})
+
+        there = attributes(actual)
+        assert list(there) == list(attributes(expected)), where
+        for name, value in attributes(expected).items():
+            self.check(there[name], value, f"{where}.{name}")
+
+    def _check_tensor(self, actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+        for name in ("dtype", "layout", "device", "requires_grad", "is_quantized", "is_nested"):
+            assert getattr(actual, name) == getattr(expected, name), f"{where}.{name}"
+        if hasattr(expected, "__tensor_flatten__"):
+            for name in expected.__tensor_flatten__()[0]:
+                self.check(getattr(actual, name), getattr(expected, name), f"{where}.{name}")
+            return
+        self._check_attributes(actual, expected, where)
+        if torch.nn.parameter.is_lazy(expected):
+            return
+        if expected.is_nested:
+            for name in ("_nested_tensor_size", "_nested_tensor_strides", "values"):
+                self.check(getattr(actual, name)(), getattr(expected, name)(), f"{where}.{name}()")
+            return
+        assert actual.shape == expected.shape, f"{where}.shape"
+        if expected.layout is torch.sparse_coo:
+            assert actual.is_coalesced() == expected.is_coalesced(), where
+            parts = ("_indices", "_values")
+        elif expected.layout in COMPRESSED_PARTS:
+            parts = (*COMPRESSED_PARTS[expected.layout], "values")
+        else:
+            parts = ()
+            self._check_strided(actual, expected, where)
+        for name in parts:
+            self.check(getattr(actual, name)(), getattr(expected, name)(), f"{where}.{name}()")
+
+    def _check_strided(self, actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+        for name in ("stride", "storage_offset", "is_conj", "is_neg"):
+            assert getattr(actual, name)() == getattr(expected, name)(), f"{where}.{name}()"
+        if expected.is_quantized:
+            assert actual.qscheme() == expected.qscheme(), where
+            affine = expected.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+            names = ("q_scale", "q_zero_point")
+            if not affine:
+                names = ("q_per_channel_scales", "q_per_channel_zero_points", "q_per_channel_axis")
+            for name in names:
+                self.check(getattr(actual, name)(), getattr(expected, name)(), f"{where}.{name}()")
+        self._check_storage(actual.untyped_storage(), expected.untyped_storage(), where)
+
+    def _check_stored_storage(self, actual: Any, expected: Any, where: str) -> None:
+        # torch gives every storage back as a TypedStorage, an untyped one as one of bytes.
+        assert type(actual) is torch.storage.TypedStorage, where
+        typed = isinstance(expected, torch.storage.TypedStorage)
+        assert actual.dtype == (expected.dtype if typed else torch.uint8), where
+        source = expected._untyped_storage if typed else expected
+        self._check_storage(actual._untyped_storage, source, where)
+
+    def _check_storage(
+        self, actual: torch.UntypedStorage, expected: torch.UntypedStorage, where: str
+    ) -> None:
+        assert actual.device == expected.device, where
+        if expected.device.type == "meta":
+            return
+        assert actual.nbytes() == expected.nbytes(), f"{where}: not the whole storage"
+        if expected.nbytes() == 0:
+            return  # torch gives each tensor without bytes a storage of its own
+        first = expected._cdata not in self._storage_of
+        came_back_as = self._storage_of.setdefault(expected._cdata, actual._cdata)
+        assert came_back_as == actual._cdata, f"{where}: a shared storage came back as two"
+        source = self._source_of.setdefault(actual._cdata, expected._cdata)
+        assert source == expected._cdata, f"{where}: two storages came back as one"
+        if first:
+            self._kept += [actual, expected]
+            assert torch.equal(octets(actual), octets(expected)), f"{where}: other bytes"
+
+
+@pytest.fixture
+def assert_same() -> Callable[[Any, Any], None]:
+    """`assert_same(actual, expected)`: `actual` is what must come back for `expected`."""
+
+    def check(actual: Any, expected: Any) -> None:
+        Likeness().check(actual, expected)
+
+    return check
+
+
+@pytest.fixture
+def committed() -> Callable[..., Any]:
+    """`committed(obj, f, ...)`: fastckpt.save with these arguments, waited for; returns `f`."""
+
+    def save(obj: Any, f: Any, *args: Any, **options: Any) -> Any:
+        fastckpt.save(obj, f, *args, **options).result(timeout=240)
+        return f
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def real_disk(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[Path]:
+    """A directory for the session, not in memory where there is a choice: O_DIRECT needs a disk."""
+    base = tmp_path_factory.getbasetemp()
+    if file_system(base) not in MEMORY_FILE_SYSTEMS:
+        yield base
+        return
+    here = Path(tempfile.mkdtemp(prefix=".pytest-disk-", dir=pytestconfig.rootpath))
+    yield here
+    shutil.rmtree(here)
+
+
+@pytest.fixture
+def disk(real_disk: Path) -> Iterator[Path]:
+    """An empty directory on a real disk; no temporary may be left in it when the test is over.
+
+    It is removed at once: checkpoints are too big to be kept for pytest's last three runs.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="disk-", dir=real_disk))
+    yield directory
+    left = [path.name for path in directory.rglob(TEMPORARIES)]
+    shutil.rmtree(directory)
+    assert not left
+
+
+def descriptors_below(directory: Path) -> list[str]:
+    """Targets of the open descriptors of this process that lie in `directory`."""
+    targets = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            targets.append(os.readlink(link))
+        except FileNotFoundError:
+            continue  # the descriptor that listed the directory
+    return [target for target in targets if target.startswith(f"{directory}/")]
+
+
+def saving_threads() -> list[str]:
+    """Python threads of the library that are still doing something for a save."""
+    return [thread.name for thread in threading.enumerate() if "fastckpt" in thread.name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_stays_behind(real_disk: Path) -> Iterator[None]:
+    """After the last test no descriptor is open below the directory and no save is running."""
+    yield
+    deadline = time.monotonic() + 10
+    while saving_threads() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not saving_threads()
+    assert not descriptors_below(real_disk)
