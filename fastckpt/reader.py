@@ -110,8 +110,8 @@ def open_verified(
     Args:
         fd: stays the caller's, and open until the result is closed.
         path: for messages.
-        verify: check the blocks of the body, and refuse a file whose end is missing; without it
-            such a file is left to torch.
+        verify: check the blocks of the body, and refuse a file whose end is missing or damaged;
+            without it such a file is left to torch.
 
     Raises:
         CorruptCheckpoint: fastckpt wrote it, and its end is missing or damaged.
@@ -138,5 +138,7 @@ def open_verified(
     try:
         index = torch_zip.parse(tail, offset)
     except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
+        if isinstance(error, CorruptCheckpoint) and not verify:
+            return None
         raise type(error)(f"{path!r}: {error}") from None
     return VerifiedFile(storage, staging, fd, path, index, verify)

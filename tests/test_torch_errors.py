@@ -35,7 +35,7 @@ def refusal(call: Callable[[], Any]) -> tuple[type[BaseException], str]:
 
 
 def refusal_by_result(path: Any) -> tuple[type[BaseException], str]:
-    """Type and text of what a save to `path` ends in: the file system is spoken to behind save()."""
+    """Type and text of what a save to `path` ends in: files are opened behind save()."""
     error = fastckpt.save(tensors(), path).exception(timeout=60)
     assert error is not None
     return type(error), str(error)
