@@ -18,8 +18,8 @@ namespace fastckpt {
 
 namespace {
 
-std::string why_unavailable(int error) {
-    std::string why = std::string("io_uring_setup failed with ") + std::strerror(error);
+std::string why_unavailable(const char* call, int error) {
+    std::string why = std::string(call) + " failed with " + std::strerror(error);
     if (error == EPERM)
         why += " (sysctl kernel.io_uring_disabled, or the container's seccomp profile, forbids it)";
     if (error == ENOSYS) why += " (the kernel or the sandbox has no io_uring)";
@@ -43,7 +43,7 @@ class UringBackend final : public Backend {
             lock.unlock();
             thread_.join();
             ::close(wake_fd_);
-            throw BackendUnavailable(why_unavailable(setup_error_));
+            throw BackendUnavailable(why_unavailable(setup_call_, setup_error_));
         }
     }
     ~UringBackend() override { close(); }
@@ -88,6 +88,7 @@ class UringBackend final : public Backend {
             if (error != EINVAL) break;
         }
         if (error != 0) return error;
+        setup_call_ = "io_uring_enter";
         error = -try_nop();
         if (error != 0) io_uring_queue_exit(&ring_);
         return error;
@@ -195,6 +196,7 @@ class UringBackend final : public Backend {
     std::condition_variable ready_;
     std::deque<Op*> queue_;
     bool setup_done_ = false;
+    const char* setup_call_ = "io_uring_setup";
     int setup_error_ = 0;
     bool closing_ = false;
 };

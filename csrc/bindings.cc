@@ -164,27 +164,23 @@ void bind_engine(py::module_& m) {
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
         .def(py::init<size_t, size_t, unsigned>(), py::arg("arena_bytes"), py::arg("block_bytes"),
              py::arg("stagers"), nogil)
-        .def(
-            "write",
-            [](Engine& engine, int fd, uint64_t file_offset, const py::buffer& segments,
-               const py::buffer& slots, std::shared_ptr<Backend> backend, bool direct,
-               size_t blocks_held_limit, unsigned stagers_limit) {
-                auto segment_rows = rows<Segment>(segments);
-                auto slot_rows = rows<Slot>(slots);
-                py::gil_scoped_release release;
-                return engine.write(fd, file_offset, std::move(segment_rows), std::move(slot_rows),
-                                    std::move(backend), direct, blocks_held_limit, stagers_limit);
-            },
-            py::keep_alive<0, 1>())
-        .def(
-            "read",
-            [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-               std::shared_ptr<Backend> backend, bool direct, size_t window_blocks) {
-                py::gil_scoped_release release;
-                return engine.read(fd, nbytes, std::move(crcs), std::move(backend), direct,
-                                   window_blocks);
-            },
-            py::keep_alive<0, 1>())
+        .def("write",
+             [](Engine& engine, int fd, uint64_t file_offset, const py::buffer& segments,
+                const py::buffer& slots, std::shared_ptr<Backend> backend, bool direct,
+                size_t blocks_held_limit, unsigned stagers_limit) {
+                 auto segment_rows = rows<Segment>(segments);
+                 auto slot_rows = rows<Slot>(slots);
+                 py::gil_scoped_release release;
+                 return engine.write(fd, file_offset, std::move(segment_rows), std::move(slot_rows),
+                                     std::move(backend), direct, blocks_held_limit, stagers_limit);
+             })
+        .def("read",
+             [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
+                std::shared_ptr<Backend> backend, bool direct, size_t window_blocks) {
+                 py::gil_scoped_release release;
+                 return engine.read(fd, nbytes, std::move(crcs), std::move(backend), direct,
+                                    window_blocks);
+             })
         .def("prefault", &Engine::prefault, nogil)
         .def_property_readonly("block_bytes", &Engine::block_bytes)
         .def_property_readonly("arena_blocks", &Engine::arena_blocks)

@@ -171,6 +171,7 @@ class ReadStream {
     int64_t corrupt_block_ = -1;
 };
 
+// Outlives its jobs and streams.
 class Engine {
   public:
     Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers);

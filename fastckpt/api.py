@@ -7,6 +7,7 @@ a load is done.
 from __future__ import annotations
 
 import io
+import operator
 import os
 import pickle
 import time
@@ -70,14 +71,14 @@ def save(
     Raises:
         Exception: what torch.save raises for an object that cannot be pickled; nothing was written.
         CheckpointError: of an earlier save whose failure nobody asked for. This save was not begun.
-        ValueError: an unknown fence or backend, staging_bytes < 1.
+        ValueError, TypeError: an unknown fence or backend; staging_bytes < 1 or no integer.
     """
     started = time.perf_counter()
     if fence not in FENCES:
         raise ValueError(f"fence is {fence!r}, must be one of {FENCES}")
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}, must be one of {BACKENDS}")
-    if staging_bytes is not None and staging_bytes < 1:
+    if staging_bytes is not None and operator.index(staging_bytes) < 1:
         raise ValueError(f"staging_bytes is {staging_bytes}, must be at least 1")
     current = pipeline.current()
     current.raise_unreported()
@@ -183,9 +184,11 @@ def load(
             return load_by_torch(f)
         with file:
             if mmap if mmap is not None else _mmap_is_default():
-                if verify:
-                    file.verify_all()
-                return load_by_torch(f)
+                if not verify:
+                    return load_by_torch(f)
+                file.verify_all()
+                # By descriptor: a save may commit another file under the path in between.
+                return load_by_torch(f"/proc/self/fd/{fd}")
             # torch reads from `file` what it would read from f, and leaves both at the same place.
             try:
                 obj = load_by_torch(file)
@@ -197,6 +200,7 @@ def load(
                 raise file.error
             if not isinstance(f, str | os.PathLike):
                 f.seek(file.tell())
+            file.verify_end()
             return obj
     finally:
         current.storage.close(fd)

@@ -64,6 +64,7 @@ class SaveHandle(Future[SaveStats]):
         self._started = started
         self._staged = threading.Event()
         self._pid = os.getpid()
+        self._over = False
         self.set_running_or_notify_cancel()
 
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -113,8 +114,17 @@ class SaveHandle(Future[SaveStats]):
             self.stats.staged_s = self.elapsed_s()
             self._staged.set()
 
+    def set_result(self, result: SaveStats) -> None:
+        self._over = True
+        super().set_result(result)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        self._over = True
+        super().set_exception(exception)
+
     def _check_process(self) -> None:
-        if os.getpid() != self._pid and not self.done():
+        # Without the future's lock, which a thread that did not come along may have held.
+        if os.getpid() != self._pid and not self._over:
             raise CheckpointError(
                 f"the save to {self.path!r} belongs to process {self._pid}, which this "
                 "one was forked from: ask for its result there"

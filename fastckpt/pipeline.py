@@ -15,6 +15,7 @@ import os
 import stat
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
@@ -59,19 +60,26 @@ class Pipeline:
             self._in_flight.append(handle)
         if job.fence == "step":
             self.staging.fence_next_step(handle)
-        name = f"fastckpt-save-{os.path.basename(handle.path)}"
-        thread = threading.Thread(target=self._run, args=(job,), name=name)
-        try:
-            thread.start()
-        except RuntimeError:
-            # The interpreter shuts down and takes no new thread: the caller does the work, and sees
-            # the error, since there will be no next save to raise it.
+        if not self._started(job):
+            # The interpreter shuts down and waits for no new thread: the caller does the work, and
+            # sees the error, since there will be no next save to raise it.
             self._run(job)
+            self.staging.close()
             handle.result()
         if job.fence == "call":
             handle.wait_staged()
         handle.stats.stall_s = handle.elapsed_s()
         return handle
+
+    def _started(self, job: Save) -> bool:
+        if _exited:
+            return False
+        name = f"fastckpt-save-{os.path.basename(job.handle.path)}"
+        try:
+            threading.Thread(target=self._run, args=(job,), name=name).start()
+        except RuntimeError:
+            return False
+        return True
 
     def _run(self, job: Save) -> None:
         handle, error = job.handle, job.run(self)
@@ -79,6 +87,7 @@ class Pipeline:
             if error is not None:
                 self._failed.append(handle)
         handle.mark_staged()
+        self._slots.release()  # before callbacks run, which may save
         if error is None:
             handle.stats.committed_s = handle.elapsed_s()
             handle.set_result(handle.stats)
@@ -91,7 +100,6 @@ class Pipeline:
         with self._changed:
             self._in_flight.remove(handle)
             self._changed.notify_all()
-        self._slots.release()
 
     def _pending(self, path: str) -> SaveHandle | None:
         return next((h for h in reversed(self._in_flight) if h.path == path), None)
@@ -122,11 +130,12 @@ class Pipeline:
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Allocates; if the space is short, first lets committed saves free what they replaced."""
+        with self._lock:  # before trying: what is freed from now on may be what was short
+            freeing = [handle for handle in self._in_flight if handle.done()]
         try:
             self.storage.allocate(fd, nbytes)
         except OSError as error:
             with self._changed:
-                freeing = [handle for handle in self._in_flight if handle.done()]
                 if error.errno != errno.ENOSPC or not freeing:
                     raise
                 self._changed.wait_for(
@@ -226,6 +235,7 @@ class Save:
                     self.previous.wait_done()
                 self.replaced = commit.publish(storage, name, path, self.durable)
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the state
             return error
         finally:
             self.captured = self.obj = self.previous = None
@@ -254,6 +264,7 @@ class Save:
             check_unchanged(tensors, lambda tensor: tensor_name(self.obj, tensor))
             tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
             body_nbytes = image.body_nbytes
+            tensors.clear()  # the pickler's class refers to this list, in a circle
             del image, tensors
             self.obj = None
             self.handle.mark_staged()
@@ -317,7 +328,7 @@ def tensor_name(obj: object, tensor: torch.Tensor) -> str:
         elif isinstance(value, list | tuple):
             pending += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
         elif isinstance(value, torch.nn.Module):
-            pending += [(f"{name}.{key}", item) for key, item in value.state_dict().items()]
+            pending += [(f"{name}.{key}", item) for key, item in value.named_buffers()]
             pending += [(f"{name}.{key}", item) for key, item in value.named_parameters()]
         elif hasattr(value, "__dict__"):
             pending.append((name, vars(value)))
@@ -326,6 +337,7 @@ def tensor_name(obj: object, tensor: torch.Tensor) -> str:
 
 _lock = threading.Lock()
 _current: Pipeline | None = None
+_exited = False
 
 
 def current() -> Pipeline:
@@ -339,6 +351,8 @@ def current() -> Pipeline:
 
 def _at_exit() -> None:
     """Drains, says what failed unnoticed, frees everything."""
+    global _exited
+    _exited = True
     pipeline = _current
     if pipeline is None:
         return

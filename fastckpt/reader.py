@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import struct
 from typing import Any
 
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
@@ -16,6 +17,8 @@ from fastckpt.formats import torch_zip
 from fastckpt.image import Index
 from fastckpt.staging import Staging
 from fastckpt.storage import Storage, reported
+
+_SCRATCH_BYTES = 1 << 20
 
 
 class VerifiedFile(io.RawIOBase):
@@ -71,10 +74,15 @@ class VerifiedFile(io.RawIOBase):
 
     def verify_all(self) -> None:
         """Reads and checks the whole file, keeping nothing of it."""
-        scratch = bytearray(self._index.block_bytes)
+        scratch = bytearray(_SCRATCH_BYTES)
         self.seek(0)
         while self.readinto(scratch):
             pass
+
+    def verify_end(self) -> None:
+        """Checks the last block, which may hold nothing that torch asks for."""
+        self.seek(self._index.body_nbytes - 1)
+        self.readinto(bytearray(1))
 
     def close(self) -> None:
         if not self.closed:
@@ -88,8 +96,10 @@ class VerifiedFile(io.RawIOBase):
             return StorageError(op, self._path, number, offset)
         begin = self._stream.corrupt_block() * self._index.block_bytes
         end = min(begin + self._index.block_bytes, self._index.body_nbytes)
-        with reported("read", self._path):
+        try:
             names = torch_zip.damaged_records(self._read_at, self._index, begin, end)
+        except (OSError, struct.error):
+            names = []  # a bad disk or a forged directory: the damage stands, only its name is lost
         what = f"record {', '.join(names[:5])}" if names else "a zip header or padding"
         if len(names) > 5:
             what += f" and {len(names) - 5} more"
@@ -122,10 +132,11 @@ def open_verified(
         nbytes = storage.size(fd)
         marked = torch_zip.is_marked(storage.read_at(fd, torch_zip.HEAD_BYTES, 0))
         end = storage.read_at(fd, torch_zip.END_BYTES, max(0, nbytes - torch_zip.END_BYTES))
-        try:
-            offset = torch_zip.tail_offset(end, nbytes)
-        except IncompatibleCheckpoint as error:
-            raise IncompatibleCheckpoint(f"{path!r}: {error}") from None
+        offset = torch_zip.tail_offset(end, nbytes)
+        if offset is not None:
+            header_nbytes = min(offset, torch_zip.HEADER_BYTES_MAX)
+            if not torch_zip.ends_body(storage.read_at(fd, header_nbytes, offset - header_nbytes)):
+                offset = None
         if offset is None:
             if not marked or not verify:
                 return None

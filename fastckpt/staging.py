@@ -46,17 +46,26 @@ class Route(NamedTuple):
 
 
 class ReadStream:
-    """The engine's stream and the engine made for it, if one was; close() frees both."""
+    """The engine's stream, its descriptor, and the engine made for it, if one was; close() frees
+    all.
+    """
 
-    def __init__(self, stream: _engine.ReadStream, engine: _engine.Engine | None) -> None:
+    def __init__(
+        self,
+        stream: _engine.ReadStream,
+        engine: _engine.Engine | None,
+        close_file: Callable[[], None],
+    ) -> None:
         self._stream = stream
         self._engine = engine
+        self._close_file = close_file
         self.readinto = stream.readinto
         self.failure = stream.failure
         self.corrupt_block = stream.corrupt_block
 
     def close(self) -> None:
         self._stream.close()
+        self._close_file()
         if self._engine is not None:
             self._engine.close()
 
@@ -169,13 +178,16 @@ class Staging:
         self, fd: int, path: str, nbytes: int, block_bytes: int, crcs: tuple[int, ...]
     ) -> ReadStream:
         """Starts to read [0, nbytes) of fd, verifying blocks against crcs unless that is empty."""
+        # Through a description of its own, which O_DIRECT does not take from the caller's.
+        with reported("open", path):
+            fd = self._storage.open(f"/proc/self/fd/{fd}")
         route = self.route(fd, path, "auto", writing=False)
         engine, own = self.engine(), None
         if block_bytes != engine.block_bytes:  # written with another block size: staged apart
             engine = own = _engine.Engine(WINDOW_BLOCKS * block_bytes, block_bytes, stager_count())
         window = max(1, min(WINDOW_BLOCKS, engine.arena_blocks // 2))
         stream = engine.read(fd, nbytes, list(crcs), route.backend, route.direct, window)
-        return ReadStream(stream, own)
+        return ReadStream(stream, own, lambda: self._storage.close(fd))
 
     def warm(self, nbytes: int) -> None:
         """Backs as much of the arena with memory, so that the next save need not wait for pages.
@@ -196,6 +208,7 @@ class Staging:
     def fence_next_step(self, handle: SaveHandle) -> None:
         """Makes the next step of any torch optimizer here wait until handle is staged."""
         with self._lock:
+            self._unstaged = [earlier for earlier in self._unstaged if not earlier.done()]
             self._unstaged.append(handle)
             # Registered from the training thread and never removed by another one: torch iterates
             # over its hooks without a lock.

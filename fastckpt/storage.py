@@ -163,7 +163,7 @@ class Storage:
 
     def policy(self, fd: int) -> tuple[str, Policy]:
         """Name of the file system the open file lies on, and its policy."""
-        name = _file_system_of(os.fstat(fd).st_dev)
+        name = _file_system_of(fd)
         return name, POLICIES.get(name, UNKNOWN)
 
     def set_direct(self, fd: int, *, writing: bool) -> str | None:
@@ -210,15 +210,18 @@ def is_written_through(given: str, real: str) -> bool:
     return not stat.S_ISDIR(status.st_mode)
 
 
-def _file_system_of(device: int) -> str:
-    """The type in /proc/self/mountinfo of the mount with this st_dev (proc(5)), or "unknown"."""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+def _file_system_of(fd: int) -> str:
+    """The type of the mount an open file lies on, by /proc/self/{fdinfo,mountinfo} (proc(5)), or
+    "unknown". By mount and not by device: the files of btrfs have a device number of their own.
+    """
     try:
+        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
+            mount = dict(line.split(":", 1) for line in info)["mnt_id"].strip()
         with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
             for line in mounts:
                 fields = line.split()
-                if fields[2] == wanted:
+                if fields[0] == mount:
                     return fields[fields.index("-") + 1]
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, LookupError):
         return "unknown"  # no /proc, or a line of another shape: the safe policy applies
     return "unknown"

@@ -44,6 +44,7 @@ _COMMENT_BYTES = len(f"fastckpt {1:02d} {0:016x} {0:08x}")
 _CRC_DIGITS = 8
 END_BYTES = zip_records.END_BYTES + _COMMENT_BYTES
 TAIL_BYTES_MAX = 1 << 32
+HEADER_BYTES_MAX = 2 * PAGE_BYTES
 
 
 @cache
@@ -243,6 +244,8 @@ def validate(checksums: Any, body_nbytes: int) -> None:
     for key, kind in expected.items():
         if type(checksums.get(key)) is not kind:
             raise ValueError(f"the checksum record has no {kind.__name__} {key!r}")
+    if checksums["version"] != VERSION:
+        raise ValueError(f"version is {checksums['version']}")
     block_bytes = checksums["block_bytes"]
     if not PAGE_BYTES <= block_bytes <= 1 << 30 or block_bytes % PAGE_BYTES:
         raise ValueError(f"block_bytes is {block_bytes}")
@@ -255,6 +258,11 @@ def validate(checksums: Any, body_nbytes: int) -> None:
         raise ValueError("a CRC-32 is not made of hex digits")
 
 
+def ends_body(before: bytes) -> bool:
+    """Whether these bytes before a tail, HEADER_BYTES_MAX, hold the checksum record's header."""
+    return f"{ARCHIVE}/{RECORD}".encode() in before
+
+
 def is_marked(head: bytes) -> bool:
     """Whether a file that begins so (HEAD_BYTES or more) was begun by fastckpt."""
     return head[:4] == b"PK\x03\x04" and head[MARK_OFFSET:HEAD_BYTES] == MARK
@@ -263,18 +271,10 @@ def is_marked(head: bytes) -> bool:
 def tail_offset(end: bytes, nbytes: int) -> int | None:
     """Where the tail of a file of nbytes begins, from its last bytes; None if fastckpt did not end
     it.
-
-    Raises:
-        IncompatibleCheckpoint: a newer format.
     """
     match = _COMMENT.search(end)
     if match is None:
         return None
-    if int(match[1]) > VERSION:
-        raise IncompatibleCheckpoint(
-            f"the file has format version {int(match[1])}, this fastckpt reads up to {VERSION}: "
-            "update it"
-        )
     offset = int(match[2], 16)
     return offset if 0 < offset < nbytes and nbytes - offset <= TAIL_BYTES_MAX else None
 
@@ -285,18 +285,20 @@ def parse(tail: bytes, body_nbytes: int) -> Index:
     Raises:
         CorruptCheckpoint: the tail is damaged. IncompatibleCheckpoint: a newer format.
     """
-    stored = int(tail[-_CRC_DIGITS:], 16) if _COMMENT.search(tail) else None
-    if zlib.crc32(tail[:-_CRC_DIGITS]) != stored:
+    comment = _COMMENT.search(tail)
+    if comment is None or zlib.crc32(tail[:-_CRC_DIGITS]) != int(comment[3], 16):
         raise CorruptCheckpoint("its closing records (checksums and zip directory) are damaged")
+    if int(comment[1]) > VERSION:  # judged only now: a damaged digit is damage
+        raise IncompatibleCheckpoint(
+            f"it has format version {int(comment[1])}, this fastckpt reads up to {VERSION}: "
+            "update it"
+        )
     try:
         checksums, _ = json.JSONDecoder().raw_decode(tail[: _json_end(tail)].decode())
-        if isinstance(checksums, dict) and checksums.get("version", 0) > VERSION:
-            raise IncompatibleCheckpoint(
-                f"the file has format version {checksums['version']}, this fastckpt reads up to "
-                f"{VERSION}: update it"
-            )
         validate(checksums, body_nbytes)
-    except ValueError as error:
+        if checksums["version"] != int(comment[1]):
+            raise ValueError(f"its version {checksums['version']} is not that of the comment")
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"its checksum record is malformed: {error}") from None
     digits = checksums["crc32"]
     crcs = tuple(int(digits[i : i + _CRC_DIGITS], 16) for i in range(0, len(digits), _CRC_DIGITS))
@@ -323,7 +325,7 @@ def damaged_records(
     names = []
     directory_end = len(index.tail) - END_BYTES
     for entry in zip_records.directory(index.tail, directory_end):
-        if entry.offset >= end:
+        if entry.offset >= end or entry.nbytes > index.body_nbytes:
             continue
         data = zip_records.data_offset(read_at(entry.offset, zip_records.LOCAL_BYTES), entry.offset)
         if data is None or data >= end or data + entry.nbytes <= begin:

@@ -22,6 +22,7 @@ _UTF8, _DESCRIPTOR_FOLLOWS = 0x0800, 0x0008
 
 LOCAL_BYTES = _LOCAL.size
 END_BYTES = _END.size
+_CENTRAL_MAGIC = 0x02014B50
 _CRC_AT = 16  # in a central header
 
 
@@ -134,9 +135,11 @@ def directory(data: bytes, end: int) -> Iterator[Entry]:
     """
     at = end - _LOCATOR64.size - _END64.size
     row = _END64.unpack_from(data, at)
-    at, count = at - row[8], row[7]
-    for _ in range(count):
+    at, count = max(0, at - row[8]), row[7]
+    for _ in range(min(count, end // _CENTRAL.size)):
         row = _CENTRAL.unpack_from(data, at)
+        if row[0] != _CENTRAL_MAGIC:
+            return
         crc, nbytes, name_nbytes, extra_nbytes, offset = row[7], row[9], row[10], row[11], row[16]
         at += _CENTRAL.size
         name = data[at : at + name_nbytes].decode(errors="replace")

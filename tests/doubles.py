@@ -1,0 +1,387 @@
+"""Storage doubles: the real file system with one thing wrong with it, behind the seam
+`fastckpt.storage.Storage`, and a model of what a disk still holds after a power cut.
+
+Responsible for counting operations, for injecting faults at one of them and for the images of a
+directory that a crash may leave. It must not know in which order a save uses the file system, nor
+what a checkpoint contains: those are what the tests are about.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from fastckpt.formats import torch_pickle
+from fastckpt.handle import SaveHandle
+from fastckpt.pipeline import Pipeline, Save
+from fastckpt.reader import open_verified
+from fastckpt.storage import Storage
+
+SECTOR_BYTES = 4096
+TRANSFERS = ("write", "read")
+# Every method of the seam, so that one added later is recorded and made to fail as well.
+METHODS = tuple(name for name, value in vars(Storage).items() if callable(value) and name[0] != "_")
+
+T = TypeVar("T")
+
+
+def save_through(
+    pipeline: Pipeline,
+    obj: Any,
+    path: str | os.PathLike[str],
+    *,
+    fence: str = "call",
+    backend: str = "auto",
+    durable: bool = True,
+    staging_bytes: int | None = None,
+) -> SaveHandle:
+    """fastckpt.save to a path, through this pipeline instead of the process's own."""
+    pipeline.raise_unreported()
+    handle = SaveHandle(os.path.realpath(path), time.perf_counter())
+    protocol = torch.serialization.DEFAULT_PROTOCOL
+    captured = torch_pickle.capture(obj, pickle, protocol, False, fence == "step")
+    job = Save(
+        handle,
+        captured,
+        obj if fence == "step" else None,
+        fence=fence,
+        backend=backend,
+        durable=durable,
+        staging_bytes=staging_bytes,
+    )
+    return pipeline.save(job)
+
+
+def load_through(pipeline: Pipeline, path: str | os.PathLike[str]) -> Any:
+    """fastckpt.load of a file that fastckpt wrote, through this pipeline."""
+    fd = pipeline.storage.open(os.fspath(path))
+    try:
+        file = open_verified(pipeline.storage, pipeline.staging, fd, os.fspath(path), True)
+        assert file is not None, "fastckpt did not write this file"
+        with file:
+            try:
+                obj = torch.load(file)
+            except Exception:
+                if file.error is not None:
+                    raise file.error from None
+                raise
+            assert file.error is None
+            return obj
+    finally:
+        pipeline.storage.close(fd)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call at the seam.
+
+    Attributes:
+        name: the method of Storage, or "write" and "read" for a transfer.
+        path: what it was done to; of a descriptor the name its file has at that moment.
+        args: the other arguments: (target,) of a rename, (offset, nbytes) of a transfer.
+    """
+
+    name: str
+    path: str
+    args: tuple[Any, ...] = ()
+
+
+class Recorder(Storage):
+    """Does everything as the real file system does, and logs it before it is done.
+
+    Args:
+        by_engine: leave the transfers to the engine's real backends, as without a double; they are
+            not logged then.
+    """
+
+    def __init__(self, *, by_engine: bool = False) -> None:
+        self.log: list[Operation] = []
+        self._log_lock = threading.Lock()
+        self.transfer = None if by_engine else self._transfer
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        """Where a double differs: `real` is what the file system would do as operation `number`."""
+        return real()
+
+    def attempt(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        """One transfer by a system call; returns the bytes moved."""
+        move = os.pwritev if kind == "write" else os.preadv
+        return move(fd, [memory], offset)
+
+    def names_logged(self) -> list[str]:
+        return [operation.name for operation in self.log]
+
+    def numbers_of(self, name: str) -> list[int]:
+        """At which places of the log an operation stands."""
+        return [number for number, operation in enumerate(self.log) if operation.name == name]
+
+    def _transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        operation = Operation(kind, path_of(fd), (offset, len(memory)))
+        return self._route(operation, lambda: self.attempt(kind, fd, memory, offset))
+
+    def _route(self, operation: Operation, real: Callable[[], T]) -> T:
+        with self._log_lock:
+            number = len(self.log)
+            self.log.append(operation)
+        return self.perform(number, operation, real)
+
+
+def _routed(name: str) -> Callable[..., Any]:
+    method = getattr(Storage, name)
+
+    def routed(self: Recorder, subject: int | str, *args: Any, **options: Any) -> Any:
+        path = path_of(subject) if isinstance(subject, int) else subject
+        operation = Operation(name, path, args)
+        return self._route(operation, lambda: method(self, subject, *args, **options))
+
+    return routed
+
+
+for _name in METHODS:
+    setattr(Recorder, _name, _routed(_name))
+
+
+class FailAt(Recorder):
+    """Operation number `number` (from 0) fails with `code`; with `lasting`, so do all that follow.
+
+    A close that fails has closed the descriptor, as on Linux. A lock never fails: Storage takes a
+    refusal for a file system without locks, and so does this.
+    """
+
+    def __init__(
+        self, number: int, code: int, *, lasting: bool = False, by_engine: bool = False
+    ) -> None:
+        super().__init__(by_engine=by_engine)
+        self._number = number
+        self._code = code
+        self._lasting = lasting
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if number != self._number and not (self._lasting and number > self._number):
+            return real()
+        if operation.name in ("close", "lock"):
+            result = real()
+            if operation.name == "lock":
+                return result
+        raise OSError(self._code, os.strerror(self._code))
+
+
+class FailAlways(Recorder):
+    """Every operation of one name fails with `code`; a close closes all the same."""
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__()
+        self._name = name
+        self._code = code
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name != self._name:
+            return real()
+        if operation.name == "close":
+            real()
+        raise OSError(self._code, os.strerror(self._code))
+
+
+class Shorten(Recorder):
+    """Transfers move fewer bytes than they were asked to.
+
+    Args:
+        portion: (bytes asked for, number of the attempt from 0) -> bytes to move.
+    """
+
+    def __init__(self, portion: Callable[[int, int], int]) -> None:
+        super().__init__()
+        self._portion = portion
+        self.attempts = 0
+
+    def attempt(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        nbytes = self._portion(len(memory), self.attempts)
+        self.attempts += 1
+        return super().attempt(kind, fd, memory[:nbytes], offset) if nbytes else 0
+
+
+class Storm(Shorten):
+    """Transfers are interrupted: before each one that goes through, `count` fail with `code`.
+
+    Args:
+        count: None for a storm without end.
+        portion: as of Shorten; everything by default.
+    """
+
+    def __init__(
+        self,
+        code: int,
+        count: int | None,
+        portion: Callable[[int, int], int] = lambda nbytes, _attempt: nbytes,
+    ) -> None:
+        super().__init__(portion)
+        self._code = code
+        self._count = count
+        self._left = count
+
+    def attempt(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        if self._left is None or self._left > 0:
+            self._left = None if self._left is None else self._left - 1
+            raise OSError(self._code, os.strerror(self._code))
+        self._left = self._count
+        return super().attempt(kind, fd, memory, offset)
+
+
+class Delay(Recorder):
+    """Operations of one name wait for an event, one of theirs each, before they are done.
+
+    Args:
+        name: of the operations.
+        gates: what the first, second, ... of them waits for; those beyond do not wait.
+    """
+
+    WAIT_S = 60.0
+
+    def __init__(self, name: str, *gates: threading.Event) -> None:
+        super().__init__()
+        self._name = name
+        self._gates = list(gates)
+        self.reached = threading.Event()
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == self._name and self._gates:
+            gate = self._gates.pop(0)
+            self.reached.set()
+            assert gate.wait(self.WAIT_S), f"nobody let {operation} go on"
+        return real()
+
+
+class PowerCut(BaseException):
+    """Raised by every operation after the crash. No `except Exception` can make it go on."""
+
+
+class Crash(Recorder):
+    """The first `count` operations happen, then the machine is gone.
+
+    What comes later raises PowerCut and changes nothing; only descriptors are closed, as the death
+    of a process does. images() then tells what the disk may hold.
+
+    Args:
+        directory: the one whose files are modelled; what is in it now is durable.
+        count: how many operations happen.
+    """
+
+    def __init__(self, directory: Path, count: int, *, by_engine: bool = False) -> None:
+        super().__init__(by_engine=by_engine)
+        self._count = count
+        self._disk = Disk(directory)
+        self._order = threading.RLock()  # an operation may be made of others
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        with self._order:
+            if number < self._count:
+                result = real()
+                self._disk.note(operation)
+                return result
+        if operation.name == "close":
+            return real()
+        if operation.name in TRANSFERS:  # the engine knows no exception but an error number
+            raise OSError(errno.EIO, "the machine is gone")
+        raise PowerCut
+
+    def images(self, seed: int) -> Iterator[tuple[str, dict[str, bytes]]]:
+        """Label and content (name -> bytes) of each directory that the disk may hold now."""
+        yield from self._disk.images(random.Random(seed))
+
+
+class _File:
+    """A file's content as of its last sync: an inode, whatever names it has."""
+
+    def __init__(self, durable: bytes = b"") -> None:
+        self.durable = durable
+
+
+class Disk:
+    """Which contents and names of a directory are durable, from the operations done in it.
+
+    A file's content is durable as of its last sync, the names as of the last sync of the
+    directory. Everything else may have reached the disk or not.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._names = {path.name: _File(path.read_bytes()) for path in directory.iterdir()}
+        self._names_durable = dict(self._names)
+
+    def note(self, operation: Operation) -> None:
+        """Follows one operation that was done."""
+        name = os.path.basename(operation.path)
+        if operation.name == "create":
+            self._names[name] = _File()
+        elif operation.name == "rename":
+            self._names[os.path.basename(operation.args[0])] = self._names.pop(name)
+        elif operation.name == "remove":
+            del self._names[name]
+        elif operation.name == "sync":
+            self._names[name].durable = (self._directory / name).read_bytes()
+        elif operation.name == "sync_directory":
+            self._names_durable = dict(self._names)
+
+    def images(self, rng: random.Random) -> Iterator[tuple[str, dict[str, bytes]]]:
+        now = {name: (self._directory / name).read_bytes() for name in self._names}
+        durable = {name: file.durable for name, file in self._names.items()}
+        yield (
+            "nothing unsynced",
+            {name: file.durable for name, file in self._names_durable.items()},
+        )
+        yield "names, data cut off", durable
+        yield (
+            "names and sizes, data zero",
+            {name: _padded(durable[name], len(now[name])) for name in now},
+        )
+        yield "everything", now
+        for part in ("some sectors", "some other sectors"):
+            yield part, {name: _mixed(durable[name], now[name], rng) for name in now}
+
+
+def _padded(content: bytes, nbytes: int) -> bytes:
+    return content[:nbytes].ljust(nbytes, b"\0")
+
+
+def _mixed(old: bytes, new: bytes, rng: random.Random) -> bytes:
+    """`new`, about half of whose sectors still hold what was there before."""
+    if old == new:
+        return new
+    old = _padded(old, len(new))
+    sectors = []
+    for begin in range(0, len(new), SECTOR_BYTES):
+        source = new if rng.getrandbits(1) else old
+        sectors.append(source[begin : begin + SECTOR_BYTES])
+    return b"".join(sectors)
+
+
+def path_of(fd: int) -> str:
+    """The name that an open file has now."""
+    return os.readlink(f"/proc/self/fd/{fd}")
+
+
+def dead_pid() -> int:
+    """The number of a process that has just ended."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+        return process.pid
+
+
+def plant(image: dict[str, bytes], directory: Path, owner: int) -> None:
+    """Writes an image into an empty directory; temporaries of this process become those of `owner`.
+
+    For the process that wrote them did not survive the crash, while the one that tests does.
+    """
+    for name, content in image.items():
+        (directory / name.replace(f"-{os.getpid()}-", f"-{owner}-")).write_bytes(content)
