@@ -100,7 +100,7 @@ def save(
     if os.fspath(f).endswith(os.sep):
         path = os.path.join(path, "")  # realpath drops the claim to be a directory
     handle = SaveHandle(path, started)
-    if is_written_through(os.fspath(f), path):
+    if is_written_through(os.fspath(f)):
         save_by_torch(f)
         return pipeline.finish_stock(handle)
     if pickle_module is not pickle:

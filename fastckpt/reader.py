@@ -98,7 +98,7 @@ class VerifiedFile(io.RawIOBase):
         end = min(begin + self._index.block_bytes, self._index.body_nbytes)
         try:
             names = torch_zip.damaged_records(self._read_at, self._index, begin, end)
-        except (OSError, struct.error):
+        except (OSError, struct.error, IndexError):
             names = []  # a bad disk or a forged directory: the damage stands, only its name is lost
         what = f"record {', '.join(names[:5])}" if names else "a zip header or padding"
         if len(names) > 5:

@@ -195,19 +195,18 @@ class Storage:
         return max(0.0, cached / nbytes) if nbytes else 0.0
 
 
-def is_written_through(given: str, real: str) -> bool:
-    """Whether a path names what must be written to, not replaced.
+def is_written_through(path: str) -> bool:
+    """Whether a path names what must be written to and cannot be replaced.
 
-    That is a device, FIFO or socket, and a file that `real`, its realpath, does not lead to, such
-    as an unlinked one under /proc/self/fd.
+    That is a device, FIFO or socket, and anything named by a descriptor (/dev/fd, /proc/self/fd).
     """
     try:
-        status = os.stat(given)
+        mode = os.stat(path).st_mode
     except OSError:
         return False  # nothing there, or not reachable: opening it tells
-    if stat.S_ISREG(status.st_mode):
-        return not os.path.exists(real) or not os.path.samestat(status, os.stat(real))
-    return not stat.S_ISDIR(status.st_mode)
+    if os.path.realpath(os.path.dirname(os.path.abspath(path))).startswith("/proc/"):
+        return True
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def _file_system_of(fd: int) -> str:

@@ -288,13 +288,11 @@ def parse(tail: bytes, body_nbytes: int) -> Index:
     comment = _COMMENT.search(tail)
     if comment is None or zlib.crc32(tail[:-_CRC_DIGITS]) != int(comment[3], 16):
         raise CorruptCheckpoint("its closing records (checksums and zip directory) are damaged")
-    if int(comment[1]) > VERSION:  # judged only now: a damaged digit is damage
-        raise IncompatibleCheckpoint(
-            f"it has format version {int(comment[1])}, this fastckpt reads up to {VERSION}: "
-            "update it"
-        )
+    _check_version(int(comment[1]))  # judged only now: a damaged digit is damage
     try:
         checksums, _ = json.JSONDecoder().raw_decode(tail[: _json_end(tail)].decode())
+        if isinstance(checksums, dict):
+            _check_version(checksums.get("version"))
         validate(checksums, body_nbytes)
         if checksums["version"] != int(comment[1]):
             raise ValueError(f"its version {checksums['version']} is not that of the comment")
@@ -303,6 +301,13 @@ def parse(tail: bytes, body_nbytes: int) -> Index:
     digits = checksums["crc32"]
     crcs = tuple(int(digits[i : i + _CRC_DIGITS], 16) for i in range(0, len(digits), _CRC_DIGITS))
     return Index(body_nbytes, checksums["block_bytes"], crcs, tail)
+
+
+def _check_version(version: Any) -> None:
+    if type(version) is int and version > VERSION:
+        raise IncompatibleCheckpoint(
+            f"it has format version {version}, this fastckpt reads up to {VERSION}: update it"
+        )
 
 
 def _json_end(tail: bytes) -> int:
