@@ -184,7 +184,7 @@ def load(
             return load_by_torch(f)
         with file:
             if mmap if mmap is not None else _mmap_is_default():
-                if not verify:
+                if not verify or not isinstance(f, str | os.PathLike):
                     return load_by_torch(f)
                 file.verify_all()
                 # By descriptor: a save may commit another file under the path in between.
