@@ -93,7 +93,7 @@ $(SETUP): pyproject.toml
 	@echo "== setup: $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "== setup: $(TORCH)"
-	@$(BIN)/python -m pip install -qq "setuptools>=77" wheel "pybind11>=2.13" "$(TORCH)"
+	@$(BIN)/python -m pip install -qq "setuptools>=77" wheel "pybind11>=3" "$(TORCH)"
 	@echo "== setup: fastckpt (editable) and the development tools"
 	@$(BIN)/python -m pip install -qq --no-build-isolation -e ".[dev]"
 	@mkdir -p build && touch $@ && touch $(ENGINE)

@@ -56,10 +56,12 @@ Transfer python_transfer(py::function function) {
         } catch (py::error_already_set& error) {
             if (error.matches(PyExc_OSError)) {
                 const py::object number = error.value().attr("errno");
-                if (!number.is_none()) return -number.cast<int>();
+                if (py::isinstance<py::int_>(number)) return -number.cast<int>();
             }
             error.discard_as_unraisable("fastckpt transfer");
             return -EIO;
+        } catch (const py::cast_error&) {
+            return -EIO;  // the double answered with something that is no number
         }
     };
 }
@@ -125,7 +127,8 @@ using Seconds = std::chrono::duration<double>;
 
 void bind_jobs(py::module_& m) {
     const py::call_guard<py::gil_scoped_release> nogil;
-    py::class_<WriteJob, std::shared_ptr<WriteJob>>(m, "WriteJob")
+    py::class_<WriteJob, std::shared_ptr<WriteJob>>(m, "WriteJob",
+                                                    py::release_gil_before_calling_cpp_dtor())
         .def(
             "wait_staged", [](WriteJob& job, double s) { return job.wait_staged(Seconds(s)); },
             nogil)
@@ -138,7 +141,8 @@ void bind_jobs(py::module_& m) {
         .def("slot_crcs", &WriteJob::slot_crcs)
         .def("blocks_held_max", &WriteJob::blocks_held_max)
         .def("cancel", &WriteJob::cancel);
-    py::class_<ReadStream, std::shared_ptr<ReadStream>>(m, "ReadStream")
+    py::class_<ReadStream, std::shared_ptr<ReadStream>>(m, "ReadStream",
+                                                        py::release_gil_before_calling_cpp_dtor())
         .def("readinto",
              [](ReadStream& stream, const py::buffer& target, uint64_t offset) {
                  const py::buffer_info info = target.request(/*writable=*/true);
@@ -153,7 +157,8 @@ void bind_jobs(py::module_& m) {
 
 void bind_engine(py::module_& m) {
     const py::call_guard<py::gil_scoped_release> nogil;
-    py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend")
+    py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend",
+                                                  py::release_gil_before_calling_cpp_dtor())
         .def_property_readonly("name", &Backend::name)
         .def("close", &Backend::close, nogil);
     m.def("threads_backend", &threads_backend, nogil);
@@ -161,7 +166,8 @@ void bind_engine(py::module_& m) {
     m.def("callback_backend", [](py::function transfer) {
         return callback_backend(python_transfer(std::move(transfer)));
     });
-    py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+    py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine",
+                                                py::release_gil_before_calling_cpp_dtor())
         .def(py::init<size_t, size_t, unsigned>(), py::arg("arena_bytes"), py::arg("block_bytes"),
              py::arg("stagers"), nogil)
         .def("write",

@@ -22,11 +22,12 @@ std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset, std::vecto
                                         bool direct, size_t blocks_held_limit,
                                         unsigned stagers_limit) {
     std::shared_ptr<WriteJob> job(new WriteJob(*this, fd, file_offset, std::move(segments),
-                                               std::move(slots), std::move(backend), direct,
+                                               std::move(slots), backend.get(), direct,
                                                blocks_held_limit, stagers_limit));
     {
         std::lock_guard lock(mu_);
         CHECK(!closing_);
+        keep(backend);
         jobs_.push_back(job);
     }
     changed_.notify_all();
@@ -36,13 +37,19 @@ std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset, std::vecto
 std::shared_ptr<ReadStream> Engine::read(int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
                                          std::shared_ptr<Backend> backend, bool direct,
                                          size_t window_blocks) {
-    std::shared_ptr<ReadStream> stream(new ReadStream(*this, fd, nbytes, std::move(crcs),
-                                                      std::move(backend), direct, window_blocks));
+    std::shared_ptr<ReadStream> stream(
+        new ReadStream(*this, fd, nbytes, std::move(crcs), backend.get(), direct, window_blocks));
     std::lock_guard lock(mu_);
     CHECK(!closing_);
+    keep(backend);
     ++streams_open_;
     stream->fill_window();
     return stream;
+}
+
+void Engine::keep(const std::shared_ptr<Backend>& backend) {
+    if (std::find(backends_.begin(), backends_.end(), backend) == backends_.end())
+        backends_.push_back(backend);
 }
 
 void Engine::run() {
@@ -124,6 +131,7 @@ void Engine::close() {
     }
     changed_.notify_all();
     for (auto& thread : threads_) thread.join();
+    backends_.clear();
 }
 
 }  // namespace fastckpt

@@ -78,8 +78,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     enum class State : uint8_t { waiting, copied, sealed };
 
     WriteJob(Engine& engine, int fd, uint64_t file_offset, std::vector<Segment> segments,
-             std::vector<Slot> slots, std::shared_ptr<Backend> backend, bool direct,
-             size_t blocks_held_limit, unsigned stagers_limit);
+             std::vector<Slot> slots, Backend* backend, bool direct, size_t blocks_held_limit,
+             unsigned stagers_limit);
     void check_plan() const;
     uint64_t block_nbytes(size_t index) const;
     bool wants_stager() const;
@@ -100,7 +100,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     const uint64_t file_offset_;
     const std::vector<Segment> segments_;
     const std::vector<Slot> slots_;
-    const std::shared_ptr<Backend> backend_;
+    Backend* const backend_;  // owned by the engine
     const bool direct_;
     const size_t blocks_held_limit_;
     const unsigned stagers_limit_;
@@ -141,7 +141,7 @@ class ReadStream {
     friend class Engine;
     struct Block;
     ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-               std::shared_ptr<Backend> backend, bool direct, size_t window_blocks);
+               Backend* backend, bool direct, size_t window_blocks);
     void move_window(size_t first);
     void drop(size_t index);
     std::byte* acquire();
@@ -157,7 +157,7 @@ class ReadStream {
     const int fd_;
     const uint64_t nbytes_;
     const std::vector<uint32_t> crcs_;  // empty: nothing is verified
-    const std::shared_ptr<Backend> backend_;
+    Backend* const backend_;            // owned by the engine
     const bool direct_;
     const size_t window_blocks_;
 
@@ -208,6 +208,7 @@ class Engine {
     friend class WriteJob;
     friend class ReadStream;
     void run();
+    void keep(const std::shared_ptr<Backend>& backend);
     // Each does one piece of work, releasing the lock meanwhile; false if there is none.
     bool stage_one(std::unique_lock<std::mutex>& lock);
     bool verify_one(std::unique_lock<std::mutex>& lock);
@@ -222,6 +223,9 @@ class Engine {
     std::deque<std::shared_ptr<WriteJob>> jobs_;  // with blocks left to stage
     std::deque<std::pair<ReadStream*, ReadStream::Block*>> to_verify_;
     std::deque<Copy> to_copy_;
+    // Every backend used, until close(): if the last reference went with an op, the backend's own
+    // thread would have to wait for itself.
+    std::vector<std::shared_ptr<Backend>> backends_;
     size_t streams_open_ = 0;
     size_t ops_outstanding_ = 0;
     bool closing_ = false;

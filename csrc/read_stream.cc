@@ -40,12 +40,12 @@ struct ReadStream::Block {
 };
 
 ReadStream::ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-                       std::shared_ptr<Backend> backend, bool direct, size_t window_blocks)
+                       Backend* backend, bool direct, size_t window_blocks)
     : engine_(engine),
       fd_(fd),
       nbytes_(nbytes),
       crcs_(std::move(crcs)),
-      backend_(std::move(backend)),
+      backend_(backend),
       direct_(direct),
       window_blocks_(std::max<size_t>(1, window_blocks)) {
     const size_t block_bytes = engine_.block_bytes();
@@ -54,7 +54,10 @@ ReadStream::ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint
     CHECK(crcs_.empty() || crcs_.size() == blocks_.size());
 }
 
-ReadStream::~ReadStream() { close(); }
+// A stream that was closed may be freed after the engine.
+ReadStream::~ReadStream() {
+    if (!closed_) close();
+}
 
 void ReadStream::fill_window() {
     const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);

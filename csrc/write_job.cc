@@ -53,14 +53,14 @@ struct WriteJob::Block {
 };
 
 WriteJob::WriteJob(Engine& engine, int fd, uint64_t file_offset, std::vector<Segment> segments,
-                   std::vector<Slot> slots, std::shared_ptr<Backend> backend, bool direct,
-                   size_t blocks_held_limit, unsigned stagers_limit)
+                   std::vector<Slot> slots, Backend* backend, bool direct, size_t blocks_held_limit,
+                   unsigned stagers_limit)
     : engine_(engine),
       fd_(fd),
       file_offset_(file_offset),
       segments_(std::move(segments)),
       slots_(std::move(slots)),
-      backend_(std::move(backend)),
+      backend_(backend),
       direct_(direct),
       blocks_held_limit_(std::max<size_t>(1, blocks_held_limit)),
       stagers_limit_(std::max(1U, stagers_limit)) {
@@ -72,8 +72,10 @@ WriteJob::WriteJob(Engine& engine, int fd, uint64_t file_offset, std::vector<Seg
     block_crcs_.resize(count);
     slot_crcs_.resize(slots_.size());
     slot_of_segment_.assign(segments_.size(), -1);
-    for (size_t i = 0; i < slots_.size(); ++i)
+    for (size_t i = 0; i < slots_.size(); ++i) {
+        CHECK(slot_of_segment_[slots_[i].segment] < 0);
         slot_of_segment_[slots_[i].segment] = static_cast<int64_t>(i);
+    }
     // A described segment is copied as it is: it cannot hold the slot of the one before it.
     for (const Slot& slot : slots_) CHECK(slot_of_segment_[slot.segment + 1] < 0);
 }

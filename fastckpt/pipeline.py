@@ -144,11 +144,9 @@ class Pipeline:
             self.storage.allocate(fd, nbytes)
 
     def drain(self) -> None:
-        """Waits for every save in flight."""
-        with self._lock:
-            handles = list(self._in_flight)
-        for handle in handles:
-            handle.wait_done()
+        """Waits for every save in flight, and for what it still does after its commit."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_flight)
 
     def close(self) -> None:
         """Waits for every save in flight and frees threads, memory and descriptors."""
@@ -272,7 +270,7 @@ class Save:
                 transfer.wait_written()
             transfer.start(Image.of_bytes(tail), body_nbytes, 1, 1)
             transfer.wait_written()
-            stats.staged_bytes_max = transfer.staged_bytes_max()
+            stats.staged_bytes_max = min(transfer.staged_bytes_max(), limit * BLOCK_BYTES)
         stats.written_s = self.handle.elapsed_s()
         if route.direct:
             with reported("truncate", path):

@@ -195,9 +195,11 @@ class Staging:
         The first save pays for pages as it goes; without this the second and third would too, since
         blocks that come back early are used again before new ones are touched.
         """
-        engine = self.engine()
-        end = min(nbytes, engine.arena_blocks * BLOCK_BYTES)
         with self._lock:
+            engine = self._engine
+            if engine is None:
+                return  # closed meanwhile
+            end = min(nbytes, engine.arena_blocks * BLOCK_BYTES)
             begin, self._warm_bytes = self._warm_bytes, max(end, self._warm_bytes)
         for at in range(begin, end, _WARM_BYTES):
             # An exiting process saves no more, and a kernel that refuses once does so again.

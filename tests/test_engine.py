@@ -1092,6 +1092,32 @@ def test_dropping_does_not_hold_the_interpreter_lock(what: str) -> None:
     isolated(drop_during_callbacks, what, seconds=8.0)
 
 
+def drop_engine_first() -> None:
+    """A closed stream and a finished job that are freed after the engine: a traceback may do so."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    null = os.open("/dev/null", os.O_WRONLY)
+    backend = _engine.threads_backend(1)
+    engine = _engine.Engine(2 * PAGE, PAGE, 1)
+    segments = array("Q", [0, PAGE, POOL_ADDRESS])
+    job = engine.write(null, 0, segments, array("Q"), backend, False, 1, 1)
+    assert job.wait_written(10.0)
+    stream = engine.read(null, 0, [], backend, False, 1)
+    stream.close()
+    engine.close()
+    del engine
+    for nbytes in range(64, 1024, 16):  # whatever was freed belongs to others now
+        for _ in range(20):
+            ctypes.memset(libc.malloc(nbytes), 0xFF, nbytes)
+    del stream, job
+    backend.close()
+
+
+@pytest.mark.multiprocess
+def test_engine_may_be_dropped_first() -> None:
+    isolated(drop_engine_first, seconds=8.0)
+
+
 def answer_nonsense(answer: object) -> None:
     """A test double that returns no number, or raises an OSError whose errno is none."""
 

@@ -39,8 +39,8 @@ def _padding(offset: int, name_nbytes: int, zip64_nbytes: int, alignment: int) -
     return -(offset + _LOCAL.size + name_nbytes + zip64_nbytes + 4) % alignment
 
 
-def _zip64_extra(offset: int, nbytes: int) -> bytes:
-    values = (nbytes, nbytes) if nbytes >= _U32 else ()
+def _zip64_extra(offset: int, nbytes: int, stored_nbytes: int) -> bytes:
+    values = (nbytes, stored_nbytes) if nbytes >= _U32 else ()
     if offset >= _U32:
         values = (*values, offset)
     if not values:
@@ -52,7 +52,8 @@ def local_header(name: bytes, offset: int, nbytes: int, alignment: int, mark: by
     """A local header as torch writes it: sizes and CRC follow in a descriptor, padding makes the
     data aligned.
     """
-    zip64 = _zip64_extra(offset, nbytes)
+    # torch writes the header before it knows the stored size, and leaves it zero.
+    zip64 = _zip64_extra(offset, nbytes, 0)
     padding = _padding(offset, len(name), len(zip64), alignment)
     while padding < len(mark):
         padding += alignment
@@ -73,7 +74,7 @@ def descriptor(offset: int, nbytes: int, crc: int) -> bytes:
 
 
 def central_header(name: bytes, offset: int, nbytes: int, crc: int) -> bytes:
-    zip64 = _zip64_extra(offset, nbytes)
+    zip64 = _zip64_extra(offset, nbytes, nbytes)
     flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
     size = min(nbytes, _U32)
     return (
@@ -103,7 +104,7 @@ def central_header(name: bytes, offset: int, nbytes: int, crc: int) -> bytes:
 
 def end_offset(name: bytes, offset: int, nbytes: int, alignment: int) -> int:
     """Where a record that begins at offset ends: header, data and descriptor."""
-    zip64_nbytes = len(_zip64_extra(offset, nbytes))
+    zip64_nbytes = len(_zip64_extra(offset, nbytes, nbytes))
     header_nbytes = _LOCAL.size + len(name) + zip64_nbytes + 4
     header_nbytes += _padding(offset, len(name), zip64_nbytes, alignment)
     return offset + header_nbytes + nbytes + len(descriptor(offset, nbytes, 0))
