@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import socket
+from contextlib import suppress
 
 from fastckpt.storage import Storage, reported
 
@@ -106,6 +107,7 @@ def publish(storage: Storage, temporary: str, path: str, durable: bool) -> int |
                 storage.sync_directory(directory)
     except BaseException:
         if replaced is not None:
-            storage.close(replaced)
+            with suppress(OSError):  # the error that brought us here is the one that counts
+                storage.close(replaced)
         raise
     return replaced

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import logging
 import os
 import stat
 import sys
@@ -28,6 +29,8 @@ from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
 from fastckpt.staging import Staging, Transfer, check_unchanged, stager_count
 from fastckpt.storage import Storage, reported
+
+log = logging.getLogger("fastckpt")
 
 IN_FLIGHT_MAX = 16
 _FREEING_S = 60.0  # longest wait for the blocks of replaced files
@@ -93,13 +96,15 @@ class Pipeline:
             handle.set_result(handle.stats)
         else:
             handle.set_exception(error)
-        if job.replaced is not None:
-            self.storage.close(job.replaced)
-        if error is None:
-            self.staging.warm(job.staging_nbytes)
-        with self._changed:
-            self._in_flight.remove(handle)
-            self._changed.notify_all()
+        try:
+            if job.replaced is not None:
+                close_quietly(self.storage, job.replaced)
+            if error is None:
+                self.staging.warm(job.staging_nbytes)
+        finally:
+            with self._changed:
+                self._in_flight.remove(handle)
+                self._changed.notify_all()
 
     def _pending(self, path: str) -> SaveHandle | None:
         return next((h for h in reversed(self._in_flight) if h.path == path), None)
@@ -156,8 +161,9 @@ class Pipeline:
 
 @contextmanager
 def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
-    """A new locked file beside path, as (descriptor, name); removed unless it was renamed by the
-    body.
+    """A new locked file beside path, as (descriptor, name), which the body writes and renames.
+
+    The descriptor, and with it the lock, is kept until then. The file is removed if the body fails.
 
     Raises:
         StorageError: path is a directory, or its directory is missing, full or not writable.
@@ -171,14 +177,11 @@ def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
         name = commit.temporary_path(path)
         fd = storage.create(name, 0o666)
     try:
-        try:
-            storage.lock(fd)
-            if replaced is not None:
-                with reported("set mode", name):
-                    storage.set_owner_and_mode(fd, replaced)
-            yield fd, name
-        finally:
-            storage.close(fd)
+        storage.lock(fd)
+        if replaced is not None:
+            with reported("set mode", name):
+                storage.set_owner_and_mode(fd, replaced)
+        yield fd, name
     except BaseException:
         try:
             storage.remove(name)
@@ -186,6 +189,22 @@ def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
             # Gone by the rename, or left for the next save to remove: the first error counts.
             pass
         raise
+    finally:
+        close_quietly(storage, fd)
+
+
+def settle(storage: Storage, fd: int, path: str, durable: bool) -> None:
+    """Makes sure that what was written has arrived: on the device, or else with the file system."""
+    with reported("sync" if durable else "flush", path):
+        (storage.sync if durable else storage.flush)(fd)
+
+
+def close_quietly(storage: Storage, fd: int) -> None:
+    """Closes a file whose content has settled or no longer matters: no error means a loss."""
+    try:
+        storage.close(fd)
+    except OSError as error:
+        log.warning("close failed: %s", error)
 
 
 class Save:
@@ -226,9 +245,7 @@ class Save:
         try:
             with temporary(storage, path) as (fd, name):
                 self._write(pipeline, fd)
-                if self.durable:
-                    with reported("sync", path):
-                        storage.sync(fd)
+                settle(storage, fd, path, self.durable)
                 if self.previous is not None:
                     self.previous.wait_done()
                 self.replaced = commit.publish(storage, name, path, self.durable)
@@ -275,7 +292,8 @@ class Save:
         if route.direct:
             with reported("truncate", path):
                 storage.truncate(fd, nbytes)
-        assert storage.size(fd) == nbytes, "the file is not as long as its image"
+        with reported("write", path):
+            assert storage.size(fd) == nbytes, "the file is not as long as its image"
 
 
 def save_stock(
@@ -292,12 +310,10 @@ def save_stock(
         handle.mark_staged()
         handle.stats.written_s = handle.elapsed_s()
         handle.stats.nbytes = storage.size(fd)
-        if durable:
-            with reported("sync", handle.path):
-                storage.sync(fd)
+        settle(storage, fd, handle.path, durable)
         replaced = commit.publish(storage, name, handle.path, durable)
     if replaced is not None:
-        storage.close(replaced)
+        close_quietly(storage, replaced)
     return finish_stock(handle)
 
 

@@ -118,9 +118,12 @@ class Staging:
             BackendUnavailable: `requested` names a backend that does not work here.
             StorageError: the probe met an error other than a refusal.
         """
-        if self._storage.transfer is not None:
-            return Route(self._callback_backend(), False, "the storage double transfers the bytes")
-        name, policy = self._storage.policy(fd)
+        transfer = self._storage.transfer
+        if transfer is not None:
+            double = self._backend("callback", lambda: _engine.callback_backend(transfer))
+            return Route(double, False, "the storage double transfers the bytes")
+        with reported("open", path):
+            name, policy = self._storage.policy(fd)
         direct, why = policy.direct, f"{name}: {policy.why}"
         if direct and not writing and self._storage.cached_share(fd) > 0.5:
             direct, why = False, f"{name}: most of the file is in the page cache"
@@ -139,7 +142,11 @@ class Staging:
             if requested == "io_uring":
                 raise BackendUnavailable(f"backend 'io_uring' does not work here: {ring}")
             why = f"{why}; but {ring}"
-        return self._decided(Route(self._threads_backend(), direct, why))
+        return self._decided(
+            Route(
+                self._backend("threads", lambda: _engine.threads_backend(IO_THREADS)), direct, why
+            )
+        )
 
     def _decided(self, route: Route) -> Route:
         message = f"{route.backend.name}, {'direct' if route.direct else 'buffered'}: {route.why}"
@@ -161,18 +168,11 @@ class Staging:
                     log.warning("falling back to backend 'threads': %s", error)
             return self._uring_refusal or self._backends["io_uring"]
 
-    def _threads_backend(self) -> _engine.Backend:
+    def _backend(self, name: str, make: Callable[[], _engine.Backend]) -> _engine.Backend:
         with self._lock:
-            if "threads" not in self._backends:
-                self._backends["threads"] = _engine.threads_backend(IO_THREADS)
-            return self._backends["threads"]
-
-    def _callback_backend(self) -> _engine.Backend:
-        assert self._storage.transfer is not None
-        with self._lock:
-            if "callback" not in self._backends:
-                self._backends["callback"] = _engine.callback_backend(self._storage.transfer)
-            return self._backends["callback"]
+            if name not in self._backends:
+                self._backends[name] = make()
+            return self._backends[name]
 
     def read(
         self, fd: int, path: str, nbytes: int, block_bytes: int, crcs: tuple[int, ...]

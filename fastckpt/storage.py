@@ -109,6 +109,12 @@ class Storage:
         """Makes the file's data and size durable; reports write errors met since the last call."""
         os.fdatasync(fd)
 
+    def flush(self, fd: int) -> None:
+        """Lets the file system report what it could not write. A network file system does so when a
+        descriptor is closed, even a duplicate, which leaves the file's lock alone: close(2).
+        """
+        os.close(os.dup(fd))
+
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
 

@@ -229,7 +229,7 @@ def life_s(path: Path, started: Nursery) -> float:
         assert started.run(path, step, number=NEVER)["committed"] == step
         times.append(time.monotonic() - begin)
     path.unlink()
-    return sorted(times)[1]
+    return min(times)
 
 
 def temporaries(directory: Path) -> set[str]:
@@ -238,7 +238,7 @@ def temporaries(directory: Path) -> set[str]:
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(disk: Path, started: Nursery) -> None:
     path = disk / "ckpt.pt"
-    latest_s = life_s(path, started)
+    latest_s = 2 * life_s(path, started)
     print(f"seed {SEED}, kills within {latest_s:.3f} s")
     rng = random.Random(SEED)
     found, debris, commits, with_debris, overlapped = None, set(), 0, 0, 0
