@@ -13,6 +13,19 @@
 
 namespace fastckpt {
 
+namespace {
+
+// In steps of a huge page: each holds the process's memory lock, which its allocations wait for.
+bool populate(std::byte* begin, size_t nbytes) {
+    constexpr size_t kStep = size_t{2} << 20;
+    for (size_t at = 0; at < nbytes; at += kStep)
+        if (madvise(begin + at, std::min(kStep, nbytes - at), MADV_POPULATE_WRITE) != 0)
+            return false;
+    return true;
+}
+
+}  // namespace
+
 Arena::Arena(size_t budget_bytes, size_t block_bytes)
     : block_bytes_(block_bytes), blocks_(std::max<size_t>(1, budget_bytes / block_bytes)) {
     CHECK(block_bytes_ >= 4096 && block_bytes_ % 4096 == 0);
@@ -60,8 +73,7 @@ bool Arena::prefault(size_t begin, size_t end, unsigned threads) const {
     for (unsigned t = 0; t < threads; ++t)
         workers.emplace_back([&] {
             for (size_t i = next++; i < last && !refused; i = next++)
-                if (madvise(base_ + i * block_bytes_, block_bytes_, MADV_POPULATE_WRITE) != 0)
-                    refused = true;
+                if (!populate(base_ + i * block_bytes_, block_bytes_)) refused = true;
         });
     for (auto& worker : workers) worker.join();
     return !refused;

@@ -56,7 +56,11 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
     """
     directory, prefix = os.path.dirname(path), _prefix(path)
     removed = []
-    for name in storage.names(directory):
+    try:
+        names = storage.names(directory)
+    except PermissionError:
+        return []  # a directory that may be written to but not listed: debris stays
+    for name in names:
         match = _SUFFIX.search(name)
         if match is None or name[: match.start()] != prefix or match["host"] != _host():
             continue

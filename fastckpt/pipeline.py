@@ -136,11 +136,12 @@ class Pipeline:
     def allocate(self, fd: int, nbytes: int) -> None:
         """Allocates; if the space is short, first lets committed saves free what they replaced."""
         with self._lock:  # before trying: what is freed from now on may be what was short
-            freeing = [handle for handle in self._in_flight if handle.done()]
+            others = list(self._in_flight)
         try:
             self.storage.allocate(fd, nbytes)
         except OSError as error:
             with self._changed:
+                freeing = [handle for handle in others if handle.done()]
                 if error.errno != errno.ENOSPC or not freeing:
                     raise
                 self._changed.wait_for(

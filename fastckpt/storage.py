@@ -78,8 +78,8 @@ class Storage:
         return os.open(path, flags, mode)
 
     def open(self, path: str) -> int:
-        """Opens a file for reading."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Opens a file for reading; does not wait for the other end of a FIFO."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
     def close(self, fd: int) -> None:
         os.close(fd)

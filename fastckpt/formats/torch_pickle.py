@@ -6,7 +6,9 @@ tensors were met. It must not know the bytes of a file.
 
 from __future__ import annotations
 
+import gc
 import io
+import types
 import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -66,13 +68,22 @@ def capture(
     if save is None:  # a torch whose entry point moved: correct, but holds a copy of everything
         return _capture_by_copy(obj, pickle_module, pickle_protocol)
     module = _Shim(pickle_module, captured.tensors if observe_tensors else None)
-    save(obj, captured, module, pickle_protocol, disable_byteorder_record)
+    # Pickling makes many objects and no garbage in circles: collecting in the midst of it would
+    # only add to the stall, by as much as the rest of the program has objects.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        save(obj, captured, module, pickle_protocol, disable_byteorder_record)
+    finally:
+        if collecting:
+            gc.enable()
     return captured
 
 
 # No object of these very types is a storage, which is all that torch's persistent_id looks for.
 _NEVER_STORAGES = frozenset(
-    {str, bytes, int, float, bool, type(None), tuple, list, dict, OrderedDict, torch.Tensor, type}
+    {str, bytes, int, float, bool, type(None), tuple, list, dict, OrderedDict, type}
+    | {torch.Tensor, torch.nn.Parameter, torch.dtype, types.FunctionType}
 )
 
 
