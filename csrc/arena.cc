@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <new>
+#include <system_error>
 #include <thread>
 
 #include "check.h"
@@ -67,14 +68,19 @@ void Arena::release(std::byte* block) {
 bool Arena::prefault(size_t begin, size_t end, unsigned threads) const {
     CHECK(threads > 0);
     const size_t last = std::min(blocks_, end / block_bytes_);
-    std::vector<std::thread> workers;
     std::atomic<bool> refused{false};
     std::atomic<size_t> next{begin / block_bytes_};
-    for (unsigned t = 0; t < threads; ++t)
-        workers.emplace_back([&] {
-            for (size_t i = next++; i < last && !refused; i = next++)
-                if (!populate(base_ + i * block_bytes_, block_bytes_)) refused = true;
-        });
+    const auto work = [&] {
+        for (size_t i = next++; i < last && !refused; i = next++)
+            if (!populate(base_ + i * block_bytes_, block_bytes_)) refused = true;
+    };
+    std::vector<std::thread> workers;
+    try {
+        for (unsigned t = 1; t < threads; ++t) workers.emplace_back(work);
+    } catch (const std::system_error&) {
+        // Fewer threads than wished for: the work gets done all the same.
+    }
+    work();
     for (auto& worker : workers) worker.join();
     return !refused;
 }

@@ -59,7 +59,12 @@ class ThreadsBackend final : public Backend {
     ThreadsBackend(unsigned threads, Transfer transfer, const char* name)
         : transfer_(std::move(transfer)), name_(name) {
         CHECK(threads > 0);
-        for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
+        try {
+            for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
+        } catch (...) {  // no more threads are to be had: those there are must end first
+            close();
+            throw;
+        }
     }
     ~ThreadsBackend() override { close(); }
 

@@ -12,7 +12,12 @@ namespace fastckpt {
 
 Engine::Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers)
     : stagers_(std::max(1U, stagers)), arena_(arena_bytes, block_bytes) {
-    for (unsigned i = 0; i < stagers_; ++i) threads_.emplace_back([this] { run(); });
+    try {
+        for (unsigned i = 0; i < stagers_; ++i) threads_.emplace_back([this] { run(); });
+    } catch (...) {  // no more threads are to be had: those there are must end before this object
+        close();
+        throw;
+    }
 }
 
 Engine::~Engine() { close(); }

@@ -6,6 +6,7 @@ a load is done.
 
 from __future__ import annotations
 
+import errno
 import io
 import operator
 import os
@@ -17,6 +18,7 @@ import safetensors.torch
 import torch
 
 from fastckpt import pipeline
+from fastckpt.errors import StorageError
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
 from fastckpt.reader import open_verified
@@ -216,10 +218,14 @@ def _open_regular(f: Any) -> tuple[int, str] | None:
     if isinstance(f, str | os.PathLike):
         path = os.path.realpath(f)
         current.wait_for(path)
-        try:
-            return (current.storage.open(path), path) if os.path.isfile(path) else None
-        except OSError:
+        if not os.path.isfile(path):
             return None
+        try:
+            return current.storage.open(path), path
+        except (FileNotFoundError, PermissionError):
+            return None
+        except OSError as error:  # no descriptor left, say: torch would load it unverified
+            raise StorageError("open", path, error.errno or errno.EIO) from error
     try:
         if isinstance(f, io.TextIOBase) or f.tell() != 0:
             return None

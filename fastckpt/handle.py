@@ -84,9 +84,14 @@ class SaveHandle(Future[SaveStats]):
         """Waits for the commit. Returns the SaveStats; raises the save's error, or TimeoutError."""
         self._check_process()
         try:
-            return super().result(timeout)
-        finally:
-            self.reported = self.reported or self.done()
+            stats = super().result(timeout)
+        except BaseException as error:
+            # A TimeoutError or an interrupt is not the save's error, even if that came meanwhile.
+            if self.done() and error is self.failure():
+                self.reported = True
+            raise
+        self.reported = True
+        return stats
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits for the end. Returns the save's error or None; raises TimeoutError."""

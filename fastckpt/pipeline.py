@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-import torch
-
 from fastckpt import commit
+from fastckpt.errors import CheckpointError
+from fastckpt.fence import check_unchanged
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
-from fastckpt.staging import Staging, Transfer, check_unchanged, stager_count
+from fastckpt.staging import Staging, Transfer, stager_count
 from fastckpt.storage import Storage, reported
 
 log = logging.getLogger("fastckpt")
@@ -57,18 +57,28 @@ class Pipeline:
     def save(self, job: Save) -> SaveHandle:
         """Sends a save on its way; returns when its fence allows."""
         handle = job.handle
+        if _exited and threading.current_thread() is not threading.main_thread():
+            raise CheckpointError(f"save to {handle.path!r} refused: the interpreter is exiting")
         self._slots.acquire()
-        with self._lock:
-            job.previous = self._pending(handle.path)
-            self._in_flight.append(handle)
-        if job.fence == "step":
-            self.staging.fence_next_step(handle)
-        if not self._started(job):
-            # The interpreter shuts down and waits for no new thread: the caller does the work, and
-            # sees the error, since there will be no next save to raise it.
+        try:
+            with self._lock:
+                job.previous = self._pending(handle.path)
+                self._in_flight.append(handle)
+            if job.fence == "step":
+                self.staging.fence_next_step(handle)
+            started = self._started(job)
+        except BaseException:  # Ctrl-C, say: if the save has not begun, it never will
+            if self._claimed(job):
+                handle.reported = True
+                self._finish(job, CheckpointError("interrupted before it began"))
+            raise
+        if not started:
+            # No thread is to be had: the caller does the work. At exit it also sees the error,
+            # since there will be no next save to raise it.
             self._run(job)
-            self.staging.close()
-            handle.result()
+            if _exited:
+                self.staging.close()
+                handle.result()
         if job.fence == "call":
             handle.wait_staged()
         handle.stats.stall_s = handle.elapsed_s()
@@ -84,26 +94,37 @@ class Pipeline:
             return False
         return True
 
+    def _claimed(self, job: Save) -> bool:
+        """Whether the caller is the one, of its thread and an interrupted save(), to finish it."""
+        with self._lock:
+            claimed, job.begun = not job.begun, True
+        return claimed
+
     def _run(self, job: Save) -> None:
-        handle, error = job.handle, job.run(self)
+        if self._claimed(job):
+            self._finish(job, job.run(self))
+
+    def _finish(self, job: Save, error: BaseException | None) -> None:
+        handle = job.handle
         with self._lock:
             if error is not None:
                 self._failed.append(handle)
         handle.mark_staged()
-        self._slots.release()  # before callbacks run, which may save
-        if error is None:
-            handle.stats.committed_s = handle.elapsed_s()
-            handle.set_result(handle.stats)
-        else:
-            handle.set_exception(error)
+        self._slots.release()  # before callbacks run, which may save, or raise
         try:
+            if error is None:
+                handle.stats.committed_s = handle.elapsed_s()
+                handle.set_result(handle.stats)
+            else:
+                handle.set_exception(error)
             if job.replaced is not None:
                 close_quietly(self.storage, job.replaced)
             if error is None:
                 self.staging.warm(job.staging_nbytes)
         finally:
             with self._changed:
-                self._in_flight.remove(handle)
+                if handle in self._in_flight:
+                    self._in_flight.remove(handle)
                 self._changed.notify_all()
 
     def _pending(self, path: str) -> SaveHandle | None:
@@ -238,6 +259,7 @@ class Save:
         self.staging_bytes = staging_bytes
         self.previous: SaveHandle | None = None
         self.replaced: int | None = None
+        self.begun = False  # guarded by the pipeline's lock
         self.staging_nbytes = 0  # what it would have used of the arena, had all pages been there
 
     def run(self, pipeline: Pipeline) -> BaseException | None:
@@ -277,7 +299,7 @@ class Save:
             # One block of the budget is the tail's, which is staged before the body is written.
             transfer.start(image, 0, max(1, limit - 1), stagers)
             transfer.wait_staged()
-            check_unchanged(tensors, lambda tensor: tensor_name(self.obj, tensor))
+            check_unchanged(tensors, self.obj)
             tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
             body_nbytes = image.body_nbytes
             tensors.clear()  # the pickler's class refers to this list, in a circle
@@ -327,29 +349,6 @@ def finish_stock(handle: SaveHandle) -> SaveHandle:
     return handle
 
 
-def tensor_name(obj: object, tensor: torch.Tensor) -> str:
-    """Where a tensor stands in a nest of dicts, lists and modules, as "obj['model'].weight"."""
-    seen: set[int] = set()
-    pending: list[tuple[str, object]] = [("obj", obj)]
-    while pending:
-        name, value = pending.pop()
-        if value is tensor:
-            return f"tensor {name}"
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, dict):
-            pending += [(f"{name}[{key!r}]", item) for key, item in value.items()]
-        elif isinstance(value, list | tuple):
-            pending += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
-        elif isinstance(value, torch.nn.Module):
-            pending += [(f"{name}.{key}", item) for key, item in value.named_buffers()]
-            pending += [(f"{name}.{key}", item) for key, item in value.named_parameters()]
-        elif hasattr(value, "__dict__"):
-            pending.append((name, vars(value)))
-    return f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
-
-
 _lock = threading.Lock()
 _current: Pipeline | None = None
 _exited = False
@@ -377,7 +376,10 @@ def _at_exit() -> None:
             f"fastckpt: the save to {handle.path!r} FAILED and was not committed: "
             f"{handle.failure()}\n"
         )
-    pipeline.close()
+    if any(thread.daemon for thread in threading.enumerate()):
+        pipeline.staging.abandon()  # one of them may be in it; the kernel frees it in a moment
+    else:
+        pipeline.close()
 
 
 def _after_fork_in_child() -> None:

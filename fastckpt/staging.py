@@ -12,14 +12,13 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastckpt import _engine
-from fastckpt.errors import BackendUnavailable, StagingConflict, StorageError
+from fastckpt.errors import BackendUnavailable, CheckpointError, StorageError
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, Image
 from fastckpt.storage import Storage, reported
@@ -90,6 +89,7 @@ class Staging:
         self._uring_refusal: str | None = None
         self._logged: set[str] = set()
         self._warm_bytes = 0
+        self._abandoned = False
         self._unstaged: list[SaveHandle] = []
         self._hook: Any = None
 
@@ -98,9 +98,18 @@ class Staging:
         used.
         """
         with self._lock:
-            if self._engine is None:
-                budget = self._budget_bytes or default_budget_bytes()
-                self._engine = _engine.Engine(budget, BLOCK_BYTES, stager_count())
+            if self._abandoned:
+                raise CheckpointError(
+                    "the interpreter is exiting, or has forked: nothing is staged"
+                )
+            budget = self._budget_bytes or default_budget_bytes()
+            while self._engine is None:
+                try:
+                    self._engine = _engine.Engine(budget, BLOCK_BYTES, stager_count())
+                except MemoryError:  # address space is short (ulimit -v): do with less
+                    if self._budget_bytes is not None or budget <= BLOCK_BYTES:
+                        raise
+                    budget //= 2
             return self._engine
 
     def blocks_limit(self, staging_bytes: int | None) -> int:
@@ -133,6 +142,8 @@ class Staging:
             if refusal is not None:
                 direct, why = False, f"{name}: {refusal}"
         wanted = policy.backend if requested == "auto" else requested
+        if requested != "auto":
+            why = f"{why}; backend {requested!r} was asked for"
         if requested == "auto" and not direct:
             wanted = "threads"  # buffered io_uring transfers are punted to kernel workers
         if wanted == "io_uring":
@@ -181,12 +192,17 @@ class Staging:
         # Through a description of its own, which O_DIRECT does not take from the caller's.
         with reported("open", path):
             fd = self._storage.open(f"/proc/self/fd/{fd}")
-        route = self.route(fd, path, "auto", writing=False)
-        engine, own = self.engine(), None
-        if block_bytes != engine.block_bytes:  # written with another block size: staged apart
-            engine = own = _engine.Engine(WINDOW_BLOCKS * block_bytes, block_bytes, stager_count())
-        window = max(1, min(WINDOW_BLOCKS, engine.arena_blocks // 2))
-        stream = engine.read(fd, nbytes, list(crcs), route.backend, route.direct, window)
+        try:
+            route = self.route(fd, path, "auto", writing=False)
+            engine, own = self.engine(), None
+            if block_bytes != engine.block_bytes:  # written with another block size: staged apart
+                arena_bytes = WINDOW_BLOCKS * block_bytes
+                engine = own = _engine.Engine(arena_bytes, block_bytes, stager_count())
+            window = max(1, min(WINDOW_BLOCKS, engine.arena_blocks // 2))
+            stream = engine.read(fd, nbytes, list(crcs), route.backend, route.direct, window)
+        except BaseException:
+            self._storage.close(fd)
+            raise
         return ReadStream(stream, own, lambda: self._storage.close(fd))
 
     def warm(self, nbytes: int) -> None:
@@ -218,15 +234,15 @@ class Staging:
                 self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
 
     def _wait_before_step(self, *_: object) -> None:
-        if not self._unstaged:
-            return
-        with self._lock:
-            waiting, self._unstaged = self._unstaged, []
-        for handle in waiting:
+        # Handles stay listed until staged: other optimizers may step on other threads.
+        for handle in list(self._unstaged):
             begin_s = handle.elapsed_s()
             handle.wait_staged()
             if handle.stats.stall_s is not None:
                 handle.stats.stall_s += handle.elapsed_s() - begin_s
+            with self._lock:
+                if handle in self._unstaged:
+                    self._unstaged.remove(handle)
 
     def abandon(self) -> None:
         """For a forked child: forgets everything without freeing it, since its threads did not come
@@ -236,6 +252,7 @@ class Staging:
         for thing in kept:  # a destructor would wait for threads that do not exist here
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
         self._engine, self._backends, self._unstaged = None, {}, []
+        self._abandoned = True
         if self._hook is not None:
             self._hook.remove()
 
@@ -334,23 +351,6 @@ class Transfer:
     def staged_bytes_max(self) -> int:
         """An upper bound of the staging memory held at a time."""
         return sum(job.blocks_held_max() for job, _nbytes in self._jobs) * BLOCK_BYTES
-
-
-def check_unchanged(
-    tensors: Iterable[tuple[torch.Tensor, int]], name_of: Callable[[Any], str]
-) -> None:
-    """Compares version counters with those noted before copying (torch.Tensor._version).
-
-    Raises:
-        StagingConflict: a tensor was changed in place meanwhile; the message names it by name_of.
-    """
-    for tensor, version in tensors:
-        if tensor._version != version:
-            raise StagingConflict(
-                f"{name_of(tensor)} was changed in place before the save had copied it, so that "
-                "checkpoint was not committed: update it in an optimizer step, call wait_staged() "
-                'first, or save with fence="call"'
-            )
 
 
 def stager_count() -> int:

@@ -151,8 +151,10 @@ class Storage:
         if (own.st_uid, own.st_gid) != (like.st_uid, like.st_gid):
             try:
                 os.fchown(fd, like.st_uid, like.st_gid)
-            except PermissionError:
-                pass  # only root gives files away; the file is then the saver's, as after cp
+            except OSError:
+                # Only root gives files away, not to owners that a user namespace does not map, and
+                # not on every file system: the file is then the saver's, as after cp.
+                pass
         os.fchmod(fd, stat.S_IMODE(like.st_mode))
 
     def read_at(self, fd: int, nbytes: int, offset: int) -> bytes:

@@ -22,6 +22,7 @@ LAYERS: list[set[str]] = [
     {"errors"},
     {"image", "handle"},
     {"formats", "shards"},
+    {"fence"},
     {"staging", "storage", "commit", "coordinator"},
     {"reader"},
     {"pipeline"},

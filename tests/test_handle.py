@@ -418,7 +418,7 @@ def conflict_cases() -> dict[str, tuple[Callable[[Any], Any], Callable[[Any], An
     """Name -> (state from a tensor, the tensor to change, how the message calls it)."""
 
     def module(_tensor: torch.Tensor) -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(20_000), torch.nn.Linear(4, 20_000))
 
     return {
         "dict": (lambda t: {"model": {"b": t}}, lambda s: s["model"]["b"], "obj['model']['b']"),
@@ -446,7 +446,7 @@ def test_change_before_staging_is_a_conflict_that_names_the_tensor(disk: Path, c
     path = disk / "a.pt"
     fastckpt.save(filled(1), path).result(WAIT_S)
     with HeldTensor() as held:
-        state = make(torch.zeros(1000))
+        state = make(torch.zeros(20_000))  # above what is copied at the call
         handle = fastckpt.save([held.tensor, state], path, fence="step")
         held.wait_reached()
         with torch.no_grad():
@@ -463,8 +463,22 @@ def test_change_before_staging_is_a_conflict_that_names_the_tensor(disk: Path, c
     assert value_of(path) == 2
 
 
+def test_small_tensors_may_change_at_once(disk: Path) -> None:
+    """A forward pass updates BatchNorm's buffers long before the optimizer steps."""
+    net = torch.nn.BatchNorm1d(4)
+    with HeldTensor() as held:
+        state = {"held": held.tensor, "net": net.state_dict()}
+        handle = fastckpt.save(state, disk / "a.pt", fence="step")
+        held.wait_reached()
+        net(torch.ones(3, 4))
+        held.release()
+    handle.result(WAIT_S)
+    assert int(fastckpt.load(disk / "a.pt")["net"]["num_batches_tracked"]) == 0
+    assert int(net.num_batches_tracked) == 1
+
+
 def test_conflict_is_found_through_an_alias_and_across_state_dict(disk: Path) -> None:
-    net = torch.nn.Linear(8, 8)
+    net = torch.nn.Linear(200, 200)
     with HeldTensor() as held:
         state = {"held": held.tensor, "net": net.state_dict()}
         handle = fastckpt.save(state, disk / "a.pt", fence="step")

@@ -6,6 +6,7 @@ tensors were met. It must not know the bytes of a file.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import types
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+SMALL_BYTES = 64 << 10
 
 
 class SkipData(Exception):
@@ -29,7 +32,10 @@ class Capture:
         records: name and content; content is bytes, or a CPU storage that the record is copied
         from.
         tensors: the tensors met while pickling and their version counters at that moment.
+        copies_small: take the content of storages up to SMALL_BYTES now, as bytes.
     """
+
+    copies_small: bool = False
 
     records: list[tuple[str, bytes | torch.UntypedStorage]] = field(default_factory=list)
     tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
@@ -38,6 +44,8 @@ class Capture:
     def write_record(self, name: str, content: Any, nbytes: int) -> None:
         if isinstance(content, str):
             content = content.encode()
+        if self.copies_small and 0 < nbytes <= SMALL_BYTES and not isinstance(content, bytes):
+            content = ctypes.string_at(content.data_ptr(), nbytes)
         assert isinstance(content, torch.UntypedStorage) or len(content) == nbytes
         self.records.append((name, content))
 
@@ -57,13 +65,14 @@ def capture(
 
     Args:
         obj, pickle_module, pickle_protocol, disable_byteorder_record: as torch.save's arguments.
-        observe_tensors: also note every tensor and its version counter.
+        observe_tensors: for a save that goes on while training does: also note every tensor and its
+            version counter, and copy what is small, such as the buffers a forward pass updates.
 
     Raises:
         SkipData: torch.serialization.skip_data() is active.
         Exception: whatever torch.save raises for an object that cannot be pickled.
     """
-    captured = Capture()
+    captured = Capture(copies_small=observe_tensors)
     save = getattr(torch.serialization, "_save", None)
     if save is None:  # a torch whose entry point moved: correct, but holds a copy of everything
         return _capture_by_copy(obj, pickle_module, pickle_protocol)
