@@ -49,22 +49,20 @@ def save(
 
     Args:
         obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization,
-        _disable_byteorder_record:
-            as torch.save's. A file-like f, a path that is no regular file (/dev/null) and torch's
-            legacy format are written by torch.save itself before the call returns.
+            _disable_byteorder_record: as torch.save's. A file-like f, a path that is no regular
+            file (/dev/null) and torch's legacy format are written by torch.save itself before the
+            call returns.
         fence: when the caller may go on. "call": save() returns when everything was copied, so obj
-        may be
-            mutated at once. "step": save() returns at once; the next step() of any torch optimizer
-            waits until everything was copied. Changing a tensor in place by other means before
-            wait_staged() fails this save with StagingConflict (version counters are compared, which
-            `.data` bypasses).
+            may be mutated at once. "step": save() returns at once; the next step() of any torch
+            optimizer waits until everything was copied. Changing a tensor in place by other means
+            before wait_staged() fails this save with StagingConflict (version counters are
+            compared, which `.data` bypasses).
         backend: "auto" picks by file system and probe; "io_uring" and "threads" insist.
         durable: sync the file and its directory to the device before the commit counts. False
-        leaves that to
-            the kernel: still atomic against a crash of the process, not against one of the machine.
+            leaves that to the kernel: still atomic against a crash of the process, not against one
+            of the machine.
         staging_bytes: the most staging memory this save may hold, at least one block of 8 MiB;
-        default: the
-            process's budget (half of the memory available at the first save, or
+        default: the process's budget (half of the memory available at the first save, or
             $FASTCKPT_STAGING_BYTES). A save that needs more waits for its own writes.
 
     Returns:
@@ -146,9 +144,8 @@ def load(
 
     Args:
         f, map_location, pickle_module, weights_only, mmap, pickle_load_args: as torch.load's, with
-        its
-            defaults and environment switches. With mmap=True the file is read once to verify it and
-            then mapped; pass verify=False to map without reading.
+            its defaults and environment switches. With mmap=True the file is read once to verify it
+            and then mapped; pass verify=False to map without reading.
         verify: check the checksums of a file that fastckpt wrote.
 
     Returns:

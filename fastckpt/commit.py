@@ -92,8 +92,8 @@ def publish(storage: Storage, temporary: str, path: str, durable: bool) -> int |
 
     Returns:
         A descriptor that keeps the replaced file, or None. Freeing its blocks takes a file system
-        longer than the commit itself; it happens at close, which can wait until the commit was
-        told.
+            longer than the commit itself; it happens at close, which can wait until the commit was
+            told.
 
     Raises:
         StorageError: of op "rename" or "sync directory".

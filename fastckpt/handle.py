@@ -20,8 +20,7 @@ class SaveStats:
 
     Attributes:
         stall_s: when save() returned, that is, how long the caller was blocked. With the step
-        fence, the
-            time its optimizer waited is added.
+            fence, the time its optimizer waited is added.
         staged_s: when everything was copied and the caller might mutate the object.
         written_s: when the last byte had been transferred.
         committed_s: when the file was durable (with durable=True) and visible under its name.

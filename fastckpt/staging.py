@@ -75,8 +75,7 @@ class Staging:
     Args:
         storage: the seam to the file system, asked for policies and probes.
         budget_bytes: hard limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of
-        the memory
-            available when the first save begins.
+            the memory available when the first save begins.
     """
 
     def __init__(self, storage: Storage, budget_bytes: int | None = None) -> None:

@@ -66,8 +66,7 @@ class Storage:
 
     Attributes:
         transfer: None, or a function (kind, fd, memory, offset) -> bytes moved that replaces the
-        engine's
-            reads and writes. A test double sets it; kind is "read" or "write".
+            engine's reads and writes. A test double sets it; kind is "read" or "write".
     """
 
     transfer: Callable[[str, int, memoryview, int], int] | None = None

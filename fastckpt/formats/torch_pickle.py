@@ -30,7 +30,7 @@ class Capture:
 
     Attributes:
         records: name and content; content is bytes, or a CPU storage that the record is copied
-        from.
+            from.
         tensors: the tensors met while pickling and their version counters at that moment.
         copies_small: take the content of storages up to SMALL_BYTES now, as bytes.
     """

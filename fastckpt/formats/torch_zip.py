@@ -1,9 +1,8 @@
 """The torch zip format: what torch.save would write, laid out before it is written, plus block
 checksums.
 
-Responsible for the bytes of the file (docs/format.md) and for the only private entry point of torch
-that saving needs. It knows torch's pickling and the zip format; it must not know files, threads or
-staging.
+Responsible for the bytes of the file (docs/format.md). It knows the records that torch expects and
+the zip format; it must not know files, threads or staging.
 """
 
 from __future__ import annotations
