@@ -26,7 +26,7 @@ import train_gpt
 import fastckpt
 
 PROGRESS_S = 5.0  # how often a long stage says how far it is
-ATTEMPTS = 5  # runs that may end before one of them is killed in mid-flush
+ATTEMPTS = 20  # runs that may end before one of them is killed in mid-flush
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ class Staging:
                 raise CheckpointError(
                     "the interpreter is exiting, or has forked: nothing is staged"
                 )
-            budget = self._budget_bytes or default_budget_bytes()
+            if self._engine is None:
+                budget = self._budget_bytes or default_budget_bytes()
             while self._engine is None:
                 try:
                     self._engine = _engine.Engine(budget, BLOCK_BYTES, stager_count())

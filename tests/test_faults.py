@@ -63,7 +63,7 @@ def mounted(kind: str, disk: Path, nbytes: int = 0, options: str = "") -> Iterat
     try:
         yield point
     finally:
-        subprocess.run(["umount", str(point)], check=True)
+        subprocess.run(["umount", "-l", str(point)], check=True)
         image.unlink(missing_ok=True)
         point.rmdir()
 
@@ -313,7 +313,7 @@ def test_read_only_mount(disk: Path, how: str) -> None:
         try:
             error = fastckpt.save(state(2, MIB), path).exception(WAIT_S)
         finally:
-            undo = ["umount", str(mount)]
+            undo = ["umount", "-l", str(mount)]
             if how == "remount":
                 undo = ["mount", "-o", "remount,rw", str(mount)]
             subprocess.run(undo, check=True)
