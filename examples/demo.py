@@ -41,7 +41,7 @@ class Plan:
 
 
 PLANS = {
-    "tiny": Plan(steps=120, save_every=10, ballast_mib=128, rounds=3, gap=20),
+    "tiny": Plan(steps=120, save_every=10, ballast_mib=384, rounds=3, gap=20),
     "small": Plan(steps=60, save_every=10, ballast_mib=192, rounds=5, gap=10),
     "demo": Plan(steps=40, save_every=8, ballast_mib=256, rounds=5, gap=4),
 }
