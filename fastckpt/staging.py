@@ -245,8 +245,8 @@ class Staging:
                     self._unstaged.remove(handle)
 
     def abandon(self) -> None:
-        """For a forked child: forgets everything without freeing it, since its threads did not come
-        along.
+        """Forgets everything without freeing it: in a forked child its threads did not come along,
+        and at exit a daemon thread may be in it.
         """
         kept = [self._engine, *self._backends.values()]
         for thing in kept:  # a destructor would wait for threads that do not exist here
