@@ -23,10 +23,10 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test check demo bench asan tsan clean
+.PHONY: help setup build test check demo bench bench-ranks bench-scale asan tsan clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(SETUP)  ## make .venv with torch, the package (editable) and the tools
 
@@ -51,6 +51,12 @@ demo: build  ## train a small GPT, kill it, resume it
 
 bench: build  ## measure against the alternatives; BENCH_ARGS goes to benchmarks/bench.py
 	@$(BIN)/python benchmarks/bench.py $(BENCH_ARGS)
+
+bench-ranks: build  ## measure several ranks; BENCH_ARGS goes to benchmarks/ranks.py
+	@$(BIN)/python benchmarks/ranks.py $(BENCH_ARGS)
+
+bench-scale: build  ## measure planning for 10,240 ranks; BENCH_ARGS goes to benchmarks/scale.py
+	@$(BIN)/python benchmarks/scale.py $(BENCH_ARGS)
 
 asan: SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all
 asan: ## run the native tests under the address and undefined-behaviour sanitizers

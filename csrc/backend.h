@@ -76,7 +76,7 @@ std::shared_ptr<Backend> uring_backend(unsigned depth);
 // doubles.
 using Transfer =
     std::function<ssize_t(const Op& op, std::byte* data, size_t nbytes, uint64_t offset)>;
-std::shared_ptr<Backend> callback_backend(Transfer transfer);
+std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads = 1);
 
 // One attempt of an op by plain system calls: bytes or -errno. Buffered writes do not stay in the
 // page cache.

@@ -170,8 +170,8 @@ std::shared_ptr<Backend> threads_backend(unsigned threads) {
     return std::make_shared<ThreadsBackend>(threads, transfer_by_syscall, "threads");
 }
 
-std::shared_ptr<Backend> callback_backend(Transfer transfer) {
-    return std::make_shared<ThreadsBackend>(1, std::move(transfer), "callback");
+std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads) {
+    return std::make_shared<ThreadsBackend>(threads, std::move(transfer), "callback");
 }
 
 }  // namespace fastckpt

@@ -135,6 +135,11 @@ void bind_jobs(py::module_& m) {
         .def(
             "wait_written", [](WriteJob& job, double s) { return job.wait_written(Seconds(s)); },
             nogil)
+        .def(
+            "write_to",
+            [](WriteJob& job, int fd, uint64_t file_offset, std::shared_ptr<Backend> backend,
+               bool direct) { job.write_to(fd, file_offset, std::move(backend), direct); },
+            nogil)
         .def("failure", [](WriteJob& job) { return failure_or_none(job.failure()); })
         .def("nbytes_written", &WriteJob::nbytes_written)
         .def("block_crcs", &WriteJob::block_crcs)
@@ -150,6 +155,13 @@ void bind_jobs(py::module_& m) {
                  return stream.read(static_cast<std::byte*>(info.ptr), offset,
                                     static_cast<uint64_t>(info.size * info.itemsize));
              })
+        .def("read_runs",
+             [](ReadStream& stream, const py::buffer& runs) {
+                 const auto run_rows = rows<Run>(runs);
+                 py::gil_scoped_release release;
+                 return stream.read_runs(run_rows);
+             })
+        .def("nbytes_read", &ReadStream::nbytes_read)
         .def("failure", [](ReadStream& stream) { return failure_or_none(stream.failure()); })
         .def("corrupt_block", &ReadStream::corrupt_block)
         .def("close", &ReadStream::close, nogil);
@@ -163,13 +175,25 @@ void bind_engine(py::module_& m) {
         .def("close", &Backend::close, nogil);
     m.def("threads_backend", &threads_backend, nogil);
     m.def("uring_backend", &uring_backend, nogil);
-    m.def("callback_backend", [](py::function transfer) {
-        return callback_backend(python_transfer(std::move(transfer)));
-    });
+    m.def(
+        "callback_backend",
+        [](py::function transfer, unsigned threads) {
+            return callback_backend(python_transfer(std::move(transfer)), threads);
+        },
+        py::arg("transfer"), py::arg("threads") = 1);
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine",
                                                 py::release_gil_before_calling_cpp_dtor())
         .def(py::init<size_t, size_t, unsigned>(), py::arg("arena_bytes"), py::arg("block_bytes"),
              py::arg("stagers"), nogil)
+        .def("stage",
+             [](Engine& engine, const py::buffer& segments, const py::buffer& slots,
+                size_t blocks_held_limit, unsigned stagers_limit) {
+                 auto segment_rows = rows<Segment>(segments);
+                 auto slot_rows = rows<Slot>(slots);
+                 py::gil_scoped_release release;
+                 return engine.stage(std::move(segment_rows), std::move(slot_rows),
+                                     blocks_held_limit, stagers_limit);
+             })
         .def("write",
              [](Engine& engine, int fd, uint64_t file_offset, const py::buffer& segments,
                 const py::buffer& slots, std::shared_ptr<Backend> backend, bool direct,
@@ -180,13 +204,18 @@ void bind_engine(py::module_& m) {
                  return engine.write(fd, file_offset, std::move(segment_rows), std::move(slot_rows),
                                      std::move(backend), direct, blocks_held_limit, stagers_limit);
              })
-        .def("read",
-             [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-                std::shared_ptr<Backend> backend, bool direct, size_t window_blocks) {
-                 py::gil_scoped_release release;
-                 return engine.read(fd, nbytes, std::move(crcs), std::move(backend), direct,
-                                    window_blocks);
-             })
+        .def(
+            "read",
+            [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
+               std::shared_ptr<Backend> backend, bool direct, size_t window_blocks,
+               std::vector<uint32_t> wanted) {
+                py::gil_scoped_release release;
+                return engine.read(fd, nbytes, std::move(crcs), std::move(wanted),
+                                   std::move(backend), direct, window_blocks);
+            },
+            py::arg("fd"), py::arg("nbytes"), py::arg("crcs"), py::arg("backend"),
+            py::arg("direct"), py::arg("window_blocks"),
+            py::arg("wanted") = std::vector<uint32_t>())
         .def("prefault", &Engine::prefault, nogil)
         .def_property_readonly("block_bytes", &Engine::block_bytes)
         .def_property_readonly("arena_blocks", &Engine::arena_blocks)

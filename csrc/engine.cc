@@ -22,28 +22,35 @@ Engine::Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers)
 
 Engine::~Engine() { close(); }
 
-std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset, std::vector<Segment> segments,
-                                        std::vector<Slot> slots, std::shared_ptr<Backend> backend,
-                                        bool direct, size_t blocks_held_limit,
-                                        unsigned stagers_limit) {
-    std::shared_ptr<WriteJob> job(new WriteJob(*this, fd, file_offset, std::move(segments),
-                                               std::move(slots), backend.get(), direct,
+std::shared_ptr<WriteJob> Engine::stage(std::vector<Segment> segments, std::vector<Slot> slots,
+                                        size_t blocks_held_limit, unsigned stagers_limit) {
+    std::shared_ptr<WriteJob> job(new WriteJob(*this, std::move(segments), std::move(slots),
                                                blocks_held_limit, stagers_limit));
     {
         std::lock_guard lock(mu_);
         CHECK(!closing_);
-        keep(backend);
         jobs_.push_back(job);
     }
     changed_.notify_all();
     return job;
 }
 
+std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset, std::vector<Segment> segments,
+                                        std::vector<Slot> slots, std::shared_ptr<Backend> backend,
+                                        bool direct, size_t blocks_held_limit,
+                                        unsigned stagers_limit) {
+    auto job = stage(std::move(segments), std::move(slots), blocks_held_limit, stagers_limit);
+    job->write_to(fd, file_offset, std::move(backend), direct);
+    return job;
+}
+
 std::shared_ptr<ReadStream> Engine::read(int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
+                                         std::vector<uint32_t> wanted,
                                          std::shared_ptr<Backend> backend, bool direct,
                                          size_t window_blocks) {
-    std::shared_ptr<ReadStream> stream(
-        new ReadStream(*this, fd, nbytes, std::move(crcs), backend.get(), direct, window_blocks));
+    std::shared_ptr<ReadStream> stream(new ReadStream(*this, fd, nbytes, std::move(crcs),
+                                                      std::move(wanted), backend.get(), direct,
+                                                      window_blocks));
     std::lock_guard lock(mu_);
     CHECK(!closing_);
     keep(backend);

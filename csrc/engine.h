@@ -31,6 +31,7 @@ struct Segment {
 
 // Four bytes of the image that hold the little-endian CRC-32 of an earlier segment. They lie in a
 // later segment than the one they describe, and their place in that segment's memory is not read.
+// A slot beyond the image is reported and filled in nowhere.
 struct Slot {
     uint64_t offset;
     uint64_t segment;
@@ -53,10 +54,15 @@ struct Copy {
     size_t* pieces_left;
 };
 
-// One image, or one interval of it, on its way to one file descriptor. Made by Engine::write.
+// One image, or one interval of it, on its way to one file descriptor. Made by Engine::stage.
 class WriteJob : public std::enable_shared_from_this<WriteJob> {
   public:
     ~WriteJob();
+    // Says where the blocks go, those staged already and those to come: the image's first byte to
+    // file_offset of fd. With `direct`, file_offset is a multiple of 4096 and the last block is
+    // padded with zeros to 4096: the caller cuts the file to its size. fd stays open until
+    // wait_written() returns true. Called once.
+    void write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend, bool direct);
     // True when the sources are no longer read, because all was copied or the job failed; false
     // after `timeout`.
     bool wait_staged(std::chrono::duration<double> timeout);
@@ -77,9 +83,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     struct Block;
     enum class State : uint8_t { waiting, copied, sealed };
 
-    WriteJob(Engine& engine, int fd, uint64_t file_offset, std::vector<Segment> segments,
-             std::vector<Slot> slots, Backend* backend, bool direct, size_t blocks_held_limit,
-             unsigned stagers_limit);
+    WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
+             size_t blocks_held_limit, unsigned stagers_limit);
     void check_plan() const;
     uint64_t block_nbytes(size_t index) const;
     bool wants_stager() const;
@@ -90,18 +95,15 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     void copied(Block& block);
     void copy_header(Block& block, const Segment& segment, uint64_t begin, uint64_t end);
     void seal_ready_blocks();
+    void submit_ready_blocks();
     void seal(Block& block);
     void patch(Block& block, uint64_t begin, uint64_t end) const;
     void fail(const Failure& failure);
     void on_written(Block& block);
 
     Engine& engine_;
-    const int fd_;
-    const uint64_t file_offset_;
     const std::vector<Segment> segments_;
     const std::vector<Slot> slots_;
-    Backend* const backend_;  // owned by the engine
-    const bool direct_;
     const size_t blocks_held_limit_;
     const unsigned stagers_limit_;
     uint64_t nbytes_ = 0;
@@ -114,6 +116,11 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     std::vector<uint32_t> slot_crcs_;
     size_t next_claim_ = 0;
     size_t next_seal_ = 0;
+    size_t next_submit_ = 0;
+    int fd_ = -1;
+    uint64_t file_offset_ = 0;
+    Backend* backend_ = nullptr;  // owned by the engine; null until write_to()
+    bool direct_ = false;
     unsigned stagers_ = 0;
     size_t blocks_held_ = 0;
     size_t blocks_held_max_ = 0;
@@ -122,7 +129,18 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     Failure failure_;
 };
 
-// A window of verified blocks that moves over a byte range of a file, for one reader at a time.
+// `count` runs of nbytes each in a file, a stride apart, and where in memory they go, also a stride
+// apart.
+struct Run {
+    uint64_t offset;
+    uint64_t address;
+    uint64_t nbytes;
+    uint64_t count;
+    uint64_t offset_stride;
+    uint64_t address_stride;
+};
+
+// A window of verified blocks that moves over a file's wanted blocks, for one reader at a time.
 // Made by Engine::read.
 class ReadStream {
   public:
@@ -131,19 +149,27 @@ class ReadStream {
     // Reading on in order keeps the window full ahead of the reader; reading elsewhere moves the
     // window.
     bool read(std::byte* target, uint64_t offset, uint64_t nbytes);
+    // Copies runs, which lie in wanted blocks; best in file order. False as above.
+    bool read_runs(const std::vector<Run>& runs);
     Failure failure();
     // After read() returned false with failure().error == 0: the first block whose checksum is
     // wrong.
     int64_t corrupt_block();
+    // Bytes of the file that were read so far, or are being read.
+    uint64_t nbytes_read();
     void close();
 
   private:
     friend class Engine;
     struct Block;
     ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-               Backend* backend, bool direct, size_t window_blocks);
+               std::vector<uint32_t> wanted, Backend* backend, bool direct, size_t window_blocks);
+    size_t block_count() const;
+    size_t index_at(size_t place) const;
+    size_t place_of(size_t index) const;
+    const Block* pin(std::unique_lock<std::mutex>& lock, uint64_t offset);
     void move_window(size_t first);
-    void drop(size_t index);
+    void drop(size_t place);
     std::byte* acquire();
     bool drop_last_ready();
     void fill_window();
@@ -156,14 +182,17 @@ class ReadStream {
     Engine& engine_;
     const int fd_;
     const uint64_t nbytes_;
-    const std::vector<uint32_t> crcs_;  // empty: nothing is verified
-    Backend* const backend_;            // owned by the engine
+    const std::vector<uint32_t> crcs_;    // of every block of the file; empty: nothing is verified
+    const std::vector<uint32_t> wanted_;  // blocks to read, ascending; empty: all
+    Backend* const backend_;              // owned by the engine
     const bool direct_;
     const size_t window_blocks_;
 
     // State below is protected by the engine's mutex.
-    std::vector<std::unique_ptr<Block>> blocks_;  // by index; null outside the window
-    size_t window_first_ = 0;
+    // By place, which is the block's number among the wanted ones; null outside the window.
+    std::vector<std::unique_ptr<Block>> blocks_;
+    size_t window_first_ = 0;  // a place
+    uint64_t nbytes_read_ = 0;
     size_t held_ = 0;         // blocks of the arena
     size_t outstanding_ = 0;  // of these, in transfer or being verified
     bool closed_ = false;
@@ -179,20 +208,22 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Starts to stage and write `segments`, whose first byte goes to file_offset. With `direct`,
-    // file_offset is a multiple of 4096 and the last block is padded with zeros to 4096: the caller
-    // cuts the file to its size. At most `blocks_held_limit` blocks of the arena and
-    // `stagers_limit` threads serve the job. The memory of the segments stays valid until
-    // wait_staged() returns true, fd until wait_written() does.
+    // Starts to stage `segments`; WriteJob::write_to() says where they are written. At most
+    // `blocks_held_limit` blocks of the arena and `stagers_limit` threads serve the job. The memory
+    // of the segments stays valid until wait_staged() returns true.
+    std::shared_ptr<WriteJob> stage(std::vector<Segment> segments, std::vector<Slot> slots,
+                                    size_t blocks_held_limit, unsigned stagers_limit);
+    // stage() and write_to() in one.
     std::shared_ptr<WriteJob> write(int fd, uint64_t file_offset, std::vector<Segment> segments,
                                     std::vector<Slot> slots, std::shared_ptr<Backend> backend,
                                     bool direct, size_t blocks_held_limit, unsigned stagers_limit);
 
-    // Starts to read [0, nbytes) of fd; crcs holds the CRC-32 of every block, or is empty. fd stays
-    // open until close().
+    // Starts to read [0, nbytes) of fd; crcs holds the CRC-32 of every block, or is empty; `wanted`
+    // holds the numbers of the blocks that will be asked for, ascending, or is empty for all. fd
+    // stays open until close().
     std::shared_ptr<ReadStream> read(int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-                                     std::shared_ptr<Backend> backend, bool direct,
-                                     size_t window_blocks);
+                                     std::vector<uint32_t> wanted, std::shared_ptr<Backend> backend,
+                                     bool direct, size_t window_blocks);
 
     bool prefault(size_t begin, size_t end, unsigned threads) const {
         return arena_.prefault(begin, end, threads);

@@ -1,5 +1,5 @@
-// ReadStream: keeps a window of blocks ahead of a reader, verifies each against its CRC-32 and
-// copies out what is asked for. See engine.h for the contract; knows no format.
+// ReadStream: keeps a window of wanted blocks ahead of a reader, verifies each against its CRC-32
+// and copies out what is asked for. See engine.h for the contract; knows no format.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -14,6 +14,7 @@ namespace fastckpt {
 
 namespace {
 constexpr uint64_t kDirectAlign = 4096;
+constexpr size_t kPieceBytes = size_t{1} << 20;
 
 // A large target is memory that its owner has just allocated and nobody touched: with huge pages
 // its faults cost a fraction, and they, not the device, would limit a load. Advice only.
@@ -30,7 +31,8 @@ void advise_huge(std::byte* target, uint64_t nbytes) {
 // when it arrives.
 struct ReadStream::Block {
     enum class State : uint8_t { reading, verifying, ready };
-    size_t index = 0;
+    size_t place = 0;
+    uint64_t begin = 0;  // in the file
     uint64_t nbytes = 0;
     std::byte* memory = nullptr;
     State state = State::reading;
@@ -40,18 +42,35 @@ struct ReadStream::Block {
 };
 
 ReadStream::ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-                       Backend* backend, bool direct, size_t window_blocks)
+                       std::vector<uint32_t> wanted, Backend* backend, bool direct,
+                       size_t window_blocks)
     : engine_(engine),
       fd_(fd),
       nbytes_(nbytes),
       crcs_(std::move(crcs)),
+      wanted_(std::move(wanted)),
       backend_(backend),
       direct_(direct),
       window_blocks_(std::max<size_t>(1, window_blocks)) {
-    const size_t block_bytes = engine_.block_bytes();
-    blocks_.resize((nbytes_ + block_bytes - 1) / block_bytes);
+    blocks_.resize(wanted_.empty() ? block_count() : wanted_.size());
     CHECK(fd_ >= 0 && backend_ != nullptr);
-    CHECK(crcs_.empty() || crcs_.size() == blocks_.size());
+    CHECK(crcs_.empty() || crcs_.size() == block_count());
+    for (size_t place = 0; place < wanted_.size(); ++place)
+        CHECK(wanted_[place] < block_count() &&
+              (place == 0 || wanted_[place - 1] < wanted_[place]));
+}
+
+size_t ReadStream::block_count() const {
+    return (nbytes_ + engine_.block_bytes() - 1) / engine_.block_bytes();
+}
+
+size_t ReadStream::index_at(size_t place) const { return wanted_.empty() ? place : wanted_[place]; }
+
+size_t ReadStream::place_of(size_t index) const {
+    if (wanted_.empty()) return index;
+    const auto found = std::lower_bound(wanted_.begin(), wanted_.end(), index);
+    CHECK(found != wanted_.end() && *found == index);
+    return static_cast<size_t>(found - wanted_.begin());
 }
 
 // A stream that was closed may be freed after the engine.
@@ -61,16 +80,17 @@ ReadStream::~ReadStream() {
 
 void ReadStream::fill_window() {
     const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
-    for (size_t index = window_first_; index < end && failure_.error == 0; ++index) {
-        if (blocks_[index] != nullptr) continue;
+    for (size_t place = window_first_; place < end && failure_.error == 0; ++place) {
+        if (blocks_[place] != nullptr) continue;
         std::byte* memory = acquire();
         // The reader waits for the first block: rather than wait for memory that this stream holds
         // itself, give up the block that is needed last.
-        if (memory == nullptr && index == window_first_ && drop_last_ready()) memory = acquire();
+        if (memory == nullptr && place == window_first_ && drop_last_ready()) memory = acquire();
         if (memory == nullptr) return;
         auto block = std::make_unique<Block>();
-        const uint64_t begin = index * engine_.block_bytes();
-        block->index = index;
+        const uint64_t begin = index_at(place) * engine_.block_bytes();
+        block->place = place;
+        block->begin = begin;
         block->memory = memory;
         block->nbytes = std::min<uint64_t>(engine_.block_bytes(), nbytes_ - begin);
         const uint64_t padded = (block->nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
@@ -82,7 +102,8 @@ void ReadStream::fill_window() {
         block->op.direct = direct_;
         Block* raw = block.get();
         block->op.finished = [this, raw](Op&) { on_read(*raw); };
-        blocks_[index] = std::move(block);
+        nbytes_read_ += raw->nbytes;
+        blocks_[place] = std::move(block);
         ++outstanding_;
         ++engine_.ops_outstanding_;
         backend_->submit(&raw->op);
@@ -108,21 +129,22 @@ void ReadStream::on_read(Block& block) {
 
 // Without the mutex: the block is this stager's until it is settled.
 void ReadStream::verify(Block& block) const {
-    block.corrupt = crc32(0, block.memory, block.nbytes) != crcs_[block.index];
+    block.corrupt =
+        crc32(0, block.memory, block.nbytes) != crcs_[block.begin / engine_.block_bytes()];
 }
 
 void ReadStream::settle(Block& block) {
     CHECK(outstanding_ > 0);
     --outstanding_;
     block.state = Block::State::ready;
-    if (block.corrupt && !block.dropped &&
-        (corrupt_block_ < 0 || corrupt_block_ > static_cast<int64_t>(block.index)))
-        corrupt_block_ = static_cast<int64_t>(block.index);
-    if (block.dropped) drop(block.index);
+    const auto index = static_cast<int64_t>(block.begin / engine_.block_bytes());
+    if (block.corrupt && !block.dropped && (corrupt_block_ < 0 || corrupt_block_ > index))
+        corrupt_block_ = index;
+    if (block.dropped) drop(block.place);
 }
 
-void ReadStream::drop(size_t index) {
-    Block* block = blocks_[index].get();
+void ReadStream::drop(size_t place) {
+    Block* block = blocks_[place].get();
     if (block == nullptr) return;
     if (block->state != Block::State::ready) {
         block->dropped = true;
@@ -130,7 +152,7 @@ void ReadStream::drop(size_t index) {
     }
     engine_.arena_.release(block->memory);
     --held_;
-    blocks_[index].reset();
+    blocks_[place].reset();
     engine_.changed_.notify_all();
 }
 
@@ -145,9 +167,9 @@ std::byte* ReadStream::acquire() {
 
 bool ReadStream::drop_last_ready() {
     const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
-    for (size_t index = end; index-- > window_first_;) {
-        if (blocks_[index] == nullptr || blocks_[index]->state != Block::State::ready) continue;
-        drop(index);
+    for (size_t place = end; place-- > window_first_;) {
+        if (blocks_[place] == nullptr || blocks_[place]->state != Block::State::ready) continue;
+        drop(place);
         return true;
     }
     return false;
@@ -155,47 +177,82 @@ bool ReadStream::drop_last_ready() {
 
 void ReadStream::move_window(size_t first) {
     const size_t old_end = std::min(blocks_.size(), window_first_ + window_blocks_);
-    for (size_t index = window_first_; index < old_end; ++index)
-        if (index < first || index >= first + window_blocks_) drop(index);
+    for (size_t place = window_first_; place < old_end; ++place)
+        if (place < first || place >= first + window_blocks_) drop(place);
     window_first_ = first;
     const size_t end = std::min(blocks_.size(), first + window_blocks_);
-    for (size_t index = first; index < end; ++index)
-        if (blocks_[index] != nullptr) blocks_[index]->dropped = false;
+    for (size_t place = first; place < end; ++place)
+        if (blocks_[place] != nullptr) blocks_[place]->dropped = false;
+}
+
+// Moves the window to the block that holds `offset` and waits for it; null on failure. Only the
+// reader moves the window, so the block stays until it pins another.
+const ReadStream::Block* ReadStream::pin(std::unique_lock<std::mutex>& lock, uint64_t offset) {
+    CHECK(!closed_);
+    const size_t place = place_of(offset / engine_.block_bytes());
+    const Block* block = nullptr;
+    move_window(place);
+    engine_.changed_.wait(lock, [&] {
+        // Arena blocks may have come free since: whoever waits asks again.
+        fill_window();
+        block = blocks_[place].get();
+        const bool arrived = block != nullptr && block->state == Block::State::ready;
+        return arrived || failure_.error != 0;
+    });
+    if (failure_.error != 0) return nullptr;
+    if (block->corrupt) {
+        corrupt_block_ = static_cast<int64_t>(block->begin / engine_.block_bytes());
+        return nullptr;
+    }
+    return block;
 }
 
 bool ReadStream::read(std::byte* target, uint64_t offset, uint64_t nbytes) {
-    CHECK(nbytes <= nbytes_ && offset <= nbytes_ - nbytes);
+    const auto address = reinterpret_cast<uint64_t>(target);
+    if (!read_runs({{offset, address, nbytes, 1, 0, 0}})) return false;
+    // A block that was read to its end is given back at once, and the next one is asked for.
     const size_t block_bytes = engine_.block_bytes();
     const uint64_t end = offset + nbytes;
-    advise_huge(target, nbytes);
-    while (offset < end) {
-        const size_t index = offset / block_bytes;
-        Block* block = nullptr;
-        {
-            std::unique_lock lock(engine_.mu_);
-            CHECK(!closed_);
-            move_window(index);
-            engine_.changed_.wait(lock, [&] {
-                // Arena blocks may have come free since: whoever waits asks again.
-                fill_window();
-                block = blocks_[index].get();
-                const bool arrived = block != nullptr && block->state == Block::State::ready;
-                return arrived || failure_.error != 0;
-            });
-            if (failure_.error != 0) return false;
-            if (block->corrupt) {
-                corrupt_block_ = static_cast<int64_t>(index);
-                return false;
-            }
-            // Only this reader moves the window, so the block stays while it is copied.
-            const uint64_t begin = index * block_bytes;
-            const uint64_t n = std::min(end, begin + block->nbytes) - offset;
-            copy_out(lock, target, block->memory + (offset - begin), n);
-            target += n;
-            offset += n;
-            if (offset == begin + block->nbytes && index + 1 < blocks_.size()) {
-                move_window(index + 1);
-                fill_window();
+    if (nbytes == 0 || (end % block_bytes != 0 && end != nbytes_)) return true;
+    std::lock_guard lock(engine_.mu_);
+    const size_t next = place_of((end - 1) / block_bytes) + 1;
+    if (next < blocks_.size()) {
+        move_window(next);
+        fill_window();
+    }
+    return true;
+}
+
+bool ReadStream::read_runs(const std::vector<Run>& runs) {
+    const Block* block = nullptr;
+    for (const Run& run : runs) {
+        if (run.nbytes == 0 || run.count == 0) continue;
+        CHECK(run.nbytes <= nbytes_ && run.offset <= nbytes_ - run.nbytes);
+        CHECK(run.count == 1 ||
+              run.offset_stride <= (nbytes_ - run.nbytes - run.offset) / (run.count - 1));
+        for (uint64_t i = 0; i < run.count; ++i) {
+            uint64_t offset = run.offset + i * run.offset_stride;
+            const uint64_t end = offset + run.nbytes;
+            auto* target = reinterpret_cast<std::byte*>(run.address + i * run.address_stride);
+            if (run.nbytes >= kPieceBytes) advise_huge(target, run.nbytes);
+            while (offset < end) {
+                const bool held = block != nullptr && offset >= block->begin &&
+                                  offset < block->begin + block->nbytes;
+                if (!held) {
+                    std::unique_lock lock(engine_.mu_);
+                    block = pin(lock, offset);
+                    if (block == nullptr) return false;
+                }
+                const uint64_t n = std::min(end, block->begin + block->nbytes) - offset;
+                const std::byte* source = block->memory + (offset - block->begin);
+                if (n < kPieceBytes) {
+                    std::memcpy(target, source, n);
+                } else {
+                    std::unique_lock lock(engine_.mu_);
+                    copy_out(lock, target, source, n);
+                }
+                target += n;
+                offset += n;
             }
         }
     }
@@ -206,12 +263,11 @@ bool ReadStream::read(std::byte* target, uint64_t offset, uint64_t nbytes) {
 // the copy but the page faults of memory that is touched for the first time.
 void ReadStream::copy_out(std::unique_lock<std::mutex>& lock, std::byte* target,
                           const std::byte* source, size_t nbytes) {
-    constexpr size_t kPiece = size_t{1} << 20;
     size_t pieces_left = 0;
-    for (size_t at = 0; at < nbytes; at += kPiece) {
+    for (size_t at = 0; at < nbytes; at += kPieceBytes) {
         ++pieces_left;
         engine_.to_copy_.push_back(
-            {target + at, source + at, std::min(kPiece, nbytes - at), &pieces_left});
+            {target + at, source + at, std::min(kPieceBytes, nbytes - at), &pieces_left});
     }
     if (pieces_left > 1) engine_.changed_.notify_all();
     // Pieces of another reader may come first; somebody then does ours.
@@ -225,6 +281,11 @@ Failure ReadStream::failure() {
     return failure_;
 }
 
+uint64_t ReadStream::nbytes_read() {
+    std::lock_guard lock(engine_.mu_);
+    return nbytes_read_;
+}
+
 int64_t ReadStream::corrupt_block() {
     std::lock_guard lock(engine_.mu_);
     return corrupt_block_;
@@ -234,7 +295,7 @@ void ReadStream::close() {
     std::unique_lock lock(engine_.mu_);
     if (closed_) return;
     closed_ = true;
-    for (size_t index = 0; index < blocks_.size(); ++index) drop(index);
+    for (size_t place = 0; place < blocks_.size(); ++place) drop(place);
     engine_.changed_.notify_all();
     engine_.changed_.wait(lock, [&] { return outstanding_ == 0; });
     CHECK(engine_.streams_open_ > 0);

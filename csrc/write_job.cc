@@ -52,16 +52,11 @@ struct WriteJob::Block {
     }
 };
 
-WriteJob::WriteJob(Engine& engine, int fd, uint64_t file_offset, std::vector<Segment> segments,
-                   std::vector<Slot> slots, Backend* backend, bool direct, size_t blocks_held_limit,
-                   unsigned stagers_limit)
+WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
+                   size_t blocks_held_limit, unsigned stagers_limit)
     : engine_(engine),
-      fd_(fd),
-      file_offset_(file_offset),
       segments_(std::move(segments)),
       slots_(std::move(slots)),
-      backend_(backend),
-      direct_(direct),
       blocks_held_limit_(std::max<size_t>(1, blocks_held_limit)),
       stagers_limit_(std::max(1U, stagers_limit)) {
     check_plan();
@@ -77,14 +72,14 @@ WriteJob::WriteJob(Engine& engine, int fd, uint64_t file_offset, std::vector<Seg
         slot_of_segment_[slots_[i].segment] = static_cast<int64_t>(i);
     }
     // A described segment is copied as it is: it cannot hold the slot of the one before it.
-    for (const Slot& slot : slots_) CHECK(slot_of_segment_[slot.segment + 1] < 0);
+    for (const Slot& slot : slots_)
+        CHECK(slot.segment + 1 == segments_.size() || slot_of_segment_[slot.segment + 1] < 0);
 }
 
 WriteJob::~WriteJob() { CHECK(blocks_held_ == 0); }
 
 void WriteJob::check_plan() const {
-    CHECK(fd_ >= 0 && backend_ != nullptr && !segments_.empty());
-    CHECK(!direct_ || file_offset_ % kDirectAlign == 0);
+    CHECK(!segments_.empty());
     uint64_t expected = 0;
     for (const Segment& segment : segments_) {
         CHECK(segment.offset == expected && segment.nbytes > 0 && segment.address != 0);
@@ -92,12 +87,12 @@ void WriteJob::check_plan() const {
     }
     uint64_t slots_end = 0;
     for (const Slot& slot : slots_) {
+        CHECK(slot.segment < segments_.size() && slot.offset >= slots_end);
+        slots_end = slot.offset + kSlotBytes;
+        if (slot.offset >= expected) continue;  // beyond the image
         CHECK(slot.segment + 1 < segments_.size());
         const Segment& holder = segments_[slot.segment + 1];
-        CHECK(slot.offset >= holder.offset &&
-              slot.offset + kSlotBytes <= holder.offset + holder.nbytes);
-        CHECK(slot.offset >= slots_end);
-        slots_end = slot.offset + kSlotBytes;
+        CHECK(slot.offset >= holder.offset && slots_end <= holder.offset + holder.nbytes);
     }
 }
 
@@ -239,13 +234,38 @@ void WriteJob::seal(Block& block) {
 void WriteJob::seal_ready_blocks() {
     for (; next_seal_ < blocks_.size(); ++next_seal_) {
         Block* block = blocks_[next_seal_].get();
-        if (block == nullptr || block->state != State::copied) return;
-        if (failure_.error != 0) {
+        if (block == nullptr || block->state != State::copied) break;
+        if (failure_.error != 0)
             block->state = State::sealed;
+        else
+            seal(*block);
+    }
+    submit_ready_blocks();
+}
+
+void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend,
+                        bool direct) {
+    std::lock_guard lock(engine_.mu_);
+    CHECK(backend_ == nullptr && backend != nullptr && fd >= 0);
+    CHECK(!direct || file_offset % kDirectAlign == 0);
+    engine_.keep(backend);
+    fd_ = fd;
+    file_offset_ = file_offset;
+    backend_ = backend.get();
+    direct_ = direct;
+    submit_ready_blocks();
+    engine_.changed_.notify_all();
+}
+
+// Hands sealed blocks to the backend, once there is one; frees them if the job failed.
+void WriteJob::submit_ready_blocks() {
+    for (; next_submit_ < next_seal_; ++next_submit_) {
+        Block* block = blocks_[next_submit_].get();
+        if (failure_.error != 0) {
             on_written(*block);
             continue;
         }
-        seal(*block);
+        if (backend_ == nullptr) return;
         const uint64_t nbytes = block->end - block->begin;
         const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
         block->op.kind = Op::Kind::write;
@@ -324,7 +344,8 @@ size_t WriteJob::blocks_held_max() {
 
 void WriteJob::cancel() {
     std::lock_guard lock(engine_.mu_);
-    if (next_claim_ < blocks_.size()) fail({Op::Kind::write, file_offset_, ECANCELED});
+    if (next_submit_ < blocks_.size()) fail({Op::Kind::write, file_offset_, ECANCELED});
+    submit_ready_blocks();
     engine_.changed_.notify_all();
 }
 

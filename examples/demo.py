@@ -1,22 +1,25 @@
-"""What `train_gpt.py --demo` runs: kill a training run in mid-save, resume it, time the saves.
+"""What `train_gpt.py --demo` runs: kill training runs in mid-save, resume them, time the saves.
 
-This file is responsible for running train_gpt.py in subprocesses, for killing one of them while a
-checkpoint is being flushed, and for checking and printing what is left. It must not know how
-fastckpt works: it sees the public functions and the directory in which the files appear.
+This file is responsible for running train_gpt.py and train_fsdp2.py in subprocesses, for killing
+them while a checkpoint is being flushed, and for checking and printing what is left. It must not
+know how fastckpt works: it sees the public functions and the directories in which files appear.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +30,9 @@ import fastckpt
 
 PROGRESS_S = 5.0  # how often a long stage says how far it is
 ATTEMPTS = 20  # runs that may end before one of them is killed in mid-flush
+RANKS, OTHER_RANKS = 2, 3  # of the job that is killed, and of the one that goes on
+RANKS_STEPS, RANKS_SAVE_EVERY = 12, 3
+ROUNDING = 1e-5  # relative: sums over other shares of a batch
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,13 @@ class Plan:
     ballast_mib: int  # constant fp32 values that make the file as big as a bigger model's
     rounds: int  # timed saves of each kind
     gap: int  # steps trained after each timed save
+    ranks_preset: str  # of the jobs of several ranks
 
 
 PLANS = {
-    "tiny": Plan(steps=120, save_every=10, ballast_mib=384, rounds=3, gap=20),
-    "small": Plan(steps=60, save_every=10, ballast_mib=192, rounds=5, gap=10),
-    "demo": Plan(steps=40, save_every=8, ballast_mib=256, rounds=5, gap=4),
+    "tiny": Plan(steps=120, save_every=10, ballast_mib=384, rounds=3, gap=20, ranks_preset="tiny"),
+    "small": Plan(steps=60, save_every=10, ballast_mib=192, rounds=5, gap=10, ranks_preset="small"),
+    "demo": Plan(steps=40, save_every=8, ballast_mib=256, rounds=5, gap=4, ranks_preset="small"),
 }
 
 
@@ -77,21 +84,8 @@ class Demo:
         command = [sys.executable, train_gpt.__file__, "--preset", self.preset]
         command += ["--seed", self.seed, "--ballast", self.plan.ballast_mib]
         command += ["--steps", self.plan.steps, "--path", self.checkpoint, "--loss-log", log]
-        with tempfile.TemporaryFile() as output:
-            process = subprocess.Popen(
-                [str(word) for word in [*command, *options]],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                yield process
-            finally:
-                process.kill()
-                process.wait()
-            if process.returncode not in (0, -signal.SIGKILL):
-                output.seek(0)
-                print(output.read().decode(), file=sys.stderr)
-                sys.exit(f"the training run ended with exit code {process.returncode}")
+        with started([*command, *options]) as process:
+            yield process
 
     def watch(
         self, process: subprocess.Popen[bytes], log: Path, poll_s: float = 0.1
@@ -111,6 +105,27 @@ class Demo:
             for _ in self.watch(process, log):
                 pass
         return losses(log)
+
+
+@contextmanager
+def started(command: list[object], **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of its own, killed if it outlives the block; ends the demonstration if it fails."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            env={**os.environ, **variables},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode not in (0, -signal.SIGKILL):
+            output.seek(0)
+            print(output.read().decode(), file=sys.stderr)
+            sys.exit(f"the training run ended with exit code {process.returncode}")
 
 
 def losses(log: Path) -> dict[int, str]:
@@ -229,6 +244,121 @@ def interoperate(demo: Demo) -> None:
     stock = torch.load(demo.checkpoint, weights_only=True, mmap=True)
     demo.claim(stock["step"] == demo.plan.steps, f"torch.load opens it, step {stock['step']}")
     demo.claim(same(stock, fastckpt.load(demo.checkpoint)), "fastckpt.load gives the same values")
+
+
+@contextmanager
+def job(
+    demo: Demo, ranks: int, log: Path, *options: object
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """train_fsdp2.py on several ranks, each told by torchrun's variables which one it is."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, Path(__file__).with_name("train_fsdp2.py")]
+    command += ["--preset", demo.plan.ranks_preset, "--ballast", demo.plan.ballast_mib]
+    command += ["--seed", demo.seed, "--steps", RANKS_STEPS, "--loss-log", log, *options]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    variables["WORLD_SIZE"] = str(ranks)
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(started(command, **variables, RANK=str(rank), LOCAL_RANK=str(rank)))
+            for rank in range(ranks)
+        ]
+
+
+def run_job(demo: Demo, ranks: int, log: Path, *options: object) -> dict[int, str]:
+    """Runs a job to its end, or until one rank fails, and returns the losses that were logged."""
+    with job(demo, ranks, log, *options) as processes:
+        while any(process.poll() is None for process in processes):
+            if any(process.returncode for process in processes):
+                break
+            time.sleep(0.05)
+    return losses(log)
+
+
+def committed_steps(root: Path) -> list[Path]:
+    """Directories of the steps that were committed, in ascending order."""
+    return sorted(manifest.parent for manifest in root.glob("step-*/manifest.json"))
+
+
+def shards_written(step: Path) -> int:
+    """Bytes of a step's shards that were written."""
+    return sum(bytes_written(path) for path in step.glob("rank-*.safetensors"))
+
+
+def caught_step(root: Path) -> Path | None:
+    """The directory of a step that is well under way, and less than half written."""
+    committed = committed_steps(root)
+    if not committed:
+        return None
+    full = sum(path.stat().st_size for path in committed[-1].glob("rank-*.safetensors"))
+    for step in sorted(set(root.glob("step-*")) - set(committed)):
+        try:
+            if full // 16 < shards_written(step) < full // 2:
+                return step
+        except FileNotFoundError:  # renamed or removed since it was listed
+            continue
+    return None
+
+
+def crash_job(demo: Demo, root: Path) -> Path | None:
+    """Kills all ranks of a job in mid-flush; returns the step's directory that is left behind."""
+    for number in range(ATTEMPTS):
+        shutil.rmtree(root, ignore_errors=True)
+        log = demo.directory / f"killed-ranks-{number}.jsonl"
+        options = ("--every", RANKS_SAVE_EVERY, "--root", root)
+        debris = None
+        with job(demo, RANKS, log, *options) as processes:
+            while all(process.poll() is None for process in processes):
+                if debris := caught_step(root):
+                    # At a stroke: none is to see another one die.
+                    for number_sent in (signal.SIGSTOP, signal.SIGKILL):
+                        for process in processes:
+                            process.send_signal(number_sent)
+                    break
+                time.sleep(0.001)
+        if debris and debris not in committed_steps(root):
+            break
+    else:
+        demo.claim(False, f"a flush was caught in flight in one of {ATTEMPTS} jobs")
+        return None
+    killed = all(process.returncode == -signal.SIGKILL for process in processes)
+    demo.claim(killed, f"{RANKS} ranks killed by SIGKILL after step {max(losses(log))}")
+    lost, kept = step_of(debris), step_of(committed_steps(root)[-1])
+    demo.claim(lost > kept > 0, f"step {lost} was being flushed and is lost, step {kept} is there")
+    return debris
+
+
+def step_of(directory: Path) -> int:
+    return int(directory.name.split("-")[1])
+
+
+def change_ranks(demo: Demo) -> None:
+    """Kills a job whose model is sharded over its ranks, and goes on with more of them."""
+    root = demo.directory / "run"
+    reference = run_job(demo, 1, demo.directory / "one-rank.jsonl", "--every", 0, "--root", root)
+    demo.note(f"{len(reference)} losses of one rank alone, as a reference")
+    debris = crash_job(demo, root)
+    if debris is None:
+        return
+    first = step_of(committed_steps(root)[-1])
+    log = demo.directory / "more-ranks.jsonl"
+    options = ("--every", RANKS_SAVE_EVERY, "--root", root)
+    resumed = run_job(demo, OTHER_RANKS, log, *options)
+    expected = {step: reference[step] for step in range(first, RANKS_STEPS)}
+    near = [
+        step
+        for step in expected.keys() & resumed.keys()
+        if math.isclose(*(float.fromhex(x[step]) for x in (expected, resumed)), rel_tol=ROUNDING)
+    ]
+    last = float.fromhex(resumed.get(max(expected), "nan"))
+    demo.claim(
+        resumed.keys() == expected.keys() and len(near) == len(expected),
+        f"{OTHER_RANKS} ranks went on from step {first}: {len(near)} of {len(expected)} losses, "
+        f"the last {last:.4f}, as without the kill but for rounding",
+    )
+    left = [step for step in root.iterdir() if step not in committed_steps(root)]
+    demo.claim(not left, f"what was left of step {step_of(debris)} was removed")
 
 
 def fsync(path: Path) -> None:
@@ -360,7 +490,9 @@ def run(preset: str, seed: int) -> int:
             resume(demo, reference, debris)
             demo.stage("4. Open the checkpoint with stock PyTorch.")
             interoperate(demo)
-        demo.stage("5. Time the saves, with a warm staging arena.")
+        demo.stage(f"5. Kill {RANKS} ranks that share one model (FSDP2), resume on {OTHER_RANKS}.")
+        change_ranks(demo)
+        demo.stage("6. Time the saves, with a warm staging arena.")
         measure(demo)
         demo.stage(f"{demo.failed} of the claims FAILED." if demo.failed else "Every claim held.")
     return 1 if demo.failed else 0

@@ -34,6 +34,7 @@ class Preset:
     heads: int
     context: int  # bytes of text that the model sees
     batch: int  # windows of text in a step
+    dropout: float = 0.1
 
 
 PRESETS = {
@@ -53,7 +54,10 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            nn.Dropout(preset.dropout),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +80,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(preset.width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
-        x = self.token(text) + self.position(torch.arange(text.shape[1]))
+        x = self.token(text) + self.position(torch.arange(text.shape[1], device=text.device))
         return self.head(self.norm(self.blocks(x)))
 
 

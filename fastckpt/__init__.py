@@ -1,23 +1,31 @@
 """fastckpt: asynchronous checkpoints for PyTorch. The public names, nothing else."""
 
 from fastckpt.api import load, save
+from fastckpt.checkpointer import Checkpointer
 from fastckpt.errors import (
     BackendUnavailable,
     CheckpointError,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
+    PeerFailed,
+    RanksDisagree,
     StagingConflict,
     StorageError,
 )
 from fastckpt.handle import SaveHandle, SaveStats
+from fastckpt.tree import PerRank
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailable",
     "CheckpointError",
+    "Checkpointer",
     "CorruptCheckpoint",
     "IncompatibleCheckpoint",
+    "PeerFailed",
+    "PerRank",
+    "RanksDisagree",
     "SaveHandle",
     "SaveStats",
     "StagingConflict",

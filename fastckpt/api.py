@@ -12,16 +12,20 @@ import operator
 import os
 import pickle
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import IO, Any
 
 import safetensors.torch
 import torch
 
-from fastckpt import pipeline
-from fastckpt.errors import StorageError
+from fastckpt import file_save, pipeline
+from fastckpt.coordinator import TIMEOUT_S
+from fastckpt.errors import RanksDisagree, StorageError
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
-from fastckpt.reader import open_verified
+from fastckpt.reader import VerifiedFile, open_verified
 from fastckpt.staging import BACKENDS, FENCES
 from fastckpt.storage import is_written_through
 
@@ -40,6 +44,8 @@ def save(
     backend: str = "auto",
     durable: bool = True,
     staging_bytes: int | None = None,
+    group: Any = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> SaveHandle:
     """Saves an object as torch.save does, in the background, and commits it atomically.
 
@@ -64,6 +70,13 @@ def save(
         staging_bytes: the most staging memory this save may hold, at least one block of 8 MiB;
         default: the process's budget (half of the memory available at the first save, or
             $FASTCKPT_STAGING_BYTES). A save that needs more waits for its own writes.
+        group: a torch.distributed process group whose ranks all hold the same object and all call
+            save() with the same path; each writes its part of the one file. Storages below 1 MiB
+            and everything that is no tensor are taken from the group's first rank. That names,
+            shapes and dtypes of the tensors are the same is checked, and their contents by samples
+            (64 KiB in all). No collective runs on the group: ranks talk over the job's store. None:
+            this process saves alone, whatever other ranks do.
+        timeout_s: with group, the longest that ranks wait for each other.
 
     Returns:
         A SaveHandle; result() returns its SaveStats when the checkpoint is committed.
@@ -71,59 +84,89 @@ def save(
     Raises:
         Exception: what torch.save raises for an object that cannot be pickled; nothing was written.
         CheckpointError: of an earlier save whose failure nobody asked for. This save was not begun.
-        ValueError, TypeError: an unknown fence or backend; staging_bytes < 1 or no integer.
+        ValueError, TypeError: an unknown fence or backend; staging_bytes < 1 or no integer; a group
+            this process is not in, or with a target or format that torch.save writes, or with
+            DTensors.
+        The handle's result() may raise, with group: RanksDisagree on every rank, naming tensor and
+            ranks; PeerFailed if another rank failed, is missing or saves something else.
     """
     started = time.perf_counter()
+    _check_arguments(fence, backend, staging_bytes, timeout_s)
+    shared = file_save.together(group)
+    current = pipeline.current()
+    if group is None:
+        current.raise_unreported()
+    save_by_torch = partial(
+        torch.save,
+        obj,
+        pickle_module=pickle_module,
+        pickle_protocol=pickle_protocol,
+        _use_new_zipfile_serialization=_use_new_zipfile_serialization,
+        _disable_byteorder_record=_disable_byteorder_record,
+    )
+    if not isinstance(f, str | os.PathLike) or not isinstance(os.fspath(f), str):
+        _refuse_group(group, "to a file-like object")
+        save_by_torch(f)
+        return file_save.finish_stock(SaveHandle("", started))
+    path = _real_path(os.fspath(f))
+    handle = SaveHandle(path, started)
+    if is_written_through(os.fspath(f)):
+        _refuse_group(group, f"to {path!r}, which is no regular file")
+        save_by_torch(f)
+        return file_save.finish_stock(handle)
+    if pickle_module is not pickle:
+        torch.save(None, io.BytesIO(), pickle_module, pickle_protocol)  # refused as torch does
+    if not _use_new_zipfile_serialization:
+        _refuse_group(group, "in torch's legacy format")
+        return file_save.save_stock(current, save_by_torch, handle, durable)
+    agreement = shared.coordinator.begin(f"save to {path!r}", timeout_s)
+    try:
+        current.raise_unreported()  # with a group only now, when the other ranks hear of it
+        captured = torch_pickle.capture(
+            obj, pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step"
+        )
+        members = None if group is None else shared
+        plan = file_save.Plan(captured, obj, members, keep=fence == "step")
+    except torch_pickle.SkipData:
+        _refuse_group(group, "under skip_data()")
+        return file_save.save_stock(current, save_by_torch, handle, durable)
+    except BaseException as error:
+        agreement.fail(error)  # the other ranks need not wait for this one
+        agreement.close()
+        raise
+    job = file_save.FileSave(
+        handle,
+        agreement,
+        plan,
+        fence=fence,
+        backend=backend,
+        durable=durable,
+        staging_bytes=staging_bytes,
+    )
+    del captured, plan
+    return current.save(job)
+
+
+def _check_arguments(fence: str, backend: str, staging_bytes: int | None, timeout_s: float) -> None:
     if fence not in FENCES:
         raise ValueError(f"fence is {fence!r}, must be one of {FENCES}")
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}, must be one of {BACKENDS}")
     if staging_bytes is not None and operator.index(staging_bytes) < 1:
         raise ValueError(f"staging_bytes is {staging_bytes}, must be at least 1")
-    current = pipeline.current()
-    current.raise_unreported()
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
 
-    def save_by_torch(target: Any) -> None:
-        torch.save(
-            obj,
-            target,
-            pickle_module,
-            pickle_protocol,
-            _use_new_zipfile_serialization,
-            _disable_byteorder_record,
-        )
 
-    if not isinstance(f, str | os.PathLike) or not isinstance(os.fspath(f), str):
-        save_by_torch(f)
-        return pipeline.finish_stock(SaveHandle("", started))
-    path = os.path.realpath(f)
-    if os.fspath(f).endswith(os.sep):
-        path = os.path.join(path, "")  # realpath drops the claim to be a directory
-    handle = SaveHandle(path, started)
-    if is_written_through(os.fspath(f)):
-        save_by_torch(f)
-        return pipeline.finish_stock(handle)
-    if pickle_module is not pickle:
-        torch.save(None, io.BytesIO(), pickle_module, pickle_protocol)  # refused as torch does
-    if not _use_new_zipfile_serialization:
-        return pipeline.save_stock(current, save_by_torch, handle, durable)
-    try:
-        captured = torch_pickle.capture(
-            obj, pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step"
-        )
-    except torch_pickle.SkipData:
-        return pipeline.save_stock(current, save_by_torch, handle, durable)
-    job = pipeline.Save(
-        handle,
-        captured,
-        obj if fence == "step" else None,
-        fence=fence,
-        backend=backend,
-        durable=durable,
-        staging_bytes=staging_bytes,
-    )
-    del captured
-    return current.save(job)
+def _real_path(path: str) -> str:
+    real = os.path.realpath(path)
+    # realpath drops the claim to be a directory
+    return os.path.join(real, "") if path.endswith(os.sep) else real
+
+
+def _refuse_group(group: Any, what: str) -> None:
+    if group is not None:
+        raise ValueError(f"group: several ranks cannot save together {what}")
 
 
 def load(
@@ -134,6 +177,8 @@ def load(
     weights_only: bool | None = None,
     mmap: bool | None = None,
     verify: bool = True,
+    group: Any = None,
+    timeout_s: float = TIMEOUT_S,
     **pickle_load_args: Any,
 ) -> Any:
     """Loads what fastckpt.save, torch.save or safetensors wrote, with torch.load's semantics.
@@ -147,6 +192,11 @@ def load(
             its defaults and environment switches. With mmap=True the file is read once to verify it
             and then mapped; pass verify=False to map without reading.
         verify: check the checksums of a file that fastckpt wrote.
+        group: a torch.distributed process group whose ranks all load this file: each reads a share
+            of it and they broadcast the blocks over the group, which nothing else may use
+            meanwhile. Not with mmap=True, or a file-like object.
+        timeout_s: with group, the longest that ranks wait for each other to begin; from then on the
+            group's own timeout applies.
 
     Returns:
         The object.
@@ -155,6 +205,7 @@ def load(
         CorruptCheckpoint: the file is damaged or truncated; the message names the record.
         IncompatibleCheckpoint: a newer fastckpt wrote it.
         StorageError: a read failed.
+        PeerFailed, RanksDisagree: with group, another rank failed, or found another file.
         Exception: what torch.load raises, for the same reasons.
     """
 
@@ -172,6 +223,11 @@ def load(
             **pickle_load_args,
         )
 
+    maps = mmap if mmap is not None else _mmap_is_default()
+    if group is not None:
+        if mmap or not isinstance(f, str | os.PathLike):
+            raise ValueError("group: ranks cannot load together with mmap, or a file-like object")
+        return _load_together(f, load_by_torch, verify, group, timeout_s)
     opened = _open_regular(f)
     if opened is None:
         return load_by_torch(f)
@@ -182,27 +238,66 @@ def load(
         if file is None:
             return load_by_torch(f)
         with file:
-            if mmap if mmap is not None else _mmap_is_default():
-                if not verify or not isinstance(f, str | os.PathLike):
-                    return load_by_torch(f)
-                file.verify_all()
-                # By descriptor: a save may commit another file under the path in between.
-                return load_by_torch(f"/proc/self/fd/{fd}")
-            # torch reads from `file` what it would read from f, and leaves both at the same place.
-            try:
-                obj = load_by_torch(file)
-            except Exception:
-                if file.error is not None:  # torch's reader may have put another error in its place
-                    raise file.error from None
-                raise
-            if file.error is not None:
-                raise file.error
-            if not isinstance(f, str | os.PathLike):
-                f.seek(file.tell())
-            file.verify_end()
-            return obj
+            if not maps:
+                return _load_verified(f, file, load_by_torch)
+            if not verify or not isinstance(f, str | os.PathLike):
+                return load_by_torch(f)
+            file.verify_all()
+            # By descriptor: a save may commit another file under the path in between.
+            return load_by_torch(f"/proc/self/fd/{fd}")
     finally:
         current.storage.close(fd)
+
+
+def _load_verified(f: Any, file: VerifiedFile, load_by_torch: Callable[[Any], Any]) -> Any:
+    """Lets torch read from `file` what it would read from f, and leaves both at the same place."""
+    try:
+        obj = load_by_torch(file)
+    except Exception:
+        if file.error is not None:  # torch's reader may have put another error in its place
+            raise file.error from None
+        raise
+    if file.error is not None:
+        raise file.error
+    if not isinstance(f, str | os.PathLike):
+        f.seek(file.tell())
+    file.verify_end()
+    return obj
+
+
+def _load_together(
+    f: str | os.PathLike[str],
+    load_by_torch: Callable[[Any], Any],
+    verify: bool,
+    group: Any,
+    timeout_s: float,
+) -> Any:
+    """Loads a file on all ranks of a group at once."""
+    current = pipeline.current()
+    path = os.path.realpath(f)
+    agreement = file_save.together(group).coordinator.begin(f"load of {path!r}", timeout_s)
+    with ExitStack() as stack:
+        stack.callback(agreement.close)
+        file: VerifiedFile | None = None
+        try:
+            opened = _open_regular(f)
+            if opened is not None:
+                stack.callback(current.storage.close, opened[0])
+                file = open_verified(current.storage, current.staging, *opened, verify, group)
+            found = b"none of fastckpt's" if file is None else f"{file.closing_crc:08x}".encode()
+            differing = agreement.same("file", found, lambda: found)
+            if differing is not None:
+                told = "; ".join(f"ranks {ranks}: {text.decode()}" for ranks, text in differing)
+                raise RanksDisagree(f"ranks found different files at {path!r}: {told}")
+        except BaseException as error:
+            agreement.fail(error)
+            if file is not None:
+                file.abandon()
+            raise
+        if file is None:
+            return load_by_torch(f)
+        with file:
+            return _load_verified(f, file, load_by_torch)
 
 
 def _open_regular(f: Any) -> tuple[int, str] | None:

@@ -1,19 +1,25 @@
 """Making a written file visible, and removing what dead processes left behind.
 
-Responsible for the names of temporaries and for the order rename / directory sync. It must not know
-what the file contains or how it was written.
+Responsible for temporaries and their names, and for the order sync / rename / directory sync. It
+must not know what the file contains or how it was written.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
+import logging
 import os
 import re
 import socket
-from contextlib import suppress
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from fastckpt.storage import Storage, reported
+
+log = logging.getLogger("fastckpt")
 
 _NAME_BYTES_MAX = 150  # leaves room for the suffix below within the 255 bytes of a directory entry
 _SUFFIX = re.compile(r"\.(?P<host>[^.]*)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z")
@@ -45,6 +51,27 @@ def temporary_path(path: str) -> str:
     pid = os.getpid()
     suffix = f".{_host()}-{pid}-{_started(pid) or 0}-{next(_numbers)}.tmp"
     return os.path.join(os.path.dirname(path), _prefix(path) + suffix)
+
+
+def temporaries(storage: Storage, path: str) -> list[str]:
+    """Temporaries of saves to path, whoever made them."""
+    directory, prefix = os.path.dirname(path), _prefix(path)
+    try:
+        names = storage.names(directory)
+    except OSError:
+        return []
+    found = ((name, _SUFFIX.search(name)) for name in names)
+    return [
+        os.path.join(directory, name)
+        for name, match in found
+        if match is not None and name[: match.start()] == prefix
+    ]
+
+
+def is_of_this_host(temporary: str) -> bool:
+    """Whether a temporary's name says that a process of this host made it."""
+    match = _SUFFIX.search(os.path.basename(temporary))
+    return match is not None and match["host"] == _host()
 
 
 def remove_debris(storage: Storage, path: str) -> list[str]:
@@ -81,6 +108,68 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
         finally:
             storage.close(fd)
     return removed
+
+
+@contextmanager
+def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
+    """A new locked file beside path, as (descriptor, name), which the body writes and renames.
+
+    The descriptor, and with it the lock, is kept until then. The file is removed if the body fails.
+
+    Raises:
+        StorageError: path is a directory, or its directory is missing, full or not writable.
+    """
+    with reported("open", path):
+        replaced = storage.status(path)
+        is_file = replaced is None or stat.S_ISREG(replaced.st_mode)
+        if not is_file or not os.path.basename(path):
+            raise IsADirectoryError(errno.EISDIR, "not a regular file")
+        remove_debris(storage, path)
+        name = temporary_path(path)
+        # Nobody may read it who may not read what it replaces; the other ranks may open it.
+        mode = 0o666 if replaced is None else stat.S_IMODE(replaced.st_mode) | 0o600
+        fd = storage.create(name, mode)
+    try:
+        storage.lock(fd)
+        yield fd, name
+    except BaseException:
+        try:
+            storage.remove(name)
+        except OSError:
+            # Gone by the rename, or left for the next save to remove: the first error counts.
+            pass
+        raise
+    finally:
+        close_quietly(storage, fd)
+
+
+def settle(storage: Storage, fd: int, path: str, durable: bool) -> None:
+    """Makes sure that what was written has arrived: on the device, or else with the file system."""
+    with reported("sync" if durable else "flush", path):
+        (storage.sync if durable else storage.flush)(fd)
+
+
+def close_quietly(storage: Storage, fd: int) -> None:
+    """Closes a file whose content has settled or no longer matters: no error means a loss."""
+    try:
+        storage.close(fd)
+    except OSError as error:
+        log.warning("close failed: %s", error)
+
+
+def take_permissions(storage: Storage, fd: int, temporary: str, path: str) -> None:
+    """Gives a temporary, open as fd, the permissions of the file it will replace, if there is one.
+
+    Call it when no rank has to open the temporary any more: it may become read-only.
+
+    Raises:
+        StorageError: of op "open" or "set mode".
+    """
+    with reported("open", path):
+        replaced = storage.status(path)
+    if replaced is not None:
+        with reported("set mode", temporary):
+            storage.set_owner_and_mode(fd, replaced)
 
 
 def publish(storage: Storage, temporary: str, path: str, durable: bool) -> int | None:

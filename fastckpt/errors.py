@@ -70,5 +70,27 @@ class StagingConflict(CheckpointError):
     """A tensor was changed while a step-fence save was still copying it. Nothing was committed."""
 
 
+class PeerFailed(CheckpointError):
+    """Another rank failed, is missing or went away, so nobody committed this checkpoint.
+
+    Attributes:
+        ranks: the ranks concerned, as far as known.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[PeerFailed], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
+
+
+class RanksDisagree(CheckpointError):
+    """Ranks that should save the same state do not; raised on every rank, nothing was committed.
+
+    The message names the tensor and the ranks.
+    """
+
+
 class BackendUnavailable(CheckpointError):
     """The backend that was asked for by name does not work here; the message says why."""

@@ -6,7 +6,7 @@ are copied or what happens to the save.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -14,19 +14,21 @@ from fastckpt.errors import StagingConflict
 from fastckpt.formats.torch_pickle import SMALL_BYTES
 
 
-def check_unchanged(tensors: Iterable[tuple[torch.Tensor, int]], obj: object) -> None:
+def check_unchanged(
+    tensors: Iterable[tuple[torch.Tensor, int]], obj: object, copied_nbytes: int = SMALL_BYTES
+) -> None:
     """Compares version counters with those noted before copying (torch.Tensor._version).
 
     Args:
         tensors: tensors and their version counters when they were captured.
         obj: what was saved; used to name a tensor.
+        copied_nbytes: storages up to this size were copied before save() returned: they may change.
 
     Raises:
-        StagingConflict: a tensor was changed in place meanwhile. Small ones may: they were copied
-            before save() returned.
+        StagingConflict: a tensor was changed in place meanwhile.
     """
     for tensor, version in tensors:
-        if tensor._version != version and not _is_small(tensor):
+        if tensor._version != version and not _is_copied(tensor, copied_nbytes):
             raise StagingConflict(
                 f"{name_of(tensor, obj)} was changed in place before the save had copied it, so "
                 "that checkpoint was not committed: update it in an optimizer step, call "
@@ -34,25 +36,27 @@ def check_unchanged(tensors: Iterable[tuple[torch.Tensor, int]], obj: object) ->
             )
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
+def _is_copied(tensor: torch.Tensor, copied_nbytes: int) -> bool:
     try:
-        return tensor.untyped_storage().nbytes() <= SMALL_BYTES
+        return tensor.untyped_storage().nbytes() <= copied_nbytes
     except (NotImplementedError, RuntimeError):
         return False  # sparse and other tensors without a storage of their own
 
 
-def name_of(tensor: torch.Tensor, obj: object) -> str:
-    """Where a tensor stands in a nest of dicts, lists and modules, as "obj['model'].weight"."""
+def named_tensors(obj: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a nest of dicts, lists, modules and other objects, each once, with names as
+    "obj['model'].weight". Equal nests give equal names in equal order.
+    """
     seen: set[int] = set()
     pending: list[tuple[str, object]] = [("obj", obj)]
     while pending:
         name, value = pending.pop()
-        if value is tensor:
-            return f"tensor {name}"
-        if id(value) in seen:
+        if isinstance(value, _LEAVES) or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, dict):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, dict):
             pending += [(f"{name}[{key!r}]", item) for key, item in value.items()]
         elif isinstance(value, list | tuple):
             pending += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
@@ -61,4 +65,14 @@ def name_of(tensor: torch.Tensor, obj: object) -> str:
             pending += [(f"{name}.{key}", item) for key, item in value.named_parameters()]
         elif hasattr(value, "__dict__"):
             pending.append((name, vars(value)))
+
+
+_LEAVES = (str, bytes, int, float, bool, type(None), type, torch.dtype)
+
+
+def name_of(tensor: torch.Tensor, obj: object) -> str:
+    """Where a tensor stands in obj, as "tensor obj['model'].weight"."""
+    for name, value in named_tensors(obj):
+        if value is tensor:
+            return f"tensor {name}"
     return f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"

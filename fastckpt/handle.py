@@ -112,6 +112,10 @@ class SaveHandle(Future[SaveStats]):
         """Seconds since save() was called."""
         return time.perf_counter() - self._started
 
+    def is_staged(self) -> bool:
+        """Whether the object is no longer read."""
+        return self._staged.is_set()
+
     def mark_staged(self) -> None:
         """Called once by the save: the object is no longer read."""
         if not self._staged.is_set():

@@ -36,9 +36,9 @@ class Slot(NamedTuple):
 class Image:
     """The bytes of one file: a body copied from memory, and a tail that depends on its checksums.
 
-    The body covers [0, body_nbytes) by segments in order and without gaps; body_nbytes is a
-    multiple of PAGE_BYTES, so that body and tail can be written independently with O_DIRECT. The
-    tail follows. Segments and slots are columns of uint64 (three and two a row): a checkpoint may
+    The body covers [0, body_nbytes) by segments in order and without gaps; where a tail follows,
+    body_nbytes is a multiple of PAGE_BYTES, so that both can be written independently with
+    O_DIRECT. Segments and slots are columns of uint64 (three and two a row): a checkpoint may
     have 10^5 of them.
 
     Attributes:

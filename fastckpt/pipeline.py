@@ -1,38 +1,33 @@
-"""The one save path and the one load path.
+"""The saves in flight of one process.
 
     save: object -> capture (pickle) -> layout (image) -> stage and write (blocks) -> commit
     load: file -> parse (index) -> read and verify (blocks) -> torch.load over the verified bytes
 
-Responsible for the order of these stages, for the saves in flight and for their errors. It must not
-know the bytes of a format, how a block moves, or how a file system is spoken to.
+Responsible for beginning saves on threads of their own, for their order, their errors, and for what
+happens to them at exit and after a fork. It must not know what a save writes: that is its Job's.
 """
 
 from __future__ import annotations
 
 import atexit
 import errno
-import logging
 import os
-import stat
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import IO
+from collections.abc import Callable
 
-from fastckpt import commit
-from fastckpt.errors import CheckpointError
-from fastckpt.fence import check_unchanged
-from fastckpt.formats import torch_pickle, torch_zip
+from fastckpt.coordinator import Round
+from fastckpt.errors import CheckpointError, PeerFailed
 from fastckpt.handle import SaveHandle
-from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
-from fastckpt.staging import Staging, Transfer, stager_count
-from fastckpt.storage import Storage, reported
-
-log = logging.getLogger("fastckpt")
+from fastckpt.staging import Staging
+from fastckpt.storage import Storage
+from fastckpt.transfer import Transfer
 
 IN_FLIGHT_MAX = 16
+_HEAD_START_S = 0.001
+_POLL_S, _POLL_MAX_S = 0.001, 1.0
 _FREEING_S = 60.0  # longest wait for the blocks of replaced files
 
 
@@ -51,10 +46,10 @@ class Pipeline:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         # State below is protected by _lock.
-        self._in_flight: list[SaveHandle] = []  # in the order of save()
+        self._in_flight: list[tuple[str, SaveHandle]] = []  # with its lane, in the order of save()
         self._failed: list[SaveHandle] = []  # not yet known to have been asked for
 
-    def save(self, job: Save) -> SaveHandle:
+    def save(self, job: Job) -> SaveHandle:
         """Sends a save on its way; returns when its fence allows."""
         handle = job.handle
         if _exited and threading.current_thread() is not threading.main_thread():
@@ -62,8 +57,8 @@ class Pipeline:
         self._slots.acquire()
         try:
             with self._lock:
-                job.previous = self._pending(handle.path)
-                self._in_flight.append(handle)
+                job.previous = self._pending(job.lane)
+                self._in_flight.append((job.lane, handle))
             if job.fence == "step":
                 self.staging.fence_next_step(handle)
             started = self._started(job)
@@ -84,7 +79,7 @@ class Pipeline:
         handle.stats.stall_s = handle.elapsed_s()
         return handle
 
-    def _started(self, job: Save) -> bool:
+    def _started(self, job: Job) -> bool:
         if _exited:
             return False
         name = f"fastckpt-save-{os.path.basename(job.handle.path)}"
@@ -94,17 +89,21 @@ class Pipeline:
             return False
         return True
 
-    def _claimed(self, job: Save) -> bool:
+    def _claimed(self, job: Job) -> bool:
         """Whether the caller is the one, of its thread and an interrupted save(), to finish it."""
         with self._lock:
             claimed, job.begun = not job.begun, True
         return claimed
 
-    def _run(self, job: Save) -> None:
+    def _run(self, job: Job) -> None:
+        if job.fence == "step":
+            # The caller, who waits for nothing else, would wait for the GIL while an image is laid
+            # out.
+            time.sleep(_HEAD_START_S)
         if self._claimed(job):
             self._finish(job, job.run(self))
 
-    def _finish(self, job: Save, error: BaseException | None) -> None:
+    def _finish(self, job: Job, error: BaseException | None) -> None:
         handle = job.handle
         with self._lock:
             if error is not None:
@@ -117,27 +116,31 @@ class Pipeline:
                 handle.set_result(handle.stats)
             else:
                 handle.set_exception(error)
-            if job.replaced is not None:
-                close_quietly(self.storage, job.replaced)
+            job.end(self)
             if error is None:
                 self.staging.warm(job.staging_nbytes)
         finally:
             with self._changed:
-                if handle in self._in_flight:
-                    self._in_flight.remove(handle)
+                if (job.lane, handle) in self._in_flight:
+                    self._in_flight.remove((job.lane, handle))
                 self._changed.notify_all()
 
-    def _pending(self, path: str) -> SaveHandle | None:
-        return next((h for h in reversed(self._in_flight) if h.path == path), None)
+    def _pending(self, lane: str) -> SaveHandle | None:
+        return next((h for other, h in reversed(self._in_flight) if other == lane), None)
 
-    def wait_for(self, path: str) -> None:
-        """Waits for the saves to this path that are in flight; a failure is their handles' to
-        report.
+    def wait_for(self, lane: str, *, ended: bool = False) -> None:
+        """Waits for the saves of this lane (one file: its path) that are in flight; a failure is
+        their handles' to report.
+
+        With `ended` also for what they still do afterwards, within reason.
         """
         with self._lock:
-            pending = self._pending(path)
+            pending = self._pending(lane)
         if pending is not None:
             pending.wait_done()
+        if ended:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending(lane) is None, _FREEING_S)
 
     def raise_unreported(self) -> None:
         """Raises the first error of an earlier save that nobody has asked for; then it counts as
@@ -157,7 +160,7 @@ class Pipeline:
     def allocate(self, fd: int, nbytes: int) -> None:
         """Allocates; if the space is short, first lets committed saves free what they replaced."""
         with self._lock:  # before trying: what is freed from now on may be what was short
-            others = list(self._in_flight)
+            others = [handle for _lane, handle in self._in_flight]
         try:
             self.storage.allocate(fd, nbytes)
         except OSError as error:
@@ -166,7 +169,8 @@ class Pipeline:
                 if error.errno != errno.ENOSPC or not freeing:
                     raise
                 self._changed.wait_for(
-                    lambda: not any(handle in self._in_flight for handle in freeing), _FREEING_S
+                    lambda: not any(handle in freeing for _lane, handle in self._in_flight),
+                    _FREEING_S,
                 )
             self.storage.allocate(fd, nbytes)
 
@@ -181,172 +185,99 @@ class Pipeline:
         self.staging.close()
 
 
-@contextmanager
-def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
-    """A new locked file beside path, as (descriptor, name), which the body writes and renames.
-
-    The descriptor, and with it the lock, is kept until then. The file is removed if the body fails.
-
-    Raises:
-        StorageError: path is a directory, or its directory is missing, full or not writable.
-    """
-    with reported("open", path):
-        replaced = storage.status(path)
-        is_file = replaced is None or stat.S_ISREG(replaced.st_mode)
-        if not is_file or not os.path.basename(path):
-            raise IsADirectoryError(errno.EISDIR, "not a regular file")
-        commit.remove_debris(storage, path)
-        name = commit.temporary_path(path)
-        fd = storage.create(name, 0o666)
-    try:
-        storage.lock(fd)
-        if replaced is not None:
-            with reported("set mode", name):
-                storage.set_owner_and_mode(fd, replaced)
-        yield fd, name
-    except BaseException:
-        try:
-            storage.remove(name)
-        except OSError:
-            # Gone by the rename, or left for the next save to remove: the first error counts.
-            pass
-        raise
-    finally:
-        close_quietly(storage, fd)
-
-
-def settle(storage: Storage, fd: int, path: str, durable: bool) -> None:
-    """Makes sure that what was written has arrived: on the device, or else with the file system."""
-    with reported("sync" if durable else "flush", path):
-        (storage.sync if durable else storage.flush)(fd)
-
-
-def close_quietly(storage: Storage, fd: int) -> None:
-    """Closes a file whose content has settled or no longer matters: no error means a loss."""
-    try:
-        storage.close(fd)
-    except OSError as error:
-        log.warning("close failed: %s", error)
-
-
-class Save:
-    """One save: what to write, where, and how. run() does all of it on the thread it is called on.
+class Job:
+    """One save of this process. A subclass says in commit() what is written, where, and how.
 
     Args:
         handle: tells the path and takes the clocks; its result is set by the pipeline.
-        captured: what was pickled.
-        obj: held until staged, to name a tensor that changed too early.
-        fence, backend, durable, staging_bytes: as fastckpt.save's.
+        agreement: this save's round with the other ranks; of one rank where there are none.
+        fence: "call" or "step".
+        lane: saves of one lane commit in the order of their beginning.
     """
 
-    def __init__(
-        self,
-        handle: SaveHandle,
-        captured: torch_pickle.Capture,
-        obj: object,
-        *,
-        fence: str,
-        backend: str,
-        durable: bool,
-        staging_bytes: int | None,
-    ) -> None:
+    def __init__(self, handle: SaveHandle, agreement: Round, *, fence: str, lane: str) -> None:
         self.handle = handle
-        self.captured: torch_pickle.Capture | None = captured
-        self.obj: object = obj
+        self.agreement = agreement
         self.fence = fence
-        self.backend = backend
-        self.durable = durable
-        self.staging_bytes = staging_bytes
+        self.lane = lane
         self.previous: SaveHandle | None = None
-        self.replaced: int | None = None
         self.begun = False  # guarded by the pipeline's lock
         self.staging_nbytes = 0  # what it would have used of the arena, had all pages been there
+        self.may_be_visible = False  # for all that is known here; not if the agreement failed
+
+    def commit(self, pipeline: Pipeline) -> None:
+        """Writes and commits, or raises having removed what was begun."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Drops every reference to what was saved."""
+        raise NotImplementedError
+
+    def end(self, pipeline: Pipeline) -> None:
+        """What is left to do when the result has been told."""
+        self.agreement.close()
 
     def run(self, pipeline: Pipeline) -> BaseException | None:
-        """Writes and commits. Returns the error that prevented it, having removed the temporary."""
-        storage, path = pipeline.storage, self.handle.path
+        """All of it, on the thread it is called on. Returns the error that prevented the commit."""
         try:
-            with temporary(storage, path) as (fd, name):
-                self._write(pipeline, fd)
-                settle(storage, fd, path, self.durable)
-                if self.previous is not None:
-                    self.previous.wait_done()
-                self.replaced = commit.publish(storage, name, path, self.durable)
+            self.commit(pipeline)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the state
+            self.agreement.fail(error)
             return error
         finally:
-            self.captured = self.obj = self.previous = None
+            self.release()
+            self.previous = None
         return None
 
-    def _write(self, pipeline: Pipeline, fd: int) -> None:
-        """Moves the whole image into fd and checks that all of it arrived."""
-        storage, staging, path = pipeline.storage, pipeline.staging, self.handle.path
-        assert self.captured is not None
-        image, tensors = torch_zip.layout(self.captured), self.captured.tensors
-        self.captured = None
-        stats, nbytes = self.handle.stats, image.nbytes
-        stats.nbytes = nbytes
-        route = staging.route(fd, path, self.backend, writing=True)
-        stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
-        with reported("allocate", path):
-            pipeline.allocate(fd, -(-nbytes // PAGE_BYTES) * PAGE_BYTES if route.direct else nbytes)
-        # With the step fence one CPU is left to the training that goes on meanwhile.
-        stagers = stager_count() - (self.fence == "step")
-        limit = staging.blocks_limit(self.staging_bytes)
-        self.staging_nbytes = min(limit, block_count(nbytes, BLOCK_BYTES) + 1) * BLOCK_BYTES
-        with Transfer(staging, fd, path, route) as transfer:
-            # One block of the budget is the tail's, which is staged before the body is written.
-            transfer.start(image, 0, max(1, limit - 1), stagers)
-            transfer.wait_staged()
-            check_unchanged(tensors, self.obj)
-            tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
-            body_nbytes = image.body_nbytes
-            tensors.clear()  # the pickler's class refers to this list, in a circle
-            del image, tensors
-            self.obj = None
-            self.handle.mark_staged()
-            if limit == 1:
-                transfer.wait_written()
-            transfer.start(Image.of_bytes(tail), body_nbytes, 1, 1)
-            transfer.wait_written()
-            stats.staged_bytes_max = min(transfer.staged_bytes_max(), limit * BLOCK_BYTES)
-        stats.written_s = self.handle.elapsed_s()
-        if route.direct:
-            with reported("truncate", path):
-                storage.truncate(fd, nbytes)
-        with reported("write", path):
-            assert storage.size(fd) == nbytes, "the file is not as long as its image"
+    def while_staging(
+        self, transfer: Transfer, staged: Callable[[Transfer], None], key: str
+    ) -> bytes:
+        """Waits for the first rank's record; calls `staged` if staging is over before it is there,
+        so that a caller who waits for no more than staging need not wait for another rank.
+        """
+        delay_s = _POLL_S
+        while delay_s < _POLL_MAX_S:
+            record = self.agreement.poll(key)
+            if record is not None:
+                return record
+            if transfer.staged(delay_s):
+                staged(transfer)
+                break
+            delay_s *= 1.5
+        return self.agreement.get(key)
 
+    def conclude(self, record: bytes, publish: Callable[[list[bytes]], None]) -> None:
+        """Commits once every rank is done, or nowhere: the same outcome on every rank.
 
-def save_stock(
-    pipeline: Pipeline, write: Callable[[IO[bytes]], None], handle: SaveHandle, durable: bool
-) -> SaveHandle:
-    """Lets another library write the file now, with our commit around it. Raises what `write`
-    raises.
-    """
-    storage = pipeline.storage
-    pipeline.wait_for(handle.path)
-    with temporary(storage, handle.path) as (fd, name):
-        with os.fdopen(os.dup(fd), "wb") as file:
-            write(file)
-        handle.mark_staged()
-        handle.stats.written_s = handle.elapsed_s()
-        handle.stats.nbytes = storage.size(fd)
-        settle(storage, fd, handle.path, durable)
-        replaced = commit.publish(storage, name, handle.path, durable)
-    if replaced is not None:
-        close_quietly(storage, replaced)
-    return finish_stock(handle)
+        Args:
+            record: what this rank tells the first one, whose bytes are durable by now.
+            publish: makes the checkpoint visible; called on the first rank, with all records.
 
-
-def finish_stock(handle: SaveHandle) -> SaveHandle:
-    """Completes the handle of a save that torch.save did by itself before returning."""
-    handle.mark_staged()
-    handle.stats.backend, handle.stats.why = "stock", "written by torch.save itself"
-    handle.stats.stall_s = handle.stats.committed_s = handle.elapsed_s()
-    handle.set_result(handle.stats)
-    return handle
+        Raises:
+            PeerFailed: another rank failed or is missing.
+        """
+        agreement = self.agreement
+        self.may_be_visible = agreement.rank != 0
+        agreement.put("done", record)
+        if agreement.rank != 0:
+            failure = agreement.get("outcome")
+            self.may_be_visible = not failure
+            if failure:
+                raise PeerFailed(failure.decode(errors="replace"), (0,))
+            return
+        records = agreement.gather("done")
+        if self.previous is not None:
+            self.previous.wait_done()
+        agreement.decide()
+        try:
+            publish(records)
+        except BaseException as error:
+            text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
+            agreement.put("outcome", text.encode())
+            raise
+        self.may_be_visible = True
+        agreement.put("outcome", b"")
 
 
 _lock = threading.Lock()

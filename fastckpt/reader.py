@@ -12,10 +12,17 @@ import os
 import struct
 from typing import Any
 
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    PeerFailed,
+    StorageError,
+)
+from fastckpt.exchange import Exchange
 from fastckpt.formats import torch_zip
 from fastckpt.image import Index
-from fastckpt.staging import Staging
+from fastckpt.staging import ReadStream, Staging
 from fastckpt.storage import Storage, reported
 
 _SCRATCH_BYTES = 1 << 20
@@ -29,7 +36,7 @@ class VerifiedFile(io.RawIOBase):
     """
 
     def __init__(
-        self, storage: Storage, staging: Staging, fd: int, path: str, index: Index, verify: bool
+        self, storage: Storage, fd: int, path: str, index: Index, stream: ReadStream | Exchange
     ) -> None:
         super().__init__()
         self.error: CheckpointError | None = None
@@ -39,9 +46,12 @@ class VerifiedFile(io.RawIOBase):
         self._index = index
         self._position = 0
         self._nbytes = index.body_nbytes + len(index.tail)
-        self._stream = staging.read(
-            fd, path, index.body_nbytes, index.block_bytes, index.block_crcs if verify else ()
-        )
+        self._stream = stream
+
+    @property
+    def closing_crc(self) -> int:
+        """What tells this file from another: the CRC-32 that it ends in."""
+        return torch_zip.closing_crc(self._index.tail)
 
     def readable(self) -> bool:
         return True
@@ -84,12 +94,22 @@ class VerifiedFile(io.RawIOBase):
         self.seek(self._index.body_nbytes - 1)
         self.readinto(bytearray(1))
 
+    def abandon(self) -> None:
+        """Closes a file that is not read, with other ranks or without."""
+        if not self.closed:
+            self._stream.abandon()
+        super().close()
+
     def close(self) -> None:
         if not self.closed:
             self._stream.close()
         super().close()
 
     def _failure(self) -> CheckpointError:
+        peer_failure = self._stream.peer_failure()
+        if peer_failure is not None:
+            what, ranks = peer_failure
+            return PeerFailed(f"load of {self._path!r}: {what}; nothing was loaded", ranks)
         failure = self._stream.failure()
         if failure is not None:
             op, offset, number = failure
@@ -113,7 +133,7 @@ class VerifiedFile(io.RawIOBase):
 
 
 def open_verified(
-    storage: Storage, staging: Staging, fd: int, path: str, verify: bool
+    storage: Storage, staging: Staging, fd: int, path: str, verify: bool, group: Any = None
 ) -> VerifiedFile | None:
     """The file behind fd for verified reading; None if fastckpt did not write it.
 
@@ -122,6 +142,8 @@ def open_verified(
         path: for messages.
         verify: check the blocks of the body, and refuse a file whose end is missing or damaged;
             without it such a file is left to torch.
+        group: a torch.distributed process group whose ranks all do the same: each reads a share of
+            the blocks, and they exchange them.
 
     Raises:
         CorruptCheckpoint: fastckpt wrote it, and its end is missing or damaged.
@@ -152,4 +174,18 @@ def open_verified(
         if isinstance(error, CorruptCheckpoint) and not verify:
             return None
         raise type(error)(f"{path!r}: {error}") from None
-    return VerifiedFile(storage, staging, fd, path, index, verify)
+    nbytes, block_bytes = index.body_nbytes, index.block_bytes
+    crcs = index.block_crcs if verify else ()
+    if group is None:
+        return VerifiedFile(
+            storage, fd, path, index, staging.read(fd, path, nbytes, block_bytes, crcs)
+        )
+    mine = list(Exchange.mine(group, nbytes, block_bytes)) or [0]
+    exchange = Exchange(
+        group,
+        staging.read(fd, path, nbytes, block_bytes, crcs, mine),
+        lambda wanted: staging.read(fd, path, nbytes, block_bytes, crcs, wanted),
+        nbytes,
+        block_bytes,
+    )
+    return VerifiedFile(storage, fd, path, index, exchange)

@@ -1,9 +1,8 @@
 """Staging resources of one process: the engine with its arena budget, its backends, and the step
 fence.
 
-Responsible for how much memory and how many threads staging may take, for choosing a backend, and
-for making an optimizer wait. The only module that reads environment variables. It must not know
-formats or what a commit is.
+Responsible for the threads staging may take, for choosing a backend, and for making an optimizer
+wait. It must not know formats or what a commit is.
 """
 
 from __future__ import annotations
@@ -12,15 +11,17 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastckpt import _engine
-from fastckpt.errors import BackendUnavailable, CheckpointError, StorageError
+from fastckpt.budget import default_budget_bytes
+from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.handle import SaveHandle
-from fastckpt.image import BLOCK_BYTES, Image
+from fastckpt.image import BLOCK_BYTES
 from fastckpt.storage import Storage, reported
 
 log = logging.getLogger("fastckpt")
@@ -31,9 +32,7 @@ QUEUE_DEPTH = 16
 WINDOW_BLOCKS = 16  # a load keeps so many blocks read ahead of torch
 IO_THREADS = 4
 STAGERS_MAX = 4
-_WAIT_S = 3600.0  # one wait on the engine, repeated: a slow disk is not an error
 _WARM_BYTES = 64 << 20  # populated at a time
-BUDGET_VARIABLE = "FASTCKPT_STAGING_BYTES"
 
 
 class Route(NamedTuple):
@@ -59,8 +58,17 @@ class ReadStream:
         self._engine = engine
         self._close_file = close_file
         self.readinto = stream.readinto
+        self.read_runs = stream.read_runs
+        self.nbytes_read = stream.nbytes_read
         self.failure = stream.failure
         self.corrupt_block = stream.corrupt_block
+
+    def peer_failure(self) -> tuple[str, tuple[int, ...]] | None:
+        """As exchange.Exchange's: nobody else takes part in this one."""
+        return None
+
+    def abandon(self) -> None:
+        self.close()
 
     def close(self) -> None:
         self._stream.close()
@@ -91,6 +99,7 @@ class Staging:
         self._abandoned = False
         self._unstaged: list[SaveHandle] = []
         self._hook: Any = None
+        self._transfers: dict[int, Callable[[str, int, memoryview, int], int]] = {}
 
     def engine(self) -> _engine.Engine:
         """The engine; made at the first call. Its arena takes address space now and memory when
@@ -119,9 +128,9 @@ class Staging:
             blocks if staging_bytes is None else max(1, min(blocks, staging_bytes // BLOCK_BYTES))
         )
 
-    def route(self, fd: int, path: str, requested: str, *, writing: bool) -> Route:
+    def route(self, fd: int, path: str, requested: str, *, writing: bool, offset: int = 0) -> Route:
         """Decides backend and O_DIRECT for an open file by policy, probe and what the caller asked
-        for.
+        for. With `writing` the probe may write a page of zeros at `offset`.
 
         Raises:
             BackendUnavailable: `requested` names a backend that does not work here.
@@ -137,8 +146,8 @@ class Staging:
         if direct and not writing and self._storage.cached_share(fd) > 0.5:
             direct, why = False, f"{name}: most of the file is in the page cache"
         elif direct:
-            with reported("write" if writing else "read", path, 0):
-                refusal = self._storage.set_direct(fd, writing=writing)
+            with reported("write" if writing else "read", path, offset):
+                refusal = self._storage.set_direct(fd, writing=writing, offset=offset)
             if refusal is not None:
                 direct, why = False, f"{name}: {refusal}"
         wanted = policy.backend if requested == "auto" else requested
@@ -158,6 +167,30 @@ class Staging:
                 self._backend("threads", lambda: _engine.threads_backend(IO_THREADS)), direct, why
             )
         )
+
+    @contextmanager
+    def through(
+        self, fd: int, transfer: Callable[[str, int, memoryview, int], int]
+    ) -> Iterator[Route]:
+        """The route by which blocks of fd are handed to a function while the body runs.
+
+        Args:
+            fd: the file.
+            transfer: (kind, fd, memory, offset) -> bytes moved; called by several threads at once,
+                for different blocks.
+        """
+        backend = self._backend(
+            "callback of many",
+            lambda: _engine.callback_backend(self._dispatch, stager_count()),
+        )
+        self._transfers[fd] = transfer
+        try:
+            yield Route(backend, False, "through a codec")
+        finally:
+            del self._transfers[fd]
+
+    def _dispatch(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        return self._transfers[fd](kind, fd, memory, offset)
 
     def _decided(self, route: Route) -> Route:
         message = f"{route.backend.name}, {'direct' if route.direct else 'buffered'}: {route.why}"
@@ -186,24 +219,42 @@ class Staging:
             return self._backends[name]
 
     def read(
-        self, fd: int, path: str, nbytes: int, block_bytes: int, crcs: tuple[int, ...]
+        self,
+        fd: int,
+        path: str,
+        nbytes: int,
+        block_bytes: int,
+        crcs: tuple[int, ...],
+        wanted: Sequence[int] = (),
+        route: Route | None = None,
     ) -> ReadStream:
-        """Starts to read [0, nbytes) of fd, verifying blocks against crcs unless that is empty."""
+        """Starts to read [0, nbytes) of fd, verifying blocks against crcs unless that is empty.
+
+        Args:
+            fd, path: the file; path is for messages.
+            nbytes, block_bytes: its size and that of its blocks.
+            crcs: of every block.
+            wanted: numbers of the blocks that will be asked for, ascending; default: all.
+            route: how its bytes come; default: decided here.
+        """
         # Through a description of its own, which O_DIRECT does not take from the caller's.
         with reported("open", path):
-            fd = self._storage.open(f"/proc/self/fd/{fd}")
+            own_fd = self._storage.open(f"/proc/self/fd/{fd}")
         try:
-            route = self.route(fd, path, "auto", writing=False)
+            if route is None:
+                fd, route = own_fd, self.route(own_fd, path, "auto", writing=False)
             engine, own = self.engine(), None
             if block_bytes != engine.block_bytes:  # written with another block size: staged apart
                 arena_bytes = WINDOW_BLOCKS * block_bytes
                 engine = own = _engine.Engine(arena_bytes, block_bytes, stager_count())
             window = max(1, min(WINDOW_BLOCKS, engine.arena_blocks // 2))
-            stream = engine.read(fd, nbytes, list(crcs), route.backend, route.direct, window)
+            stream = engine.read(
+                fd, nbytes, list(crcs), route.backend, route.direct, window, list(wanted)
+            )
         except BaseException:
-            self._storage.close(fd)
+            self._storage.close(own_fd)
             raise
-        return ReadStream(stream, own, lambda: self._storage.close(fd))
+        return ReadStream(stream, own, lambda: self._storage.close(own_fd))
 
     def warm(self, nbytes: int) -> None:
         """Backs as much of the arena with memory, so that the next save need not wait for pages.
@@ -271,130 +322,9 @@ class Staging:
             backend.close()
 
 
-class Transfer:
-    """Images on their way into one file. Leaving the context waits until nothing is in flight any
-    more.
-
-    Args:
-        staging: whose engine and budget are used.
-        fd, path: the file; path is for messages.
-        route: how its bytes go.
-
-    Raises:
-        StorageError: from any wait, when a write failed; the first failure.
-    """
-
-    def __init__(self, staging: Staging, fd: int, path: str, route: Route) -> None:
-        self._engine = staging.engine()
-        self._fd = fd
-        self._path = path
-        self._route = route
-        self._jobs: list[tuple[_engine.WriteJob, int]] = []
-        self._sources: list[Image] = []
-
-    def __enter__(self) -> Transfer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for job, _nbytes in self._jobs:
-            job.cancel()
-        for job, _nbytes in self._jobs:
-            while not job.wait_written(_WAIT_S):
-                pass
-        self._sources.clear()
-
-    def start(self, image: Image, file_offset: int, blocks_limit: int, stagers: int) -> None:
-        """Begins to stage and write the body of image at file_offset."""
-        job = self._engine.write(
-            self._fd,
-            file_offset,
-            image.segments,
-            image.slots,
-            self._route.backend,
-            self._route.direct,
-            blocks_limit,
-            max(1, stagers),
-        )
-        self._jobs.append((job, image.body_nbytes))
-        self._sources.append(image)
-
-    def wait_staged(self) -> None:
-        """Waits until everything started was copied."""
-        for job, _nbytes in self._jobs:
-            while not job.wait_staged(_WAIT_S):
-                pass
-            self._check(job)
-        self._sources.clear()
-
-    def wait_written(self) -> None:
-        """Waits until everything started was written, and checks that it was everything."""
-        for job, nbytes in self._jobs:
-            while not job.wait_written(_WAIT_S):
-                pass
-            self._check(job)
-            assert job.nbytes_written() == nbytes, "bytes written differ from the plan"
-
-    def _check(self, job: _engine.WriteJob) -> None:
-        failure = job.failure()
-        if failure is not None:
-            op, offset, number = failure
-            raise StorageError(op, self._path, number, offset)
-
-    def block_crcs(self) -> list[int]:
-        """CRC-32 of each block of the image started first; after wait_staged()."""
-        return self._jobs[0][0].block_crcs()
-
-    def slot_crcs(self) -> list[int]:
-        """CRC-32 that went into each of its slots; after wait_staged()."""
-        return self._jobs[0][0].slot_crcs()
-
-    def staged_bytes_max(self) -> int:
-        """An upper bound of the staging memory held at a time."""
-        return sum(job.blocks_held_max() for job, _nbytes in self._jobs) * BLOCK_BYTES
+combine_crcs = _engine.crc32_combine  # (crc of a, crc of b, len(b)) -> crc of a + b
 
 
 def stager_count() -> int:
     """Threads that copy and checksum: one per CPU this process may use, at most STAGERS_MAX."""
     return min(STAGERS_MAX, len(os.sched_getaffinity(0)))
-
-
-def default_budget_bytes() -> int:
-    """$FASTCKPT_STAGING_BYTES, else half of the memory available to this process now."""
-    value = os.environ.get(BUDGET_VARIABLE)
-    if value is not None:
-        if not value.isdigit() or int(value) < BLOCK_BYTES:
-            raise ValueError(
-                f"{BUDGET_VARIABLE}={value!r} is not a number of bytes >= {BLOCK_BYTES}"
-            )
-        return int(value)
-    return max(BLOCK_BYTES, min(_memory_available_bytes(), _cgroup_headroom_bytes()) // 2)
-
-
-def _memory_available_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_headroom_bytes() -> int:
-    """What the memory cgroup still grants, v2 or v1; a huge number where no limit can be read."""
-    unlimited = 1 << 62
-    for limit_path, usage_path in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            with (
-                open(limit_path, encoding="ascii") as limit,
-                open(usage_path, encoding="ascii") as usage,
-            ):
-                text = limit.read().strip()
-                return unlimited if text == "max" else max(0, int(text) - int(usage.read()))
-        except (OSError, ValueError):
-            continue  # that version of cgroups is not mounted here
-    return unlimited

@@ -14,7 +14,7 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from fastckpt import _engine
@@ -80,6 +80,10 @@ class Storage:
         """Opens a file for reading; does not wait for the other end of a FIFO."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
+    def open_to_write(self, path: str) -> int:
+        """Opens a file that another rank has made."""
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
     def close(self, fd: int) -> None:
         os.close(fd)
 
@@ -91,6 +95,49 @@ class Storage:
             # Where locks do not exist (some network mounts) nobody holds one.
             return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)
         return True
+
+    def lock_shared(self, fd: int) -> None:
+        """Shares the file's advisory lock with other readers, waiting for its holder."""
+        with suppress(OSError):  # where locks do not exist nobody holds one
+            fcntl.flock(fd, fcntl.LOCK_SH)
+
+    def is_removed(self, fd: int) -> bool:
+        """Whether an open file has lost its name."""
+        return os.fstat(fd).st_nlink == 0
+
+    def open_regular(self, path: str) -> int:
+        """Opens a regular file, not through a symbolic link, for reading."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        fd = os.open(path, flags)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file")
+        return fd
+
+    def read_file(self, path: str, nbytes_max: int) -> bytes:
+        """The content of a small regular file, at most so much of it."""
+        fd = self.open_regular(path)
+        try:
+            return self.read_at(fd, min(nbytes_max, self.size(fd)), 0)
+        finally:
+            self.close(fd)
+
+    def is_directory(self, path: str) -> bool:
+        """Whether path is a directory, and no symbolic link to one."""
+        try:
+            return stat.S_ISDIR(os.lstat(path).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def make_directory(self, path: str) -> None:
+        os.mkdir(path)
+
+    def make_directories(self, path: str) -> None:
+        """Makes a directory and those it lies in, where they are missing."""
+        os.makedirs(path, exist_ok=True)
+
+    def remove_directory(self, path: str) -> None:
+        os.rmdir(path)
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Gives the file its size and its blocks, so that direct writes need not extend it."""
@@ -168,17 +215,36 @@ class Storage:
             nbytes -= len(part)
         return b"".join(parts)
 
+    def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+        """Writes all of data, which is aligned to pages if the file was opened for O_DIRECT."""
+        view = memoryview(data).cast("B")
+        while view:
+            written = os.pwrite(fd, view, offset)
+            if written == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            view, offset = view[written:], offset + written
+
+    def patch(self, fd: int, content: bytes, offset: int) -> None:
+        """Replaces a few bytes of a file, direct or not, by rewriting the pages they lie in."""
+        begin = offset // PAGE_BYTES * PAGE_BYTES
+        end = -(-(offset + len(content)) // PAGE_BYTES) * PAGE_BYTES
+        pages = memoryview(mmap.mmap(-1, end - begin))
+        nbytes = os.preadv(fd, [pages], begin)
+        if nbytes < offset + len(content) - begin:
+            raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+        pages[offset - begin : offset - begin + len(content)] = content
+        self.write_at(fd, pages[:nbytes], begin)
+
     def policy(self, fd: int) -> tuple[str, Policy]:
         """Name of the file system the open file lies on, and its policy."""
         name = _file_system_of(fd)
         return name, POLICIES.get(name, UNKNOWN)
 
-    def set_direct(self, fd: int, *, writing: bool) -> str | None:
+    def set_direct(self, fd: int, *, writing: bool, offset: int = 0) -> str | None:
         """Switches an open file to O_DIRECT and tries one page. Returns None, or why it does not
         work.
 
-        With `writing` the page at offset 0 is written, with zeros: call it before the file has
-        content.
+        With `writing` the page at offset is written, with zeros: call it before there is content.
         """
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         try:
@@ -187,7 +253,7 @@ class Storage:
             return f"O_DIRECT refused by open: {os.strerror(error.errno or errno.EINVAL)}"
         with mmap.mmap(-1, PAGE_BYTES) as page:  # anonymous memory: aligned to a page
             try:
-                os.pwritev(fd, [page], 0) if writing else os.preadv(fd, [page], 0)
+                os.pwritev(fd, [page], offset) if writing else os.preadv(fd, [page], offset)
             except OSError as error:
                 fcntl.fcntl(fd, fcntl.F_SETFL, flags)
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):

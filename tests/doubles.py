@@ -22,9 +22,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from fastckpt.coordinator import Coordinator
+from fastckpt.file_save import FileSave, Plan
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
-from fastckpt.pipeline import Pipeline, Save
+from fastckpt.pipeline import Pipeline
 from fastckpt.reader import open_verified
 from fastckpt.storage import Storage
 
@@ -51,10 +53,10 @@ def save_through(
     handle = SaveHandle(os.path.realpath(path), time.perf_counter())
     protocol = torch.serialization.DEFAULT_PROTOCOL
     captured = torch_pickle.capture(obj, pickle, protocol, False, fence == "step")
-    job = Save(
+    job = FileSave(
         handle,
-        captured,
-        obj if fence == "step" else None,
+        Coordinator.alone().begin(handle.path),
+        Plan(captured, obj, None, keep=fence == "step"),
         fence=fence,
         backend=backend,
         durable=durable,

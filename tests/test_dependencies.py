@@ -20,12 +20,12 @@ PACKAGE = "fastckpt"
 # Lowest first. A name stands for the module and, where it is a package, for everything in it.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"image", "handle"},
+    {"image", "handle", "intervals"},
     {"formats", "shards"},
-    {"fence"},
-    {"staging", "storage", "commit", "coordinator"},
-    {"reader"},
-    {"pipeline"},
+    {"fence", "replicas", "tree", "shard"},
+    {"budget", "staging", "storage", "transfer", "commit", "coordinator", "store_client", "codec"},
+    {"exchange", "reader", "steps"},
+    {"pipeline", "file_save", "step_save", "step_load", "step_choice", "template"},
     {"api", "checkpointer"},
     {"integrations", "cli", "__main__"},
 ]

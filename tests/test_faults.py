@@ -377,7 +377,7 @@ def test_directory_removed_during_the_save(disk: Path) -> None:
     with HeldTensor() as held:
         handle = fastckpt.save({"w": held.tensor}, path, fence="step")
         held.wait_reached()
-        assert temporaries(path.parent), "the save has not begun to write"
+        wait_until(lambda: temporaries(path.parent), "the save has begun to write")
         shutil.rmtree(path.parent)
         held.release()
     check_storage_error(handle.exception(WAIT_S), errno.ENOENT, path, "rename")
@@ -392,6 +392,7 @@ def test_directory_put_in_place_of_the_file_during_the_save(disk: Path) -> None:
     with HeldTensor() as held:
         handle = fastckpt.save({"w": held.tensor}, path, fence="step")
         held.wait_reached()
+        wait_until(lambda: temporaries(disk), "the save has begun to write")
         path.mkdir()
         held.release()
     check_storage_error(handle.exception(WAIT_S), errno.EISDIR, path, "rename")

@@ -152,7 +152,8 @@ def alignment_of(file: bytes) -> int:
 
 def without_mark(file: bytes) -> bytes:
     """The file with torch's padding where the mark stands."""
-    mark = slice(torch_zip.MARK_OFFSET, torch_zip.MARK_OFFSET + len(torch_zip.MARK))
+    mark_offset = file.index(torch_zip.MARK)
+    mark = slice(mark_offset, mark_offset + len(torch_zip.MARK))
     assert file[mark] == torch_zip.MARK
     return file[: mark.start] + b"Z" * len(torch_zip.MARK) + file[mark.stop :]
 

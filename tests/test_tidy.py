@@ -32,7 +32,7 @@ BANNED_WORDS = {"manager", "helper", "utils", "util", "factory"}
 OTHERS_NAMES = {"tmp_path_factory"}
 # Joined here, for this file keeps its own rules.
 LEFT_OVERS = tuple(map("".join, [("TO", "DO"), ("FIX", "ME"), ("X", "XX"), ("HA", "CK")]))
-ENVIRONMENT_READER = "fastckpt/staging.py"
+ENVIRONMENT_READER = "fastckpt/budget.py"
 
 Node = TypeVar("Node", bound=ast.AST)
 Fault = tuple[int, str]  # line number counted from 1, what is wrong with it

@@ -7,6 +7,7 @@ the zip format; it must not know files, threads or staging.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import re
@@ -21,6 +22,7 @@ import torch
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import zip_records
+from fastckpt.formats.arrangement import Arrangement, nbytes_of
 from fastckpt.formats.torch_pickle import Capture
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, Index, address_of, block_count
 
@@ -30,11 +32,9 @@ RECORD = ".data/fastckpt"
 TORCH_ALIGNMENT = 64
 PADDING_SHARE_MAX = 0.01
 
-# Bytes 0 to MARK_END of every file of ours: the first local header, whose alignment padding opens
-# with MARK.
+# What the alignment padding of the first local header of every file of ours opens with.
 MARK = b"fastckpt1"
-MARK_OFFSET = zip_records.LOCAL_BYTES + len(f"{ARCHIVE}/data.pkl") + 4
-HEAD_BYTES = MARK_OFFSET + len(MARK)
+HEAD_BYTES = 128
 
 # The comment of the end record: version, first byte and CRC-32 of the tail, the CRC's own digits
 # excluded.
@@ -55,16 +55,12 @@ def _container_version() -> bytes:
         return archive.read(f"{ARCHIVE}/version")
 
 
-def _nbytes(content: bytes | torch.UntypedStorage) -> int:
-    return content.nbytes() if isinstance(content, torch.UntypedStorage) else len(content)
-
-
 def _end_offset(records: Iterable[tuple[str, Any]], alignment: int) -> int:
     """Where the last record ends if all are aligned so."""
     offset = 0
     for name, content in records:
         full_name = f"{ARCHIVE}/{name}".encode()
-        offset = zip_records.end_offset(full_name, offset, _nbytes(content), alignment)
+        offset = zip_records.end_offset(full_name, offset, nbytes_of(content), alignment)
     return offset
 
 
@@ -85,7 +81,7 @@ def _choose_alignment(records: Sequence[tuple[str, Any]]) -> int:
 
 
 def layout(captured: Capture) -> Image:
-    """Lays the records out as a torch zip. Pure: equal captures give equal images."""
+    """Lays the records out as torch.save does. Pure: equal captures give equal images."""
     alignment = _choose_alignment(captured.records)
     builder = _Builder(alignment)
     for name, content in captured.records:
@@ -95,6 +91,31 @@ def layout(captured: Capture) -> Image:
     # torch's container writer adds what the pickling side was told to leave out.
     has_byteorder = any(name == "byteorder" for name, _ in captured.records)
     return builder.finish([] if has_byteorder else [(b"byteorder", sys.byteorder.encode())])
+
+
+def layout_shared(arrangement: Arrangement) -> tuple[Image, int]:
+    """Lays records out as one torch zip that several ranks write.
+
+    Returns:
+        The image, and how many bytes of its body, from the beginning, are the first rank's to
+            write. On other ranks than the first only the body means something.
+    """
+    builder = _Builder(PAGE_BYTES)
+    for name, content in arrangement.front:
+        builder.add(name, content)
+    front_nbytes = builder.offset
+    for name, content in arrangement.shared:
+        builder.add(name, content)
+    closing = [(name.encode(), _bytes_of(content)) for name, content in arrangement.tail]
+    if not any(name == b"byteorder" for name, _ in closing):
+        closing.append((b"byteorder", sys.byteorder.encode()))
+    return builder.finish(closing), front_nbytes
+
+
+def _bytes_of(content: bytes | torch.UntypedStorage) -> bytes:
+    if isinstance(content, bytes):
+        return content
+    return ctypes.string_at(content.data_ptr(), content.nbytes()) if content.nbytes() else b""
 
 
 class _Builder:
@@ -114,7 +135,7 @@ class _Builder:
         self.awaiting: list[int] = []
 
     def add(self, name: str, content: bytes | torch.UntypedStorage) -> None:
-        nbytes = _nbytes(content)
+        nbytes = nbytes_of(content)
         begin, full_name = self.offset, f"{ARCHIVE}/{name}".encode()
         mark = MARK if begin == 0 else b""
         self._put(zip_records.local_header(full_name, begin, nbytes, self.alignment, mark))
@@ -146,7 +167,8 @@ class _Builder:
         name = f"{ARCHIVE}/{RECORD}".encode()
         # The checksum record's data begins the tail: aligned to a page whatever the records'
         # alignment.
-        self._put(zip_records.local_header(name, record_offset, 1, PAGE_BYTES))
+        mark = MARK if record_offset == 0 else b""
+        self._put(zip_records.local_header(name, record_offset, 1, PAGE_BYTES, mark))
         self._close_header()
         tail = _Tail(record_offset, self.offset, self.central, self.awaiting, closing)
         image = Image(tail_nbytes=tail.nbytes, tail=tail.build)
@@ -179,20 +201,37 @@ class _Tail:
         self.body_nbytes = body_nbytes
         self.central = central
         self.awaiting = awaiting
-        self.closing = closing
         blocks = block_count(body_nbytes, BLOCK_BYTES)
-        self.nbytes = len(self._assemble([0] * blocks, central))
+        # All that does not depend on the checksums is made once: it may be many small storages.
+        opening, entry = self._opening([0] * blocks)
+        records: list[bytes] = []
+        self.closing_entries: list[bytes] = []
+        offset = body_nbytes + len(opening)
+        for name, data in ((b"version", _container_version()), *closing):
+            record, its_entry = _record(name, data, offset)
+            records.append(record)
+            self.closing_entries.append(its_entry)
+            offset += len(record)
+        self.closing_records = b"".join(records)
+        last = self._closing(central, entry, offset)
+        self.nbytes = offset - body_nbytes + len(last) + _COMMENT_BYTES
 
     def build(self, block_crcs: Sequence[int], slot_crcs: Sequence[int]) -> bytes:
         assert len(slot_crcs) == len(self.awaiting)
         central = list(self.central)
-        for entry, crc in zip(self.awaiting, slot_crcs, strict=True):
-            central[entry] = zip_records.with_crc(central[entry], crc)
-        tail = self._assemble(block_crcs, central)
+        for number, crc in zip(self.awaiting, slot_crcs, strict=True):
+            central[number] = zip_records.with_crc(central[number], crc)
+        opening, entry = self._opening(block_crcs)
+        offset = self.body_nbytes + len(opening) + len(self.closing_records)
+        last = self._closing(central, entry, offset)
+        comment = f"fastckpt {VERSION:02d} {self.body_nbytes:016x} ".encode()
+        tail = b"".join((opening, self.closing_records, last, comment))
+        tail += f"{zlib.crc32(tail):08x}".encode()
         assert len(tail) == self.nbytes
         return tail
 
-    def _assemble(self, block_crcs: Sequence[int], central: Sequence[bytes]) -> bytes:
+    def _opening(self, block_crcs: Sequence[int]) -> tuple[bytes, bytes]:
+        """The checksum record from its data on, and its entry in the directory."""
         checksums = {
             "version": VERSION,
             "body_bytes": self.body_nbytes,
@@ -202,28 +241,33 @@ class _Tail:
         validate(checksums, self.body_nbytes)
         content = json.dumps(checksums).encode()
         name, crc = f"{ARCHIVE}/{RECORD}".encode(), zlib.crc32(content)
-        parts = [content, zip_records.descriptor(self.record_offset, len(content), crc)]
-        offset = self.body_nbytes + sum(map(len, parts))
-        entries = [
-            *central,
-            zip_records.central_header(name, self.record_offset, len(content), crc),
-        ]
-        version = (b"version", _container_version())
-        identity = (b".data/serialization_id", _identity(crc))
-        for short, data in (version, *self.closing, identity):
-            name, crc = ARCHIVE.encode() + b"/" + short, zlib.crc32(data)
-            header = zip_records.local_header(name, offset, len(data), TORCH_ALIGNMENT)
-            entries.append(zip_records.central_header(name, offset, len(data), crc))
-            record = header + data + zip_records.descriptor(offset, len(data), crc)
-            parts.append(record)
-            offset += len(record)
+        entry = zip_records.central_header(name, self.record_offset, len(content), crc)
+        return content + zip_records.descriptor(self.record_offset, len(content), crc), entry
+
+    def _closing(self, central: Sequence[bytes], entry: bytes, offset: int) -> bytes:
+        """What stands behind the other records: the id, the directory, the end records."""
+        identity, identity_entry = _record(
+            b".data/serialization_id", _identity(zip_records.crc_of(entry)), offset
+        )
+        entries = [*central, entry, *self.closing_entries, identity_entry]
         directory = b"".join(entries)
-        parts += [
-            directory,
-            zip_records.end_records(offset, len(directory), len(entries), _COMMENT_BYTES),
-        ]
-        tail = b"".join(parts) + f"fastckpt {VERSION:02d} {self.body_nbytes:016x} ".encode()
-        return tail + f"{zlib.crc32(tail):08x}".encode()
+        return b"".join(
+            (
+                identity,
+                directory,
+                zip_records.end_records(
+                    offset + len(identity), len(directory), len(entries), _COMMENT_BYTES
+                ),
+            )
+        )
+
+
+def _record(short: bytes, data: bytes, offset: int) -> tuple[bytes, bytes]:
+    """A whole record at an offset, and its entry in the directory."""
+    name, crc = ARCHIVE.encode() + b"/" + short, zlib.crc32(data)
+    header = zip_records.local_header(name, offset, len(data), TORCH_ALIGNMENT)
+    entry = zip_records.central_header(name, offset, len(data), crc)
+    return b"".join((header, data, zip_records.descriptor(offset, len(data), crc))), entry
 
 
 def _identity(crc: int) -> bytes:
@@ -264,7 +308,7 @@ def ends_body(before: bytes) -> bool:
 
 def is_marked(head: bytes) -> bool:
     """Whether a file that begins so (HEAD_BYTES or more) was begun by fastckpt."""
-    return head[:4] == b"PK\x03\x04" and head[MARK_OFFSET:HEAD_BYTES] == MARK
+    return zip_records.opening_padding(head).startswith(MARK)
 
 
 def tail_offset(end: bytes, nbytes: int) -> int | None:
@@ -300,6 +344,11 @@ def parse(tail: bytes, body_nbytes: int) -> Index:
     digits = checksums["crc32"]
     crcs = tuple(int(digits[i : i + _CRC_DIGITS], 16) for i in range(0, len(digits), _CRC_DIGITS))
     return Index(body_nbytes, checksums["block_bytes"], crcs, tail)
+
+
+def closing_crc(tail: bytes | bytearray) -> int:
+    """The CRC-32 in the closing comment of a tail: with the size it tells one file from another."""
+    return int(tail[-_CRC_DIGITS:], 16)
 
 
 def _check_version(version: Any) -> None:

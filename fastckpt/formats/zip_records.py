@@ -110,6 +110,11 @@ def end_offset(name: bytes, offset: int, nbytes: int, alignment: int) -> int:
     return offset + header_nbytes + nbytes + len(descriptor(offset, nbytes, 0))
 
 
+def crc_of(central: bytes) -> int:
+    """The CRC-32 in a central header."""
+    return int.from_bytes(central[_CRC_AT : _CRC_AT + 4], "little")
+
+
 def with_crc(central: bytes, crc: int) -> bytes:
     """A central header with its CRC-32 replaced."""
     return central[:_CRC_AT] + struct.pack("<I", crc) + central[_CRC_AT + 4 :]
@@ -152,6 +157,23 @@ def directory(data: bytes, end: int) -> Iterator[Entry]:
         if offset == _U32:
             offset = wide[0]
         yield Entry(name, offset, nbytes, crc)
+
+
+def opening_padding(head: bytes) -> bytes:
+    """The alignment padding of the local header that a file begins with, as far as head holds it;
+    nothing if it begins otherwise.
+    """
+    if len(head) < _LOCAL.size or head[:4] != b"PK\x03\x04":
+        return b""
+    fields = _LOCAL.unpack_from(head)
+    at = _LOCAL.size + int(fields[9])
+    end = at + int(fields[10])
+    while at + 4 <= min(end, len(head)):
+        (nbytes,) = struct.unpack_from("<H", head, at + 2)
+        if head[at : at + 2] == b"FB":
+            return head[at + 4 : at + 4 + nbytes]
+        at += 4 + nbytes
+    return b""
 
 
 def data_offset(header: bytes, offset: int) -> int | None:

@@ -142,7 +142,7 @@ void read_back(Engine& engine, const std::shared_ptr<Backend>& backend, int fd, 
     const bool damaged = below(random, 4) == 0;
     const size_t bad = below(random, crcs.size());
     if (damaged) crcs[bad] ^= 1;
-    auto stream = engine.read(fd, image.size(), crcs, backend, false, 1 + below(random, 6));
+    auto stream = engine.read(fd, image.size(), crcs, {}, backend, false, 1 + below(random, 6));
     for (int i = 0; i < 5; ++i) {
         const size_t offset = below(random, image.size());
         Bytes target(below(random, image.size() - offset + 1));
@@ -211,7 +211,7 @@ std::shared_ptr<Backend> faulty_backend(unsigned seed, unsigned fatal) {
 // Reads a file that may be short or not there yet. The stream is gone before anybody waits for a
 // job: while it is open, it keeps blocks.
 void read_in_vain(Engine& engine, const std::shared_ptr<Backend>& backend, int fd, size_t nbytes) {
-    auto stream = engine.read(fd, nbytes, {}, backend, false, 3);
+    auto stream = engine.read(fd, nbytes, {}, {}, backend, false, 3);
     Bytes target(nbytes);
     if (!stream->read(target.data(), 0, nbytes))
         expect(stream->failure().error != 0, "a failed read says why");

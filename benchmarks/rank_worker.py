@@ -1,0 +1,234 @@
+"""One rank of a job that rank_crew.py started: holds a state, saves and restores it, tells times.
+
+Reads calls from stdin and answers on stdout, a JSON line each. Times are seconds since all ranks
+were at the same barrier. It must not know what the times are held against.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # an installed fastckpt comes first
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from state import gpt_state  # noqa: E402
+from storage import fsync_path, size_of  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
+
+import fastckpt  # noqa: E402
+from fastckpt import pipeline  # noqa: E402
+
+WAIT_S = 600
+MATRIX = 2048  # rows and columns of every matrix of the model
+PART_BYTES = 16 << 20
+Row = dict[str, Any]
+
+
+class Rank:
+    """What one rank keeps between calls; every public method can be called."""
+
+    def __init__(self, port: int, rank: int, size: int) -> None:
+        timeout = timedelta(seconds=WAIT_S)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        self._rank, self._size = rank, size
+        self._mesh: DeviceMesh = init_device_mesh("cpu", (size,))
+        self._alone = [dist.new_group([each]) for each in range(size)][rank]
+        self._state: Any = None
+        self._checkpointers: dict[str, fastckpt.Checkpointer] = {}
+        self._handle: fastckpt.SaveHandle | None = None
+
+    def ready(self) -> None:
+        """Answer, for all is set up."""
+
+    def hold_gpt(self, nbytes: int) -> None:
+        """Hold a training state of a GPT, the same on every rank."""
+        self._state = gpt_state(nbytes)
+
+    def hold_part(self, nbytes: int) -> None:
+        """Hold so many bytes of tensors that are as many times as large as there are ranks."""
+        generator = torch.Generator().manual_seed(self._rank)
+        count = max(1, nbytes // PART_BYTES)
+        rows = max(1, nbytes // count // 4 // MATRIX)
+        self._state = {
+            f"part.{number}": DTensor.from_local(
+                torch.randn(rows, MATRIX, generator=generator), self._mesh, [Shard(0)]
+            )
+            for number in range(count)
+        }
+
+    def hold_weights(self, nbytes: int) -> None:
+        """Hold bf16 weights as a trained model has them: normal, another scale in each matrix."""
+        generator = torch.Generator().manual_seed(0)
+        count = max(1, nbytes // (2 * MATRIX * MATRIX))
+        scales = torch.logspace(-2.5, -1, count).tolist()
+        self._state = {
+            f"layers.{number}.weight": torch.randn(MATRIX, MATRIX, generator=generator)
+            .mul_(scale)
+            .to(torch.bfloat16)
+            for number, scale in enumerate(scales)
+        }
+
+    def hold_fsdp(self, nbytes: int, filled: bool) -> int:
+        """Hold a model of fp32 matrices under FSDP2; returns the bytes of this rank's part."""
+        count = max(1, nbytes // (4 * MATRIX * MATRIX))
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(MATRIX, MATRIX, bias=False) for _ in range(count)))
+        for layer in model:
+            fully_shard(layer, mesh=self._mesh)
+        fully_shard(model, mesh=self._mesh)
+        model.to_empty(device="cpu")
+        self._state = {"model": model}
+        held = 0
+        for local, expected in self._matrices():
+            local.copy_(expected) if filled else local.zero_()
+            held += local.nbytes
+        return held
+
+    def _matrices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield this rank's part of every matrix of the model, and what it is to hold."""
+        for number, parameter in enumerate(self._state["model"].parameters()):
+            generator = torch.Generator().manual_seed(number)
+            whole = torch.empty(MATRIX, MATRIX).uniform_(generator=generator)
+            yield (
+                parameter.detach().to_local(),
+                whole.chunk(self._size)[self._rank],
+            )
+
+    def is_restored(self) -> bool:
+        """Say whether the model holds what it was filled with, and erase it."""
+        right = True
+        for local, expected in self._matrices():
+            right = right and torch.equal(local, expected)
+            local.zero_()
+        return right
+
+    def save_file(self, path: str, fence: str, alone: bool = False, in_turn: bool = False) -> Row:
+        """Save the state to one file, together, or each rank to one of its own."""
+        group = None if alone else dist.group.WORLD
+        path = f"{path}.{self._rank}" if alone else path
+        started = self._begin(in_turn)
+        handle = fastckpt.save(self._state, path, fence=fence, group=group)
+        return self._timed(handle, started, in_turn)
+
+    def torch_save(self, path: str) -> Row:
+        """Save by the first rank's torch.save and fsync, for which all wait."""
+        started = self._begin()
+        if self._rank == 0:
+            with open(path, "wb") as file:
+                torch.save(self._state, file)
+                file.flush()
+                os.fsync(file.fileno())
+        dist.barrier()
+        return {"committed_s": time.perf_counter() - started}
+
+    def open_steps(self, name: str, root: str, alone: bool = False, **options: Any) -> None:
+        """Make a Checkpointer, of all ranks or of each one alone."""
+        group = self._alone if alone else None
+        root = f"{root}-{self._rank}" if alone else root
+        self._checkpointers[name] = fastckpt.Checkpointer(root, group=group, **options)
+
+    def save_step(self, name: str, step: int, in_turn: bool = False) -> Row:
+        """Save a step."""
+        started = self._begin(in_turn)
+        handle = self._checkpointers[name].save(step, self._state)
+        return self._timed(handle, started, in_turn)
+
+    def finish(self) -> None:
+        """Wait for the save that was begun in turn."""
+        assert self._handle is not None
+        self._handle.result()
+        self._handle = None
+
+    def restore(self, name: str) -> Row:
+        """Restore the newest step into the state that is held."""
+        before = disk_bytes_read()
+        started = self._begin()
+        step = self._checkpointers[name].restore(self._state)
+        return {
+            "restored_s": time.perf_counter() - started,
+            "step": step,
+            "bytes_read": disk_bytes_read() - before,
+        }
+
+    def close_steps(self, name: str) -> None:
+        """Close a Checkpointer."""
+        self._checkpointers.pop(name).close()
+
+    def stored(self, directory: str) -> int:
+        """Return the bytes of the files in a directory of this rank's own file system."""
+        return size_of(Path(directory))
+
+    def clear(self, directory: str) -> None:
+        """Remove what lies in a directory of this rank's own file system."""
+        pipeline.current().drain()  # after a commit, it looks for dead directories itself
+        for entry in Path(directory).iterdir():
+            if entry.name != "lost+found":
+                shutil.rmtree(entry)
+        fsync_path(Path(directory))
+
+    def _begin(self, in_turn: bool = False) -> float:
+        gc.collect()
+        if not in_turn:
+            dist.barrier()
+        return time.perf_counter()
+
+    def _timed(self, handle: fastckpt.SaveHandle, started: float, in_turn: bool) -> Row:
+        """Wait for a save that was just begun; seconds until the call returned, and to the end.
+
+        In turn, the wait is only until the state was copied: other ranks have not begun.
+        """
+        returned = time.perf_counter()
+        row: Row = {"returned_s": returned - started}
+        if in_turn:
+            handle.wait_staged()
+            self._handle = handle
+            return row
+        stats = handle.result()
+        row["committed_s"] = time.perf_counter() - started
+        return row | {"nbytes": stats.nbytes, "backend": stats.backend, "direct": stats.direct}
+
+
+def disk_bytes_read() -> int:
+    """Return the bytes that devices delivered for this process so far."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes:"):
+            return int(line.split()[1])
+    raise KeyError("read_bytes")
+
+
+def main(port: int, rank: int, size: int) -> None:
+    """Answer calls until there is nobody to ask for more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # stdout is for the answers alone
+    warnings.filterwarnings("ignore")
+    member = Rank(port, rank, size)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        try:
+            answer = {"value": getattr(member, name)(**arguments)}
+        except Exception as error:  # told to whoever asked
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

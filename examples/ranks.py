@@ -1,0 +1,131 @@
+"""What train_ddp.py and train_fsdp2.py share: the group of ranks, and one step of training in it.
+
+This file is responsible for joining the job that torchrun started, for dividing each batch among
+its ranks so that the batch stays the same whatever their number, and for telling what happened. It
+must not know how a model is spread, nor how it is saved and restored.
+
+A job that is saved on one number of ranks and goes on with another makes the same losses, but for
+the rounding of sums in another order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from train_gpt import PRESETS, Preset, make_batch
+
+import fastckpt
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process as one of the job's."""
+
+    number: int
+    world_size: int
+    device: torch.device
+
+    def share(self, text: Tensor, preset: Preset, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of this rank in one step: every world_size-th window of the batch."""
+        mine = slice(self.number, None, self.world_size)
+        inputs, targets = make_batch(text, preset, seed, step)
+        return inputs[mine].to(self.device), targets[mine].to(self.device)
+
+    def print(self, text: str) -> None:
+        if self.number == 0:
+            print(text, flush=True)
+
+
+@contextmanager
+def joined() -> Iterator[Rank]:
+    """The job that torchrun started, or a job of this process alone: NCCL and one GPU for each rank
+    where there are GPUs, else gloo.
+
+    With deterministic kernels, so that a resumed run can be compared bit by bit.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by cuBLAS
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True)
+    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", **alone)
+    try:
+        yield Rank(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()
+
+
+def train_step(model: nn.Module, preset: Preset, inputs: Tensor, targets: Tensor) -> float:
+    """Forward and backward: leaves the gradients in the model, returns the loss of the batch.
+
+    Both DDP and FSDP average gradients over the ranks. Shares may differ by a window, so each rank
+    takes its part of the batch's mean, times the number of ranks.
+    """
+    model.zero_grad()  # before the forward pass, in which FSDP puts other parameters in place
+    logits = model(inputs).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    loss = loss / (preset.batch * preset.context)
+    (loss * dist.get_world_size()).backward()
+    total = loss.detach()
+    dist.all_reduce(total)
+    return total.item()
+
+
+@contextmanager
+def loss_log(path: Path | None, rank: Rank) -> Iterator[TextIO]:
+    """Where the first rank logs; the others log nowhere."""
+    with open(path if path and rank.number == 0 else os.devnull, "a", buffering=1) as log:
+        yield log
+
+
+def report(log: TextIO, rank: Rank, step: int, loss: float, last: bool) -> None:
+    """Logs a loss bit by bit, and now and then prints it."""
+    log.write(json.dumps({"step": step, "loss": loss.hex()}) + "\n")
+    if step % 10 == 0 or last:
+        rank.print(f"step {step:5d}   loss {loss:.4f}")
+
+
+def report_saves(saves: list[fastckpt.SaveHandle], rank: Rank, wait: bool = False) -> None:
+    """Takes the saves that ended off the list and prints them; result() raises if one failed."""
+    while saves and (wait or saves[0].done()):
+        handle = saves.pop(0)
+        stats = handle.result()
+        rank.print(
+            f"saved {handle.path}: this rank wrote {stats.nbytes / 1e6:.1f} MB, "
+            f"stalled {stats.stall_s * 1e3:.1f} ms, durable after {stats.committed_s * 1e3:.0f} ms"
+        )
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The options that both examples have."""
+    parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="small", help="model size")
+    add("--steps", type=int, default=100, help="train up to this step")
+    add("--every", type=int, default=10, metavar="STEPS", help="save so often; 0: never")
+    add("--dropout", type=float, default=0.0)
+    add("--seed", type=int, default=0)
+    add("--loss-log", type=Path, metavar="FILE", help="JSON lines: step, loss in hexadecimal")
+    add("--ballast", type=int, default=0, metavar="MIB", help="unused weights: a bigger file")
+    return parser
+
+
+def preset_of(args: argparse.Namespace, rank: Rank) -> Preset:
+    """The size that was asked for; ends the job if there are ranks without a window to train on."""
+    preset = replace(PRESETS[args.preset], dropout=args.dropout)
+    if rank.world_size > preset.batch:
+        raise SystemExit(f"a batch of {preset.batch} windows cannot feed {rank.world_size} ranks")
+    return preset

@@ -1,0 +1,111 @@
+"""Train the GPT of train_gpt.py with DistributedDataParallel, all ranks saving to one file.
+
+This file is responsible for a complete training script whose ranks all hold the whole model: each
+writes its part of one torch zip, and each reads its part of it back. It must not know how the parts
+come together, nor who kills the job.
+
+    torchrun --standalone --nproc-per-node 2 train_ddp.py --steps 100 --path ckpt.pt    # train
+    torchrun --standalone --nproc-per-node 3 train_ddp.py --steps 200 --path ckpt.pt    # go on
+
+It may be killed at any time. With --max-restarts 3 torchrun starts it again by itself; set
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 then, or the new ranks look for the dead ones' addresses.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks import Rank, arguments, joined, loss_log, preset_of, report, report_saves, train_step
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LinearLR
+from train_gpt import load_text, make_model
+
+import fastckpt
+
+# The new name of broadcast_buffers needs torch 2.13.
+warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+
+
+def capture(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LinearLR, step: int
+) -> dict[str, object]:
+    """All that the run needs to go on after `step` steps; refers to the tensors, copies none."""
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "step": step,
+    }
+
+
+def restore(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LinearLR,
+    device: torch.device,
+) -> int:
+    """Puts the checkpoint back in place, if there is one; returns the number of steps made.
+
+    Each rank reads a share of the file, and they exchange the shares over the group.
+    """
+    if not path.exists():
+        return 0
+    state = fastckpt.load(path, map_location=device, group=dist.group.WORLD)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    return state["step"]
+
+
+def seed_rank(seed: int, step: int, rank: Rank) -> None:
+    """Random numbers of this rank in this step.
+
+    One file holds one state, the same for all ranks: what each rank has of its own, such as the
+    state of its generator, has no place in it. So that follows from the step (or is PerRank in a
+    Checkpointer, as in train_fsdp2.py).
+    """
+    torch.manual_seed((seed * 1_000_003 + step) * 1_009 + rank.number)
+
+
+def main() -> int:
+    parser = arguments("Train a small GPT with DDP and fastckpt checkpoints.")
+    parser.add_argument("--path", type=Path, default=Path("ckpt.pt"), help="the checkpoint")
+    args = parser.parse_args()
+    with joined() as rank:
+        preset, text = preset_of(args, rank), load_text()
+        model, _ = make_model(preset, args.seed, args.ballast)
+        model.to(rank.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=20)
+        first = restore(args.path, model, optimizer, scheduler, rank.device)
+        if first:
+            rank.print(f"restored step {first} on {rank.world_size} ranks")
+        # The ballast, which is a buffer, never changes: nothing to broadcast in each forward pass.
+        parallel = DistributedDataParallel(model, broadcast_buffers=False)
+        saves: list[fastckpt.SaveHandle] = []
+        with loss_log(args.loss_log, rank) as log:
+            for step in range(first, args.steps):
+                seed_rank(args.seed, step, rank)
+                batch = rank.share(text, preset, args.seed, step)
+                loss = train_step(parallel, preset, *batch)
+                optimizer.step()  # waits here until the save before has copied everything
+                scheduler.step()
+                report(log, rank, step, loss, last=step == args.steps - 1)
+                if args.every and (step + 1) % args.every == 0:
+                    state = capture(model, optimizer, scheduler, step + 1)
+                    saves.append(
+                        fastckpt.save(state, args.path, fence="step", group=dist.group.WORLD)
+                    )
+                report_saves(saves, rank)
+            report_saves(saves, rank, wait=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

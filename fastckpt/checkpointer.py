@@ -1,0 +1,384 @@
+"""Checkpointer: the steps of a training run under one directory, saved and restored by all ranks.
+
+Responsible for its signature, for what of a state is captured before save() returns, and for the
+decision which step is restored. It must not know how a step is written or read.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import operator
+import os
+import pickle
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fastckpt import pipeline
+from fastckpt.coordinator import TIMEOUT_S, Coordinator
+from fastckpt.errors import CheckpointError
+from fastckpt.formats import torch_pickle
+from fastckpt.handle import SaveHandle
+from fastckpt.replicas import Description
+from fastckpt.staging import BACKENDS, FENCES
+from fastckpt.step_choice import first_whole
+from fastckpt.step_load import StepReader, Target
+from fastckpt.step_save import CODECS, Content, Options, StepSave
+from fastckpt.steps import Steps, step_name
+from fastckpt.template import Template, whole
+from fastckpt.tree import Flat, Leaf, PerRank, Stored, fill, flatten, is_stateful
+
+log = logging.getLogger("fastckpt")
+
+T = TypeVar("T")
+
+
+class Checkpointer:
+    """Saves and restores the steps of a training run, in the background and on any parallelism.
+
+    Every rank of the group makes one with the same root and calls the same methods in the same
+    order. Each writes its part of a step to files of its own; tensors that several ranks hold are
+    divided among them. A step exists when its manifest does, which is written last; what it holds
+    is verified when it is read. Saves of one Checkpointer commit in the order they were begun.
+
+    A state is a nest of dicts, lists and tuples of
+    - tensors, which are the same on all ranks (that is checked, by samples);
+    - DTensors, of which each rank holds a part, in any placement but Partial;
+    - PerRank(value), for what each rank has its own of;
+    - objects with state_dict and load_state_dict: modules, optimizers, schedulers, data loaders;
+    - anything else that can be pickled, taken from the first rank, as are tensors below 1 MiB.
+
+    Args:
+        root: directory of the run; made at the first save. One job at a time may save to it.
+        group: a torch.distributed process group; default: the default group where
+            torch.distributed is initialised, else this process alone. Ranks talk over the job's
+            store; no collective is run.
+        keep_last: after each commit remove older steps but for so many, at least 1; None: keep all.
+        keep_every: with keep_last, steps that are multiples of this are kept too.
+        fence: "call": save() returns when everything was copied, so the state may change at once.
+            "step": save() returns at once, and the next step() of any torch optimizer waits.
+        staging_bytes: the most staging memory a save may hold in this process; default: the
+            process's budget (see fastckpt.save).
+        codec: None, or "zstd": the shards are compressed, and `zstd -d` gives them back.
+        backend, durable: as fastckpt.save's.
+        timeout_s: the longest that ranks wait for each other, in one save or restore.
+
+    Raises:
+        ValueError, TypeError: an argument is unknown or out of range, or this process is not in
+            the group.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        group: Any = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        fence: str = "call",
+        staging_bytes: int | None = None,
+        codec: str | None = None,
+        backend: str = "auto",
+        durable: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        for name, value, known in (
+            ("fence", fence, FENCES),
+            ("backend", backend, BACKENDS),
+            ("codec", codec, CODECS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}, must be one of {known}")
+        for name, number in (
+            ("keep_last", keep_last),
+            ("keep_every", keep_every),
+            ("staging_bytes", staging_bytes),
+        ):
+            if number is not None and operator.index(number) < 1:
+                raise ValueError(f"{name} is {number}, must be at least 1")
+        if keep_every is not None and keep_last is None:
+            raise ValueError("keep_every without keep_last: all steps are kept anyway")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
+        self.root = os.path.realpath(root)
+        self.group = _default_group() if group is None else group
+        self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
+        self._rank_of = _rank_of(self.group)
+        self._options = Options(backend, durable, staging_bytes, codec, keep_last, keep_every)
+        self._fence = fence
+        self._timeout_s = timeout_s
+        self._steps = Steps(pipeline.current().storage, self.root)
+        self._handles: list[SaveHandle] = []
+        self._differing: frozenset[str] = frozenset()
+        self._closed = False
+
+    def save(self, step: int, state: Any) -> SaveHandle:
+        """Begins to save a step. All ranks call it, with the same step.
+
+        Args:
+            step: 0 or more. A step that exists is replaced by the commit of this one.
+            state: see the class.
+
+        Returns:
+            A SaveHandle, whose path is the step's directory. result() returns when the step is
+                committed on all ranks. It raises PeerFailed if another rank failed, is missing, or
+                saves another step; RanksDisagree if ranks do not hold the same, naming tensor and
+                ranks (a tensor whose contents differ is saved whole from the first rank from the
+                next save on); StorageError; StagingConflict.
+
+        Raises:
+            Exception: what torch.save raises for an object that cannot be pickled.
+            CheckpointError: of an earlier save whose failure nobody asked for. This save was not
+                begun.
+            TypeError, ValueError: a placement that cannot be saved, a state nested too deeply, a
+                step below 0.
+        """
+        started = time.perf_counter()
+        name = step_name(operator.index(step))
+        current = self._current()
+        current.raise_unreported()
+        agreement = self._coordinator.begin(f"step {step}", self._timeout_s)
+        try:
+            content = self._capture(state)
+        except BaseException as error:
+            agreement.fail(error)  # the other ranks need not wait for this one
+            agreement.close()
+            raise
+        handle = SaveHandle(os.path.join(self.root, name), started)
+        self._handles = [earlier for earlier in self._handles if not earlier.done()] + [handle]
+        job = StepSave(
+            handle,
+            agreement,
+            self._steps,
+            step,
+            content,
+            self._options,
+            self._note_differing,
+            fence=self._fence,
+        )
+        del content
+        return current.save(job)
+
+    def restore(self, state: Any, step: int | None = None, *, weights_only: bool = True) -> Any:
+        """Restores a state in place. All ranks call it.
+
+        Tensors and DTensors get their values in place, whatever mesh or number of ranks saved
+        them; objects with load_state_dict are given theirs; a PerRank gets what this very rank
+        saved, or is left as it is (`found` tells) on a rank that the saving job did not have; other
+        entries of dicts and lists are replaced. What was saved and is not in the state is left out,
+        with a warning.
+
+        Args:
+            state: like the one that was saved.
+            step: which; default: the one committed last. If that is damaged, the one before it,
+                with a warning, and so on; all ranks take the same.
+            weights_only: as torch.load's, for what is no tensor of the shards.
+
+        Returns:
+            The step, or None if the root holds no committed step and `step` is None.
+
+        Raises:
+            CorruptCheckpoint: no step is whole; the message says what is wrong. The state may have
+                been partly overwritten.
+            IncompatibleCheckpoint: the step has not what the state asks for; the state is as it
+                was. Or a newer fastckpt wrote it.
+            CheckpointError: there is no such step. PeerFailed: another rank failed.
+            pickle.UnpicklingError: objects need weights_only=False.
+        """
+
+        def read(reader: StepReader) -> Callable[[], None]:
+            rank = self._coordinator.rank
+            own = reader.per_rank(rank, weights_only)
+            template = Template(state, reader.objects(weights_only), own, reader.find)
+            reader.read(template.targets)
+            return template.put
+
+        found = self._first_whole(step, read)
+        if found is None:
+            return None
+        number, put = found
+        put()
+        return number
+
+    def load(self, step: int | None = None, *, weights_only: bool = True) -> Any:
+        """Builds a state without having one: whole tensors on the CPU. All ranks call it.
+
+        Args:
+            step, weights_only: as restore()'s.
+
+        Returns:
+            The nest that was saved; in place of an object with state_dict its state_dict, of a
+                DTensor the whole tensor, of a PerRank one with this rank's value.
+
+        Raises:
+            As restore() does; CheckpointError also if there is no step at all.
+        """
+
+        def read(reader: StepReader) -> Any:
+            own = reader.per_rank(self._coordinator.rank, weights_only)
+            objects = reader.objects(weights_only)
+            found: dict[str, Stored] = {}
+            fill(objects, lambda stored: found.setdefault(stored.key, stored), lambda _name: None)
+            reader.find([(key, shape, whole(shape)) for key, _dtype, shape in found.values()])
+            tensors = {key: torch.empty(shape, dtype=dtype) for key, dtype, shape in found.values()}
+            reader.read(
+                [
+                    Target(key, tensor, tuple(tensor.shape), whole(tuple(tensor.shape)))
+                    for key, tensor in tensors.items()
+                ]
+            )
+            return fill(objects, lambda stored: tensors[stored.key], lambda name: _own(own, name))
+
+        found = self._first_whole(step, read)
+        if found is None:
+            raise CheckpointError(
+                f"{self.root!r} holds no committed step: there is nothing to load"
+            )
+        return found[1]
+
+    def steps(self) -> list[int]:
+        """Committed steps, ascending, as this rank sees the directory now."""
+        found, _faults = self._steps.committed()
+        return sorted({item.manifest.step for item in found})
+
+    def latest(self) -> int | None:
+        """The step committed last, as this rank sees the directory now; None if there is none."""
+        found, _faults = self._steps.committed()
+        return found[0].manifest.step if found else None
+
+    def close(self) -> None:
+        """Waits for the saves in flight; raises the first failure that nobody asked for."""
+        if self._closed:
+            return
+        self._closed = True
+        for handle in self._handles:
+            handle.wait_done()
+        pipeline.current().wait_for(self.root, ended=True)
+        self._coordinator.close()
+        failed = [h for h in self._handles if h.failure() is not None and not h.reported]
+        self._handles = []
+        for handle in failed[:1]:
+            handle.result()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            log.warning("a save failed too: %s", failure)  # the body's error is the one that counts
+
+    def _current(self) -> pipeline.Pipeline:
+        if self._closed:
+            raise ValueError(f"the Checkpointer of {self.root!r} is closed")
+        return pipeline.current()
+
+    def _note_differing(self, keys: set[str]) -> None:
+        self._differing |= keys
+        for key in sorted(keys):
+            log.warning("%r differs between ranks: from now on it is saved from rank 0", key)
+
+    def _capture(self, state: Any) -> Content:
+        """What save() has to take now; copies no tensor of the CPU that is contiguous."""
+        coordinator = self._coordinator
+        flat = flatten(
+            state,
+            coordinator.rank,
+            coordinator.world_size,
+            first_rank=self._differing,
+            rank_of=self._rank_of,
+        )
+        observe = self._fence == "step"
+        objects = None
+        if coordinator.rank == 0:
+            protocol = torch.serialization.DEFAULT_PROTOCOL
+            objects = torch_pickle.capture(flat.objects, pickle, protocol, False, observe)
+        leaves = [_readable(leaf) for leaf in flat.leaves]
+        versions = [(leaf.local, leaf.local._version) for leaf in leaves] if observe else []
+        return Content(
+            leaves,
+            objects,
+            _pickled(flat),
+            Description(_texts(flat), self._differing),
+            versions,
+            flat.objects if observe and objects is not None else None,
+        )
+
+    def _first_whole(
+        self, step: int | None, read: Callable[[StepReader], T]
+    ) -> tuple[int, T] | None:
+        """What `read` makes of the newest step for which no rank met damage."""
+        current = self._current()
+        current.wait_for(self.root, ended=True)
+        agreement = self._coordinator.begin("restore", self._timeout_s)
+        try:
+            return first_whole(agreement, current, self._steps, step, read)
+        except BaseException as error:
+            agreement.fail(error)
+            raise
+        finally:
+            agreement.close()
+
+
+def _default_group() -> Any:
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return None
+
+
+def _rank_of(group: Any) -> dict[int, int] | None:
+    """Rank in the group of each global rank; None where they are the same."""
+    if group is None or group is _default_group():
+        return None
+    return {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
+
+
+def _readable(leaf: Leaf) -> Leaf:
+    """A leaf whose memory can be copied as it lies."""
+    local = leaf.local
+    if local.device.type != "cpu" or not local.is_contiguous():
+        return leaf._replace(local=local.cpu().contiguous())
+    return leaf
+
+
+def _texts(flat: Flat) -> list[tuple[str, str]]:
+    """What all ranks must have in common, in words."""
+    texts = [
+        (leaf.key, f"{str(leaf.local.dtype)[6:]} {list(leaf.shape)}, {leaf.placement}")
+        for leaf in flat.leaves
+    ]
+    return texts + [(name, "a value of each rank") for name in flat.per_rank]
+
+
+def _pickled(flat: Flat) -> bytes:
+    """This rank's own values as a torch zip; nothing if there are none."""
+    if not flat.per_rank:
+        return b""
+    values = {
+        name: own.value.state_dict() if is_stateful(own.value) else own.value
+        for name, own in flat.per_rank.items()
+    }
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    return buffer.getvalue()
+
+
+def _own(values: dict[str, Any] | None, name: str) -> PerRank:
+    own = PerRank()
+    own.found = values is not None and name in values
+    if values is not None and own.found:
+        own.value = values[name]
+    return own

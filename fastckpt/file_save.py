@@ -1,0 +1,364 @@
+"""Saves of one file, by one rank or by several that hold the same object.
+
+Responsible for the order of the stages: each rank stages and writes its interval of the image, the
+first one also makes the file, writes what depends on all checksums, and commits. It must not know
+the bytes of the format, how a block moves, or how ranks talk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+import zlib
+from array import array
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import IO, Any
+
+import torch
+
+from fastckpt import commit
+from fastckpt.commit import close_quietly, settle
+from fastckpt.coordinator import Coordinator, Round
+from fastckpt.fence import check_unchanged, named_tensors
+from fastckpt.formats import torch_pickle, torch_zip
+from fastckpt.formats.arrangement import arrange, nbytes_of
+from fastckpt.handle import SaveHandle
+from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
+from fastckpt.intervals import Checksums, Part, bounds
+from fastckpt.pipeline import Job, Pipeline
+from fastckpt.replicas import Description, Sampled, disagreement
+from fastckpt.staging import Route, combine_crcs, stager_count
+from fastckpt.storage import Storage, reported
+from fastckpt.transfer import Transfer
+from fastckpt.tree import is_sharded
+
+log = logging.getLogger("fastckpt")
+
+
+class Together:
+    """What the ranks of one group have agreed on so far, for the files they save together.
+
+    Args:
+        coordinator: speaks to the other ranks.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self._lock = threading.Lock()
+        self._unequal: frozenset[str] = frozenset()
+
+    def unequal(self) -> frozenset[str]:
+        """Names of tensors whose contents were found to differ: rank 0's count."""
+        return self._unequal
+
+    def note_unequal(self, names: set[str]) -> None:
+        with self._lock:
+            self._unequal |= names
+        for name in sorted(names):
+            log.warning("%s differs between ranks: from now on it is saved from rank 0", name)
+
+
+_alone = Together(Coordinator.alone())
+_groups: weakref.WeakKeyDictionary[Any, Together] = weakref.WeakKeyDictionary()
+_groups_lock = threading.Lock()
+
+
+def together(group: Any) -> Together:
+    """What this process shares with the ranks of a torch.distributed group (None: nobody)."""
+    if group is None:
+        return _alone
+    with _groups_lock:
+        if group not in _groups:
+            _groups[group] = Together(Coordinator.of_group(group, "files"))
+        return _groups[group]
+
+
+class Plan:
+    """What one rank knows of a file before anything is written.
+
+    Args:
+        captured: what was pickled.
+        obj: what it is of.
+        shared: None where one rank saves alone, else what its group agreed on.
+        keep: hold obj until staged, to name a tensor that changed too early.
+
+    Raises:
+        TypeError: the object holds a tensor of which each rank has another part.
+    """
+
+    def __init__(
+        self, captured: torch_pickle.Capture, obj: object, shared: Together | None, keep: bool
+    ) -> None:
+        self.captured = captured
+        self.obj = obj if keep else None
+        self.together = shared
+        self.description: Description | None = None
+        self._names: dict[int, str] = {}
+        self._first_rank: frozenset[str] = frozenset()
+        if shared is None:
+            return
+        tensors = list(named_tensors(obj))
+        self._first_rank = shared.unequal()
+        self.description = Description([_text(*item) for item in tensors], self._first_rank)
+        for name, tensor in reversed(tensors):
+            address = _address(tensor)
+            if address:
+                self._names[address] = name
+
+    def layout(self, rank: int, ranks: int, seed: int) -> tuple[Image, list[int]]:
+        """The image, and where its body is cut into the ranks' intervals.
+
+        Also takes the samples that ranks compare. Call it while the state does not change.
+        """
+        if self.description is None:
+            image = torch_zip.layout(self.captured)
+            return image, bounds(image.body_nbytes, ranks)
+        names = {
+            record: self._names.get(content.data_ptr(), record)
+            for record, content in self.captured.records
+            if isinstance(content, torch.UntypedStorage)
+        }
+        first = {record for record, name in names.items() if name in self._first_rank}
+        arrangement = arrange(self.captured, first)
+        if rank != 0:
+            arrangement.tail.clear()  # is the first rank's to write
+        image, front_nbytes = torch_zip.layout_shared(arrangement)
+        cuts = bounds(image.body_nbytes, ranks, front_nbytes, arrangement.small_nbytes)
+        self.description.lay_out(
+            (names.get(record, record), f"{record} of {nbytes_of(content)} bytes")
+            for record, content in [*arrangement.front, *arrangement.shared]
+        )
+        self.description.sample(
+            [
+                Sampled(names[record], content.data_ptr(), content.nbytes())
+                for record, content in arrangement.shared
+            ],
+            seed,
+        )
+        return image, cuts
+
+
+def _text(name: str, tensor: torch.Tensor) -> tuple[str, str]:
+    """What all ranks must have in common, in words."""
+    if is_sharded(tensor):
+        raise TypeError(
+            f"{name} is a DTensor, of which each rank holds a part: save it with "
+            "fastckpt.Checkpointer"
+        )
+    # Neither kind has one shape that ranks could compare.
+    shapeless = tensor.is_nested or torch.nn.parameter.is_lazy(tensor)
+    return name, f"{str(tensor.dtype)[6:]} {'' if shapeless else list(tensor.shape)}"
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return 0  # sparse, lazy and other tensors without a storage of their own
+
+
+class FileSave(Job):
+    """One file. With several ranks each runs its own, for the same file.
+
+    Args:
+        handle, agreement, fence: as Job's.
+        plan: what is written.
+        backend, durable, staging_bytes: as fastckpt.save's.
+    """
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        agreement: Round,
+        plan: Plan,
+        *,
+        fence: str,
+        backend: str,
+        durable: bool,
+        staging_bytes: int | None,
+    ) -> None:
+        super().__init__(handle, agreement, fence=fence, lane=handle.path)
+        self.plan: Plan | None = plan
+        self.backend = backend
+        self.durable = durable
+        self.staging_bytes = staging_bytes
+        self.replaced: int | None = None
+        self._sources: list[object] = []
+
+    def release(self) -> None:
+        self.plan = None
+        self._sources = []
+
+    def end(self, pipeline: Pipeline) -> None:
+        if self.replaced is not None:
+            close_quietly(pipeline.storage, self.replaced)
+        super().end(pipeline)
+
+    def commit(self, pipeline: Pipeline) -> None:
+        agreement, staging, path = self.agreement, pipeline.staging, self.handle.path
+        assert self.plan is not None
+        seed = zlib.crc32(agreement.name.encode())
+        image, cuts = self.plan.layout(agreement.rank, agreement.world_size, seed)
+        self._sources = image.sources
+        part = Part(image, cuts[agreement.rank], cuts[agreement.rank + 1])
+        checksums = Checksums(image, cuts, combine_crcs)
+        limit = staging.blocks_limit(self.staging_bytes)
+        blocks = block_count(part.end - part.begin, BLOCK_BYTES) + 1
+        self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
+        # With the step fence one CPU is left to the training that goes on meanwhile.
+        stagers = stager_count() - (self.fence == "step")
+        # Whatever happens, blocks in flight arrive before the file they go to is closed.
+        with ExitStack() as files, ExitStack() as moving:
+            moving.push(self._tell)
+            # One block of the budget is the tail's, which is staged before the body is written.
+            transfer = moving.enter_context(
+                Transfer(staging, part.image, path, max(1, limit - 1), stagers)
+            )
+            fd, name, route = self._open(pipeline, files, transfer, image, part)
+            transfer.write_to(fd, part.begin, route)
+            self._staged(transfer)
+            self._compare()
+            agreement.put("crc", _packed(transfer.block_crcs(), transfer.slot_crcs()))
+            if agreement.rank == 0:
+                if limit == 1:
+                    transfer.wait_written()
+                for rank, record in enumerate(agreement.gather("crc")):
+                    checksums.add(rank, *_unpacked(record))
+                tail = bytearray(image.tail(*checksums.joined()))
+                end = moving.enter_context(Transfer(staging, Image.of_bytes(tail), path, 1, 1))
+                end.write_to(fd, image.body_nbytes, route)
+                end.wait_written()
+            transfer.wait_written()
+            self._patch(pipeline.storage, fd, checksums)
+            stats = self.handle.stats
+            stats.staged_bytes_max = min(
+                transfer.staged_bytes_max() + (agreement.rank == 0) * BLOCK_BYTES,
+                limit * BLOCK_BYTES,
+            )
+            stats.written_s = self.handle.elapsed_s()
+            if agreement.rank == 0:
+                commit.take_permissions(pipeline.storage, fd, name, path)
+            if agreement.rank == 0 and route.direct:
+                with reported("truncate", path):
+                    pipeline.storage.truncate(fd, image.nbytes)
+            settle(pipeline.storage, fd, path, self.durable)
+            self.conclude(b"", lambda _records: self._publish(pipeline, fd, name, image.nbytes))
+
+    def _tell(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Tells of a failure before the file is gone, which other ranks may be about to open."""
+        if error is not None:
+            self.agreement.fail(error)
+
+    def _open(
+        self, pipeline: Pipeline, files: ExitStack, transfer: Transfer, image: Image, part: Part
+    ) -> tuple[int, str, Route]:
+        """Makes the file, or opens it where another rank has made it; decides on the route."""
+        agreement, storage, path = self.agreement, pipeline.storage, self.handle.path
+        if agreement.rank == 0:
+            fd, name = files.enter_context(commit.temporary(storage, path))
+        else:
+            name = os.fsdecode(self.while_staging(transfer, self._staged, "file"))
+            name = os.path.join(os.path.dirname(path), name)
+            with reported("open", name):
+                try:
+                    fd = storage.open_to_write(name)
+                except FileNotFoundError:
+                    agreement.check()  # if the save has failed meanwhile, that is why
+                    raise
+            files.callback(close_quietly, storage, fd)
+        stats, nbytes = self.handle.stats, image.nbytes
+        # A rank without an interval has no page to try: where it would begin, others have written.
+        writes = agreement.rank == 0 or part.begin < part.end
+        route = pipeline.staging.route(fd, path, self.backend, writing=writes, offset=part.begin)
+        stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
+        stats.nbytes = part.end - part.begin
+        if agreement.rank == 0:
+            stats.nbytes += image.tail_nbytes
+            padded = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+            with reported("allocate", path):
+                pipeline.allocate(fd, padded if route.direct else nbytes)
+            agreement.put("file", os.fsencode(os.path.basename(name)))
+        return fd, name, route
+
+    def _staged(self, transfer: Transfer) -> None:
+        """Waits until everything was copied; from then on the state may change."""
+        if self.plan is None or self.handle.is_staged():
+            return
+        transfer.wait_staged()
+        check_unchanged(self.plan.captured.tensors, self.plan.obj)
+        self.plan.captured.tensors.clear()  # the pickler's class refers to this list, in a circle
+        self.plan.captured.records.clear()
+        self.plan.obj = None
+        self._sources.clear()
+        self.handle.mark_staged()
+
+    def _compare(self) -> None:
+        """Makes sure that all ranks hold the same."""
+        assert self.plan is not None
+        description, shared = self.plan.description, self.plan.together
+        if description is None or shared is None:
+            return
+        groups = self.agreement.same("state", description.digest(), description.detail)
+        if groups is not None:
+            error, unequal = disagreement(groups)
+            shared.note_unequal(unequal)
+            raise error
+
+    def _patch(self, storage: Storage, fd: int, checksums: Checksums) -> None:
+        """Fills in what depends on the checksums of the ranks before this one."""
+        agreement = self.agreement
+        needed = checksums.ranks_needed(agreement.rank)
+        for rank in needed:
+            checksums.add(rank, *_unpacked(agreement.get("crc", rank)))
+        for offset, content in checksums.patches(agreement.rank) if needed else ():
+            with reported("write", self.handle.path, offset):
+                storage.patch(fd, content, offset)
+
+    def _publish(self, pipeline: Pipeline, fd: int, name: str, nbytes: int) -> None:
+        storage, path = pipeline.storage, self.handle.path
+        with reported("write", path):
+            assert storage.size(fd) == nbytes, "the file is not as long as its image"
+        self.replaced = commit.publish(storage, name, path, self.durable)
+
+
+def _packed(block_crcs: list[int], slot_crcs: list[int]) -> bytes:
+    return array("I", [len(block_crcs), *block_crcs, *slot_crcs]).tobytes()
+
+
+def _unpacked(record: bytes) -> tuple[array[int], array[int]]:
+    numbers = array("I", record)
+    return numbers[1 : 1 + numbers[0]], numbers[1 + numbers[0] :]
+
+
+def save_stock(
+    pipeline: Pipeline, write: Callable[[IO[bytes]], None], handle: SaveHandle, durable: bool
+) -> SaveHandle:
+    """Lets another library write the file now, with our commit around it. Raises what `write`
+    raises.
+    """
+    storage = pipeline.storage
+    pipeline.wait_for(handle.path)
+    with commit.temporary(storage, handle.path) as (fd, name):
+        with os.fdopen(os.dup(fd), "wb") as file:
+            write(file)
+        handle.mark_staged()
+        handle.stats.written_s = handle.elapsed_s()
+        handle.stats.nbytes = storage.size(fd)
+        commit.take_permissions(storage, fd, name, handle.path)
+        settle(storage, fd, handle.path, durable)
+        replaced = commit.publish(storage, name, handle.path, durable)
+    if replaced is not None:
+        close_quietly(storage, replaced)
+    return finish_stock(handle)
+
+
+def finish_stock(handle: SaveHandle) -> SaveHandle:
+    """Completes the handle of a save that torch.save did by itself before returning."""
+    handle.mark_staged()
+    handle.stats.backend, handle.stats.why = "stock", "written by torch.save itself"
+    handle.stats.stall_s = handle.stats.committed_s = handle.elapsed_s()
+    handle.set_result(handle.stats)
+    return handle

@@ -1,0 +1,318 @@
+"""The manifest of a step directory: its commit record, with a line for each writer.
+
+Responsible for what a manifest says, for its bytes, and for telling which writers a reader can
+leave out (docs/format.md). It must not know files, ranks at run time, or how tensors are split.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import struct
+import zlib
+from collections.abc import Set
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from fastckpt.errors import CorruptCheckpoint
+from fastckpt.formats.shard_index import (
+    INDEX_BYTES_MAX,
+    ShardIndex,
+    check_file_name,
+    check_nonce,
+    check_version,
+    crc_digits,
+    lines,
+)
+from fastckpt.formats.strict_json import check_members, decode, encode, shown
+from fastckpt.shards import span
+
+FORMAT, VERSION = "fastckpt-step", 1
+MANIFEST, OBJECTS = "manifest.json", "objects.pt"
+MANIFEST_BYTES_MAX = 1 << 28
+WRITER_BYTES_MAX = 1024
+KEYS_MAX = 128
+
+_CRC = re.compile("[0-9a-f]{8}")
+_SHA256 = re.compile("[0-9a-f]{64}")
+_CREATED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d{1,6})?(Z|\+00:00)", re.ASCII)
+# The digest is of all bytes before this.
+_CLOSING = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
+_CLOSING_BYTES = 78
+
+
+@dataclass(frozen=True)
+class Writer:
+    """What the manifest says of one writer, and what that writer tells rank 0.
+
+    Attributes:
+        rank: of the writer.
+        file, nbytes: name of its safetensors file and the size as stored.
+        index, index_nbytes, index_sha256: its index: name, size, hex digest.
+        span: least and greatest bound of its pieces, as shards.span() gives; 0 and 0 if there are
+            none.
+        keys: key_hash() of its pieces' keys, ascending, each once; None: more than KEYS_MAX.
+    """
+
+    rank: int
+    file: str
+    nbytes: int
+    index: str
+    index_nbytes: int
+    index_sha256: str
+    span: tuple[float, float]
+    keys: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, index: ShardIndex, name: str, content: bytes) -> Writer:
+        """The record of an index whose file has this name and, from to_bytes(), this content."""
+        spans = [span(piece.box, piece.shape) for piece in index.pieces if piece.box.numel]
+        lows, highs = zip(*spans, strict=True) if spans else ((0.0,), (0.0,))
+        keys = tuple(sorted({key_hash(piece.key) for piece in index.pieces}))
+        return cls(
+            rank=index.rank,
+            file=index.file,
+            nbytes=index.file_nbytes,
+            index=name,
+            index_nbytes=len(content),
+            index_sha256=hashlib.sha256(content).hexdigest(),
+            span=(min(lows), max(highs)),
+            keys=keys if len(keys) <= KEYS_MAX else None,
+        )
+
+    def to_bytes(self) -> bytes:
+        """At most WRITER_BYTES_MAX bytes of JSON. ValueError if something in it is out of range."""
+        written = self._written()
+        _validate_writer(written)
+        content = encode(written).encode()
+        assert len(content) <= WRITER_BYTES_MAX
+        return content
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Writer:
+        """Reads what to_bytes() made. CorruptCheckpoint if it is malformed."""
+        if len(content) > WRITER_BYTES_MAX:
+            raise CorruptCheckpoint(f"a writer's record has {len(content)} bytes: too many")
+        try:
+            written = decode(content)
+            _validate_writer(written)
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpoint(f"a writer's record is malformed: {error}") from None
+        return cls._of_written(written)
+
+    def parse_index(self, content: bytes, nonce: str) -> ShardIndex:
+        """Verifies the writer's index against this record and reads it.
+
+        Args:
+            content: the index's file.
+            nonce: the manifest's.
+
+        Raises:
+            CorruptCheckpoint: damaged, malformed, or not of the manifest's save.
+            IncompatibleCheckpoint: a newer format.
+        """
+        if len(content) != self.index_nbytes:
+            raise CorruptCheckpoint(f"the index has {len(content)} bytes, not {self.index_nbytes}")
+        if hashlib.sha256(content).hexdigest() != self.index_sha256:
+            raise CorruptCheckpoint("the index is damaged: its SHA-256 is not the manifest's")
+        index = ShardIndex.from_bytes(content)
+        found = (index.nonce, index.rank, index.file, index.file_nbytes)
+        if found != (nonce, self.rank, self.file, self.nbytes):
+            raise CorruptCheckpoint(
+                f"the index is of another save or writer than the manifest: it names nonce"
+                f" {index.nonce}, rank {index.rank} and {index.file} of {index.file_nbytes} bytes"
+            )
+        return index
+
+    def _written(self) -> dict[str, Any]:
+        keys = None
+        if self.keys is not None:
+            packed = struct.pack(f"<{len(self.keys)}I", *self.keys)
+            keys = base64.b64encode(packed).decode()
+        return vars(self) | {"span": [*self.span], "keys": keys}
+
+    @classmethod
+    def _of_written(cls, written: Any) -> Writer:
+        keys = None if written["keys"] is None else _unpacked(written["keys"])
+        return cls(**written | {"span": tuple(written["span"]), "keys": keys})
+
+
+class ObjectsFile(NamedTuple):
+    """The torch zip with all that is not in shards; `crc32` is that of its closing comment."""
+
+    file: str
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The commit record of a step: the step exists if and only if this exists and validates.
+
+    Attributes:
+        step: of the training.
+        nonce: of the save, as in every index.
+        sequence: order of commits; the newest has the highest.
+        world_size: ranks of the job that saved.
+        created: UTC in ISO 8601, as "2026-01-31T12:00:00Z".
+        objects: the file of all that is not in shards.
+        writers: by ascending rank; a rank that stored nothing is not among them.
+    """
+
+    step: int
+    nonce: str
+    sequence: int
+    world_size: int
+    created: str
+    objects: ObjectsFile
+    writers: tuple[Writer, ...]
+
+    def to_bytes(self) -> bytes:
+        """The manifest's file. ValueError if something in it is out of range."""
+        objects = self.objects._asdict() | {"crc32": crc_digits(self.objects.crc32)}
+        written = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "nonce": self.nonce,
+            "sequence": self.sequence,
+            "world_size": self.world_size,
+            "created": self.created,
+            "objects": objects,
+            "writers": [writer._written() for writer in self.writers],
+        }
+        content = lines(written)
+        digest = hashlib.sha256(content).hexdigest()
+        validate(written | {"sha256": digest})
+        content += f',"sha256":"{digest}"}}\n'.encode()
+        if len(content) > MANIFEST_BYTES_MAX:
+            raise ValueError(f"a manifest of {len(content)} bytes is over {MANIFEST_BYTES_MAX}")
+        return content
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Manifest:
+        """Verifies a manifest and reads it.
+
+        Raises:
+            CorruptCheckpoint: torn, damaged, edited or malformed.
+            IncompatibleCheckpoint: a newer format.
+        """
+        if len(content) > MANIFEST_BYTES_MAX:
+            raise CorruptCheckpoint(f"the manifest has {len(content)} bytes: too many")
+        closing = _CLOSING.fullmatch(content, max(0, len(content) - _CLOSING_BYTES))
+        if closing is None:
+            raise CorruptCheckpoint("the manifest is cut off or damaged: it does not end as one")
+        if hashlib.sha256(content[: closing.start()]).hexdigest().encode() != closing[1]:
+            raise CorruptCheckpoint(
+                "the manifest is damaged: its SHA-256 is not the one it ends in"
+            )
+        try:
+            written: Any = decode(content)
+            check_version(written, FORMAT, VERSION)
+            validate(written)
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpoint(f"the manifest is malformed: {error}") from None
+        objects = written["objects"]
+        return cls(
+            step=written["step"],
+            nonce=written["nonce"],
+            sequence=written["sequence"],
+            world_size=written["world_size"],
+            created=written["created"],
+            objects=ObjectsFile(objects["file"], objects["nbytes"], int(objects["crc32"], 16)),
+            writers=tuple(map(Writer._of_written, written["writers"])),
+        )
+
+
+def validate(manifest: Any) -> None:
+    """The one check of a manifest as JSON, by writer and reader. Raises ValueError saying what is
+    wrong.
+    """
+    kinds: dict[str, type | tuple[type, ...]] = {
+        **dict.fromkeys(("format", "nonce", "created", "sha256"), str),
+        **dict.fromkeys(("version", "step", "sequence", "world_size"), int),
+        "objects": dict,
+        "writers": list,
+    }
+    check_members(manifest, kinds, "it")
+    if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"it is a {shown(manifest['format'])} of version {manifest['version']}")
+    check_nonce(manifest["nonce"])
+    _check_time(manifest["created"])
+    objects = manifest["objects"]
+    check_members(objects, {"file": str, "nbytes": int, "crc32": str}, "objects")
+    check_file_name(objects["file"])
+    if _CRC.fullmatch(objects["crc32"]) is None:
+        raise ValueError(f"crc32 of objects is {shown(objects['crc32'])}")
+    names, rank = {MANIFEST, objects["file"]}, -1
+    for writer in manifest["writers"]:
+        _validate_writer(writer)
+        if not rank < writer["rank"] < manifest["world_size"]:
+            raise ValueError(f"rank {writer['rank']} is out of order or not below the world size")
+        rank = writer["rank"]
+        names |= {writer["file"], writer["index"]}
+    if len(names) != 2 + 2 * len(manifest["writers"]):
+        raise ValueError("a file name is there twice")
+
+
+_WRITER_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("rank", "nbytes", "index_nbytes"), int),
+    **dict.fromkeys(("file", "index", "index_sha256"), str),
+    "span": list,
+    "keys": (str, type(None)),
+}
+
+
+def _validate_writer(writer: Any) -> None:
+    """The part of validate() that concerns a writer; also for a record on its own."""
+    check_members(writer, _WRITER_KINDS, "a writer")
+    check_file_name(writer["file"])
+    check_file_name(writer["index"])
+    if writer["index_nbytes"] > INDEX_BYTES_MAX:
+        raise ValueError(f"an index has {writer['index_nbytes']} bytes: too many")
+    if _SHA256.fullmatch(writer["index_sha256"]) is None:
+        raise ValueError(f"an index has the SHA-256 {shown(writer['index_sha256'])}")
+    bounds = writer["span"]
+    if [type(bound) for bound in bounds] != [float, float] or not 0 <= bounds[0] <= bounds[1] <= 1:
+        raise ValueError("span is not two numbers from 0.0 to 1.0, ascending")
+    if writer["keys"] is not None:
+        keys = _unpacked(writer["keys"])
+        if len(keys) > KEYS_MAX or any(a >= b for a, b in pairwise(keys)):
+            raise ValueError(f"keys are {len(keys)}, or not ascending; at most {KEYS_MAX} may be")
+
+
+def _unpacked(keys: str) -> tuple[int, ...]:
+    packed = base64.b64decode(keys)  # what it skips or cannot read raises ValueError here or below
+    if len(packed) % 4 or base64.b64encode(packed).decode() != keys:
+        raise ValueError("keys are not 32-bit numbers in base64")
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
+def _check_time(created: str) -> None:
+    match = _CREATED.fullmatch(created)
+    if match is None:
+        raise ValueError(f"created is {shown(created)}, not as 2026-01-31T12:00:00Z")
+    datetime.fromisoformat(match[1])
+
+
+def key_hash(key: str) -> int:
+    """The 32 bits that stand for a tensor's key in Writer.keys."""
+    return zlib.crc32(key.encode())
+
+
+def may_hold(writer: Writer, keys: Set[int], low: float, high: float) -> bool:
+    """Whether a writer's file can hold an element of these tensors within these bounds.
+
+    Args:
+        writer: its record in the manifest.
+        keys: key_hash() of each tensor.
+        low, high: bounds as shards.span() gives for a box, or those of several boxes joined.
+
+    Returns:
+        False if it certainly holds none.
+    """
+    meets = writer.span[0] < high and low < writer.span[1]
+    return meets and (writer.keys is None or not keys.isdisjoint(writer.keys))

@@ -1,0 +1,240 @@
+"""The safetensors format: one writer's part of a step, laid out so that stock readers open it.
+
+Responsible for the bytes of such a file and for reading its header (docs/format.md). It must not
+know which tensors they are pieces of, files, ranks, or how anything is compressed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fastckpt.errors import CorruptCheckpoint
+from fastckpt.formats.strict_json import NUMBER_END, check_text, decode, is_numbers, shown
+from fastckpt.image import PAGE_BYTES, Image
+
+# By the names of the format; stock readers of safetensors know them all.
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+LENGTH_BYTES = 8
+HEADER_BYTES_MAX = 100_000_000  # of the JSON; stock readers refuse more
+METADATA = "__metadata__"
+
+
+class Entry(NamedTuple):
+    """A tensor to be stored: its key in the header, and where its elements lie.
+
+    `address` is that of contiguous, row-major memory of `shape`; 0 if there are no elements.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    address: int
+
+
+class Extent(NamedTuple):
+    """A tensor in a file: its elements are the file's bytes [begin, end)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def supported(dtype: torch.dtype) -> bool:
+    """Whether the format, as stock readers know it, has this dtype."""
+    return dtype in NAMES
+
+
+def layout(
+    entries: Sequence[Entry], owners: Sequence[object], metadata: Mapping[str, str]
+) -> tuple[Image, list[int]]:
+    """Lays tensors out as one safetensors file, without copying them.
+
+    Args:
+        entries: what to store. In the file, larger items come first and else the order is kept, so
+            that every entry is aligned to its items.
+        owners: objects that own the entries' memory; the image keeps them.
+        metadata: strings for the header's `__metadata__`, which is left out if this is empty.
+
+    Returns:
+        The image: a body of any size, for the file ends where the data ends, and no tail. And the
+        offset in the file of each entry, in the order of `entries`.
+
+    Raises:
+        ValueError: a name twice, reserved or no Unicode text; a dtype that the format has not; a
+            header beyond 100 MB.
+    """
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    order = sorted(range(len(entries)), key=lambda number: -entries[number].dtype.itemsize)
+    offsets, end = [0] * len(entries), 0
+    for number in order:
+        name, dtype, shape, _address = entries[number]
+        if name in header or name == METADATA:
+            raise ValueError(f"two entries are named {name!r}, or the name is reserved")
+        if dtype not in NAMES:
+            raise ValueError(f"{name!r} is {dtype}, which safetensors files cannot hold")
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        offsets[number] = begin
+        header[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % PAGE_BYTES)
+    content = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+    validate(header, len(content), len(content) + end)
+
+    image = Image.of_bytes(content)
+    image.sources.extend(owners)
+    for number in order:
+        nbytes = math.prod(entries[number].shape) * entries[number].dtype.itemsize
+        if nbytes:
+            image.append(entries[number].address, nbytes)
+    return image, [len(content) + offset for offset in offsets]
+
+
+def header_nbytes(head: bytes, nbytes: int) -> int:
+    """How much of a file of nbytes comes before its data: what parse() needs of it.
+
+    Args:
+        head: the first 8 bytes or more.
+
+    Raises:
+        CorruptCheckpoint: that cannot be the beginning of such a file.
+    """
+    size = LENGTH_BYTES + int.from_bytes(head[:LENGTH_BYTES], "little")
+    try:
+        if len(head) < LENGTH_BYTES:
+            raise ValueError(f"it ends after {len(head)} bytes")
+        _check_header_nbytes(size, nbytes)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"its safetensors header is malformed: {error}") from None
+    return size
+
+
+def parse(head: bytes, nbytes: int) -> dict[str, Extent]:
+    """Reads the header of a safetensors file, by whomever it was written.
+
+    Args:
+        head: the first header_nbytes() bytes of the file, or more. They carry no checksum of their
+            own: whoever has one compares it first.
+        nbytes: size of the file.
+
+    Returns:
+        Where each tensor lies, by name, in the header's order.
+
+    Raises:
+        CorruptCheckpoint: anything is wrong with the header, or it does not fit the file's size.
+            Takes memory in proportion to the header, whatever that declares.
+    """
+    size = header_nbytes(head, nbytes)
+    try:
+        if len(head) < size:
+            raise ValueError(f"only {len(head)} of its {size} bytes are there")
+        header = decode(head[LENGTH_BYTES:size])
+        validate(header, size, nbytes)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"its safetensors header is malformed: {error}") from None
+    assert isinstance(header, dict)
+    return {
+        name: Extent(
+            DTYPES[tensor["dtype"]],
+            tuple(tensor["shape"]),
+            size + tensor["data_offsets"][0],
+            size + tensor["data_offsets"][1],
+        )
+        for name, tensor in header.items()
+        if name != METADATA
+    }
+
+
+def validate(header: object, size: int, nbytes: int) -> None:
+    """The one check of a header, by writer and reader. Raises ValueError saying what is wrong.
+
+    Args:
+        header: the decoded JSON.
+        size: bytes before the data, the eight of the length among them.
+        nbytes: of the whole file.
+    """
+    _check_header_nbytes(size, nbytes)
+    if type(header) is not dict:
+        raise ValueError("it is not an object")
+    extents = []
+    for name, tensor in header.items():
+        check_text(name)
+        if name == METADATA:
+            _check_metadata(tensor)
+            continue
+        if type(tensor) is not dict or tensor.keys() != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{shown(name)} has not exactly dtype, shape and data_offsets")
+        offsets = tensor["data_offsets"]
+        if not is_numbers(offsets) or len(offsets) != 2:
+            raise ValueError(f"data_offsets of {shown(name)} are not two numbers")
+        expected = nbytes_of(tensor["dtype"], tensor["shape"], name)
+        if offsets[1] - offsets[0] != expected:
+            raise ValueError(f"data_offsets of {shown(name)} do not span its {expected} bytes")
+        extents.append((offsets[0], offsets[1], name))
+    extents.sort()
+    end = 0
+    for begin, following, name in extents:
+        if begin != end:
+            wrong = "leaves a hole before" if begin > end else "overlaps the data before"
+            raise ValueError(f"{shown(name)} begins at {begin}, which {wrong} it")
+        end = following
+    if size + end != nbytes:
+        raise ValueError(f"its data ends at {size + end}, the file at {nbytes}")
+
+
+def _check_header_nbytes(size: int, nbytes: int) -> None:
+    if size - LENGTH_BYTES > HEADER_BYTES_MAX:
+        raise ValueError(f"it has {size - LENGTH_BYTES} bytes, at most {HEADER_BYTES_MAX} may be")
+    if size > nbytes:
+        raise ValueError(f"it would end at {size}, the file ends at {nbytes}")
+
+
+def _check_metadata(metadata: object) -> None:
+    if type(metadata) is not dict:
+        raise ValueError(f"{METADATA} is not an object")
+    for key, value in metadata.items():
+        if type(value) is not str:
+            raise ValueError(f"{METADATA} has a value that is not a string")
+        check_text(key)
+        check_text(value)
+
+
+def nbytes_of(dtype: Any, shape: Any, name: str) -> int:
+    """Bytes of a tensor of this dtype, by its name in the format, and shape.
+
+    Raises:
+        ValueError: the dtype is not known, the shape is not a list of numbers from 0, or the size
+            does not fit 63 bits (with dimensions of size 0 left out, so that strides fit as well).
+    """
+    if type(dtype) is not str or dtype not in DTYPES:
+        raise ValueError(f"dtype of {shown(name)} is {shown(dtype)}, which is not known")
+    if not is_numbers(shape):
+        raise ValueError(f"shape of {shown(name)} is not a list of numbers from 0 to 2^63")
+    nbytes = DTYPES[dtype].itemsize
+    for size in shape:  # step by step: the product of a hostile shape has millions of digits
+        nbytes *= size or 1
+        if nbytes >= NUMBER_END:
+            raise ValueError(f"shape of {shown(name)} has 2^63 bytes or more")
+    return 0 if 0 in shape else nbytes

@@ -1,0 +1,286 @@
+"""The index of a writer in a step directory: its pieces of tensors, and the checksums of its file.
+
+Responsible for what an index says, for its bytes, and for the names that ranks and pieces get
+(docs/format.md). It must not know the manifest, files, or how tensors are split and moved.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.formats.safetensors import METADATA, nbytes_of
+from fastckpt.formats.strict_json import (
+    NUMBER_END,
+    check_members,
+    check_text,
+    decode,
+    encode,
+    is_numbers,
+    shown,
+)
+from fastckpt.image import PAGE_BYTES, block_count
+from fastckpt.shards import Box
+
+FORMAT, VERSION = "fastckpt-index", 1
+INDEX_BYTES_MAX = 1 << 30
+PER_RANK = "fastckpt.per_rank"
+_CRC_DIGITS = 8
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}")
+_NONCE = re.compile("[0-9a-f]{16,64}")
+_HEX = re.compile("[0-9a-f]*")
+
+
+class Piece(NamedTuple):
+    """A rectangle of a tensor and where it lies in a writer's (uncompressed) safetensors file.
+
+    `dtype` is a name of the safetensors format, `shape` the whole tensor's. `box` is the part that
+    is stored, row-major, from byte `begin` of the file.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    begin: int
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """What one writer stored, and how to verify it.
+
+    Attributes:
+        nonce: 16 to 64 hex digits, the same in every file of one save.
+        rank: of the writer.
+        file: name of its safetensors file.
+        file_nbytes: size of that file as stored.
+        nbytes: size of the uncompressed safetensors file.
+        block_bytes: size of a block of it; the last may be shorter.
+        block_crcs: CRC-32 of each block.
+        codec: None, or "zstd" if each block is stored as a frame.
+        frames: with a codec, the stored bytes of each block's frame and its padding; else empty.
+        pieces: of tensors.
+        per_rank: begin and size in bytes of the entry PER_RANK, if there is one.
+    """
+
+    nonce: str
+    rank: int
+    file: str
+    file_nbytes: int
+    nbytes: int
+    block_bytes: int
+    block_crcs: tuple[int, ...]
+    codec: str | None
+    frames: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    per_rank: tuple[int, int] | None
+
+    def to_bytes(self) -> bytes:
+        """The index's file. ValueError if something in it is out of range."""
+        written = {
+            "format": FORMAT,
+            "version": VERSION,
+            "nonce": self.nonce,
+            "rank": self.rank,
+            "file": self.file,
+            "file_nbytes": self.file_nbytes,
+            "nbytes": self.nbytes,
+            "block_bytes": self.block_bytes,
+            "crc32": "".join(map(crc_digits, self.block_crcs)),
+            "codec": self.codec,
+            "frames": [*self.frames],
+            "per_rank": None if self.per_rank is None else [*self.per_rank],
+            "pieces": [
+                {
+                    "key": piece.key,
+                    "dtype": piece.dtype,
+                    "shape": [*piece.shape],
+                    "offset": [*piece.box.offsets],
+                    "size": [*piece.box.sizes],
+                    "at": piece.begin,
+                }
+                for piece in self.pieces
+            ],
+        }
+        validate(written)
+        content = lines(written) + b"}\n"
+        if len(content) > INDEX_BYTES_MAX:
+            raise ValueError(f"an index of {len(content)} bytes is more than {INDEX_BYTES_MAX}")
+        return content
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> ShardIndex:
+        """Reads what to_bytes() made.
+
+        An index carries no checksum of its own, the manifest does: see Writer.parse_index().
+
+        Raises:
+            CorruptCheckpoint: it is malformed. IncompatibleCheckpoint: a newer format.
+        """
+        if len(content) > INDEX_BYTES_MAX:
+            raise CorruptCheckpoint(f"the index has {len(content)} bytes: too many")
+        try:
+            written: Any = decode(content)
+            check_version(written, FORMAT, VERSION)
+            validate(written)
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpoint(f"the index is malformed: {error}") from None
+        crcs = bytes.fromhex(written["crc32"])
+        per_rank = written["per_rank"]
+        return cls(
+            nonce=written["nonce"],
+            rank=written["rank"],
+            file=written["file"],
+            file_nbytes=written["file_nbytes"],
+            nbytes=written["nbytes"],
+            block_bytes=written["block_bytes"],
+            block_crcs=struct.unpack(f">{len(crcs) // 4}I", crcs),
+            codec=written["codec"],
+            frames=tuple(written["frames"]),
+            pieces=tuple(
+                Piece(
+                    piece["key"],
+                    piece["dtype"],
+                    tuple(piece["shape"]),
+                    Box(tuple(piece["offset"]), tuple(piece["size"])),
+                    piece["at"],
+                )
+                for piece in written["pieces"]
+            ),
+            per_rank=None if per_rank is None else (per_rank[0], per_rank[1]),
+        )
+
+
+def validate(index: Any) -> None:
+    """The one check of an index as JSON, by writer and reader. Raises ValueError saying what is
+    wrong.
+    """
+    kinds: dict[str, type | tuple[type, ...]] = {
+        **dict.fromkeys(("format", "nonce", "file", "crc32"), str),
+        **dict.fromkeys(("version", "rank", "file_nbytes", "nbytes", "block_bytes"), int),
+        **dict.fromkeys(("frames", "pieces"), list),
+        "codec": (str, type(None)),
+        "per_rank": (list, type(None)),
+    }
+    check_members(index, kinds, "it")
+    if (index["format"], index["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"it is a {shown(index['format'])} of version {index['version']}")
+    check_nonce(index["nonce"])
+    check_file_name(index["file"])
+    block_bytes = index["block_bytes"]
+    if not PAGE_BYTES <= block_bytes <= 1 << 30 or block_bytes % PAGE_BYTES:
+        raise ValueError(f"block_bytes is {block_bytes}")
+    blocks = block_count(index["nbytes"], block_bytes)
+    digits = index["crc32"]
+    if blocks == 0 or len(digits) != _CRC_DIGITS * blocks or _HEX.fullmatch(digits) is None:
+        raise ValueError(f"{len(digits)} characters of CRC-32 for {blocks} blocks")
+    _check_frames(index, blocks)
+    _check_pieces(index)
+
+
+def _check_frames(index: Any, blocks: int) -> None:
+    codec, frames, file_nbytes = index["codec"], index["frames"], index["file_nbytes"]
+    if codec is None:
+        if frames or file_nbytes != index["nbytes"]:
+            raise ValueError("it has frames, or a size of its own as stored, but no codec")
+        return
+    if codec != "zstd":
+        raise ValueError(f"codec is {shown(codec)}")
+    if not is_numbers(frames) or len(frames) != blocks:
+        raise ValueError(f"frames are not {blocks} numbers, one for each block")
+    if any(not frame or frame % PAGE_BYTES for frame in frames) or sum(frames) != file_nbytes:
+        raise ValueError(f"frames are not multiples of {PAGE_BYTES} with the sum {file_nbytes}")
+
+
+_PIECE_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("key", "dtype"), str),
+    **dict.fromkeys(("shape", "offset", "size"), list),
+    "at": int,
+}
+
+
+def _check_pieces(index: Any) -> None:
+    """Pieces are inside their tensors, and they and PER_RANK apart from each other in the file."""
+    extents = []
+    for piece in index["pieces"]:
+        check_members(piece, _PIECE_KINDS, "a piece")
+        key, shape, offset, size = piece["key"], piece["shape"], piece["offset"], piece["size"]
+        check_text(key)
+        nbytes_of(piece["dtype"], shape, key)
+        nbytes = nbytes_of(piece["dtype"], size, key)
+        if not is_numbers(offset) or not len(offset) == len(size) == len(shape):
+            raise ValueError(f"a piece of {shown(key)} has not as many dimensions as its tensor")
+        if any(o + s > end for o, s, end in zip(offset, size, shape, strict=True)):
+            raise ValueError(f"a piece of {shown(key)} is not inside its tensor")
+        extents.append((piece["at"], nbytes, key))
+    if index["per_rank"] is not None:
+        if not is_numbers(index["per_rank"]) or len(index["per_rank"]) != 2:
+            raise ValueError("per_rank is not a list of two numbers")
+        if index["per_rank"][1] == 0:
+            raise ValueError("per_rank is an entry without bytes")
+        extents.append((*index["per_rank"], PER_RANK))
+    extents.sort()
+    end = 0
+    for begin, nbytes, key in extents:
+        if nbytes and begin < end:
+            raise ValueError(f"a piece of {shown(key)} overlaps another in the file")
+        end = max(end, begin + nbytes)
+    if end > index["nbytes"]:
+        raise ValueError(f"pieces end at {end}, the file ends at {index['nbytes']}")
+
+
+def check_version(written: object, form: str, version: int) -> None:
+    """Raises IncompatibleCheckpoint if this is the format, in a version above this one."""
+    if isinstance(written, dict) and written.get("format") == form:
+        found = written.get("version")
+        if type(found) is int and version < found < NUMBER_END:
+            raise IncompatibleCheckpoint(
+                f"it is a {form} of version {found}, this fastckpt reads up to {version}: update it"
+            )
+
+
+def check_nonce(nonce: str) -> None:
+    """Raises ValueError unless this can be a nonce."""
+    if _NONCE.fullmatch(nonce) is None:
+        raise ValueError(f"nonce {shown(nonce)} is not 16 to 64 hex digits")
+
+
+def check_file_name(name: str) -> None:
+    """Raises ValueError unless this names a file of the directory itself, and no hidden one."""
+    if _FILE_NAME.fullmatch(name) is None:
+        raise ValueError(f"file name {shown(name)} is not up to 40 of [A-Za-z0-9._-], or hidden")
+
+
+def crc_digits(crc: int) -> str:
+    """A CRC-32 as it stands in the JSON."""
+    return f"{crc:08x}"
+
+
+def lines(written: dict[str, Any]) -> bytes:
+    """JSON with each item of the last member, a list, on a line; the closing brace is left out."""
+    *_, (name, items) = written.items()
+    opening = encode(written | {name: []})[: -len("]}")]
+    rows = ",".join(f"\n{encode(item)}" for item in items)
+    return f"{opening}{rows}\n]".encode()
+
+
+def shard_name(rank: int, codec: str | None) -> str:
+    """Name of a writer's safetensors file."""
+    return f"rank-{rank:05d}.safetensors" + (".zst" if codec == "zstd" else "")
+
+
+def index_name(rank: int) -> str:
+    """Name of a writer's index."""
+    return f"rank-{rank:05d}.json"
+
+
+def entry_name(key: str, shape: Sequence[int], box: Box) -> str:
+    """What a piece is called in its safetensors file; different pieces have different names."""
+    if box.sizes != tuple(shape):
+        return f"{key}@{','.join(map(str, box.offsets))}"
+    # An empty list of offsets keeps a key from looking like a piece of another, or being reserved.
+    return f"{key}@" if "@" in key or key in (PER_RANK, METADATA) else key

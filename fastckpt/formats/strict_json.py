@@ -1,0 +1,102 @@
+"""JSON that may come from a damaged or hostile file: decoding it, and checks that formats share.
+
+Responsible for refusing, with a ValueError, whatever Python's reader lets pass and no format here
+means. It must not know any format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+NUMBER_END = 1 << 63
+_NUMBER_CHARS_MAX = 32  # no number that means something here is longer
+_SHOWN_CHARS_MAX = 100
+
+
+def decode(text: bytes) -> object:
+    """Decodes JSON, in memory of a few tens of bytes for each byte of it.
+
+    Raises:
+        ValueError: not UTF-8, not JSON, a name twice in an object, NaN or Infinity, or a number
+            longer than any that means something here.
+        RecursionError: nested too deeply.
+    """
+    return json.loads(
+        text.decode(),
+        object_pairs_hook=_distinct,
+        parse_int=_integer,
+        parse_float=_float,
+        parse_constant=_refused,
+    )
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("an object has a name twice")
+    return members
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _NUMBER_CHARS_MAX:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    number = float(digits) if len(digits) <= _NUMBER_CHARS_MAX else math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{shown(digits)} is too large or too long a number")
+    return number
+
+
+def _refused(name: str) -> float:
+    raise ValueError(f"{name} is not a number")
+
+
+def encode(value: object) -> str:
+    """Compact JSON in ASCII. ValueError for NaN and infinities."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what: str) -> None:
+    """Raises ValueError unless this is an object with exactly these members, of exactly these
+    types, whose ints are from 0 to below 2^63.
+    """
+    if type(value) is not dict:
+        raise ValueError(f"{what} is not an object")
+    if value.keys() != kinds.keys():
+        wrong = ", ".join(map(shown, sorted(value.keys() ^ kinds.keys())[:9]))
+        raise ValueError(f"{what} lacks members, or has unknown ones: {wrong}")
+    for name, kind in kinds.items():
+        member = value[name]
+        if type(member) not in (kind if isinstance(kind, tuple) else (kind,)):
+            raise ValueError(f"{what} has the {name} {shown(member)}, of a wrong type")
+        if type(member) is int and not 0 <= member < NUMBER_END:
+            raise ValueError(f"{what} has the {name} {shown(member)}, not from 0 to below 2^63")
+
+
+def is_numbers(value: Any) -> bool:
+    """Whether this is a list of ints, not of bools, from 0 to below 2^63."""
+    return type(value) is list and all(
+        type(number) is int and 0 <= number < NUMBER_END for number in value
+    )
+
+
+def check_text(text: str) -> None:
+    """Raises ValueError if this is not Unicode text: JSON can escape half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{shown(text)} is not Unicode text") from None
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut where it would be too long to read."""
+    if isinstance(value, (list, dict)):
+        return f"{'list' if isinstance(value, list) else 'object'} of {len(value)}"
+    text = ascii(value[:_SHOWN_CHARS_MAX] if isinstance(value, str) else value)
+    return text[: 2 * _SHOWN_CHARS_MAX]

@@ -1,0 +1,143 @@
+"""Whether ranks that say they hold the same state do: its structure, and samples of its contents.
+
+Responsible for what one rank tells of its state, and for finding the tensor and the ranks where two
+such descriptions differ. It must not know how ranks exchange them, or what becomes of the save.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import random
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from fastckpt.errors import RanksDisagree
+
+SAMPLED_BYTES = 64 << 10  # of all tensors, each save
+_RANGE_BYTES = 16
+_RANGES_MAX = 4  # of one tensor
+_SAMPLED_MAX = SAMPLED_BYTES // _RANGE_BYTES  # tensors
+_NAMED_MAX = 3  # differences in one message
+
+
+class Sampled(NamedTuple):
+    """A tensor's memory whose contents should be the same on all ranks."""
+
+    name: str
+    address: int
+    nbytes: int
+
+
+class Description:
+    """What one rank tells of the state it saves.
+
+    Args:
+        texts: name of every tensor, and what has to be the same about it.
+        first_rank: names of tensors whose contents count on the first rank only.
+    """
+
+    def __init__(self, texts: list[tuple[str, str]], first_rank: Iterable[str] = ()) -> None:
+        self._texts = texts
+        self._storages: list[tuple[str, str]] = []
+        self._samples: list[tuple[str, int]] = []
+        self._first_rank = sorted(first_rank)
+
+    def lay_out(self, storages: Iterable[tuple[str, str]]) -> None:
+        """Adds in which order memory is written: a tensor that lies there, and what has to be the
+        same about it all.
+        """
+        self._storages += [(f"the storage of {name}", text) for name, text in storages]
+
+    def sample(self, parts: Sequence[Sampled], seed: int) -> None:
+        """Takes checksums of a few ranges of each part, the same on all ranks for equal seeds.
+
+        Reads at most SAMPLED_BYTES; with more parts than can be sampled, others each time.
+        """
+        stride = max(1, -(-len(parts) // _SAMPLED_MAX))
+        chosen = range(seed % stride, len(parts), stride)
+        ranges = max(1, min(_RANGES_MAX, _SAMPLED_MAX // max(1, len(chosen))))
+        random_offset = random.Random(seed).random
+        for number in chosen:
+            name, address, nbytes = parts[number]
+            crc, length = 0, min(_RANGE_BYTES, nbytes)
+            for _ in range(ranges):
+                offset = int(random_offset() * (nbytes - length + 1))
+                crc = zlib.crc32(ctypes.string_at(address + offset, length), crc)
+            self._samples.append((name, crc))
+
+    def detail(self) -> bytes:
+        """All of it, for disagreement()."""
+        return zlib.compress(json.dumps(self._all()).encode(), level=1)
+
+    def digest(self) -> bytes:
+        """32 bytes that are equal where details are."""
+        return hashlib.sha256(repr(self._all()).encode()).digest()
+
+    def _all(self) -> list[Any]:
+        return [self._texts, self._samples, self._first_rank, self._storages]
+
+
+def disagreement(groups: Sequence[tuple[list[int], bytes]]) -> tuple[RanksDisagree, set[str]]:
+    """Says where descriptions differ.
+
+    Args:
+        groups: for each distinct description, the ranks that gave it and its detail().
+
+    Returns:
+        The error, which names tensors and ranks, and the names of the tensors of which nothing but
+            the contents differ.
+    """
+    groups = sorted(groups, key=lambda group: min(group[0]))
+    details: list[tuple[list[int], Any]] = [
+        (ranks, json.loads(zlib.decompress(detail))) for ranks, detail in groups
+    ]
+    _, base = details[0]
+    found: list[str] = []
+    unequal: dict[str, list[int]] = {}
+    for ranks, other in details[1:]:
+        differences = _structure_differences(dict(base[0]), dict(other[0]), _ranks(ranks))
+        found += differences or _structure_differences(dict(base[3]), dict(other[3]), _ranks(ranks))
+        if base[2] != other[2]:
+            names = sorted(set(base[2]) ^ set(other[2]))
+            found.append(f"{_ranks(ranks)} did not see that {names[0]} differed before")
+        mine = dict(base[1])
+        for name, crc in other[1]:
+            if name in mine and mine[name] != crc:
+                unequal.setdefault(name, []).extend(ranks)
+    if found:
+        unequal = {}
+    for name, ranks in unequal.items():
+        found.append(f"the content of {name} on {_ranks(ranks)} is not that of rank 0")
+    more = f" (and {len(found) - _NAMED_MAX} more differences)" if len(found) > _NAMED_MAX else ""
+    advice = (
+        "they are taken from rank 0 from the next save on: if they should be equal, find out why "
+        "they are not; if not, save them with Checkpointer and PerRank"
+        if unequal
+        else "every rank must save the same tensors"
+    )
+    text = "; ".join(found[:_NAMED_MAX]) or "ranks describe their state differently"
+    return RanksDisagree(f"ranks disagree: {text}{more}; nothing was committed: {advice}"), set(
+        unequal
+    )
+
+
+def _structure_differences(base: dict[str, str], other: dict[str, str], ranks: str) -> list[str]:
+    found = [f"{name} is missing on {ranks}" for name in base if name not in other]
+    found += [f"{name} is on {ranks} but not on rank 0" for name in other if name not in base]
+    found += [
+        f"{name} is {other[name]} on {ranks} but {text} on rank 0"
+        for name, text in base.items()
+        if name in other and other[name] != text
+    ]
+    if not found and list(base) != list(other):
+        found = [f"the order of the tensors on {ranks} is not that of rank 0"]
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, sorted(ranks)[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}{more}"

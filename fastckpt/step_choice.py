@@ -1,0 +1,112 @@
+"""Which step is restored: the newest that is whole on every rank, decided by all of them together.
+
+Responsible for the order in which steps are tried and for telling what was wrong with those that
+were skipped. It must not know what is read of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TypeVar
+
+from fastckpt.coordinator import Round
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StorageError,
+)
+from fastckpt.pipeline import Pipeline
+from fastckpt.step_load import StepReader
+from fastckpt.steps import Committed, Steps
+
+log = logging.getLogger("fastckpt")
+
+T = TypeVar("T")
+
+
+def first_whole(
+    agreement: Round,
+    current: Pipeline,
+    steps: Steps,
+    step: int | None,
+    read: Callable[[StepReader], T],
+) -> tuple[int, T] | None:
+    """What `read` makes of the newest step for which no rank meets damage; all ranks call it.
+
+    Args:
+        agreement: a round of its own.
+        current: reads, and has no save to this root in flight.
+        steps: the root.
+        step: which; None: the one committed last, and if that is damaged the one before it.
+        read: reads all that this rank needs of a step.
+
+    Returns:
+        The step and what `read` returned; None if no step was committed and `step` is None.
+
+    Raises:
+        CorruptCheckpoint: none is whole. IncompatibleCheckpoint: a newer fastckpt wrote what is
+            there. CheckpointError: there is no such step. PeerFailed.
+    """
+    if agreement.rank == 0:
+        agreement.put("candidates", json.dumps(candidates(steps, step)).encode())
+    names: list[str] = json.loads(agreement.get("candidates"))
+    problems = []
+    for number, name in enumerate(names):
+        problem, found = _tried(current, steps, name, read)
+        agreement.put(f"tried {number}", problem.encode())
+        if agreement.rank == 0:
+            answers = agreement.gather(f"tried {number}")
+            told = next((f"rank {r}: {a.decode()}" for r, a in enumerate(answers) if a), "")
+            agreement.put(f"verdict {number}", told.encode())
+        verdict = agreement.get(f"verdict {number}").decode()
+        if not verdict:
+            assert found is not None
+            return found
+        problems.append(verdict)
+        if step is None:
+            log.warning("skipping %s: %s", steps.path(name), verdict)
+    if problems:
+        raise CorruptCheckpoint(f"no step under {steps.root!r} is whole: {'; '.join(problems[:3])}")
+    return None
+
+
+def candidates(steps: Steps, step: int | None) -> list[str]:
+    """Directories to try, the best first; decided by the first rank for all."""
+    found, faults = steps.committed()
+    if step is not None:
+        chosen = [item.name for item in found if item.manifest.step == operator.index(step)]
+        if not chosen:
+            known = sorted({item.manifest.step for item in found})
+            raise CheckpointError(
+                f"{steps.root!r} holds no committed step {step}: there are {known[-10:]}"
+                + (f"; {faults[0]}" if faults else "")
+            )
+        return chosen[:1]
+    for fault in faults:
+        log.warning("skipping a step: %s", fault)
+    for name in steps.incomplete():
+        log.warning("skipping %s: its save was not committed", steps.path(name))
+    if faults and not found:
+        newer = isinstance(faults[0], IncompatibleCheckpoint)
+        kind = IncompatibleCheckpoint if newer else CorruptCheckpoint
+        raise kind(f"no step under {steps.root!r} is whole: {faults[0]}")
+    return [item.name for item in found]
+
+
+def _tried(
+    current: Pipeline, steps: Steps, name: str, read: Callable[[StepReader], T]
+) -> tuple[str, tuple[int, T] | None]:
+    """What is damaged about a step, or else its number and what was read."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(steps.hold(name))
+            item = Committed(name, steps.read(name))
+            reader = StepReader(current.storage, current.staging, steps, name, item.manifest)
+            return "", (item.manifest.step, read(reader))
+        except (CorruptCheckpoint, StorageError) as error:
+            return str(error), None

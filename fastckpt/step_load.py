@@ -1,0 +1,314 @@
+"""Reading a committed step: only the ranges that are needed, every byte verified.
+
+Responsible for finding which files hold what, for reading it into memory, and for saying what is
+damaged. It must not know which step is chosen, nor what becomes of the values.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fastckpt.codec import FrameReader
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
+from fastckpt.formats import safetensors
+from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_hold
+from fastckpt.formats.shard_index import ShardIndex
+from fastckpt.image import address_of
+from fastckpt.reader import open_verified
+from fastckpt.shards import Box, CopyRow, copies, covers, intersect, span
+from fastckpt.staging import ReadStream, Staging
+from fastckpt.steps import Steps, naming
+from fastckpt.storage import Storage, reported
+
+_NAMED_MAX = 5  # keys in one message
+
+
+class Target(NamedTuple):
+    """Where a part of a stored tensor is wanted.
+
+    Attributes:
+        key: of the tensor.
+        tensor: memory of the part: of its sizes, of any dtype, strides and device.
+        shape: of the whole tensor.
+        box: the part.
+    """
+
+    key: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box
+
+
+Place = tuple[str, tuple[int, ...], Box]  # key, shape of the whole tensor, part of it
+
+
+class StepReader:
+    """One committed step, opened for reading.
+
+    Args:
+        storage, staging: what reads.
+        steps: the root.
+        name: of the step's directory.
+        manifest: of the step.
+
+    Attributes:
+        nbytes_read: bytes of shards read so far.
+    """
+
+    def __init__(
+        self, storage: Storage, staging: Staging, steps: Steps, name: str, manifest: Manifest
+    ) -> None:
+        self._storage = storage
+        self._staging = staging
+        self._steps = steps
+        self._name = name
+        self.manifest = manifest
+        self._indexes: dict[int, ShardIndex] = {}
+        self.nbytes_read = 0
+
+    def _path(self, file: str) -> str:
+        return self._steps.path(self._name, file)
+
+    @contextmanager
+    def _opened(self, file: str, nbytes: int) -> Iterator[int]:
+        """A file of the step, which is regular and of the size that the manifest says."""
+        path = self._path(file)
+        try:
+            fd = self._storage.open_regular(path)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{path!r} is missing: the step is not whole") from None
+        except OSError as error:
+            raise StorageError("open", path, error.errno or errno.EIO) from error
+        try:
+            found = self._storage.size(fd)
+            if found != nbytes:
+                raise CorruptCheckpoint(f"{path!r} has {found} bytes, must have {nbytes}")
+            yield fd
+        finally:
+            self._storage.close(fd)
+
+    def objects(self, weights_only: bool) -> Any:
+        """The nest of what is not in shards.
+
+        Raises:
+            CorruptCheckpoint: it is damaged, or of another save.
+            pickle.UnpicklingError: weights_only, and it holds more than that allows.
+        """
+        file, nbytes, crc = self.manifest.objects
+        path = self._path(file)
+        with self._opened(file, nbytes) as fd:
+            opened = open_verified(self._storage, self._staging, fd, path, True)
+            if opened is None:
+                raise CorruptCheckpoint(f"{path!r} was not written by fastckpt")
+            with opened:
+                if opened.closing_crc != crc:
+                    raise CorruptCheckpoint(f"{path!r} is of another save than the manifest")
+                source: Any = opened
+                try:
+                    nest = torch.load(source, map_location="cpu", weights_only=weights_only)
+                except Exception:
+                    if opened.error is not None:
+                        raise opened.error from None
+                    raise
+                if opened.error is not None:
+                    raise opened.error
+                opened.verify_end()
+                return nest
+
+    def per_rank(self, rank: int, weights_only: bool) -> dict[str, Any] | None:
+        """The values of one rank, by name; None if the saving job had no such rank.
+
+        Raises:
+            CorruptCheckpoint: they are damaged.
+            pickle.UnpicklingError: weights_only, and a value holds more than that allows.
+        """
+        if rank >= self.manifest.world_size:
+            return None
+        for writer in self.manifest.writers:
+            if writer.rank == rank:
+                index = self._index(writer)
+                if index.per_rank is None:
+                    return {}
+                begin, nbytes = index.per_rank
+                content = bytearray(nbytes)
+                self._read_file(index, [(begin, address_of(content), nbytes, 1, 0, 0)])
+                values = torch.load(io.BytesIO(content), "cpu", weights_only=weights_only)
+                return values if isinstance(values, dict) else {}
+        return {}
+
+    def find(self, targets: Sequence[Place]) -> dict[str, torch.dtype]:
+        """Dtypes of tensors that parts are wanted of.
+
+        Raises:
+            IncompatibleCheckpoint: a tensor is not in this step, or has another shape.
+            CorruptCheckpoint: the step lacks a part of one, or has one twice.
+        """
+        parts: dict[str, list[Box]] = {}
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        wanted = {key for key, _shape, _box in targets}
+        for index in self._needed(targets):
+            for piece in index.pieces:
+                if piece.key in wanted:
+                    stored = (safetensors.DTYPES[piece.dtype], piece.shape)
+                    if found.setdefault(piece.key, stored) != stored:
+                        raise CorruptCheckpoint(
+                            f"{self._path(index.file)!r} holds {piece.key!r} as {stored}, "
+                            f"another file as {found[piece.key]}"
+                        )
+                    parts.setdefault(piece.key, []).append(piece.box)
+        missing = sorted({key for key, _shape, box in targets if key not in found and box.numel})
+        if missing:
+            raise IncompatibleCheckpoint(
+                f"{self._path('')!r} holds no tensor {_listed(missing)}: the state to be restored "
+                "has others than the one that was saved"
+            )
+        for key, shape, box in targets:
+            if box.numel and found[key][1] != shape:
+                raise IncompatibleCheckpoint(
+                    f"{key!r} has shape {list(found[key][1])} in {self._path('')!r}, "
+                    f"must have {list(shape)}"
+                )
+            inside = (intersect(part, box) for part in parts.get(key, ()))
+            if box.numel and not covers(box, [part for part in inside if part is not None]):
+                raise CorruptCheckpoint(f"{self._path('')!r} does not hold all of {key!r} once")
+        return {key: dtype for key, (dtype, _shape) in found.items()}
+
+    def read(self, targets: Sequence[Target]) -> int:
+        """Reads parts of tensors into their memory, converting dtypes where they differ.
+
+        Returns:
+            How many bytes were needed. Raises what find() does, and CorruptCheckpoint or
+                StorageError for what is damaged or cannot be read; some targets are then partly
+                overwritten.
+        """
+        places = [(target.key, target.shape, target.box) for target in targets]
+        found = self.find(places)
+        buffers: dict[str, list[tuple[Target, torch.Tensor]]] = {}
+        needed = 0
+        for target in targets:
+            if target.box.numel == 0:
+                continue
+            dtype = found[target.key]
+            tensor = target.tensor.detach()
+            if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+                tensor = torch.empty(target.box.sizes, dtype=dtype)
+            assert tuple(tensor.shape) == target.box.sizes
+            buffers.setdefault(target.key, []).append((target, tensor))
+            needed += tensor.numel() * tensor.element_size()
+        for index in self._needed(places):
+            rows: list[CopyRow] = []
+            for piece in index.pieces:
+                for target, tensor in buffers.get(piece.key, ()):
+                    rows += copies(
+                        piece.box, piece.begin, target.box, tensor.data_ptr(), tensor.element_size()
+                    )
+            if rows:
+                self._read_file(index, sorted(rows))
+        # What was read went past autograd, which is to notice all the same.
+        increment_version([t.tensor for t in targets if not t.tensor.is_inference()])
+        with torch.no_grad():
+            for pairs in buffers.values():
+                for target, tensor in pairs:
+                    if tensor.data_ptr() != target.tensor.data_ptr():
+                        target.tensor.copy_(tensor)
+        return needed
+
+    def _needed(self, targets: Iterable[Place]) -> Iterator[ShardIndex]:
+        """Indexes of the files that may hold something of the targets, by rank."""
+        spans: dict[int, tuple[float, float]] = {}
+        for key, shape, box in targets:
+            if box.numel:
+                low, high = span(box, shape)
+                known = spans.get(key_hash(key), (low, high))
+                spans[key_hash(key)] = (min(known[0], low), max(known[1], high))
+        if not spans:
+            return
+        whole = min(low for low, _ in spans.values()), max(high for _, high in spans.values())
+        for writer in self.manifest.writers:
+            low, high = whole
+            if writer.keys is not None:
+                shared = [spans[key] for key in writer.keys if key in spans]
+                low = min((low for low, _ in shared), default=low)
+                high = max((high for _, high in shared), default=high)
+            if may_hold(writer, spans.keys(), low, high):
+                yield self._index(writer)
+
+    def _index(self, writer: Writer) -> ShardIndex:
+        if writer.rank not in self._indexes:
+            path = self._path(writer.index)
+            with self._opened(writer.index, writer.index_nbytes) as fd, reported("read", path):
+                content = self._storage.read_at(fd, writer.index_nbytes, 0)
+            with naming(path):
+                self._indexes[writer.rank] = writer.parse_index(content, self.manifest.nonce)
+        return self._indexes[writer.rank]
+
+    def _read_file(self, index: ShardIndex, rows: Sequence[CopyRow]) -> None:
+        """Moves rows of a shard, ascending, to memory."""
+        path = self._path(index.file)
+        with self._opened(index.file, index.file_nbytes) as fd:
+            nbytes, block_bytes, crcs = index.nbytes, index.block_bytes, index.block_crcs
+            wanted = _blocks_of(rows, block_bytes)
+            if index.codec is None:
+                stream = self._staging.read(fd, path, nbytes, block_bytes, crcs, wanted)
+                self._run(stream, index, path, rows)
+                return
+            frames = FrameReader(self._storage, fd, path, nbytes, block_bytes, index.frames)
+            with self._staging.through(fd, frames.transfer) as route:
+                stream = self._staging.read(fd, path, nbytes, block_bytes, crcs, wanted, route)
+                self._run(stream, index, path, rows)
+
+    def _run(
+        self, stream: ReadStream, index: ShardIndex, path: str, rows: Sequence[CopyRow]
+    ) -> None:
+        try:
+            whole = stream.read_runs(array("Q", [value for row in rows for value in row]))
+            self.nbytes_read += stream.nbytes_read()
+            if not whole:
+                raise self._failure(stream, index, path)
+        finally:
+            stream.close()
+
+    def _failure(self, stream: ReadStream, index: ShardIndex, path: str) -> CheckpointError:
+        failure = stream.failure()
+        if failure is not None:
+            op, offset, number = failure
+            return StorageError(op, path, number, offset)
+        begin = stream.corrupt_block() * index.block_bytes
+        end = min(begin + index.block_bytes, index.nbytes)
+        keys = [
+            piece.key
+            for piece in index.pieces
+            if piece.begin < end
+            and piece.begin + piece.box.numel * safetensors.DTYPES[piece.dtype].itemsize > begin
+        ]
+        what = _listed(sorted(set(keys))) if keys else "its header"
+        return CorruptCheckpoint(
+            f"{path!r} is damaged: CRC-32 mismatch in bytes {begin} to {end}, in {what}"
+        )
+
+
+def _blocks_of(rows: Iterable[CopyRow], block_bytes: int) -> list[int]:
+    """Numbers of the blocks that rows lie in, ascending."""
+    blocks: set[int] = set()
+    for offset, _address, nbytes, count, stride, _address_stride in rows:
+        if stride <= block_bytes:
+            end = offset + (count - 1) * stride + nbytes
+            blocks.update(range(offset // block_bytes, (end - 1) // block_bytes + 1))
+            continue
+        for number in range(count):
+            begin = offset + number * stride
+            blocks.update(range(begin // block_bytes, (begin + nbytes - 1) // block_bytes + 1))
+    return sorted(blocks)
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _NAMED_MAX} more" if len(keys) > _NAMED_MAX else ""
+    return ", ".join(map(repr, keys[:_NAMED_MAX])) + more

@@ -1,0 +1,352 @@
+"""Saves of one step: a directory in which each rank writes its pieces, committed by a manifest.
+
+Responsible for the order of the stages: pieces are planned and staged, the first rank makes the
+directory, every rank writes and syncs its shard and index, the first one the objects, and then the
+manifest. It must not know the bytes of the formats, how a block moves, or how ranks talk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+import torch
+
+from fastckpt.codec import FrameWriter
+from fastckpt.commit import close_quietly, settle
+from fastckpt.coordinator import Round
+from fastckpt.errors import StorageError
+from fastckpt.fence import check_unchanged
+from fastckpt.formats import torch_pickle, torch_zip
+from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
+from fastckpt.formats.shard_index import ShardIndex, index_name, shard_name
+from fastckpt.handle import SaveHandle
+from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
+from fastckpt.pipeline import Job, Pipeline
+from fastckpt.replicas import Description, Sampled, disagreement
+from fastckpt.shard import Shard
+from fastckpt.staging import Route, stager_count
+from fastckpt.steps import Begun, Steps
+from fastckpt.storage import reported
+from fastckpt.transfer import Transfer
+from fastckpt.tree import Leaf
+
+log = logging.getLogger("fastckpt")
+
+CODECS = (None, "zstd")
+
+
+@dataclass
+class Content:
+    """What one rank has of a state to be saved; nothing of it changes until it was staged.
+
+    Attributes:
+        leaves: tensors of the shards; every rank has the same keys in the same order.
+        objects: on the first rank, what was pickled of the rest; None on the others.
+        per_rank: a torch zip of this rank's own values, or nothing.
+        description: what ranks compare.
+        versions: tensors and their version counters to be compared after staging.
+        nest: what `objects` was made of, to name a tensor that changed too early; None if none is
+            compared.
+    """
+
+    leaves: list[Leaf]
+    objects: torch_pickle.Capture | None
+    per_rank: bytes
+    description: Description
+    versions: list[tuple[torch.Tensor, int]]
+    nest: object = None
+
+
+@dataclass
+class Options:
+    """How steps are written: as Checkpointer's arguments of the same names."""
+
+    backend: str
+    durable: bool
+    staging_bytes: int | None
+    codec: str | None
+    keep_last: int | None
+    keep_every: int | None
+
+
+class StepSave(Job):
+    """One step. Each rank runs its own, for the same directory.
+
+    Args:
+        handle, agreement, fence: as Job's.
+        steps: where to.
+        step: its number.
+        content: what this rank has of it.
+        options: how.
+        differing: called with the keys of tensors whose contents differ between ranks.
+    """
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        agreement: Round,
+        steps: Steps,
+        step: int,
+        content: Content,
+        options: Options,
+        differing: Callable[[set[str]], None],
+        *,
+        fence: str,
+    ) -> None:
+        super().__init__(handle, agreement, fence=fence, lane=steps.root)
+        self.steps = steps
+        self.step = step
+        self.content: Content | None = content
+        self.options = options
+        self.differing = differing
+        self.made: Begun | None = None
+        self.written: list[str] = []  # paths of files this rank made
+        self.name = ""
+        self._has_own_directory = False
+
+    def release(self) -> None:
+        self.content = None
+
+    def commit(self, pipeline: Pipeline) -> None:
+        try:
+            self._write(pipeline)
+        except BaseException:
+            # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
+            if not self.may_be_visible or self.agreement.failed:
+                self._remove(pipeline)
+            raise
+        finally:
+            if self.made is not None:
+                close_quietly(pipeline.storage, self.made.manifest_fd)
+
+    def _remove(self, pipeline: Pipeline) -> None:
+        """Removes what this rank has made."""
+        if self.made is not None:
+            self.steps.discard(self.name)
+        for path in self.written:
+            try:
+                pipeline.storage.remove(path)
+            except OSError:
+                pass  # removed with its directory, or left to remove_dead()
+
+    def _write(self, pipeline: Pipeline) -> None:
+        agreement, content = self.agreement, self.content
+        assert content is not None
+        shard = Shard(content.leaves, content.per_rank, agreement.rank)
+        image = shard.image
+        limit = pipeline.staging.blocks_limit(self.options.staging_bytes)
+        blocks = block_count(image.body_nbytes, BLOCK_BYTES) + 1
+        self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
+        stagers = stager_count() - (self.fence == "step")
+        content.description.sample(_comparable(content.leaves), zlib.crc32(agreement.name.encode()))
+        # Whatever happens, blocks in flight arrive before the files they go to are closed.
+        with ExitStack() as files, ExitStack() as moving:
+            body = Image(tail_nbytes=0, tail=image.tail) if shard.is_empty else image
+            transfer = moving.enter_context(
+                Transfer(pipeline.staging, body, self.handle.path, max(1, limit - 1), stagers)
+            )
+            place = self._place(transfer)
+            self.name, nonce = place["name"], place["nonce"]
+            self.handle.path = self.steps.path(self.name)
+            file = self._open_shard(pipeline, files, body) if body.body_nbytes else None
+            if file is not None:
+                transfer.write_to(file.fd, 0, file.route)
+            transfer.wait_staged()
+            objects = self._write_objects(pipeline, transfer, limit)
+            self._staged(transfer)
+            self._compare(content)
+            transfer.wait_written()
+            stats = self.handle.stats
+            stats.staged_bytes_max = min(
+                transfer.staged_bytes_max() + BLOCK_BYTES, limit * BLOCK_BYTES
+            )
+            stats.written_s = self.handle.elapsed_s()
+            record = b""
+            if file is not None:
+                path = self._path(self._shard_name())
+                _cut(pipeline, file.fd, path, file.route, image.body_nbytes)
+                settle(pipeline.storage, file.fd, path, self.options.durable)
+                frames = None if file.writer is None else file.writer.frames()
+                index = shard.index(nonce, self._shard_name(), transfer.block_crcs(), frames)
+                record = self._write_index(pipeline, index)
+                self._sync_own_directory(pipeline)
+        self.conclude(record, lambda records: self._publish(nonce, objects, records))
+
+    def _place(self, transfer: Transfer) -> dict[str, Any]:
+        """The directory and the nonce of this save, which the first rank decides on."""
+        if self.agreement.rank != 0:
+            place: dict[str, Any] = json.loads(self.while_staging(transfer, self._staged, "place"))
+            return place
+        self.made = self.steps.begin(self.step)
+        self.name = self.made.name
+        place = {"name": self.made.name, "nonce": secrets.token_hex(16)}
+        self.agreement.put("place", json.dumps(place).encode())
+        return place
+
+    def _path(self, name: str) -> str:
+        return self.steps.path(self.name, name)
+
+    def _shard_name(self) -> str:
+        return shard_name(self.agreement.rank, self.options.codec)
+
+    def _create(self, pipeline: Pipeline, name: str) -> int:
+        """Makes a file in the directory, and on a file system of this rank alone, that too."""
+        path, storage = self._path(name), pipeline.storage
+        with reported("open", path):
+            try:
+                fd = storage.create(path, 0o666)
+            except FileNotFoundError:
+                storage.make_directories(os.path.dirname(path))
+                self._has_own_directory = True
+                fd = storage.create(path, 0o666)
+        self.written.append(path)
+        return fd
+
+    def _open_shard(self, pipeline: Pipeline, files: ExitStack, image: Image) -> _ShardFile:
+        """Makes the shard's file and decides how it is written."""
+        storage, staging, path = pipeline.storage, pipeline.staging, self._path(self._shard_name())
+        fd = self._create(pipeline, self._shard_name())
+        files.callback(close_quietly, storage, fd)
+        route = staging.route(fd, path, self.options.backend, writing=True)
+        stats, nbytes = self.handle.stats, image.body_nbytes
+        stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
+        stats.nbytes = nbytes
+        if self.options.codec is not None:
+            writer = FrameWriter(storage, fd, path, nbytes, BLOCK_BYTES)
+            coded = files.enter_context(staging.through(fd, writer.transfer))
+            return _ShardFile(fd, coded, writer)
+        padded = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        with reported("allocate", path):
+            pipeline.allocate(fd, padded if route.direct else nbytes)
+        return _ShardFile(fd, route, None)
+
+    def _staged(self, transfer: Transfer) -> None:
+        """Waits until everything was copied; from then on the state may change."""
+        content = self.content
+        if content is None or self.handle.is_staged():
+            return
+        transfer.wait_staged()
+        named = {leaf.key: leaf.local for leaf in content.leaves}
+        check_unchanged(content.versions, named, copied_nbytes=0)
+        content.leaves.clear()
+        content.versions.clear()
+        self.handle.mark_staged()
+
+    def _write_objects(self, pipeline: Pipeline, body: Transfer, limit: int) -> ObjectsFile | None:
+        """On the first rank, writes what is not in shards."""
+        assert self.content is not None
+        captured, self.content.objects = self.content.objects, None
+        if captured is None:
+            return None
+        if limit == 1:
+            body.wait_written()
+        path, storage, staging = self._path(OBJECTS), pipeline.storage, pipeline.staging
+        image = torch_zip.layout(captured)
+        with ExitStack() as files, ExitStack() as moving:
+            fd = self._create(pipeline, OBJECTS)
+            files.callback(close_quietly, storage, fd)
+            route = staging.route(fd, path, self.options.backend, writing=True)
+            transfer = moving.enter_context(Transfer(staging, image, path, 1, 1))
+            transfer.write_to(fd, 0, route)
+            transfer.wait_staged()
+            check_unchanged(captured.tensors, self.content.nest)
+            captured.tensors.clear()
+            self.content.nest = None
+            self._staged(body)
+            tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
+            transfer.wait_written()
+            end = moving.enter_context(Transfer(staging, Image.of_bytes(tail), path, 1, 1))
+            end.write_to(fd, image.body_nbytes, route)
+            end.wait_written()
+            _cut(pipeline, fd, path, route, image.nbytes)
+            settle(storage, fd, path, self.options.durable)
+        return ObjectsFile(OBJECTS, image.nbytes, torch_zip.closing_crc(tail))
+
+    def _sync_own_directory(self, pipeline: Pipeline) -> None:
+        """Makes the names durable on a file system that the first rank does not see."""
+        if self._has_own_directory and self.options.durable:
+            for path in (self.steps.path(self.name), self.steps.root):
+                with reported("sync directory", path):
+                    pipeline.storage.sync_directory(path)
+
+    def _compare(self, content: Content) -> None:
+        description = content.description
+        groups = self.agreement.same("state", description.digest(), description.detail)
+        if groups is not None:
+            error, unequal = disagreement(groups)
+            self.differing(unequal)
+            raise error
+
+    def _write_index(self, pipeline: Pipeline, index: ShardIndex) -> bytes:
+        """Writes the index; returns what the manifest will say of this writer."""
+        name = index_name(self.agreement.rank)
+        path, storage, content = self._path(name), pipeline.storage, index.to_bytes()
+        fd = self._create(pipeline, name)
+        try:
+            with reported("write", path):
+                storage.write_at(fd, content, 0)
+            settle(storage, fd, path, self.options.durable)
+        finally:
+            close_quietly(storage, fd)
+        return Writer.of(index, name, content).to_bytes()
+
+    def _publish(self, nonce: str, objects: ObjectsFile | None, records: list[bytes]) -> None:
+        assert objects is not None and self.made is not None
+        manifest = Manifest(
+            step=self.step,
+            nonce=nonce,
+            sequence=self.steps.next_sequence(),
+            world_size=self.agreement.world_size,
+            created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            objects=objects,
+            writers=tuple(Writer.from_bytes(record) for record in records if record),
+        )
+        self.steps.publish(self.made, manifest, self.options.durable)
+        self.written.clear()
+
+    def end(self, pipeline: Pipeline) -> None:
+        super().end(pipeline)
+        if self.agreement.rank != 0:
+            return
+        try:
+            self.steps.remove_dead()
+            if self.made is None or self.handle.failure() is not None:
+                return
+            self.steps.supersede(self.name, self.step)
+            if self.options.keep_last is not None:
+                self.steps.retain(self.name, self.options.keep_last, self.options.keep_every)
+        except (StorageError, OSError) as error:
+            log.warning("old steps could not be removed: %s", error)
+
+
+class _ShardFile(NamedTuple):
+    """A shard's file while it is written: through a codec, if there is one."""
+
+    fd: int
+    route: Route
+    writer: FrameWriter | None
+
+
+def _cut(pipeline: Pipeline, fd: int, path: str, route: Route, nbytes: int) -> None:
+    """Gives a file that was written by whole pages its size."""
+    if route.direct:
+        with reported("truncate", path):
+            pipeline.storage.truncate(fd, nbytes)
+
+
+def _comparable(leaves: list[Leaf]) -> list[Sampled]:
+    """Tensors that all ranks hold whole, or say so."""
+    return [
+        Sampled(leaf.key, leaf.local.data_ptr(), leaf.local.numel() * leaf.local.element_size())
+        for leaf in leaves
+        if leaf.placement == "replicated" and len(leaf.holders) > 1
+    ]

@@ -1,0 +1,386 @@
+"""The directories of steps under one root: their names, which are committed, which may go.
+
+Responsible for making a step's directory, for the manifest as its commit record, and for removing
+what is surely dead or no longer kept. It must not know what the files in a step hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fastckpt import commit
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest
+from fastckpt.storage import Storage, reported
+
+log = logging.getLogger("fastckpt")
+
+STEP_MAX = 10**15
+_NAME = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?\Z", re.ASCII)
+_ATTEMPTS_MAX = 1000  # directories tried for one step
+_CREATES_MAX = 5  # times that one of them is made
+# What a save puts into a step's directory, and so what a removal may take out of it.
+_OURS = re.compile(
+    r"rank-\d{5,}\.(json|safetensors(\.zst)?)|objects\.pt|\.?manifest\.json(\..+\.tmp)?", re.ASCII
+)
+# A save that another host began and did not commit counts as dead after a day.
+DEAD_AFTER_S = 24 * 3600.0
+
+
+class Committed(NamedTuple):
+    """A step whose manifest validates."""
+
+    name: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A directory that a save is writing to.
+
+    Attributes:
+        name: of the directory, within the root.
+        manifest_fd: the manifest to be, under its temporary name; its lock says the save is alive.
+        temporary: its path.
+    """
+
+    name: str
+    manifest_fd: int
+    temporary: str
+
+
+def step_name(step: int, attempt: int = 0) -> str:
+    """The directory of a step; of a later attempt at it, if there is one that cannot be replaced.
+
+    Raises:
+        ValueError: step is not between 0 and STEP_MAX.
+    """
+    if not 0 <= step < STEP_MAX:
+        raise ValueError(f"step is {step}, must be at least 0 and below {STEP_MAX}")
+    return f"step-{step:08d}" + (f"-{attempt}" if attempt else "")
+
+
+class Steps:
+    """The steps under one root.
+
+    Args:
+        storage: the seam to the file system.
+        root: a directory; made when a step is begun.
+    """
+
+    def __init__(self, storage: Storage, root: str) -> None:
+        self.storage = storage
+        self.root = root
+        self._warned: set[str] = set()
+        self._known: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
+        self._cleaned = False
+        self._lock = threading.Lock()
+        self._sequence: int | None = None
+        self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
+
+    def path(self, name: str, *parts: str) -> str:
+        return os.path.join(self.root, name, *parts)
+
+    def names(self) -> list[str]:
+        """Directories that are steps by their name, committed or not, in no order.
+
+        A symbolic link is none: what it leads to is not this root's to read or to remove.
+        """
+        try:
+            return [
+                name
+                for name in self.storage.names(self.root)
+                if _NAME.match(name) and self.storage.is_directory(self.path(name))
+            ]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError("list", self.root, error.errno or errno.EIO) from error
+
+    def read(self, name: str) -> Manifest:
+        """The manifest of a step.
+
+        Raises:
+            CorruptCheckpoint: there is none, or it is damaged, or of another step.
+            IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
+        """
+        path = self.path(name, MANIFEST)
+        try:
+            content = self.storage.read_file(path, MANIFEST_BYTES_MAX + 1)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{path!r} is missing: the save was not committed") from None
+        except OSError as error:
+            raise StorageError("read", path, error.errno or errno.EIO) from error
+        with naming(path):
+            manifest = Manifest.from_bytes(content)
+            match = _NAME.match(name)
+            if match is None or int(match[1]) != manifest.step:
+                raise CorruptCheckpoint(f"the manifest is of step {manifest.step}")
+        return manifest
+
+    def committed(self) -> tuple[list[Committed], list[CheckpointError]]:
+        """Steps whose manifest validates, the one committed last first; and what is wrong with
+        every other directory that has a manifest.
+        """
+        found: list[Committed] = []
+        faults: list[CheckpointError] = []
+        for name in self.names():
+            try:
+                with reported("open", self.path(name, MANIFEST)):
+                    status = self.storage.status(self.path(name, MANIFEST))
+                if status is None:
+                    continue
+                version = (status.st_ino, status.st_mtime_ns, status.st_size)
+                known = self._known.get(name)
+                if known is None or known[0] != version:
+                    known = self._known[name] = (version, self.read(name))
+                found.append(Committed(name, known[1]))
+            except CheckpointError as error:
+                faults.append(error)
+        found.sort(key=lambda item: (item.manifest.sequence, item.manifest.step), reverse=True)
+        return found, faults
+
+    def incomplete(self) -> list[str]:
+        """Directories without a manifest: saves that run, or that did not come to their commit."""
+        return sorted(name for name in self.names() if not self._may_be_committed(name))
+
+    def _may_be_committed(self, name: str) -> bool:
+        try:
+            return self.storage.status(self.path(name, MANIFEST)) is not None
+        except OSError:  # something is there that cannot be looked at
+            return True
+
+    def begin(self, step: int) -> Begun:
+        """Makes a directory for a save of this step; the newest committed one of it stays.
+
+        Raises:
+            StorageError: the root or the directory cannot be made.
+        """
+        self._make_root()
+        if not self._cleaned:  # what earlier jobs left may be what the disk is full of
+            self._cleaned = True
+            self.remove_dead()
+        for attempt in range(_ATTEMPTS_MAX):
+            name = step_name(step, attempt)
+            for _ in range(_CREATES_MAX):
+                if not self._make(name):
+                    break
+                temporary = commit.temporary_path(self.path(name, MANIFEST))
+                with reported("open", temporary):
+                    try:
+                        fd = self.storage.create(temporary, 0o666)
+                    except FileNotFoundError:
+                        continue  # while it was empty, another save took it for a dead one's
+                    self.storage.lock(fd)
+                return Begun(name, fd, temporary)
+        raise StorageError("make directory", self.path(step_name(step)), errno.EEXIST)
+
+    def _make_root(self) -> None:
+        with reported("make directory", self.root):
+            path, grown = self.root, []
+            while self.storage.status(path) is None:
+                path = os.path.dirname(path)
+                grown.append(path)
+            self.storage.make_directories(self.root)
+            self._grown += grown
+
+    def _make(self, name: str) -> bool:
+        """Makes the directory, where the name is free or only what is surely dead has it."""
+        for _ in range(2):
+            try:
+                with reported("make directory", self.path(name)):
+                    self.storage.make_directory(self.path(name))
+                return True
+            except StorageError as error:
+                if error.errno != errno.EEXIST:
+                    raise
+            if not self.remove_if_dead(name):
+                break
+        return False
+
+    def next_sequence(self) -> int:
+        """The place of the next commit in the order of commits under this root."""
+        with self._lock:
+            if self._sequence is None:
+                found, faults = self.committed()
+                self._sequence = found[0].manifest.sequence if found else 0
+                if faults:  # their places are not known: milliseconds are ahead of any count
+                    self._sequence = max(self._sequence, int(time.time() * 1000))
+            self._sequence += 1
+            return self._sequence
+
+    def publish(self, begun: Begun, manifest: Manifest, durable: bool) -> None:
+        """THE commit of a step: its files have arrived, and the manifest takes its name.
+
+        Args:
+            begun: of this save.
+            manifest: names the files.
+            durable: sync the manifest and the directories.
+        """
+        storage, directory = self.storage, self.path(begun.name)
+        with reported("write", begun.temporary):
+            storage.write_at(begun.manifest_fd, manifest.to_bytes(), 0)
+        if durable:
+            with reported("sync", begun.temporary):
+                storage.sync(begun.manifest_fd)
+            # The names of the files that the manifest names, then of the directories they are in.
+            for path in (directory, self.root, *self._grown):
+                with reported("sync directory", path):
+                    storage.sync_directory(path)
+            self._grown = []
+        with reported("rename", self.path(begun.name, MANIFEST)):
+            storage.rename(begun.temporary, self.path(begun.name, MANIFEST))
+        if durable:
+            try:
+                with reported("sync directory", directory):
+                    storage.sync_directory(directory)
+            except BaseException:
+                with suppress(OSError):  # the first error counts; no reader is to see this step
+                    storage.remove(self.path(begun.name, MANIFEST))
+                raise
+
+    def discard(self, name: str) -> None:
+        """Removes a directory as far as may be: one without a manifest, or with it first."""
+        self._known.pop(name, None)
+        with suppress(OSError):  # what stays costs space; the next removal tries again
+            with suppress(FileNotFoundError):
+                self.storage.remove(self.path(name, MANIFEST))
+                # A power cut must not bring it back without the files it names.
+                self.storage.sync_directory(self.path(name))
+            self._empty(name, self.storage.names(self.path(name)))
+
+    def _empty(self, name: str, entries: list[str]) -> None:
+        """Removes these entries of a directory, but for those that no save makes, and then it."""
+        # Temporaries of the manifest tell who owns the directory: last.
+        for entry in sorted(entries, key=lambda entry: entry.startswith(".")):
+            if _OURS.fullmatch(entry):
+                with suppress(FileNotFoundError):  # somebody else removes it, too
+                    self.storage.remove(self.path(name, entry))
+        self.storage.remove_directory(self.path(name))
+
+    def remove_if_dead(self, name: str) -> bool:
+        """Removes a directory without manifest whose save is surely over; whether it is gone.
+
+        Surely over: no temporary manifest is left, which its save removes last; or none whose owner
+        may live: on this host its process is gone, on another a day has passed. A directory that
+        holds anything else than a save makes is not ours, and stays.
+        """
+        storage, manifest = self.storage, self.path(name, MANIFEST)
+        try:
+            if not storage.is_directory(self.path(name)) or self._may_be_committed(name):
+                return False
+            # Removed is only what is there now: a save that begins meanwhile keeps its directory.
+            entries = storage.names(self.path(name))
+            if not all(map(_OURS.fullmatch, entries)):
+                return False
+            commit.remove_debris(storage, manifest)
+            for path in commit.temporaries(storage, manifest):
+                if not self._is_of_the_dead(name, path):
+                    return False
+            if self._may_be_committed(name):  # it was renamed meanwhile: that save lived
+                return False
+            self._empty(name, entries)
+        except OSError:  # it is left to a later call
+            return False
+        return True
+
+    def _is_of_the_dead(self, name: str, temporary: str) -> bool:
+        """Whether a temporary manifest that is left belongs to a save of another host, long ago."""
+        status = self.storage.status(temporary)
+        if status is None or commit.is_of_this_host(temporary):
+            return False
+        if time.time() - status.st_mtime >= DEAD_AFTER_S:
+            return True
+        if temporary not in self._warned:
+            self._warned.add(temporary)
+            log.warning(
+                "%s was begun on another host and not committed: it is removed a day after that, "
+                "or by you",
+                self.path(name),
+            )
+        return False
+
+    def remove_dead(self) -> list[str]:
+        """Removes every directory that is surely dead; returns their names."""
+        return [name for name in self.incomplete() if self.remove_if_dead(name)]
+
+    def retain(self, keep: str, keep_last: int, keep_every: int | None) -> list[str]:
+        """Removes committed steps that are no longer kept; returns their names.
+
+        Args:
+            keep: name of the step just committed, which is never removed.
+            keep_last: so many steps stay, those committed last.
+            keep_every: multiples of this stay.
+
+        A step that is being read (see hold()) stays until a later call.
+        """
+        found, _faults = self.committed()
+        removed = []
+        for number, (name, manifest) in enumerate(found):
+            kept = number < keep_last or name == keep
+            if kept or (keep_every and manifest.step % keep_every == 0):
+                continue
+            if self._remove_unread(name):
+                removed.append(name)
+        return removed
+
+    def supersede(self, keep: str, step: int) -> None:
+        """Removes earlier attempts at a step that was just committed as `keep`."""
+        found, _faults = self.committed()
+        for name, manifest in found:
+            if manifest.step == step and name != keep:
+                self._remove_unread(name)
+
+    def _remove_unread(self, name: str) -> bool:
+        try:
+            fd = self.storage.open(self.path(name, MANIFEST))
+        except OSError:
+            return False  # removed by somebody else
+        try:
+            if not self.storage.lock(fd):
+                return False
+            self.discard(name)
+            return True
+        finally:
+            self.storage.close(fd)
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """Keeps a committed step from being removed while the body reads it.
+
+        Raises:
+            CorruptCheckpoint: it is gone. StorageError: it cannot be opened.
+        """
+        path = self.path(name, MANIFEST)
+        with reported("open", path):
+            try:
+                fd = self.storage.open(path)
+            except FileNotFoundError:
+                raise CorruptCheckpoint(f"{path!r} is gone: the step was removed") from None
+        try:
+            self.storage.lock_shared(fd)
+            if self.storage.is_removed(fd):
+                raise CorruptCheckpoint(f"{path!r} is gone: the step was removed")
+            yield
+        finally:
+            self.storage.close(fd)
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Puts the path in front of what a format says is wrong."""
+    try:
+        yield
+    except CheckpointError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise type(error)(f"{path!r}: {error}") from None

@@ -1,0 +1,41 @@
+"""A client of a torch.distributed store of one's own, beside the one that the training uses.
+
+Responsible for opening it with every torch that is supported. It must not know what is stored.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+c10d: Any = dist  # stores, of which torch's type hints say too little
+
+OPERATION_S = 30.0  # bounds one operation of the store, none of which waits for another rank
+
+
+def own_client(store: Any, world_size: int) -> Any:
+    """A second client of a store, whose calls do not hold up those of the first."""
+    base, timeout = store, timedelta(seconds=OPERATION_S)
+    while isinstance(base, c10d.PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, c10d.TCPStore):
+        # Refused at once where torch's client would go on trying for the store's own timeout.
+        socket.create_connection((base.host, base.port), OPERATION_S).close()
+    if hasattr(store, "clone"):  # torch 2.8 and later
+        client = store.clone()
+    else:
+        client = base
+        if isinstance(base, c10d.TCPStore):
+            client = c10d.TCPStore(base.host, base.port, timeout=timeout, wait_for_workers=False)
+        elif isinstance(base, c10d.FileStore):
+            client = c10d.FileStore(base.path, world_size)
+        if base is not store:  # a prefix cannot be asked for: those who share it agree on another
+            prefix = store.compare_set("fastckpt/prefix", "", os.urandom(16).hex())
+            client = c10d.PrefixStore(prefix.decode(), client)
+    if isinstance(base, c10d.TCPStore | c10d.FileStore):
+        client.set_timeout(timeout)
+    return client

@@ -1,0 +1,311 @@
+"""Restoring into a state that exists: which stored value goes where in it.
+
+Responsible for walking a state beside what was saved of one, for making tensors that the state
+lacks, and for putting values in place once they are all there. It must not know files or ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.shards import Box
+from fastckpt.step_load import Place, Target
+from fastckpt.tree import (
+    ATOMS,
+    DEPTH_MAX,
+    PER_RANK,
+    TENSOR,
+    PerRank,
+    Stored,
+    dtensor_box,
+    fill,
+    is_sharded,
+    is_stateful,
+    stored_of,
+    unescaped,
+    unwrapped,
+)
+
+log = logging.getLogger("fastckpt")
+
+_NAMED_MAX = 5
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box of all of a tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+class Template:
+    """A state to be restored, and what was saved. Nothing of the state changes before put().
+
+    Args:
+        state: as was given to Checkpointer.restore.
+        saved: the nest of objects of a step.
+        per_rank: this rank's values by name; None if the saving job had no such rank.
+        find: raises unless the step holds the parts of tensors it is given (StepReader.find).
+
+    Attributes:
+        targets: what is to be read before put().
+
+    Raises:
+        IncompatibleCheckpoint: the state has something that was not saved, or of another shape.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        saved: Any,
+        per_rank: Mapping[str, Any] | None,
+        find: Callable[[Sequence[Place]], object],
+    ) -> None:
+        self.targets: list[Target] = []
+        self._find = find
+        self._per_rank = per_rank
+        self._actions: list[Callable[[], object]] = []
+        self._ignored: list[str] = []
+        self._whole: dict[str, torch.Tensor] = {}
+        if not isinstance(state, dict | list) and not is_stateful(state):
+            raise TypeError(f"state is {type(state).__name__}, must be a dict, a list or stateful")
+        new = self._visit(state, saved, "state", 0)
+        if new is not state and isinstance(state, list):
+            if not isinstance(new, list):
+                raise IncompatibleCheckpoint(
+                    f"state is a list, in the checkpoint {_described(new)}"
+                )
+            self._actions.append(lambda: state.__setitem__(slice(None), new))
+        if self._ignored:
+            more = len(self._ignored) - _NAMED_MAX
+            log.warning(
+                "the checkpoint holds %s%s, which the state to be restored does not ask for",
+                ", ".join(self._ignored[:_NAMED_MAX]),
+                f" and {more} more" if more > 0 else "",
+            )
+
+    def put(self) -> None:
+        """Gives the values to the state; the targets were read."""
+        for action in self._actions:
+            action()
+
+    def _visit(self, value: Any, saved: Any, path: str, depth: int) -> Any:
+        """What stands at this place afterwards; in place where it can be."""
+        if depth > DEPTH_MAX:
+            raise IncompatibleCheckpoint(f"{path} is nested more than {DEPTH_MAX} deep")
+        if isinstance(value, PerRank):
+            self._own_value(value, saved, path)
+            return value
+        if isinstance(value, torch.Tensor):
+            self._tensor(value, saved, path)
+            return value
+        if is_stateful(value):
+            self._stateful(value, saved, path, depth)
+            return value
+        if isinstance(value, dict) and (value or not depth):
+            self._dict(value, unescaped(saved), path, depth)
+            return value
+        if isinstance(value, list | tuple) and _holds_tensors(value):
+            if not isinstance(saved, list | tuple) or len(saved) != len(value):
+                raise IncompatibleCheckpoint(
+                    f"{path} has {len(value)} items, the checkpoint {_described(saved)}"
+                )
+            items = [
+                self._visit(item, saved[i], f"{path}[{i}]", depth + 1)
+                for i, item in enumerate(value)
+            ]
+            if isinstance(value, list):
+                self._actions.append(lambda: value.__setitem__(slice(None), items))
+                return value
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        return self._loaded(saved)
+
+    def _dict(self, value: dict[Any, Any], saved: Any, path: str, depth: int) -> None:
+        if not isinstance(saved, dict):
+            raise IncompatibleCheckpoint(f"{path} is a dict, in the checkpoint {_described(saved)}")
+        missing = [key for key in value if key not in saved]
+        if missing:
+            raise IncompatibleCheckpoint(
+                f"{path} has {missing[0]!r}"
+                + (f" and {len(missing) - 1} more keys" if len(missing) > 1 else "")
+                + ", which the checkpoint has not: restore it into a state as it was saved"
+            )
+        self._ignored += [f"{path}[{key!r}]" for key in saved if key not in value]
+        for key, item in value.items():
+            new = self._visit(item, saved[key], f"{path}[{key!r}]", depth + 1)
+            if new is not item:
+                self._actions.append(partial(value.__setitem__, key, new))
+
+    def _own_value(self, value: PerRank, saved: Any, path: str) -> None:
+        if not isinstance(saved, dict) or not isinstance(saved.get(PER_RANK), str):
+            raise IncompatibleCheckpoint(f"{path} is PerRank, in the checkpoint it is not")
+        if self._per_rank is None or saved[PER_RANK] not in self._per_rank:
+            self._actions.append(lambda: setattr(value, "found", False))
+            return
+        own = self._per_rank[saved[PER_RANK]]
+
+        def put() -> None:
+            if is_stateful(value.value):
+                value.value.load_state_dict(own)
+            else:
+                value.value = own
+            value.found = True
+
+        self._actions.append(put)
+
+    def _tensor(self, tensor: Any, saved: Any, path: str) -> None:
+        """Fills a tensor with the part of a stored one that it is to hold."""
+        stored, shape = stored_of(saved), tuple(tensor.shape)
+        if stored is not None:
+            found = stored.shape
+        elif isinstance(saved, torch.Tensor):
+            found = tuple(saved.shape)
+        else:
+            raise IncompatibleCheckpoint(
+                f"{path} is a tensor, in the checkpoint {_described(saved)}"
+            )
+        if found != shape:
+            raise IncompatibleCheckpoint(
+                f"{path} has shape {list(shape)}, in the checkpoint {list(found)}"
+            )
+        local = tensor.to_local() if is_sharded(tensor) else tensor
+        box = dtensor_box(path, tensor) if is_sharded(tensor) else whole(shape)
+        if stored is not None:
+            self.targets.append(Target(stored.key, local, shape, box))
+            return
+        part = saved[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+
+        def put() -> None:
+            with torch.no_grad():
+                local.copy_(part)
+
+        if local.numel():
+            self._actions.append(put)
+
+    def _stateful(self, value: Any, saved: Any, path: str, depth: int) -> None:
+        """Restores an object by its load_state_dict, its tensors in place first."""
+        value = unwrapped(value)
+        own = value.state_dict()
+        saved = unescaped(saved)
+        if not isinstance(own, dict) or not (own or isinstance(saved, dict)):
+            loaded = self._loaded(saved)
+            self._actions.append(lambda: value.load_state_dict(loaded))
+            return
+        if not isinstance(saved, dict):
+            raise IncompatibleCheckpoint(
+                f"{path} has a dict, in the checkpoint {_described(saved)}"
+            )
+        if isinstance(value, torch.optim.Optimizer):
+            own = _completed(value, own, saved)
+        own = _copied(own)  # it may be the very dict that the object lives by
+        self._add_missing(own, saved, depth)
+        self._dict(own, saved, path, depth)
+        self._actions.append(lambda: value.load_state_dict(own))
+
+    def _add_missing(self, own: dict[Any, Any], saved: Mapping[Any, Any], depth: int) -> None:
+        """A state_dict gets what it lacks: load_state_dict decides whether that fits."""
+        for key, item in saved.items():
+            if key not in own:
+                own[key] = None
+            elif depth < DEPTH_MAX and isinstance(item, dict) and _is_filled_dict(own[key]):
+                self._add_missing(own[key], unescaped(item), depth + 1)
+
+    def _loaded(self, saved: Any) -> Any:
+        """A saved value as a new object: tensors of the shards are read whole."""
+        return fill(saved, self._whole_tensor, self._whole_own_value)
+
+    def _whole_tensor(self, stored: Stored) -> torch.Tensor:
+        key, dtype, shape = stored
+        if key not in self._whole:
+            self._find([(key, shape, whole(shape))])  # before so much memory is taken for it
+            self._whole[key] = torch.empty(shape, dtype=dtype)
+            self.targets.append(Target(key, self._whole[key], shape, whole(shape)))
+        return self._whole[key]
+
+    def _whole_own_value(self, name: str) -> PerRank:
+        value = PerRank()
+        value.found = self._per_rank is not None and name in self._per_rank
+        if value.found and self._per_rank is not None:
+            value.value = self._per_rank[name]
+        return value
+
+
+def _completed(
+    optimizer: torch.optim.Optimizer,
+    own: dict[str, Any],
+    saved: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The state_dict of an optimizer, with tensors for the state it has not made yet.
+
+    State of a parameter's shape is spread as the parameter is.
+    """
+    state = own.get("state")
+    theirs = unescaped(saved.get("state"))
+    if not isinstance(state, dict) or not isinstance(theirs, dict):
+        return own
+    parameters: dict[Any, torch.Tensor] = {}
+    for group, described in zip(optimizer.param_groups, own["param_groups"], strict=True):
+        parameters.update(zip(described["params"], group["params"], strict=True))
+    # What is of another shape, or came later than the checkpoint, goes as load_state_dict() has it.
+    completed = {number: items for number, items in state.items() if number in theirs}
+    for number, items in theirs.items():
+        parameter, items = parameters.get(number), unescaped(items)
+        if parameter is None or not isinstance(items, dict):
+            continue
+        had, mine = state.get(number, {}), {}
+        for name, item in items.items():
+            found, there = _kind(item), had.get(name)
+            if found is None:
+                continue
+            if isinstance(there, torch.Tensor) and tuple(there.shape) == found.shape:
+                mine[name] = there
+            elif found.shape == tuple(parameter.shape) != ():
+                mine[name] = torch.empty_like(parameter.detach(), dtype=found.dtype)
+        completed[number] = mine
+    return own | {"state": completed}
+
+
+def _copied(value: Any, depth: int = 0) -> Any:
+    """A nest of dicts in new dicts of the same types."""
+    if not isinstance(value, dict) or depth > DEPTH_MAX:
+        return value
+    new = copy.copy(value)
+    for key, item in value.items():
+        new[key] = _copied(item, depth + 1)
+    return new
+
+
+def _is_filled_dict(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value)
+
+
+def _kind(item: Any) -> Stored | None:
+    """Dtype and shape of a saved tensor, in the shards or not."""
+    if isinstance(item, torch.Tensor):
+        return Stored("", item.dtype, tuple(item.shape))
+    return stored_of(item)
+
+
+def _holds_tensors(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, torch.Tensor | PerRank) or is_stateful(value):
+        return True
+    if depth > DEPTH_MAX:
+        return False
+    if isinstance(value, dict):
+        return any(_holds_tensors(item, depth + 1) for item in value.values())
+    return isinstance(value, list | tuple) and any(
+        type(item) not in ATOMS and _holds_tensors(item, depth + 1) for item in value
+    )
+
+
+def _described(saved: Any) -> str:
+    if isinstance(saved, dict) and TENSOR in saved:
+        return "a tensor"
+    if isinstance(saved, list | tuple):
+        return f"{len(saved)} items"
+    return f"a {type(saved).__name__}"

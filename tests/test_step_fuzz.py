@@ -1,0 +1,766 @@
+"""Step directories that are damaged by chance or made to do harm: every byte and length of small
+files, files that are exchanged or are none, and manifests and indexes that are signed anew after
+they were changed. A load gives what was saved or one of our errors, in little memory, and touches
+nothing outside the directory. The formats by themselves are test_step_formats.py's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import socket
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zstandard
+
+import fastckpt
+from fastckpt import Checkpointer, PerRank
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StorageError,
+)
+from fastckpt.tree import ESCAPED, PER_RANK, TENSOR
+
+WAIT_S = 60.0
+SEED = 20261120
+FILES = ("manifest.json", "rank-00000.json", "rank-00000.safetensors", "objects.pt")
+DAMAGE = (CorruptCheckpoint, IncompatibleCheckpoint, StorageError)
+ALLOWED_MIB = 64
+STEP = "step-00000005"
+
+
+def state(number: int) -> dict[str, Any]:
+    return {
+        "w": torch.arange(60, dtype=torch.float32).reshape(6, 10) + number,
+        "b": [torch.arange(7, dtype=torch.int16) + number],
+        "own": PerRank((number, "mine")),
+        "number": number,
+    }
+
+
+def shown(found: dict[str, Any]) -> str:
+    """All of a state that was loaded, as text."""
+    own = found["own"]
+    value = own.value if isinstance(own, PerRank) else own
+    return f"{found['w'].tolist()} {found['b'][0].tolist()} {value} {found['number']}"
+
+
+EXPECTED = {number: shown(state(number)) for number in (1, 2, 3)}
+
+
+@contextmanager
+def small_shards() -> Iterator[None]:
+    """Saves put tensors of any size into the shards, so that a file of theirs can be small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastckpt.tree.SMALL_BYTES", 1)
+        yield
+
+
+def saved(root: Path, number: int, step: int = 5, **options: Any) -> Path:
+    with small_shards(), Checkpointer(root, durable=False, **options) as checkpointer:
+        checkpointer.save(step, state(number)).result(WAIT_S)
+    return root / f"step-{step:08d}"
+
+
+@pytest.fixture
+def directory(disk: Path) -> Path:
+    """Of a step with small files, the only one under its root."""
+    return saved(disk / "run", 1)
+
+
+def outcome(root: Path, number: int = 1) -> str:
+    """What comes of loading: "whole", or the kind of error. Anything else fails here."""
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.steps() in ([], [5]) and checkpointer.latest() in (None, 5)
+        target = state(0)
+        try:
+            loaded = checkpointer.load()
+        except CheckpointError as error:
+            assert isinstance(error, DAMAGE) or "no committed step" in str(error), repr(error)
+            with pytest.raises(DAMAGE) if isinstance(error, DAMAGE) else nothing():
+                step = checkpointer.restore(target)
+                assert step is None
+            return type(error).__name__
+        assert shown(loaded) == EXPECTED[number]
+        assert checkpointer.restore(target) == 5 and shown(target) == EXPECTED[number]
+        return "whole"
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+def loads_or_raises(root: Path, number: int = 1) -> str:
+    """As outcome(), by one load()."""
+    try:
+        with Checkpointer(root) as checkpointer:
+            loaded = checkpointer.load()
+    except CheckpointError as error:
+        return type(error).__name__
+    assert shown(loaded) == EXPECTED[number], "something else came back"
+    return "whole"
+
+
+# ---- chance ----
+
+
+@pytest.mark.parametrize(
+    ("file", "codec"), [*((file, None) for file in FILES), ("rank-00000.safetensors.zst", "zstd")]
+)
+def test_flipped_bytes(disk: Path, file: str, codec: str | None) -> None:
+    """Every byte of the JSON files; of the others every one that is not padding, and some of it."""
+    directory = saved(disk / "run", 1, codec=codec)
+    path = directory / file
+    content = path.read_bytes()
+    rng = random.Random(SEED)
+    places = list(range(len(content)))
+    if len(content) > 2000:
+        dense = [n for n in places if any(content[n - 2 : n + 3])]
+        places = sorted(rng.sample(dense, min(600, len(dense))) + rng.sample(places, 100))
+    outcomes: Counter[str] = Counter()
+    with path.open("r+b", buffering=0) as opened:
+        for place in places:
+            os.pwrite(opened.fileno(), bytes([content[place] ^ 1 << rng.randrange(8)]), place)
+            result = loads_or_raises(disk / "run")
+            outcomes[result] += 1
+            os.pwrite(opened.fileno(), content[place : place + 1], place)
+            if path.suffix != ".zst":
+                assert result == "CorruptCheckpoint", f"byte {place}: {result}"
+    assert loads_or_raises(disk / "run") == "whole"
+    assert set(outcomes) <= {"CorruptCheckpoint", "whole"}
+    assert outcomes["CorruptCheckpoint"] > len(places) / 3
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_other_lengths(directory: Path, file: str) -> None:
+    path = directory / file
+    content = path.read_bytes()
+    step = 1 if len(content) < 2000 else 61
+    for length in [*range(0, len(content), step), len(content) - 1]:
+        path.write_bytes(content[:length])
+        assert loads_or_raises(directory.parent) == "CorruptCheckpoint", length
+    for more in (b"\0", b"\n", b" " * 4096, content):
+        path.write_bytes(content + more)
+        assert loads_or_raises(directory.parent) == "CorruptCheckpoint", more[:9]
+    path.unlink()
+    expected = "CheckpointError" if file == "manifest.json" else "CorruptCheckpoint"
+    assert outcome(directory.parent) == expected
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_a_large_shard(disk: Path, codec: str | None) -> None:
+    """Damage is named by its block and tensor; the others still load."""
+    generator = torch.Generator().manual_seed(SEED)
+    values = {n: torch.rand(3_000_000, generator=generator) for n in ("a", "b", "c")}
+    with Checkpointer(disk / "run", codec=codec) as checkpointer:
+        checkpointer.save(5, values)
+        checkpointer.restore(found := {n: torch.zeros(3_000_000) for n in values})
+        assert all(torch.equal(found[n], values[n]) for n in values)
+        (path,) = (disk / "run" / STEP).glob("*.safetensors*")
+        place = 4096 + 14_000_000  # of the second tensor, in the second block
+        content = path.read_bytes()
+        os.truncate(path, len(content))
+        with path.open("r+b", buffering=0) as opened:
+            os.pwrite(opened.fileno(), bytes([content[place] ^ 1]), place)
+        with pytest.raises(CorruptCheckpoint, match=re.escape(str(path))) as caught:
+            checkpointer.load()
+        if codec is None:
+            assert "in bytes 8388608 to 16777216, in 'a', 'b'" in str(caught.value) or (
+                "in bytes 8388608 to 16777216, in 'b'" in str(caught.value)
+            )
+        checkpointer.restore({"c": found["c"]})
+        assert torch.equal(found["c"], values["c"])
+        with pytest.raises(CorruptCheckpoint):
+            checkpointer.restore({"b": found["b"]})
+
+
+def test_exchanged_blocks(disk: Path) -> None:
+    """Frames of equal size change places: each is whole, and not the one that should be there."""
+    values = {"w": torch.rand(6 << 20, generator=torch.Generator().manual_seed(SEED))}
+    with Checkpointer(disk / "run", codec="zstd") as checkpointer:
+        checkpointer.save(5, values)
+        checkpointer.load()
+    path = disk / "run" / STEP / "rank-00000.safetensors.zst"
+    index = json.loads((path.parent / "rank-00000.json").read_text())
+    first, second, *_ = index["frames"]
+    content = path.read_bytes()
+    changed = content[first : first + second] + content[:first] + content[first + second :]
+    path.write_bytes(changed)
+    index["frames"][:2] = [second, first]
+    Forgery(path.parent).index(lambda written: written.update(frames=index["frames"]))
+    with Checkpointer(disk / "run") as checkpointer, pytest.raises(CorruptCheckpoint):
+        checkpointer.load()
+
+
+def test_files_of_two_steps_never_mix(disk: Path) -> None:
+    """Any of the files may come from another step, of the same shapes, under the same number."""
+    first, second = saved(disk / "a", 1), saved(disk / "b", 2)
+    mixed = disk / "mixed" / STEP
+    mixed.mkdir(parents=True)
+    for chosen in itertools.product((first, second), repeat=len(FILES)):
+        for source, file in zip(chosen, FILES, strict=True):
+            shutil.copy(source / file, mixed / file)
+        if len(set(chosen)) == 1:
+            assert outcome(disk / "mixed", 1 if chosen[0] is first else 2) == "whole"
+        else:
+            assert outcome(disk / "mixed") == "CorruptCheckpoint"
+
+
+# ---- files that are none ----
+
+
+class Canary:
+    """Files outside the root that tell whether anybody read or changed them."""
+
+    def __init__(self, directory: Path, like: Path) -> None:
+        shutil.copytree(like, directory)
+        os.mkfifo(directory / "pipe")
+        (directory / "secret").write_bytes(b"secret" * 100)
+        self._directory = directory
+        self._rewind()
+        self._before = self._now()
+        (directory / "secret").read_bytes()
+        self.sees_reads = self._now() != self._before
+        self._rewind()
+        self._before = self._now()
+
+    def _rewind(self) -> None:
+        for path in self._directory.iterdir():
+            mtime_ns = path.stat().st_mtime_ns
+            os.utime(path, ns=(mtime_ns - 10**15, mtime_ns))  # so that reading moves it (relatime)
+
+    def _now(self) -> dict[str, tuple[int, int, int, int]]:
+        found = {}
+        for path in self._directory.iterdir():
+            s = path.stat()
+            found[path.name] = (s.st_ino, s.st_size, s.st_mtime_ns, s.st_atime_ns)
+        return found
+
+    def check(self) -> None:
+        assert self._now() == self._before, "something outside the directory was touched"
+
+
+@pytest.fixture
+def canary(disk: Path, directory: Path) -> Iterator[Canary]:
+    made = Canary(disk / "outside", directory)
+    yield made
+    made.check()
+
+
+def put(path: Path, kind: str, outside: Path) -> None:
+    """Puts something that is no file in the place of a file."""
+    path.unlink()
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        here = os.getcwd()
+        os.chdir(path.parent)  # the address of a socket is short
+        try:
+            with socket.socket(socket.AF_UNIX) as opened:
+                opened.bind(path.name)
+        finally:
+            os.chdir(here)
+    else:
+        targets = {
+            "itself": path.name,
+            "nowhere": "nowhere",
+            "a pipe": outside / "pipe",
+            "its copy": outside / path.name,
+            "its neighbour": "objects.pt" if path.name != "objects.pt" else "manifest.json",
+            "zeros": "/dev/zero",
+        }
+        path.symlink_to(targets[kind])
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("directory", "fifo", "socket", "itself", "nowhere"),
+        *("a pipe", "its copy", "its neighbour", "zeros"),
+    ],
+)
+def test_what_is_no_file_is_not_opened(
+    disk: Path, directory: Path, canary: Canary, file: str, kind: str
+) -> None:
+    put(directory / file, kind, disk / "outside")
+    expected = {"CorruptCheckpoint", "StorageError"}
+    if file == "manifest.json" and kind == "nowhere":
+        expected = {"CheckpointError"}
+    assert outcome(directory.parent) in expected
+    # Neither does it stop the next save, nor does that follow it when it cleans up.
+    saved(directory.parent, 2, keep_last=1)
+    assert outcome(directory.parent, 2) == "whole"
+    canary.check()
+
+
+def test_the_canary_sings(canary: Canary, disk: Path) -> None:
+    (disk / "outside" / "objects.pt").write_bytes((disk / "outside" / "objects.pt").read_bytes())
+    with pytest.raises(AssertionError, match="touched"):
+        canary.check()
+    canary.__dict__["check"] = lambda: None
+
+
+# ---- what was signed anew ----
+
+
+class Forgery:
+    """Changes the JSON of a step and makes every digest right again."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._manifest = directory / "manifest.json"
+
+    def manifest(self, change: Callable[[dict[str, Any]], Any]) -> None:
+        written = json.loads(self._manifest.read_bytes())
+        del written["sha256"]
+        change(written)
+        self.sign(json.dumps(written, separators=(",", ":")))
+
+    def sign(self, text: str) -> None:
+        """Of a manifest as JSON, whatever it says; its closing brace is replaced."""
+        body = text[:-1].encode()
+        digest = hashlib.sha256(body).hexdigest()
+        self._manifest.write_bytes(body + f',"sha256":"{digest}"}}\n'.encode())
+
+    def index(self, change: Callable[[dict[str, Any]], Any]) -> None:
+        path = self.directory / "rank-00000.json"
+        written = json.loads(path.read_bytes())
+        change(written)
+        self.index_text(json.dumps(written, separators=(",", ":")))
+
+    def index_text(self, text: str) -> None:
+        content = text.encode()
+        (self.directory / "rank-00000.json").write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        self.manifest(
+            lambda m: m["writers"][0].update(index_nbytes=len(content), index_sha256=digest)
+        )
+
+    def shard(self, content: bytes, **index: Any) -> None:
+        """Another shard, of one block."""
+        (self.directory / "rank-00000.safetensors").write_bytes(content)
+        sizes = {"file_nbytes": len(content), "nbytes": len(content)}
+        crc32 = f"{zlib.crc32(content):08x}"
+        self.manifest(lambda m: m["writers"][0].update(nbytes=len(content)))
+        self.index(lambda i: i.update(crc32=crc32, **(sizes | index)))
+
+    def objects(self, nest: Any) -> None:
+        path = self.directory / "objects.pt"
+        fastckpt.save(nest, path).result(WAIT_S)
+        content = path.read_bytes()
+        crc32 = content[-8:].decode()
+        self.manifest(lambda m: m["objects"].update(nbytes=len(content), crc32=crc32))
+
+
+def test_signing_anew_changes_nothing(directory: Path) -> None:
+    forged = Forgery(directory)
+    nest = torch.load(directory / "objects.pt")
+    forged.manifest(lambda _: None)
+    forged.index(lambda _: None)
+    forged.objects(nest)
+    forged.shard((directory / "rank-00000.safetensors").read_bytes())
+    assert outcome(directory.parent) == "whole"
+
+
+ELSEWHERE = ("../x", "..", ".", "/etc/passwd", "a/b", "../../outside/secret", "", "a\0b", "x" * 41)
+Change = Callable[[Forgery], Any]
+
+
+def piece(number: int, **changes: Any) -> Change:
+    return lambda f: f.index(lambda i: i["pieces"][number].update(changes))
+
+
+def whole_index(**changes: Any) -> Change:
+    return lambda f: f.index(lambda i: i.update(changes))
+
+
+def whole_manifest(**changes: Any) -> Change:
+    return lambda f: f.manifest(lambda m: m.update(changes))
+
+
+def writer(**changes: Any) -> Change:
+    return lambda f: f.manifest(lambda m: m["writers"][0].update(changes))
+
+
+def objects(**changes: Any) -> Change:
+    return lambda f: f.manifest(lambda m: m["objects"].update(changes))
+
+
+def add_piece(**changes: Any) -> Change:
+    return lambda f: f.index(lambda i: i["pieces"].append(i["pieces"][0] | changes))
+
+
+def deep(f: Forgery) -> None:
+    f.sign('{"format":' + "[" * 100_000 + "]" * 100_000 + "}")
+
+
+def twice(f: Forgery) -> None:
+    text = (f.directory / "manifest.json").read_text().partition(',"sha256"')[0] + "}"
+    f.sign(text.replace('"step":5', '"step":4,"step":5'))
+
+
+def index_as(text: str) -> Change:
+    def change(f: Forgery) -> None:
+        written = (f.directory / "rank-00000.json").read_text()
+        assert '"rank":0' in written
+        f.index_text(written.replace('"rank":0', text))
+
+    return change
+
+
+def second_writer(**changes: Any) -> Change:
+    """The same files once more, as if another rank had written them, too."""
+
+    def change(f: Forgery) -> None:
+        index = json.loads((f.directory / "rank-00000.json").read_bytes()) | {"rank": 1} | changes
+        source = f.directory / "rank-00000.safetensors"
+        shutil.copy(source, f.directory / "rank-00001.safetensors")
+        content = json.dumps(index | {"file": "rank-00001.safetensors"}).encode()
+        (f.directory / "rank-00001.json").write_bytes(content)
+
+        def add(m: dict[str, Any]) -> None:
+            more = {
+                "rank": 1,
+                "file": "rank-00001.safetensors",
+                "index": "rank-00001.json",
+                "index_nbytes": len(content),
+                "index_sha256": hashlib.sha256(content).hexdigest(),
+            }
+            m.update(world_size=2, writers=[m["writers"][0], m["writers"][0] | more])
+
+        f.manifest(add)
+
+    return change
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def placed(**changes: Any) -> Change:
+    """The placeholder of w says something else."""
+
+    def change(f: Forgery) -> None:
+        nest = torch.load(f.directory / "objects.pt")
+        nest["w"].update(changes)
+        f.objects(nest)
+
+    return change
+
+
+def nest_with(value: Any) -> Change:
+    return lambda f: f.objects(torch.load(f.directory / "objects.pt") | {"w": value})
+
+
+FORGERIES: dict[str, Change] = {
+    **{f"file {n!r}": writer(file=n) for n in ELSEWHERE},
+    **{f"index {n!r}": writer(index=n) for n in ELSEWHERE},
+    **{f"objects {n!r}": objects(file=n) for n in ELSEWHERE},
+    **{f"file of index {n!r}": whole_index(file=n) for n in ELSEWHERE},
+    "file is the manifest": writer(file="manifest.json"),
+    "index is objects": writer(index="objects.pt"),
+    "index is the shard": writer(index="rank-00000.safetensors"),
+    "objects is missing": objects(file="other.pt"),
+    "objects is the shard": objects(file="rank-00000.safetensors"),
+    "another step": whole_manifest(step=6),
+    "step as text": whole_manifest(step="5"),
+    "step -1": whole_manifest(step=-1),
+    "newer": whole_manifest(version=2),
+    "huge sequence": whole_manifest(sequence=1 << 63),
+    "no ranks": whole_manifest(world_size=0),
+    "no writers": whole_manifest(writers=[]),
+    "writers NaN": whole_manifest(writers=float("nan")),
+    "more members": whole_manifest(more=1),
+    "twice": twice,
+    "deep": deep,
+    "nonce": whole_manifest(nonce="0" * 32),
+    "nonce of index": whole_index(nonce="0" * 32),
+    "huge file": writer(nbytes=1 << 62),
+    "huge index": writer(index_nbytes=1 << 62),
+    "huge objects": objects(nbytes=1 << 62),
+    "empty objects": objects(nbytes=0),
+    "crc of objects": objects(crc32="00000000"),
+    "span of nothing": writer(span=[0.0, 0.0]),
+    "span NaN": writer(span=[float("nan"), 1.0]),
+    "no keys": writer(keys=""),
+    "keys of others": writer(keys="AAAAAA=="),
+    "same files twice": second_writer(),
+    "other rank's index": second_writer(rank=0),
+    "index newer": whole_index(version=2),
+    "index nested": index_as('"rank":' + "[" * 99_999),
+    "index NaN": index_as('"rank":NaN'),
+    "index long number": index_as(f'"rank":{"9" * 99_999}'),
+    "index twice": index_as('"rank":0,"rank":0'),
+    "size beyond the file": whole_index(nbytes=1 << 40),
+    "size below the file": whole_index(nbytes=4096),
+    "block of 2 GiB": whole_index(block_bytes=1 << 31),
+    "block of 1 byte": whole_index(block_bytes=1),
+    "no checksums": whole_index(crc32=""),
+    "wrong checksum": whole_index(crc32="00000000"),
+    "unknown codec": whole_index(codec="gzip"),
+    "codec without frames": whole_index(codec="zstd"),
+    "frames without codec": whole_index(frames=[4096]),
+    "frame of all": whole_index(codec="zstd", frames=[1 << 62]),
+    "no pieces": whole_index(pieces=[]),
+    "shape NaN": piece(0, shape=[float("nan"), 10]),
+    "shape infinite": piece(0, shape=[float("inf"), 10]),
+    "shape negative": piece(0, shape=[-6, 10]),
+    "shape true": piece(0, shape=[True, 10]),
+    "shape huge": piece(0, shape=[1 << 62, 1 << 62]),
+    "shape larger": piece(0, shape=[7, 10]),
+    "shape transposed": piece(0, shape=[10, 6]),
+    "shape long": piece(0, shape=[1] * 100_000),
+    "size smaller": piece(0, size=[5, 10]),
+    "size larger": piece(0, size=[7, 10]),
+    "offset outside": piece(0, offset=[1, 0]),
+    "offset huge": piece(0, offset=[1 << 62, 0]),
+    "at beyond": piece(0, at=1 << 62),
+    "at the end": piece(0, at=4200),
+    "at float": piece(0, at=4096.0),
+    "at negative": piece(0, at=-1),
+    "over another": piece(1, at=4100),
+    "another dtype": piece(0, dtype="F64"),
+    "unknown dtype": piece(0, dtype="F33"),
+    "another key": piece(0, key="v"),
+    "key of another": piece(0, key="b/0"),
+    "half a surrogate": piece(0, key="\ud800"),
+    "a piece twice": add_piece(),
+    "a piece over it": add_piece(key="v"),
+    "an empty piece elsewhere": add_piece(key="v", size=[0, 10], at=1 << 61),
+    "rows twice": lambda f: f.index(
+        lambda i: i["pieces"].append(
+            i["pieces"][0] | {"offset": [5, 0], "size": [1, 10], "at": i["nbytes"] - 40}
+        )
+    ),
+    "own beyond": whole_index(per_rank=[1 << 62, 5]),
+    "own over a piece": whole_index(per_rank=[4096, 10]),
+    "own of three": whole_index(per_rank=[4096, 10, 10]),
+    "placeholder larger": placed(shape=[60, 10]),
+    "placeholder huge": placed(shape=[1 << 30, 1 << 20]),
+    "placeholder empty and huge": placed(shape=[0, 1 << 62, 1 << 62]),
+    "placeholder of nothing": placed(**{TENSOR: "nothing"}),
+    "placeholder of a list": placed(**{TENSOR: ["w"]}),
+    "placeholder dtype": placed(dtype=["F32"]),
+    "placeholder shape": placed(shape=None),
+    "nest too deep": nest_with(nested(450)),
+}
+
+
+def resident_mib() -> float:
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """The process grows by at most ALLOWED_MIB meanwhile, even for a moment."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_mib()
+    yield
+    grown = resident_mib() - before
+    assert grown < ALLOWED_MIB, f"took {grown:.0f} MiB"
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_forgeries_are_refused(directory: Path, canary: Canary, name: str) -> None:
+    assert outcome(directory.parent) == "whole"
+    FORGERIES[name](Forgery(directory))
+    with little_memory():
+        assert outcome(directory.parent) in ("CorruptCheckpoint", "IncompatibleCheckpoint")
+    canary.check()
+
+
+# What is signed right, fits together and can be read, is read: as whoever signed it wants.
+HARMLESS: dict[str, Change] = {
+    "block of 1 GiB": whole_index(block_bytes=1 << 30),
+    "block of a gibibyte less": whole_index(block_bytes=(1 << 30) - 4096),
+    "other time": whole_manifest(created="2036-01-31T12:00:00.123+00:00"),
+    "other place in the order": whole_manifest(sequence=(1 << 63) - 1),
+    "more ranks": whole_manifest(world_size=1 << 40),
+    "span of all": writer(span=[0.0, 1.0]),
+    "any keys": writer(keys=None),
+    "a tensor nobody asks for": add_piece(key="v", shape=[0, 10], size=[0, 10]),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_forgeries_that_change_nothing(directory: Path, canary: Canary, name: str) -> None:
+    HARMLESS[name](Forgery(directory))
+    with little_memory():
+        assert outcome(directory.parent) == "whole"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {PER_RANK: ["own"]},
+        {PER_RANK: None},
+        {PER_RANK: "nobody's"},
+        {ESCAPED: 5},
+        {ESCAPED: {TENSOR: 5}},
+        {},
+        [],
+        nested(150),
+        torch.zeros(6, 9),
+        torch.empty(0),
+    ],
+    ids=lambda value: re.sub(r"\W+", " ", str(value))[:40],
+)
+def test_objects_that_do_not_fit_are_no_accident(directory: Path, value: Any) -> None:
+    """A restore tells that it does not fit and leaves the state; a load gives what there is."""
+    nest_with(value)(Forgery(directory))
+    with Checkpointer(directory.parent) as checkpointer:
+        target = state(3)
+        with pytest.raises(DAMAGE):
+            checkpointer.restore(target)
+        assert shown(target) == EXPECTED[3]
+        target["w"], target["own"] = PerRank(), torch.zeros(1)
+        with pytest.raises(DAMAGE):
+            checkpointer.restore(target)
+        try:
+            assert checkpointer.load()["number"] == 1
+        except DAMAGE:
+            assert TENSOR in str(value)
+
+
+class Harm:
+    """Unpickled, it would leave a trace."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
+def test_no_code_runs_from_a_step(disk: Path, directory: Path) -> None:
+    forged = Forgery(directory)
+    forged.objects({"w": Harm(disk / "executed")})
+    with Checkpointer(directory.parent) as checkpointer:
+        for call in (checkpointer.load, lambda: checkpointer.restore({"w": 1})):
+            with pytest.raises(pickle.UnpicklingError):
+                call()
+        assert not (disk / "executed").exists()
+        checkpointer.load(weights_only=False)
+        assert (disk / "executed").exists(), "the trace would be seen"
+    directory = saved(disk / "other", 1)
+    forged = Forgery(directory)
+    content = (directory / "rank-00000.safetensors").read_bytes()
+    for own in (pickle.dumps(Harm(disk / "again")), b"no zip", b"", b"PK\x03\x04" * 9):
+        begin = len(content)
+        forged.shard(content + own, per_rank=[begin, len(own)])
+        with (
+            Checkpointer(directory.parent) as checkpointer,
+            pytest.raises((pickle.UnpicklingError, RuntimeError)),  # torch's, or ours
+        ):
+            checkpointer.load()
+    assert not (disk / "again").exists()
+
+
+def test_a_frame_that_unpacks_to_more(disk: Path) -> None:
+    """A frame of 2 GiB of zeros in the place of a block."""
+    directory = saved(disk / "run", 1, codec="zstd")
+    path = directory / "rank-00000.safetensors.zst"
+    compressor = zstandard.ZstdCompressor(level=1).compressobj()
+    chunk = bytes(1 << 20)
+    parts = [compressor.compress(chunk) for _ in range(2048)]
+    bomb = b"".join([*parts, compressor.flush()])
+    padding = -len(bomb) % 4096 or 4096
+    bomb += b"\x50\x2a\x4d\x18" + (padding - 8).to_bytes(4, "little") + bytes(padding - 8)
+    path.write_bytes(bomb)
+    forged = Forgery(directory)
+    forged.manifest(lambda m: m["writers"][0].update(nbytes=len(bomb)))
+    forged.index(lambda i: i.update(file_nbytes=len(bomb), frames=[len(bomb)]))
+    with little_memory():
+        assert outcome(directory.parent) == "CorruptCheckpoint"
+
+
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, 2, -1, 5, 4096, 4097, 8 << 20, 1 << 30, 1 << 31, 1 << 62, 1 << 63),
+    *(
+        0.0,
+        0.5,
+        1.0,
+        1e308,
+        "",
+        "a",
+        "0" * 8,
+        "0" * 64,
+        "F32",
+        "w",
+        "objects.pt",
+        "rank-00000.json",
+    ),
+    *([], [0], [6, 10], [1 << 40], [0.0, 1.0], {}, {"key": "w"}, "\ud800", "\0", "../x"),
+]
+
+
+def places(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to everything in a JSON value."""
+    if inside:
+        yield inside
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(item, (*inside, key))
+
+
+def test_random_forgeries(disk: Path, directory: Path, canary: Canary) -> None:
+    """One or two random values, lists cut or doubled: refused, or read as it says."""
+    rng = random.Random(SEED)
+    original = disk / "original"
+    shutil.copytree(directory, original)
+    outcomes: Counter[str] = Counter()
+
+    def change(written: dict[str, Any]) -> None:
+        for _ in range(rng.choice((1, 1, 2))):
+            candidates = list(places(written))
+            *above, last = rng.choice(candidates)
+            inside: Any = written
+            for key in above:
+                inside = inside[key]
+            if isinstance(inside[last], list) and rng.getrandbits(1):
+                inside[last] = inside[last] * 2 if rng.getrandbits(1) else inside[last][:-1]
+            elif isinstance(inside[last], int) and rng.getrandbits(1):
+                inside[last] += rng.choice((-1, 1, -4096, 4096))
+            else:
+                inside[last] = rng.choice(VALUES)
+
+    with little_memory():
+        for number in range(700):
+            for file in ("manifest.json", "rank-00000.json"):
+                shutil.copy(original / file, directory / file)
+            forged = Forgery(directory)
+            (forged.index if number % 2 else forged.manifest)(change)
+            with Checkpointer(directory.parent) as checkpointer:
+                for call in (checkpointer.load, lambda: checkpointer.restore(state(0))):
+                    try:
+                        call()
+                        outcomes["read"] += 1
+                    except (CheckpointError, pickle.UnpicklingError) as error:
+                        outcomes[type(error).__name__] += 1
+                    except RuntimeError as error:  # what torch says of bytes that are no zip
+                        assert "PytorchStreamReader" in str(error)
+    canary.check()
+    assert outcomes["CorruptCheckpoint"] > 700 and outcomes["read"] > 20, outcomes
