@@ -120,30 +120,27 @@ def save(
         _refuse_group(group, "in torch's legacy format")
         return file_save.save_stock(current, save_by_torch, handle, durable)
     agreement = shared.coordinator.begin(f"save to {path!r}", timeout_s)
-    try:
+    with agreement.failing():
         current.raise_unreported()  # with a group only now, when the other ranks hear of it
-        captured = torch_pickle.capture(
-            obj, pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step"
-        )
+        try:
+            captured = torch_pickle.capture(
+                obj, pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step"
+            )
+        except torch_pickle.SkipData:
+            _refuse_group(group, "under skip_data()")
+            agreement.close()
+            return file_save.save_stock(current, save_by_torch, handle, durable)
         members = None if group is None else shared
-        plan = file_save.Plan(captured, obj, members, keep=fence == "step")
-    except torch_pickle.SkipData:
-        _refuse_group(group, "under skip_data()")
-        return file_save.save_stock(current, save_by_torch, handle, durable)
-    except BaseException as error:
-        agreement.fail(error)  # the other ranks need not wait for this one
-        agreement.close()
-        raise
-    job = file_save.FileSave(
-        handle,
-        agreement,
-        plan,
-        fence=fence,
-        backend=backend,
-        durable=durable,
-        staging_bytes=staging_bytes,
-    )
-    del captured, plan
+        job = file_save.FileSave(
+            handle,
+            agreement,
+            file_save.Plan(captured, obj, members, keep=fence == "step"),
+            fence=fence,
+            backend=backend,
+            durable=durable,
+            staging_bytes=staging_bytes,
+        )
+    del captured
     return current.save(job)
 
 

@@ -105,7 +105,7 @@ class Checkpointer:
             raise ValueError("keep_every without keep_last: all steps are kept anyway")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
-        self.root = os.path.realpath(root)
+        self.root = os.path.realpath(os.fsdecode(root))
         self.group = _default_group() if group is None else group
         self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
         self._rank_of = _rank_of(self.group)
@@ -141,27 +141,21 @@ class Checkpointer:
         started = time.perf_counter()
         name = step_name(operator.index(step))
         current = self._current()
-        current.raise_unreported()
         agreement = self._coordinator.begin(f"step {step}", self._timeout_s)
-        try:
-            content = self._capture(state)
-        except BaseException as error:
-            agreement.fail(error)  # the other ranks need not wait for this one
-            agreement.close()
-            raise
-        handle = SaveHandle(os.path.join(self.root, name), started)
+        with agreement.failing():
+            current.raise_unreported()
+            job = StepSave(
+                SaveHandle(os.path.join(self.root, name), started),
+                agreement,
+                self._steps,
+                step,
+                self._capture(state),
+                self._options,
+                self._note_differing,
+                fence=self._fence,
+            )
+        handle = job.handle
         self._handles = [earlier for earlier in self._handles if not earlier.done()] + [handle]
-        job = StepSave(
-            handle,
-            agreement,
-            self._steps,
-            step,
-            content,
-            self._options,
-            self._note_differing,
-            fence=self._fence,
-        )
-        del content
         return current.save(job)
 
     def restore(self, state: Any, step: int | None = None, *, weights_only: bool = True) -> Any:
@@ -185,8 +179,9 @@ class Checkpointer:
         Raises:
             CorruptCheckpoint: no step is whole; the message says what is wrong. The state may have
                 been partly overwritten.
-            IncompatibleCheckpoint: the step has not what the state asks for; the state is as it
-                was. Or a newer fastckpt wrote it.
+            IncompatibleCheckpoint: the step has not what the state asks for, or a module does not
+                know what the step has; the state is as it was, unless a newer step was damaged (the
+                message says so then). Or a newer fastckpt wrote it.
             CheckpointError: there is no such step. PeerFailed: another rank failed.
             pickle.UnpicklingError: objects need weights_only=False.
         """
@@ -212,8 +207,9 @@ class Checkpointer:
             step, weights_only: as restore()'s.
 
         Returns:
-            The nest that was saved; in place of an object with state_dict its state_dict, of a
-                DTensor the whole tensor, of a PerRank one with this rank's value.
+            The nest that was saved, of dicts, lists and tuples; in place of an object with
+                state_dict its state_dict, of a DTensor the whole tensor, of a PerRank one with this
+                rank's value.
 
         Raises:
             As restore() does; CheckpointError also if there is no step at all.

@@ -14,7 +14,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -238,6 +239,16 @@ class Round:
             self._post(f"rank {self.rank} failed: {type(error).__name__}: {error}", [self.rank])
         except Exception as unheard:
             log.warning("other ranks could not be told of %r: %s", error, unheard)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """An error in the body is this rank's, so that nobody waits for it; then it has left."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            self.close()
+            raise
 
     def decide(self) -> None:
         """On rank 0, before it commits: unless one came first, no failure counts from here on."""

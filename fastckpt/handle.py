@@ -24,7 +24,8 @@ class SaveStats:
         staged_s: when everything was copied and the caller might mutate the object.
         written_s: when the last byte had been transferred.
         committed_s: when the file was durable (with durable=True) and visible under its name.
-        nbytes: size of the file.
+        nbytes: what this process writes: the file, or its part of it, or its files of a step; as it
+            was before a codec.
         staged_bytes_max: the most bytes of staging memory the save held at a time.
         backend: "io_uring", "threads", or "stock" where torch.save itself wrote to the target.
         direct: whether O_DIRECT was used.

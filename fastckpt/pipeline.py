@@ -48,13 +48,17 @@ class Pipeline:
         # State below is protected by _lock.
         self._in_flight: list[tuple[str, SaveHandle]] = []  # with its lane, in the order of save()
         self._failed: list[SaveHandle] = []  # not yet known to have been asked for
+        self._telling: set[int] = set()  # threads that tell a result, which callbacks may run on
 
     def save(self, job: Job) -> SaveHandle:
         """Sends a save on its way; returns when its fence allows."""
         handle = job.handle
-        if _exited and threading.current_thread() is not threading.main_thread():
-            raise CheckpointError(f"save to {handle.path!r} refused: the interpreter is exiting")
-        self._slots.acquire()
+        with job.agreement.failing():
+            if _exited and threading.current_thread() is not threading.main_thread():
+                raise CheckpointError(
+                    f"save to {handle.path!r} refused: the interpreter is exiting"
+                )
+            self._slots.acquire()
         try:
             with self._lock:
                 job.previous = self._pending(job.lane)
@@ -65,7 +69,9 @@ class Pipeline:
         except BaseException:  # Ctrl-C, say: if the save has not begun, it never will
             if self._claimed(job):
                 handle.reported = True
-                self._finish(job, CheckpointError("interrupted before it began"))
+                error = CheckpointError("interrupted before it began")
+                job.agreement.fail(error)
+                self._finish(job, error)
             raise
         if not started:
             # No thread is to be had: the caller does the work. At exit it also sees the error,
@@ -108,6 +114,7 @@ class Pipeline:
         with self._lock:
             if error is not None:
                 self._failed.append(handle)
+            self._telling.add(threading.get_ident())
         handle.mark_staged()
         self._slots.release()  # before callbacks run, which may save, or raise
         try:
@@ -121,6 +128,7 @@ class Pipeline:
                 self.staging.warm(job.staging_nbytes)
         finally:
             with self._changed:
+                self._telling.discard(threading.get_ident())
                 if (job.lane, handle) in self._in_flight:
                     self._in_flight.remove((job.lane, handle))
                 self._changed.notify_all()
@@ -132,7 +140,8 @@ class Pipeline:
         """Waits for the saves of this lane (one file: its path) that are in flight; a failure is
         their handles' to report.
 
-        With `ended` also for what they still do afterwards, within reason.
+        With `ended` also for what they still do afterwards, within reason; but not in a callback of
+        one of them, which is among that.
         """
         with self._lock:
             pending = self._pending(lane)
@@ -140,6 +149,8 @@ class Pipeline:
             pending.wait_done()
         if ended:
             with self._changed:
+                if threading.get_ident() in self._telling:
+                    return
                 self._changed.wait_for(lambda: self._pending(lane) is None, _FREEING_S)
 
     def raise_unreported(self) -> None:

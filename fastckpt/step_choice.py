@@ -55,9 +55,17 @@ def first_whole(
     if agreement.rank == 0:
         agreement.put("candidates", json.dumps(candidates(steps, step)).encode())
     names: list[str] = json.loads(agreement.get("candidates"))
-    problems = []
+    problems: list[str] = []
     for number, name in enumerate(names):
-        problem, found = _tried(current, steps, name, read)
+        try:
+            problem, found = _tried(current, steps, name, read)
+        except IncompatibleCheckpoint as error:
+            if not problems:
+                raise
+            raise IncompatibleCheckpoint(
+                f"{error}; a newer step was damaged, and may have been partly read into the state: "
+                + problems[-1]
+            ) from None
         agreement.put(f"tried {number}", problem.encode())
         if agreement.rank == 0:
             answers = agreement.gather(f"tried {number}")
@@ -84,17 +92,21 @@ def candidates(steps: Steps, step: int | None) -> list[str]:
             known = sorted({item.manifest.step for item in found})
             raise CheckpointError(
                 f"{steps.root!r} holds no committed step {step}: there are {known[-10:]}"
-                + (f"; {faults[0]}" if faults else "")
+                + (f"; {faults[0].error}" if faults else "")
             )
         return chosen[:1]
+    last = found[0].manifest.step if found else -1
     for fault in faults:
-        log.warning("skipping a step: %s", fault)
+        if isinstance(fault.error, IncompatibleCheckpoint) and fault.step > last:
+            known = sorted({item.manifest.step for item in found})
+            raise IncompatibleCheckpoint(
+                f"{fault.error}" + (f", or ask for one of the steps {known[-10:]}" * bool(known))
+            )
+        log.warning("skipping a step: %s", fault.error)
     for name in steps.incomplete():
         log.warning("skipping %s: its save was not committed", steps.path(name))
     if faults and not found:
-        newer = isinstance(faults[0], IncompatibleCheckpoint)
-        kind = IncompatibleCheckpoint if newer else CorruptCheckpoint
-        raise kind(f"no step under {steps.root!r} is whole: {faults[0]}")
+        raise CorruptCheckpoint(f"no step under {steps.root!r} is whole: {faults[0].error}")
     return [item.name for item in found]
 
 

@@ -119,7 +119,9 @@ class StepSave(Job):
     def commit(self, pipeline: Pipeline) -> None:
         try:
             self._write(pipeline)
-        except BaseException:
+        except BaseException as error:
+            # Now, or ranks that are slower would report what they no longer find.
+            self.agreement.fail(error)
             # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
             if not self.may_be_visible or self.agreement.failed:
                 self._remove(pipeline)
@@ -219,7 +221,7 @@ class StepSave(Job):
         route = staging.route(fd, path, self.options.backend, writing=True)
         stats, nbytes = self.handle.stats, image.body_nbytes
         stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
-        stats.nbytes = nbytes
+        stats.nbytes += nbytes
         if self.options.codec is not None:
             writer = FrameWriter(storage, fd, path, nbytes, BLOCK_BYTES)
             coded = files.enter_context(staging.through(fd, writer.transfer))
@@ -268,6 +270,7 @@ class StepSave(Job):
             end.write_to(fd, image.body_nbytes, route)
             end.wait_written()
             _cut(pipeline, fd, path, route, image.nbytes)
+            self.handle.stats.nbytes += image.nbytes
             settle(storage, fd, path, self.options.durable)
         return ObjectsFile(OBJECTS, image.nbytes, torch_zip.closing_crc(tail))
 

@@ -43,6 +43,13 @@ class Committed(NamedTuple):
     manifest: Manifest
 
 
+class Fault(NamedTuple):
+    """A directory whose manifest does not validate, and why."""
+
+    step: int
+    error: CheckpointError
+
+
 @dataclass(frozen=True)
 class Begun:
     """A directory that a save is writing to.
@@ -127,12 +134,12 @@ class Steps:
                 raise CorruptCheckpoint(f"the manifest is of step {manifest.step}")
         return manifest
 
-    def committed(self) -> tuple[list[Committed], list[CheckpointError]]:
+    def committed(self) -> tuple[list[Committed], list[Fault]]:
         """Steps whose manifest validates, the one committed last first; and what is wrong with
         every other directory that has a manifest.
         """
         found: list[Committed] = []
-        faults: list[CheckpointError] = []
+        faults: list[Fault] = []
         for name in self.names():
             try:
                 with reported("open", self.path(name, MANIFEST)):
@@ -145,7 +152,7 @@ class Steps:
                     known = self._known[name] = (version, self.read(name))
                 found.append(Committed(name, known[1]))
             except CheckpointError as error:
-                faults.append(error)
+                faults.append(Fault(int(name.split("-")[1]), error))
         found.sort(key=lambda item: (item.manifest.sequence, item.manifest.step), reverse=True)
         return found, faults
 

@@ -82,11 +82,9 @@ class Template:
                 )
             self._actions.append(lambda: state.__setitem__(slice(None), new))
         if self._ignored:
-            more = len(self._ignored) - _NAMED_MAX
             log.warning(
-                "the checkpoint holds %s%s, which the state to be restored does not ask for",
-                ", ".join(self._ignored[:_NAMED_MAX]),
-                f" and {more} more" if more > 0 else "",
+                "the checkpoint holds %s, which the state to be restored does not ask for",
+                _listed(self._ignored),
             )
 
     def put(self) -> None:
@@ -202,9 +200,15 @@ class Template:
             )
         if isinstance(value, torch.optim.Optimizer):
             own = _completed(value, own, saved)
+        unknown = [key for key in saved if key not in own]
         own = _copied(own)  # it may be the very dict that the object lives by
         self._add_missing(own, saved, depth)
         self._dict(own, saved, path, depth)
+        if unknown and _is_strict(value):
+            raise IncompatibleCheckpoint(
+                f"{path} is a module that has no {_listed(unknown)}: restore into a dict of what "
+                "is wanted of it"
+            )
         self._actions.append(lambda: value.load_state_dict(own))
 
     def _add_missing(self, own: dict[Any, Any], saved: Mapping[Any, Any], depth: int) -> None:
@@ -301,6 +305,19 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
     return isinstance(value, list | tuple) and any(
         type(item) not in ATOMS and _holds_tensors(item, depth + 1) for item in value
     )
+
+
+def _is_strict(value: Any) -> bool:
+    """Whether load_state_dict() is torch's own and will refuse keys that the module lacks."""
+    if not isinstance(value, torch.nn.Module):
+        return False
+    hooks = (module._load_state_dict_pre_hooks for module in value.modules())
+    return type(value).load_state_dict is torch.nn.Module.load_state_dict and not any(hooks)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+    return ", ".join(names[:_NAMED_MAX]) + more
 
 
 def _described(saved: Any) -> str:

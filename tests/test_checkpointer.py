@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -195,8 +196,8 @@ def test_what_cannot_be_pickled_is_the_callers_error(disk: Path) -> None:
 
 def test_a_save_tells_path_and_times(disk: Path) -> None:
     root = disk / "a" / "run"
-    with Checkpointer(str(root)) as checkpointer:
-        assert not root.parent.exists()
+    with Checkpointer(os.fsencode(root)) as checkpointer:  # type: ignore[arg-type]
+        assert checkpointer.root == str(root) and not root.parent.exists()
         handle = checkpointer.save(120, state(120))
         assert isinstance(handle, SaveHandle) and handle.is_staged()
         stats = handle.result(WAIT_S)
@@ -206,7 +207,7 @@ def test_a_save_tells_path_and_times(disk: Path) -> None:
         assert None not in times and times == sorted(times) and min(times) > 0
         assert stats.stall_s is not None and stats.stall_s > 0
         shard = root / "step-00000120" / "rank-00000.safetensors"
-        assert stats.nbytes == shard.stat().st_size
+        assert stats.nbytes == shard.stat().st_size + (shard.parent / "objects.pt").stat().st_size
         assert stats.backend in ("io_uring", "threads") and stats.why
         assert 0 < stats.staged_bytes_max <= 2 * BLOCK_BYTES
     assert directories(root / "step-00000120") == [
@@ -295,6 +296,29 @@ def test_close_waits_for_saves_and_what_they_remove(disk: Path) -> None:
         closing.join(WAIT_S)
         assert not early and closed.is_set()
         assert directories(disk / "run") == ["step-00000002"]
+
+
+def test_a_callback_may_close_and_restore(disk: Path) -> None:
+    """It runs before its save has ended, which must not wait for itself."""
+    with Checkpointer(disk / "run", keep_last=1) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        called: list[Any] = []
+
+        def restore_and_close(_handle: Any) -> None:
+            begun = time.monotonic()
+            found = state(0)
+            called.extend([checkpointer.restore(found), found])
+            checkpointer.close()
+            called.append(time.monotonic() - begun)
+
+        with held_up("rename") as (_, go_on):
+            second = checkpointer.save(2, state(2))
+            second.add_done_callback(restore_and_close)
+            go_on.set()
+            second.result(WAIT_S)
+            wait_until(lambda: len(called) == 3, "the callback returned")
+    assert called[0] == 2 and called[2] < WAIT_S / 2
+    assert_holds(called[1], 2)
 
 
 def test_after_close_nothing_is_saved_or_restored(disk: Path) -> None:

@@ -21,6 +21,7 @@ import os
 import signal
 import struct
 import subprocess
+import threading
 import time
 import zipfile
 from collections import OrderedDict
@@ -775,6 +776,39 @@ def test_failure_that_one_rank_did_not_ask_for_fails_the_next_save(crew: Crew, d
     assert str(disk / "missing") in str(error) and "ENOENT" in str(error)
     all_saved(list(third))
     assert torch.equal(torch.load(disk / "b.pt"), one_tensor(0))
+
+
+def interrupt_or_wait(member: Member, disk: Path, moment: str) -> list[Outcome]:
+    """Ctrl-C on rank 1, which has begun a save that no thread has taken over yet."""
+    if member.rank == 1:
+        owner, name = {
+            "pickling": (torch.serialization, "_save"),
+            "a slot": (pipeline.current()._slots, "acquire"),
+            "the thread": (threading.Thread, "start"),
+        }[moment]
+        real = getattr(owner, name)
+
+        def interrupt(*_args: Any, **_options: Any) -> None:
+            setattr(owner, name, real)
+            raise KeyboardInterrupt
+
+        setattr(owner, name, interrupt)
+    with contextlib.suppress(KeyboardInterrupt):  # as a notebook does, which goes on
+        first = save(member, disk / "a.pt", two_blocks)
+        return [first, save(member, disk / "b.pt", one_tensor)]
+    return [save(member, disk / "b.pt", one_tensor)]
+
+
+@pytest.mark.parametrize("moment", ["pickling", "a slot", "the thread"])
+def test_interrupt_of_one_rank_in_save(crew: Crew, disk: Path, moment: str) -> None:
+    outcomes = crew(interrupt_or_wait, disk, moment, ranks=3)
+    assert [len(each) for each in outcomes] == [2, 1, 2], "the interrupt is the caller's"
+    for rank in (0, 2):
+        error = outcomes[rank][0].error
+        assert isinstance(error, PeerFailed) and error.ranks == (1,), error
+        assert outcomes[rank][0].took_s < WAIT_S / 4
+    all_saved([each[-1] for each in outcomes])
+    assert names_in(disk) == ["b.pt"]
 
 
 def leave_at_once(member: Member, path: Path) -> None:

@@ -334,6 +334,18 @@ def test_ranks_that_save_different_states(
             assert str(outcome.error) == str(outcomes[0].error)
 
 
+def test_a_rank_that_is_told_of_an_earlier_error(crew: Callable[[int], Crew], disk: Path) -> None:
+    """Its save() raises what nobody asked for; the others hear of it and wait for nothing."""
+    wrongs = [{0: "an error of before"}, {3: "an error of before"}]
+    results = crew(4)(bodies.save_wrongly, str(disk), wrongs, TIMEOUT_S)
+    for rank, outcomes in zip((0, 3), after_failures(results, disk, 2), strict=True):
+        own = outcomes.pop(rank)
+        assert type(own.error) is fastckpt.StorageError and "ENOENT" in str(own.error)
+        for outcome in outcomes:
+            assert_peer_failed(outcome, [rank], rf"rank {rank} failed: StorageError: ")
+            assert outcome.took_s < TIMEOUT_S / 2
+
+
 def test_a_rank_whose_state_cannot_be_saved(crew: Callable[[int], Crew], disk: Path) -> None:
     wrongs = [{0: "cannot be pickled"}, {3: "cannot be pickled"}]
     results = crew(4)(bodies.save_wrongly, str(disk), wrongs, TIMEOUT_S)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 from doubles import FailAt, Operation, Recorder, dead_pid
 from test_checkpointer import assert_holds, directories, process_on, restored, state
 from test_process import run_python
@@ -610,6 +611,30 @@ def test_a_step_of_a_newer_version(root: Path, caplog: pytest.LogCaptureFixture)
     assert saved(root, 2, 3, keep_last=1) == [name(1), name(3)], "it is not removed"
     caplog.clear()
     assert restored(root) == 3 and "version 2" in caplog.text
+
+
+def test_a_newest_step_of_a_newer_version_is_not_passed_over(root: Path) -> None:
+    """The run would silently go back; whoever wants that names the step."""
+    saved(root, 1, 2, 3)
+    resigned(root / name(3) / "manifest.json", lambda written: written.update(version=2))
+    with Checkpointer(root) as checkpointer:
+        for call in (lambda: checkpointer.restore(state(1)), checkpointer.load):
+            with pytest.raises(IncompatibleCheckpoint, match=r"version 2, .*the steps \[1, 2\]"):
+                call()
+        assert checkpointer.restore(state(1), 2) == 2
+
+
+def test_a_step_to_fall_back_to_does_not_fit(root: Path) -> None:
+    """The state may be half of another step by then, so the error says what came before."""
+    saved(root, 1)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(2, {**state(2), "more": torch.ones(3)}).result(WAIT_S)
+        shard = root / name(2) / "rank-00000.safetensors"
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+        with pytest.raises(IncompatibleCheckpoint, match=r"'more'.*partly read.*CRC-32 mismatch"):
+            checkpointer.restore({**state(0), "more": torch.zeros(3)})
 
 
 def test_a_step_under_another_name(root: Path) -> None:

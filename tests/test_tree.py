@@ -653,6 +653,7 @@ def test_nothing_changes_where_something_does_not_fit(disk: Path) -> None:
         ("large", torch.nn.Linear(2, 2), "has 'weight' and 1 more keys, which"),
         ("model", torch.nn.Linear(600, 601), r"\['weight'\] has shape \[601, 600\]"),
         ("model", torch.nn.Sequential(torch.nn.Linear(2, 2)), "has '0.weight' and 1 more keys"),
+        ("model", torch.nn.Linear(600, 600, bias=False), r"'model'\] is a module .* no bias"),
     ]
     extra = {
         "x": torch.zeros(3),

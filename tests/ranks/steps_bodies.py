@@ -38,6 +38,7 @@ from ranks.steps_training import (
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+import fastckpt
 from fastckpt import Checkpointer, PerRank
 from fastckpt.step_load import StepReader, Target
 
@@ -343,6 +344,9 @@ def _saved_wrongly(member: Member, checkpointer: Checkpointer, step: int, wrong:
         state["same"] += 1
     elif wrong == "another placement":
         state["sharded"] = spread(content("even"), ((member.world_size,), (Replicate(),)))
+    elif wrong == "an error of before":
+        failed = fastckpt.save(torch.ones(3), os.path.join(checkpointer.root, "missing", "a.pt"))
+        failed.wait_done()
     elif wrong == "cannot be pickled":
         state["own"] = PerRank(threading.Lock())
     else:
