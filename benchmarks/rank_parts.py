@@ -209,7 +209,8 @@ def balance(here: Surroundings) -> tuple[Row, list[Line]]:
     """How evenly four ranks divide a state that all of them hold."""
     root, path = here.directory / "balance", here.directory / "balance.pt"
     with crew(FOUR) as ranks:
-        ranks("hold_gpt", nbytes=here.nbytes // 8)
+        # In a smaller one, most tensors would be so small that they are the first rank's alone.
+        ranks("hold_gpt", nbytes=here.nbytes // 4)
         ranks("open_steps", name="steps", root=str(root))
         ranks("save_step", name="steps", step=0)
         ranks("close_steps", name="steps")
@@ -222,7 +223,7 @@ def balance(here: Surroundings) -> tuple[Row, list[Line]]:
     for what, sizes in (("Checkpointer, shards", shards), ("save(group=), parts", parts)):
         assert len(sizes) == FOUR
         uneven = max(sizes) / statistics.fmean(sizes)
-        bar = 1.05
+        bar = 1.01
         if what.startswith("save"):  # cut at blocks: a part may have one more than another
             bar = max(bar, 1 + BLOCK_BYTES / statistics.fmean(sizes))
         lines.append(at_most(f"{what}: max of mean", uneven, bar, ".4f"))
@@ -256,14 +257,16 @@ def call(here: Surroundings) -> tuple[Row, list[Line]]:
     for what, key in (("Checkpointer.save()", "step"), ("save(group=)", "file")):
         for way, name in (
             ("at_once", "4 ranks at the same time: the slowest"),
-            ("together", "4 ranks in turn: the slowest"),
+            ("together", "4 ranks in turn: rank 0"),
             ("alone", "rank 0 alone"),
         ):
             shown = f"{statistics.median(row[f'{key}_{way}'] for row in rows) * 1e3:.2f} ms"
             lines.append(told(f"{what}: {name}", shown))
         added = [row[f"{key}_together"] - row[f"{key}_alone"] for row in rows]
         more = statistics.median(added) * 1e3
-        lines.append(at_most(f"{what}: 4 in turn less alone", more, 2.0, ".2f", " ms"))
+        lines.append(
+            at_most(f"{what}: rank 0, with the others less alone", more, 2.0, ".2f", " ms")
+        )
     return {"rows": rows}, lines
 
 
@@ -275,7 +278,7 @@ def one_call(ranks: Crew, step: int, path: Path) -> Row:
         for rank in range(count):
             answers += ranks(call, ranks=range(rank, rank + 1), in_turn=True, **arguments)
         ranks("finish", ranks=range(count))
-        return longest(answers, "returned_s")
+        return float(answers[0]["returned_s"])  # like with like: it is the one that pickles
 
     file: Row = {"path": str(path), "fence": "step"}
     ways: dict[str, Callable[[], float]] = {

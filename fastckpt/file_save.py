@@ -15,7 +15,7 @@ import zlib
 from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -96,28 +96,26 @@ class Plan:
         self.obj = obj if keep else None
         self.together = shared
         self.description: Description | None = None
-        self._names: dict[int, str] = {}
         self._first_rank: frozenset[str] = frozenset()
-        if shared is None:
-            return
-        tensors = list(named_tensors(obj))
-        self._first_rank = shared.unequal()
-        self.description = Description([_text(*item) for item in tensors], self._first_rank)
-        for name, tensor in reversed(tensors):
-            address = _address(tensor)
-            if address:
-                self._names[address] = name
+        self._tensors: list[_Named] = []
+        if shared is not None:  # what is made of these can wait, and the caller cannot
+            self._first_rank = shared.unequal()
+            self._tensors = [_Named.of(*item) for item in named_tensors(obj)]
 
     def layout(self, rank: int, ranks: int, seed: int) -> tuple[Image, list[int]]:
         """The image, and where its body is cut into the ranks' intervals.
 
         Also takes the samples that ranks compare. Call it while the state does not change.
         """
-        if self.description is None:
+        if self.together is None:
             image = torch_zip.layout(self.captured)
             return image, bounds(image.body_nbytes, ranks)
+        texts = [(tensor.name, tensor.text()) for tensor in self._tensors]
+        self.description = Description(texts, self._first_rank)
+        name_at = {tensor.address: tensor.name for tensor in reversed(self._tensors)}
+        name_at.pop(0, None)
         names = {
-            record: self._names.get(content.data_ptr(), record)
+            record: name_at.get(content.data_ptr(), record)
             for record, content in self.captured.records
             if isinstance(content, torch.UntypedStorage)
         }
@@ -141,23 +139,32 @@ class Plan:
         return image, cuts
 
 
-def _text(name: str, tensor: torch.Tensor) -> tuple[str, str]:
-    """What all ranks must have in common, in words."""
-    if is_sharded(tensor):
-        raise TypeError(
-            f"{name} is a DTensor, of which each rank holds a part: save it with "
-            "fastckpt.Checkpointer"
-        )
-    # Neither kind has one shape that ranks could compare.
-    shapeless = tensor.is_nested or torch.nn.parameter.is_lazy(tensor)
-    return name, f"{str(tensor.dtype)[6:]} {'' if shapeless else list(tensor.shape)}"
+class _Named(NamedTuple):
+    """What is compared of a tensor that ranks hold in common, and where it lies, 0 for nowhere."""
 
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+    address: int
 
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError, ValueError):
-        return 0  # sparse, lazy and other tensors without a storage of their own
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> _Named:
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # the rest takes 1 us of each
+        if not plain and is_sharded(tensor):
+            raise TypeError(
+                f"{name} is a DTensor, of which each rank holds a part: save it with "
+                "fastckpt.Checkpointer"
+            )
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError, ValueError):
+            address = 0  # sparse, lazy and other tensors without a storage of their own
+        # Neither kind has one shape that ranks could compare.
+        shapeless = tensor.is_nested or (not plain and torch.nn.parameter.is_lazy(tensor))
+        return cls(name, tensor.dtype, None if shapeless else tensor.shape, address)
+
+    def text(self) -> str:
+        return f"{str(self.dtype)[6:]} {'' if self.shape is None else list(self.shape)}"
 
 
 class FileSave(Job):
