@@ -1147,6 +1147,9 @@ def test_golden_files_load(disk: Path, assert_same: Same) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="torch.save, which packs PerRank, wrote other bytes then"
+)
 def test_the_same_content_still_gives_the_same_bytes(disk: Path) -> None:
     """Of the shards all of it; of the JSON what does not depend on the time and on chance."""
     made = disk / "made"

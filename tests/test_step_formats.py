@@ -458,7 +458,7 @@ def indexes(draw: st.DrawFn) -> ShardIndex:
         end += draw(st.integers(0, 9))
         pieces.append(Piece(key, dtype, tuple(map(sum, bounds)), box, end))
         end += box.numel * DTYPES[dtype].itemsize
-    per_rank = draw(st.none() | st.tuples(st.integers(end, end + 9), st.integers(0, 9)))
+    per_rank = draw(st.none() | st.tuples(st.integers(end, end + 9), st.integers(1, 9)))
     nbytes = end + 18 + draw(st.integers(0, 9000))
     block_bytes = draw(st.sampled_from([4096, 8192, 8 << 20]))
     count = -(-nbytes // block_bytes)
@@ -614,6 +614,7 @@ HOSTILE_INDEXES: list[tuple[Change, str]] = [
     (put("per_rank", [4131, 20]), "overlaps"),
     (put("per_rank", [4000, 100]), "overlaps"),
     (put("per_rank", [4160, 21]), "pieces end at 4181"),
+    (put("per_rank", [4160, 0]), "without bytes"),
     (put("per_rank", [1 << 62, 20]), "pieces end"),
     (put("pieces", 0, "dtype", "F31"), "'F31'"),
     (put("pieces", 0, "dtype", "F64"), "overlaps"),
