@@ -138,7 +138,7 @@ class Coordinator:
     def _opened(self) -> str:
         with self._lock:
             if not self._session:
-                self._client = own_client(self._store, self.world_size)
+                self._client = own_client(self._store)
                 number = self._client.add(f"{self._prefix}/opened/{self.rank}", 1)
                 self._client.delete_key(f"{self._prefix}/{number - 1}/last/{self.rank}")
                 self._session = f"{self._prefix}/{number}/"

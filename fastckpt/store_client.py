@@ -17,8 +17,8 @@ c10d: Any = dist  # stores, of which torch's type hints say too little
 OPERATION_S = 30.0  # bounds one operation of the store, none of which waits for another rank
 
 
-def own_client(store: Any, world_size: int) -> Any:
-    """A second client of a store, whose calls do not hold up those of the first."""
+def own_client(store: Any) -> Any:
+    """A second client of a store, where it needs one lest calls hold up those of the first."""
     base, timeout = store, timedelta(seconds=OPERATION_S)
     while isinstance(base, c10d.PrefixStore):
         base = base.underlying_store
@@ -27,15 +27,15 @@ def own_client(store: Any, world_size: int) -> Any:
         socket.create_connection((base.host, base.port), OPERATION_S).close()
     if hasattr(store, "clone"):  # torch 2.8 and later
         client = store.clone()
-    else:
-        client = base
-        if isinstance(base, c10d.TCPStore):
-            client = c10d.TCPStore(base.host, base.port, timeout=timeout, wait_for_workers=False)
-        elif isinstance(base, c10d.FileStore):
-            client = c10d.FileStore(base.path, world_size)
-        if base is not store:  # a prefix cannot be asked for: those who share it agree on another
-            prefix = store.compare_set("fastckpt/prefix", "", os.urandom(16).hex())
-            client = c10d.PrefixStore(prefix.decode(), client)
-    if isinstance(base, c10d.TCPStore | c10d.FileStore):
-        client.set_timeout(timeout)
+        if isinstance(base, c10d.TCPStore | c10d.FileStore):
+            client.set_timeout(timeout)
+        return client
+    # A second FileStore would do, but the destructors of such a torch, which remove the file, end
+    # the process when they meet. No call of ours waits, so the first one serves.
+    client = base
+    if isinstance(base, c10d.TCPStore):
+        client = c10d.TCPStore(base.host, base.port, timeout=timeout, wait_for_workers=False)
+    if base is not store:  # a prefix cannot be asked for: those who share it agree on another
+        prefix = store.compare_set("fastckpt/prefix", "", os.urandom(16).hex())
+        client = c10d.PrefixStore(prefix.decode(), client)
     return client
