@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastckpt import coordinator
+from fastckpt import agreement
 from fastckpt.coordinator import Coordinator
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
@@ -86,14 +86,14 @@ def one_save(ranks: int, directory: Path) -> list[dict[str, int]]:
 
     jobs = [save(rank) for rank in range(ranks)]
     threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]
-    looking, coordinator._LOOK_S = coordinator._LOOK_S, LOOK_S
+    looking, agreement._LOOK_S = agreement._LOOK_S, LOOK_S
     try:
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     finally:
-        coordinator._LOOK_S = looking
+        agreement._LOOK_S = looking
     for speaker in speakers:
         speaker.close()
     pipeline.close()

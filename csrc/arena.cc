@@ -16,6 +16,8 @@ namespace fastckpt {
 
 namespace {
 
+constexpr size_t kPinnedBlocks = 16;  // at a time
+
 // In steps of a huge page: each holds the process's memory lock, which its allocations wait for.
 bool populate(std::byte* begin, size_t nbytes) {
     constexpr size_t kStep = size_t{2} << 20;
@@ -48,6 +50,8 @@ Arena::Arena(size_t budget_bytes, size_t block_bytes)
 
 Arena::~Arena() {
     CHECK(free_.size() == blocks_);
+    for (size_t part = 0; part < pinned_.size(); ++part)
+        if (pinned_[part]) pinner_->unpin(base_ + part * kPinnedBlocks * block_bytes_);
     munmap(base_, blocks_ * block_bytes_);
 }
 
@@ -63,6 +67,21 @@ void Arena::release(std::byte* block) {
     CHECK(block >= base_ && static_cast<size_t>(block - base_) % block_bytes_ == 0);
     CHECK(static_cast<size_t>(block - base_) / block_bytes_ < blocks_ && free_.size() < blocks_);
     free_.push_back(block);
+}
+
+int Arena::pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner) {
+    const size_t part = static_cast<size_t>(block - base_) / block_bytes_ / kPinnedBlocks;
+    const std::lock_guard lock(pin_mu_);
+    pinned_.resize((blocks_ + kPinnedBlocks - 1) / kPinnedBlocks);
+    if (pinned_[part] || pin_error_ != 0) return pin_error_;
+    const size_t first = part * kPinnedBlocks;
+    const size_t count = std::min(kPinnedBlocks, blocks_ - first);
+    std::byte* memory = base_ + first * block_bytes_;
+    if (pinner_ == nullptr) pinner_ = pinner;
+    populate(memory, count * block_bytes_);  // sooner done here than page by page while pinning
+    pin_error_ = pinner_->pin(memory, count * block_bytes_);
+    pinned_[part] = pin_error_ == 0;
+    return pin_error_;
 }
 
 bool Arena::prefault(size_t begin, size_t end, unsigned threads) const {

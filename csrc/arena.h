@@ -4,9 +4,19 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
+#include <mutex>
 #include <vector>
 
 namespace fastckpt {
+
+// Locks pages for a device to copy to and from. 0, or the device's error.
+class Pinner {
+  public:
+    virtual ~Pinner() = default;
+    virtual int pin(void* memory, size_t nbytes) = 0;
+    virtual void unpin(void* memory) = 0;
+};
 
 class Arena {
   public:
@@ -27,6 +37,11 @@ class Arena {
     // no content and populating a page twice is harmless.
     bool prefault(size_t begin, size_t end, unsigned threads) const;
 
+    // Pins the part of the arena that a block lies in, once; pages of blocks that no device needs
+    // stay unpinned. 0, or the first refusal, after which nothing more is pinned: copies are then
+    // slower. Callable without the owner's lock.
+    int pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner);
+
     size_t block_bytes() const { return block_bytes_; }
     size_t blocks() const { return blocks_; }
     size_t blocks_in_use() const { return blocks_ - free_.size(); }
@@ -38,6 +53,12 @@ class Arena {
     std::byte* base_ = nullptr;
     std::vector<std::byte*> free_;
     size_t in_use_max_ = 0;
+
+    std::mutex pin_mu_;
+    // State below is protected by pin_mu_.
+    std::shared_ptr<Pinner> pinner_;
+    std::vector<bool> pinned_;  // by part
+    int pin_error_ = 0;
 };
 
 }  // namespace fastckpt

@@ -21,7 +21,7 @@
 namespace fastckpt {
 
 struct Op {
-    enum class Kind { read, write };
+    enum class Kind { read, write, copy };  // the last one is no backend's: to or from a device
     Kind kind = Kind::write;
     int fd = -1;
     std::byte* data = nullptr;

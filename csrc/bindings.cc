@@ -34,8 +34,8 @@ std::vector<Row> rows(const py::buffer& buffer) {
 
 py::object failure_or_none(const Failure& failure) {
     if (failure.error == 0) return py::none();
-    return py::make_tuple(failure.kind == Op::Kind::write ? "write" : "read", failure.offset,
-                          failure.error);
+    const char* const kinds[] = {"read", "write", "copy"};
+    return py::make_tuple(kinds[static_cast<int>(failure.kind)], failure.offset, failure.error);
 }
 
 // A test double's transfer: called with (kind, fd, memory, offset), returns the bytes moved or
@@ -130,6 +130,10 @@ void bind_jobs(py::module_& m) {
     py::class_<WriteJob, std::shared_ptr<WriteJob>>(m, "WriteJob",
                                                     py::release_gil_before_calling_cpp_dtor())
         .def(
+            "wait_queued", [](WriteJob& job, double s) { return job.wait_queued(Seconds(s)); },
+            nogil)
+        .def("pin_error", &WriteJob::pin_error)
+        .def(
             "wait_staged", [](WriteJob& job, double s) { return job.wait_staged(Seconds(s)); },
             nogil)
         .def(
@@ -167,6 +171,29 @@ void bind_jobs(py::module_& m) {
         .def("close", &ReadStream::close, nogil);
 }
 
+void bind_devices(py::module_& m) {
+    const py::call_guard<py::gil_scoped_release> nogil;
+    py::register_exception<cuda::Unavailable>(m, "DeviceUnavailable");
+    py::register_exception<DeviceError>(m, "DeviceError");
+    py::class_<cuda::Driver, std::shared_ptr<cuda::Driver>>(m, "CudaDriver")
+        .def(py::init<const std::string&>(), py::arg("library"), nogil)
+        .def("text", &cuda::Driver::text)
+        .def_property_readonly("version", &cuda::Driver::version);
+    py::class_<DeviceQueue, std::shared_ptr<DeviceQueue>>(m, "DeviceQueue",
+                                                          py::release_gil_before_calling_cpp_dtor())
+        .def(py::init([](std::shared_ptr<cuda::Driver> driver, int ordinal) {
+                 return std::make_shared<DeviceQueue>(std::move(driver), ordinal);
+             }),
+             nogil)
+        .def("follow", &DeviceQueue::follow, nogil)
+        .def("lead", &DeviceQueue::lead, nogil)
+        .def_property_readonly("bus_id", &DeviceQueue::bus_id);
+    py::class_<DeviceRange>(m, "DeviceRange")
+        .def(py::init([](uint64_t begin, uint64_t end, std::shared_ptr<DeviceQueue> queue) {
+            return DeviceRange{begin, end, std::move(queue)};
+        }));
+}
+
 void bind_engine(py::module_& m) {
     const py::call_guard<py::gil_scoped_release> nogil;
     py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend",
@@ -185,15 +212,18 @@ void bind_engine(py::module_& m) {
                                                 py::release_gil_before_calling_cpp_dtor())
         .def(py::init<size_t, size_t, unsigned>(), py::arg("arena_bytes"), py::arg("block_bytes"),
              py::arg("stagers"), nogil)
-        .def("stage",
-             [](Engine& engine, const py::buffer& segments, const py::buffer& slots,
-                size_t blocks_held_limit, unsigned stagers_limit) {
-                 auto segment_rows = rows<Segment>(segments);
-                 auto slot_rows = rows<Slot>(slots);
-                 py::gil_scoped_release release;
-                 return engine.stage(std::move(segment_rows), std::move(slot_rows),
-                                     blocks_held_limit, stagers_limit);
-             })
+        .def(
+            "stage",
+            [](Engine& engine, const py::buffer& segments, const py::buffer& slots,
+               size_t blocks_held_limit, unsigned stagers_limit, std::vector<DeviceRange> devices) {
+                auto segment_rows = rows<Segment>(segments);
+                auto slot_rows = rows<Slot>(slots);
+                py::gil_scoped_release release;
+                return engine.stage(std::move(segment_rows), std::move(slot_rows),
+                                    std::move(devices), blocks_held_limit, stagers_limit);
+            },
+            py::arg("segments"), py::arg("slots"), py::arg("blocks_held_limit"),
+            py::arg("stagers_limit"), py::arg("devices") = std::vector<DeviceRange>())
         .def("write",
              [](Engine& engine, int fd, uint64_t file_offset, const py::buffer& segments,
                 const py::buffer& slots, std::shared_ptr<Backend> backend, bool direct,
@@ -231,6 +261,7 @@ PYBIND11_MODULE(_engine, m) {
     py::register_exception<BackendUnavailable>(m, "BackendUnavailable");
     bind_crc(m);
     bind_jobs(m);
+    bind_devices(m);
     bind_engine(m);
     m.def("allocate", &allocate, "fallocate(2) of [0, nbytes); raises OSError");
     m.def("cached_bytes", &cached_bytes);

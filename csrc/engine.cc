@@ -23,9 +23,11 @@ Engine::Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers)
 Engine::~Engine() { close(); }
 
 std::shared_ptr<WriteJob> Engine::stage(std::vector<Segment> segments, std::vector<Slot> slots,
-                                        size_t blocks_held_limit, unsigned stagers_limit) {
+                                        std::vector<DeviceRange> devices, size_t blocks_held_limit,
+                                        unsigned stagers_limit) {
     std::shared_ptr<WriteJob> job(new WriteJob(*this, std::move(segments), std::move(slots),
-                                               blocks_held_limit, stagers_limit));
+                                               std::move(devices), blocks_held_limit,
+                                               stagers_limit));
     {
         std::lock_guard lock(mu_);
         CHECK(!closing_);
@@ -39,7 +41,7 @@ std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset, std::vecto
                                         std::vector<Slot> slots, std::shared_ptr<Backend> backend,
                                         bool direct, size_t blocks_held_limit,
                                         unsigned stagers_limit) {
-    auto job = stage(std::move(segments), std::move(slots), blocks_held_limit, stagers_limit);
+    auto job = stage(std::move(segments), std::move(slots), {}, blocks_held_limit, stagers_limit);
     job->write_to(fd, file_offset, std::move(backend), direct);
     return job;
 }
@@ -67,8 +69,10 @@ void Engine::keep(const std::shared_ptr<Backend>& backend) {
 void Engine::run() {
     std::unique_lock lock(mu_);
     for (;;) {
-        if (verify_one(lock) || copy_one(lock) || stage_one(lock)) continue;
-        if (closing_ && jobs_.empty() && to_verify_.empty()) return;
+        if (verify_one(lock) || copy_one(lock) || arrive_one(lock, false) || stage_one(lock) ||
+            arrive_one(lock, true))
+            continue;
+        if (closing_ && jobs_.empty() && to_verify_.empty() && arriving_.empty()) return;
         changed_.wait(lock);
     }
 }
@@ -114,9 +118,34 @@ bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
     const std::shared_ptr<WriteJob> job = *found;
     WriteJob::Block& block = job->claim(memory);
     lock.unlock();
-    job->copy(block);
+    job->gather(block);
+    if (!job->is_arriving(block)) job->copy(block);
     lock.lock();
-    job->copied(block);
+    if (job->is_arriving(block)) {
+        job->gathered(block);
+        arriving_.emplace_back(job, &block);
+    } else {
+        job->copied(block);
+    }
+    changed_.notify_all();
+    return true;
+}
+
+bool Engine::arrive_one(std::unique_lock<std::mutex>& lock, bool wait) {
+    if (arriving_.empty() || arrival_awaited_) return false;
+    const auto [job, block] = arriving_.front();
+    if (!wait && !job->arrived(*block)) return false;
+    arriving_.pop_front();
+    arrival_awaited_ = true;
+    lock.unlock();
+    job->await(*block);
+    lock.lock();
+    arrival_awaited_ = false;
+    changed_.notify_all();  // the next one may be awaited while this one is summed up
+    lock.unlock();
+    if (!job->is_lost(*block)) job->copy(*block);
+    lock.lock();
+    job->copied(*block);
     changed_.notify_all();
     return true;
 }

@@ -16,6 +16,7 @@
 
 #include "arena.h"
 #include "backend.h"
+#include "device_queue.h"
 
 namespace fastckpt {
 
@@ -37,10 +38,18 @@ struct Slot {
     uint64_t segment;
 };
 
+// Addresses [begin, end) are a device's, and this queue copies from there. Unified addressing sees
+// to it that no other memory has them.
+struct DeviceRange {
+    uint64_t begin;
+    uint64_t end;
+    std::shared_ptr<DeviceQueue> queue;
+};
+
 struct Failure {
     Op::Kind kind = Op::Kind::write;
     uint64_t offset = 0;
-    int error = 0;  // errno; 0 means no failure
+    int error = 0;  // errno, for a copy the driver's code; 0 means no failure
 };
 
 class Engine;
@@ -63,6 +72,9 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     // padded with zeros to 4096: the caller cuts the file to its size. fd stays open until
     // wait_written() returns true. Called once.
     void write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend, bool direct);
+    // True when all copies were done or are queued on their devices, or the job failed; false after
+    // `timeout`.
+    bool wait_queued(std::chrono::duration<double> timeout);
     // True when the sources are no longer read, because all was copied or the job failed; false
     // after `timeout`.
     bool wait_staged(std::chrono::duration<double> timeout);
@@ -74,6 +86,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     std::vector<uint32_t> block_crcs();
     std::vector<uint32_t> slot_crcs();
     size_t blocks_held_max();
+    // Why staging memory of this job is not pinned: the driver's code, or 0. After wait_queued().
+    int pin_error();
     // Stages no further block. What is in flight completes; the job then counts as failed with
     // ECANCELED.
     void cancel();
@@ -84,15 +98,25 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     enum class State : uint8_t { waiting, copied, sealed };
 
     WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
-             size_t blocks_held_limit, unsigned stagers_limit);
+             std::vector<DeviceRange> devices, size_t blocks_held_limit, unsigned stagers_limit);
     void check_plan() const;
+    DeviceQueue* device_of(uint64_t address) const;
     uint64_t block_nbytes(size_t index) const;
     bool wants_stager() const;
+    bool queued() const;
     bool sources_released() const;
     bool finished() const;
     Block& claim(std::byte* memory);
+    void gather(Block& block);
+    void gathered(Block& block);
+    bool is_arriving(const Block& block) const;
+    bool arrived(const Block& block) const;
+    void await(Block& block);
+    bool is_lost(const Block& block) const;
     void copy(Block& block);
     void copied(Block& block);
+    uint32_t copy_piece(const Block& block, const Segment& segment, uint64_t begin, uint64_t end,
+                        uint32_t crc) const;
     void copy_header(Block& block, const Segment& segment, uint64_t begin, uint64_t end);
     void seal_ready_blocks();
     void submit_ready_blocks();
@@ -104,6 +128,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     Engine& engine_;
     const std::vector<Segment> segments_;
     const std::vector<Slot> slots_;
+    const std::vector<DeviceRange> devices_;  // ascending
     const size_t blocks_held_limit_;
     const unsigned stagers_limit_;
     uint64_t nbytes_ = 0;
@@ -121,7 +146,9 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     uint64_t file_offset_ = 0;
     Backend* backend_ = nullptr;  // owned by the engine; null until write_to()
     bool direct_ = false;
-    unsigned stagers_ = 0;
+    size_t stagers_ = 0;
+    size_t arriving_ = 0;  // blocks whose bytes are on their way from devices
+    int pin_error_ = 0;
     size_t blocks_held_ = 0;
     size_t blocks_held_max_ = 0;
     uint32_t open_segment_crc_ = 0;  // of the segment that crosses the last sealed block's end
@@ -210,9 +237,11 @@ class Engine {
 
     // Starts to stage `segments`; WriteJob::write_to() says where they are written. At most
     // `blocks_held_limit` blocks of the arena and `stagers_limit` threads serve the job. The memory
-    // of the segments stays valid until wait_staged() returns true.
+    // of the segments stays valid until wait_staged() returns true. `devices` says which of it is
+    // no host memory.
     std::shared_ptr<WriteJob> stage(std::vector<Segment> segments, std::vector<Slot> slots,
-                                    size_t blocks_held_limit, unsigned stagers_limit);
+                                    std::vector<DeviceRange> devices, size_t blocks_held_limit,
+                                    unsigned stagers_limit);
     // stage() and write_to() in one.
     std::shared_ptr<WriteJob> write(int fd, uint64_t file_offset, std::vector<Segment> segments,
                                     std::vector<Slot> slots, std::shared_ptr<Backend> backend,
@@ -242,6 +271,7 @@ class Engine {
     void keep(const std::shared_ptr<Backend>& backend);
     // Each does one piece of work, releasing the lock meanwhile; false if there is none.
     bool stage_one(std::unique_lock<std::mutex>& lock);
+    bool arrive_one(std::unique_lock<std::mutex>& lock, bool wait);
     bool verify_one(std::unique_lock<std::mutex>& lock);
     bool copy_one(std::unique_lock<std::mutex>& lock);
 
@@ -252,6 +282,9 @@ class Engine {
     std::condition_variable changed_;  // any change that a waiter may wait for
     Arena arena_;
     std::deque<std::shared_ptr<WriteJob>> jobs_;  // with blocks left to stage
+    // Blocks on their way from devices, in the order in which they were queued.
+    std::deque<std::pair<std::shared_ptr<WriteJob>, WriteJob::Block*>> arriving_;
+    bool arrival_awaited_ = false;  // by one thread: the others have better to do
     std::deque<std::pair<ReadStream*, ReadStream::Block*>> to_verify_;
     std::deque<Copy> to_copy_;
     // Every backend used, until close(): if the last reference went with an op, the backend's own

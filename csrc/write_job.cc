@@ -7,7 +7,7 @@
 
 #include "check.h"
 #include "crc32.h"
-#include "engine.h"
+#include "write_block.h"
 
 namespace fastckpt {
 
@@ -16,47 +16,13 @@ constexpr uint64_t kDirectAlign = 4096;
 constexpr uint64_t kSlotBytes = 4;
 }  // namespace
 
-// A CRC of consecutive bytes, extended at its end.
-struct RunCrc {
-    uint32_t crc = 0;
-    uint64_t nbytes = 0;
-
-    void append(uint32_t other, uint64_t other_nbytes) {
-        crc = nbytes == 0 ? other : crc32_combine(crc, other, other_nbytes);
-        nbytes += other_nbytes;
-    }
-};
-
-// A block's way: claimed (memory taken), copied by a stager, sealed in file order, written,
-// released.
-struct WriteJob::Block {
-    size_t index = 0;
-    uint64_t begin = 0;  // image bytes [begin, end)
-    uint64_t end = 0;
-    std::byte* memory = nullptr;
-    State state = State::waiting;
-    // The block's bytes are before ++ [late_begin, late_end) ++ after, where the late ones hold
-    // slots whose CRC is known only once the blocks before this one are sealed. There is at most
-    // one such run: its slot describes the segment that was open when the block began.
-    RunCrc before;
-    uint64_t late_begin = 0;
-    uint64_t late_end = 0;
-    RunCrc after;
-    uint32_t head_crc = 0;  // of the first segment's bytes in this block, where it began earlier
-    uint32_t tail_crc = 0;  // of the last segment's bytes in this block, where it goes on
-    Op op;
-
-    bool has_late() const { return late_end != 0; }
-    void append(uint32_t crc, uint64_t nbytes) {
-        (has_late() ? after : before).append(crc, nbytes);
-    }
-};
-
 WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
-                   size_t blocks_held_limit, unsigned stagers_limit)
+                   std::vector<DeviceRange> devices, size_t blocks_held_limit,
+                   unsigned stagers_limit)
     : engine_(engine),
       segments_(std::move(segments)),
       slots_(std::move(slots)),
+      devices_(std::move(devices)),
       blocks_held_limit_(std::max<size_t>(1, blocks_held_limit)),
       stagers_limit_(std::max(1U, stagers_limit)) {
     check_plan();
@@ -106,9 +72,11 @@ bool WriteJob::wants_stager() const {
            blocks_held_ < blocks_held_limit_;
 }
 
-bool WriteJob::sources_released() const {
+bool WriteJob::queued() const {
     return stagers_ == 0 && (failure_.error != 0 || next_claim_ == blocks_.size());
 }
+
+bool WriteJob::sources_released() const { return queued() && arriving_ == 0; }
 
 bool WriteJob::finished() const { return sources_released() && blocks_held_ == 0; }
 
@@ -127,9 +95,21 @@ WriteJob::Block& WriteJob::claim(std::byte* memory) {
 
 void WriteJob::copied(Block& block) {
     block.state = State::copied;
-    CHECK(stagers_ > 0);
-    --stagers_;
+    if (block.device_error != cuda::kSuccess)
+        fail({Op::Kind::copy, block.begin, block.device_error});
+    size_t& under_way = block.is_arriving() ? arriving_ : stagers_;
+    CHECK(under_way > 0);
+    --under_way;
     seal_ready_blocks();
+}
+
+// A piece of a block, copied unless gather() has done so; returns its CRC-32.
+uint32_t WriteJob::copy_piece(const Block& block, const Segment& segment, uint64_t begin,
+                              uint64_t end, uint32_t crc) const {
+    std::byte* target = block.memory + (begin - block.begin);
+    if (block.is_arriving()) return crc32(crc, target, end - begin);
+    const auto* source = reinterpret_cast<const std::byte*>(segment.address);
+    return crc32_copy(target, source + (begin - segment.offset), end - begin, crc);
 }
 
 void WriteJob::copy(Block& block) {
@@ -145,9 +125,7 @@ void WriteJob::copy(Block& block) {
             copy_header(block, *segment, begin, end);
             continue;
         }
-        const auto* source = reinterpret_cast<const std::byte*>(segment->address);
-        const uint32_t crc = crc32_copy(block.memory + (begin - block.begin),
-                                        source + (begin - segment->offset), end - begin, 0);
+        const uint32_t crc = copy_piece(block, *segment, begin, end, 0);
         block.append(crc, end - begin);
         const bool began_earlier = segment->offset < block.begin;
         const bool goes_on = segment_end > block.end;
@@ -155,11 +133,10 @@ void WriteJob::copy(Block& block) {
         if (goes_on) block.tail_crc = crc;
         if (!began_earlier && !goes_on) slot_crcs_[static_cast<size_t>(slot)] = crc;
     }
-    if (direct_) {
-        const uint64_t nbytes = block.end - block.begin;
-        const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
-        std::memset(block.memory + nbytes, 0, padded - nbytes);
-    }
+    // A direct write, which is decided on later, takes whole pages: not of what was here before.
+    const uint64_t nbytes = block.end - block.begin;
+    const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
+    std::memset(block.memory + nbytes, 0, padded - nbytes);
 }
 
 // Copies a piece of a segment that no slot describes, and which therefore may hold slots itself.
@@ -171,10 +148,10 @@ void WriteJob::copy_header(Block& block, const Segment& segment, uint64_t begin,
     const int64_t described = index > 0 ? slot_of_segment_[index - 1] : -1;
     const uint64_t slot_offset = described < 0 ? 0 : slots_[static_cast<size_t>(described)].offset;
     if (described < 0 || slot_offset >= end || slot_offset + kSlotBytes <= begin) {
-        block.append(crc32_copy(target, source, end - begin, 0), end - begin);
+        block.append(copy_piece(block, segment, begin, end, 0), end - begin);
         return;
     }
-    std::memcpy(target, source, end - begin);
+    if (!block.is_arriving()) std::memcpy(target, source, end - begin);
     if (segments_[index - 1].offset < block.begin) {
         CHECK(!block.has_late());
         block.late_begin = begin;
@@ -303,6 +280,16 @@ void WriteJob::on_written(Block& block) {
 
 void WriteJob::fail(const Failure& failure) {
     if (failure_.error == 0) failure_ = failure;
+}
+
+bool WriteJob::wait_queued(std::chrono::duration<double> timeout) {
+    std::unique_lock lock(engine_.mu_);
+    return engine_.changed_.wait_for(lock, timeout, [&] { return queued(); });
+}
+
+int WriteJob::pin_error() {
+    std::lock_guard lock(engine_.mu_);
+    return pin_error_;
 }
 
 bool WriteJob::wait_staged(std::chrono::duration<double> timeout) {

@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 
 from fastckpt import file_save, pipeline
-from fastckpt.coordinator import TIMEOUT_S
+from fastckpt.agreement import TIMEOUT_S
 from fastckpt.errors import RanksDisagree, StorageError
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
@@ -272,7 +272,9 @@ def _load_together(
     """Loads a file on all ranks of a group at once."""
     current = pipeline.current()
     path = os.path.realpath(f)
-    agreement = file_save.together(group).coordinator.begin(f"load of {path!r}", timeout_s)
+    agreement = file_save.together(group).coordinator.begin(
+        f"load of {path!r}", timeout_s, "nothing was loaded"
+    )
     with ExitStack() as stack:
         stack.callback(agreement.close)
         file: VerifiedFile | None = None

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from fastckpt import pipeline
-from fastckpt.coordinator import TIMEOUT_S, Coordinator
+from fastckpt.agreement import TIMEOUT_S
+from fastckpt.coordinator import Coordinator
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
@@ -51,14 +52,16 @@ class Checkpointer:
     - DTensors, of which each rank holds a part, in any placement but Partial;
     - PerRank(value), for what each rank has its own of;
     - objects with state_dict and load_state_dict: modules, optimizers, schedulers, data loaders;
-    - anything else that can be pickled, taken from the first rank, as are tensors below 1 MiB.
+    - anything else that can be pickled, taken from the first rank, as are the values of tensors
+      below 1 MiB, whose dtypes and shapes must be the same on all ranks. No DTensor may be inside.
 
     Args:
         root: directory of the run; made at the first save. One job at a time may save to it.
         group: a torch.distributed process group; default: the default group where
             torch.distributed is initialised, else this process alone. Ranks talk over the job's
             store; no collective is run.
-        keep_last: after each commit remove older steps but for so many, at least 1; None: keep all.
+        keep_last: after each commit remove, in the background, older steps but for so many, at
+            least 1, not counting those found damaged; None: keep all.
         keep_every: with keep_last, steps that are multiples of this are kept too.
         fence: "call": save() returns when everything was copied, so the state may change at once.
             "step": save() returns at once, and the next step() of any torch optimizer waits.
@@ -135,17 +138,19 @@ class Checkpointer:
             Exception: what torch.save raises for an object that cannot be pickled.
             CheckpointError: of an earlier save whose failure nobody asked for. This save was not
                 begun.
-            TypeError, ValueError: a placement that cannot be saved, a state nested too deeply, a
+            TypeError, ValueError: a DTensor whose placement or dtype cannot be saved, or that is
+                inside of an object; a key that is no Unicode text; a state nested too deeply; a
                 step below 0.
         """
         started = time.perf_counter()
-        name = step_name(operator.index(step))
+        step = int(operator.index(step))
         current = self._current()
         agreement = self._coordinator.begin(f"step {step}", self._timeout_s)
         with agreement.failing():
+            path = os.path.join(self.root, step_name(step))
             current.raise_unreported()
             job = StepSave(
-                SaveHandle(os.path.join(self.root, name), started),
+                SaveHandle(path, started),
                 agreement,
                 self._steps,
                 step,
@@ -183,6 +188,7 @@ class Checkpointer:
                 know what the step has; the state is as it was, unless a newer step was damaged (the
                 message says so then). Or a newer fastckpt wrote it.
             CheckpointError: there is no such step. PeerFailed: another rank failed.
+            TypeError: a tensor that nothing can be put into (meta, overlapping, another layout).
             pickle.UnpicklingError: objects need weights_only=False.
         """
 
@@ -209,7 +215,7 @@ class Checkpointer:
         Returns:
             The nest that was saved, of dicts, lists and tuples; in place of an object with
                 state_dict its state_dict, of a DTensor the whole tensor, of a PerRank one with this
-                rank's value.
+                rank's value, or with `found` False on a rank that the saving job did not have.
 
         Raises:
             As restore() does; CheckpointError also if there is no step at all.
@@ -319,7 +325,7 @@ class Checkpointer:
         """What `read` makes of the newest step for which no rank met damage."""
         current = self._current()
         current.wait_for(self.root, ended=True)
-        agreement = self._coordinator.begin("restore", self._timeout_s)
+        agreement = self._coordinator.begin("restore", self._timeout_s, "nothing was restored")
         try:
             return first_whole(agreement, current, self._steps, step, read)
         except BaseException as error:
@@ -350,13 +356,17 @@ def _readable(leaf: Leaf) -> Leaf:
     return leaf
 
 
-def _texts(flat: Flat) -> list[tuple[str, str]]:
-    """What all ranks must have in common, in words."""
+def _texts(flat: Flat) -> Callable[[], list[tuple[str, str]]]:
+    """What all ranks must have in common, in words; made when they are asked for, if that can
+    wait.
+    """
+    kinds = flat.kinds
     texts = [
         (leaf.key, f"{str(leaf.local.dtype)[6:]} {list(leaf.shape)}, {leaf.placement}")
         for leaf in flat.leaves
     ]
-    return texts + [(name, "a value of each rank") for name in flat.per_rank]
+    texts += [(name, "a value of each rank") for name in flat.per_rank]
+    return lambda: texts + sorted(kind.text() for kind in kinds)
 
 
 def _pickled(flat: Flat) -> bytes:

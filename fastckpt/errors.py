@@ -63,7 +63,9 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class IncompatibleCheckpoint(CheckpointError):
-    """The file was written by a newer fastckpt whose format this version does not know."""
+    """The checkpoint is whole, but not for this use: a newer fastckpt wrote it, in a format that
+    this version does not know; or what is to be restored has other keys, shapes or types.
+    """
 
 
 class StagingConflict(CheckpointError):

@@ -20,8 +20,9 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from fastckpt import commit
+from fastckpt.agreement import Round
 from fastckpt.commit import close_quietly, settle
-from fastckpt.coordinator import Coordinator, Round
+from fastckpt.coordinator import Coordinator
 from fastckpt.fence import check_unchanged, named_tensors
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.arrangement import arrange, nbytes_of
@@ -29,11 +30,11 @@ from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
 from fastckpt.intervals import Checksums, Part, bounds
 from fastckpt.pipeline import Job, Pipeline
+from fastckpt.placements import is_sharded
 from fastckpt.replicas import Description, Sampled, disagreement
 from fastckpt.staging import Route, combine_crcs, stager_count
 from fastckpt.storage import Storage, reported
 from fastckpt.transfer import Transfer
-from fastckpt.tree import is_sharded
 
 log = logging.getLogger("fastckpt")
 

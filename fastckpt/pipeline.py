@@ -18,11 +18,11 @@ import time
 import traceback
 from collections.abc import Callable
 
-from fastckpt.coordinator import Round
+from fastckpt.agreement import Round
 from fastckpt.errors import CheckpointError, PeerFailed
 from fastckpt.handle import SaveHandle
 from fastckpt.staging import Staging
-from fastckpt.storage import Storage
+from fastckpt.storage import Storage, close_inherited
 from fastckpt.transfer import Transfer
 
 IN_FLIGHT_MAX = 16
@@ -118,12 +118,14 @@ class Pipeline:
         handle.mark_staged()
         self._slots.release()  # before callbacks run, which may save, or raise
         try:
-            if error is None:
-                handle.stats.committed_s = handle.elapsed_s()
-                handle.set_result(handle.stats)
-            else:
-                handle.set_exception(error)
-            job.end(self)
+            try:
+                if error is None:
+                    handle.stats.committed_s = handle.elapsed_s()
+                    handle.set_result(handle.stats)
+                else:
+                    handle.set_exception(error)
+            finally:  # a callback may raise SystemExit
+                job.end(self)
             if error is None:
                 self.staging.warm(job.staging_nbytes)
         finally:
@@ -329,6 +331,7 @@ def _after_fork_in_child() -> None:
     global _current, _lock
     if _current is not None:
         _current.staging.abandon()
+    close_inherited()
     _current, _lock = None, threading.Lock()
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fastckpt.errors import RanksDisagree
@@ -35,15 +35,21 @@ class Description:
     """What one rank tells of the state it saves.
 
     Args:
-        texts: name of every tensor, and what has to be the same about it.
+        texts: name of every tensor, and what has to be the same about it; or what makes that, not
+            before it is needed.
         first_rank: names of tensors whose contents count on the first rank only.
     """
 
-    def __init__(self, texts: list[tuple[str, str]], first_rank: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        texts: list[tuple[str, str]] | Callable[[], list[tuple[str, str]]],
+        first_rank: Iterable[str] = (),
+    ) -> None:
         self._texts = texts
         self._storages: list[tuple[str, str]] = []
         self._samples: list[tuple[str, int]] = []
         self._first_rank = sorted(first_rank)
+        self._seed = 0
 
     def lay_out(self, storages: Iterable[tuple[str, str]]) -> None:
         """Adds in which order memory is written: a tensor that lies there, and what has to be the
@@ -56,6 +62,7 @@ class Description:
 
         Reads at most SAMPLED_BYTES; with more parts than can be sampled, others each time.
         """
+        self._seed = seed
         stride = max(1, -(-len(parts) // _SAMPLED_MAX))
         chosen = range(seed % stride, len(parts), stride)
         ranges = max(1, min(_RANGES_MAX, _SAMPLED_MAX // max(1, len(chosen))))
@@ -77,7 +84,9 @@ class Description:
         return hashlib.sha256(repr(self._all()).encode()).digest()
 
     def _all(self) -> list[Any]:
-        return [self._texts, self._samples, self._first_rank, self._storages]
+        if callable(self._texts):
+            self._texts = self._texts()
+        return [self._texts, self._samples, self._first_rank, self._storages, self._seed]
 
 
 def disagreement(groups: Sequence[tuple[list[int], bytes]]) -> tuple[RanksDisagree, set[str]]:
@@ -103,6 +112,11 @@ def disagreement(groups: Sequence[tuple[list[int], bytes]]) -> tuple[RanksDisagr
         if base[2] != other[2]:
             names = sorted(set(base[2]) ^ set(other[2]))
             found.append(f"{_ranks(ranks)} did not see that {names[0]} differed before")
+        if base[4] != other[4]:  # then samples are of other ranges, and say nothing
+            found.append(
+                f"{_ranks(ranks)} had missed an earlier call, and from the next one on is in step "
+                "with rank 0 again"
+            )
         mine = dict(base[1])
         for name, crc in other[1]:
             if name in mine and mine[name] != crc:
@@ -114,7 +128,8 @@ def disagreement(groups: Sequence[tuple[list[int], bytes]]) -> tuple[RanksDisagr
     more = f" (and {len(found) - _NAMED_MAX} more differences)" if len(found) > _NAMED_MAX else ""
     advice = (
         "they are taken from rank 0 from the next save on: if they should be equal, find out why "
-        "they are not; if not, save them with Checkpointer and PerRank"
+        "they are not; if each rank is to keep its own, it belongs into a fastckpt.PerRank, which "
+        "a Checkpointer saves"
         if unequal
         else "every rank must save the same tensors"
     )

@@ -245,7 +245,9 @@ class Staging:
                 fd, route = own_fd, self.route(own_fd, path, "auto", writing=False)
             engine, own = self.engine(), None
             if block_bytes != engine.block_bytes:  # written with another block size: staged apart
-                arena_bytes = WINDOW_BLOCKS * block_bytes
+                held = min(WINDOW_BLOCKS, -(-nbytes // block_bytes))
+                held = min(held, engine.arena_blocks * engine.block_bytes // block_bytes)
+                arena_bytes = max(1, held) * block_bytes
                 engine = own = _engine.Engine(arena_bytes, block_bytes, stager_count())
             window = max(1, min(WINDOW_BLOCKS, engine.arena_blocks // 2))
             stream = engine.read(

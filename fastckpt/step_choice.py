@@ -11,9 +11,9 @@ import logging
 import operator
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from fastckpt.coordinator import Round
+from fastckpt.agreement import Round
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -27,6 +27,9 @@ from fastckpt.steps import Committed, Steps
 log = logging.getLogger("fastckpt")
 
 T = TypeVar("T")
+
+_LISTINGS_MAX = 3
+_TOLD = (CorruptCheckpoint, IncompatibleCheckpoint, CheckpointError)
 
 
 def first_whole(
@@ -50,40 +53,74 @@ def first_whole(
 
     Raises:
         CorruptCheckpoint: none is whole. IncompatibleCheckpoint: a newer fastckpt wrote what is
-            there. CheckpointError: there is no such step. PeerFailed.
+            there, or it does not fit. CheckpointError: there is no such step. PeerFailed.
     """
-    if agreement.rank == 0:
-        agreement.put("candidates", json.dumps(candidates(steps, step)).encode())
-    names: list[str] = json.loads(agreement.get("candidates"))
     problems: list[str] = []
-    for number, name in enumerate(names):
-        try:
-            problem, found = _tried(current, steps, name, read)
-        except IncompatibleCheckpoint as error:
-            if not problems:
-                raise
-            raise IncompatibleCheckpoint(
-                f"{error}; a newer step was damaged, and may have been partly read into the state: "
-                + problems[-1]
-            ) from None
-        agreement.put(f"tried {number}", problem.encode())
-        if agreement.rank == 0:
-            answers = agreement.gather(f"tried {number}")
-            told = next((f"rank {r}: {a.decode()}" for r, a in enumerate(answers) if a), "")
-            agreement.put(f"verdict {number}", told.encode())
-        verdict = agreement.get(f"verdict {number}").decode()
-        if not verdict:
-            assert found is not None
-            return found
-        problems.append(verdict)
-        if step is None:
-            log.warning("skipping %s: %s", steps.path(name), verdict)
+    tried: set[str] = set()
+    for listing in range(_LISTINGS_MAX):
+        # Again after a failure: where steps are removed, those that were listed may all be gone.
+        names = [n for n in _candidates(agreement, steps, step, listing) if n not in tried]
+        if not names:
+            break
+        for name in names:
+            tried.add(name)
+            with ExitStack() as holding:  # until all have read it, the first rank above all
+                try:
+                    problem, found = _tried(current, steps, name, read, holding)
+                except IncompatibleCheckpoint as error:
+                    if not problems:
+                        raise
+                    raise IncompatibleCheckpoint(
+                        f"{error}; a newer step was damaged, and may have been partly read into "
+                        f"the state: {problems[-1]}"
+                    ) from None
+                verdict = _verdict(agreement, len(tried), problem)
+            if not verdict:
+                assert found is not None
+                return found
+            problems.append(verdict)
+            steps.note_damaged(name)
+            if step is None:
+                log.warning("skipping %s: %s", steps.path(name), verdict)
     if problems:
-        raise CorruptCheckpoint(f"no step under {steps.root!r} is whole: {'; '.join(problems[:3])}")
+        which = f"step {step}" if step is not None else "no step"
+        state = "damaged" if step is not None else "whole"
+        raise CorruptCheckpoint(
+            f"{which} under {steps.root!r} is {state}: {'; '.join(problems[:3])}; the state may "
+            "have been partly overwritten"
+        )
     return None
 
 
-def candidates(steps: Steps, step: int | None) -> list[str]:
+def _candidates(agreement: Round, steps: Steps, step: int | None, listing: int) -> list[str]:
+    """What the first rank lists; every rank raises what it raised."""
+    key = f"candidates {listing}"
+    if agreement.rank == 0:
+        try:
+            told: list[Any] = [None, candidates(steps, step, warn=listing == 0)]
+        except StorageError:  # concerns this rank
+            raise
+        except CheckpointError as error:
+            told = [type(error).__name__, str(error)]
+        agreement.put(key, json.dumps(told).encode())
+    kind_name, content = json.loads(agreement.get(key))
+    if kind_name is None:
+        names: list[str] = content
+        return names
+    raise next(kind for kind in _TOLD if kind.__name__ == kind_name)(content)
+
+
+def _verdict(agreement: Round, number: int, problem: str) -> str:
+    """What is wrong with a step on the first rank that has something to say; nothing if it fits."""
+    agreement.put(f"tried {number}", problem.encode(errors="replace"))
+    if agreement.rank == 0:
+        answers = agreement.gather(f"tried {number}")
+        told = next((f"rank {r}: {a.decode()}" for r, a in enumerate(answers) if a), "")
+        agreement.put(f"verdict {number}", told.encode())
+    return agreement.get(f"verdict {number}").decode()
+
+
+def candidates(steps: Steps, step: int | None, warn: bool = True) -> list[str]:
     """Directories to try, the best first; decided by the first rank for all."""
     found, faults = steps.committed()
     if step is not None:
@@ -102,8 +139,9 @@ def candidates(steps: Steps, step: int | None) -> list[str]:
             raise IncompatibleCheckpoint(
                 f"{fault.error}" + (f", or ask for one of the steps {known[-10:]}" * bool(known))
             )
-        log.warning("skipping a step: %s", fault.error)
-    for name in steps.incomplete():
+        if warn:
+            log.warning("skipping a step: %s", fault.error)
+    for name in steps.incomplete() if warn else ():
         log.warning("skipping %s: its save was not committed", steps.path(name))
     if faults and not found:
         raise CorruptCheckpoint(f"no step under {steps.root!r} is whole: {faults[0].error}")
@@ -111,14 +149,17 @@ def candidates(steps: Steps, step: int | None) -> list[str]:
 
 
 def _tried(
-    current: Pipeline, steps: Steps, name: str, read: Callable[[StepReader], T]
+    current: Pipeline,
+    steps: Steps,
+    name: str,
+    read: Callable[[StepReader], T],
+    holding: ExitStack,
 ) -> tuple[str, tuple[int, T] | None]:
     """What is damaged about a step, or else its number and what was read."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(steps.hold(name))
-            item = Committed(name, steps.read(name))
-            reader = StepReader(current.storage, current.staging, steps, name, item.manifest)
-            return "", (item.manifest.step, read(reader))
-        except (CorruptCheckpoint, StorageError) as error:
-            return str(error), None
+    try:
+        holding.enter_context(steps.hold(name))
+        item = Committed(name, steps.read(name))
+        reader = StepReader(current.storage, current.staging, steps, name, item.manifest)
+        return "", (item.manifest.step, read(reader))
+    except (CorruptCheckpoint, StorageError) as error:
+        return str(error), None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import pickle
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from fastckpt.formats import safetensors
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_hold
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.image import address_of
+from fastckpt.placements import PLAIN_TENSORS
 from fastckpt.reader import open_verified
 from fastckpt.shards import Box, CopyRow, copies, covers, intersect, span
 from fastckpt.staging import ReadStream, Staging
@@ -29,6 +31,7 @@ from fastckpt.steps import Steps, naming
 from fastckpt.storage import Storage, reported
 
 _NAMED_MAX = 5  # keys in one message
+_PART_BYTES = 64 << 20  # of the values of one rank
 
 
 class Target(NamedTuple):
@@ -111,9 +114,8 @@ class StepReader:
             with opened:
                 if opened.closing_crc != crc:
                     raise CorruptCheckpoint(f"{path!r} is of another save than the manifest")
-                source: Any = opened
                 try:
-                    nest = torch.load(source, map_location="cpu", weights_only=weights_only)
+                    nest = _unpickled(opened, weights_only, repr(path))
                 except Exception:
                     if opened.error is not None:
                         raise opened.error from None
@@ -128,6 +130,7 @@ class StepReader:
 
         Raises:
             CorruptCheckpoint: they are damaged.
+            StorageError: they need more memory than there is.
             pickle.UnpicklingError: weights_only, and a value holds more than that allows.
         """
         if rank >= self.manifest.world_size:
@@ -137,12 +140,25 @@ class StepReader:
                 index = self._index(writer)
                 if index.per_rank is None:
                     return {}
-                begin, nbytes = index.per_rank
-                content = bytearray(nbytes)
-                self._read_file(index, [(begin, address_of(content), nbytes, 1, 0, 0)])
-                values = torch.load(io.BytesIO(content), "cpu", weights_only=weights_only)
+                what = f"the values of rank {rank} in {self._path(index.file)!r}"
+                content = io.BytesIO(self._read_bytes(index, *index.per_rank))
+                values = _unpickled(content, weights_only, what)
                 return values if isinstance(values, dict) else {}
         return {}
+
+    def _read_bytes(self, index: ShardIndex, begin: int, nbytes: int) -> bytearray:
+        """A range of a shard. No more memory is taken than what was read and verified, twice."""
+        content = bytearray()
+        try:
+            while len(content) < nbytes:
+                part = bytearray(min(_PART_BYTES, nbytes - len(content)))
+                row = (begin + len(content), address_of(part), len(part), 1, 0, 0)
+                self._read_file(index, [row])
+                content += part
+        except MemoryError:
+            op = f"allocate {nbytes} bytes for values from"
+            raise StorageError(op, self._path(index.file), errno.ENOMEM) from None
+        return content
 
     def find(self, targets: Sequence[Place]) -> dict[str, torch.dtype]:
         """Dtypes of tensors that parts are wanted of.
@@ -198,7 +214,7 @@ class StepReader:
                 continue
             dtype = found[target.key]
             tensor = target.tensor.detach()
-            if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            if tensor.dtype != dtype or not _is_plain_memory(tensor):
                 tensor = torch.empty(target.box.sizes, dtype=dtype)
             assert tuple(tensor.shape) == target.box.sizes
             buffers.setdefault(target.key, []).append((target, tensor))
@@ -293,6 +309,46 @@ class StepReader:
         return CorruptCheckpoint(
             f"{path!r} is damaged: CRC-32 mismatch in bytes {begin} to {end}, in {what}"
         )
+
+
+def _unpickled(source: Any, weights_only: bool, what: str) -> Any:
+    """What torch.load makes of verified bytes.
+
+    Raises:
+        CorruptCheckpoint: they are not what torch.save writes.
+        MemoryError, RuntimeError: there is no memory for what they hold.
+        pickle.UnpicklingError: weights_only, and they hold more than that allows.
+    """
+    try:
+        return torch.load(source, map_location="cpu", weights_only=weights_only)
+    except MemoryError:
+        raise
+    except pickle.UnpicklingError as error:
+        if not weights_only:
+            raise
+        said = str(error).splitlines() or [""]
+        reason = next((line for line in said if "WeightsUnpickler" in line), said[0]).strip()
+        raise pickle.UnpicklingError(
+            f"{what}: there are objects among it that only weights_only=False gives back, which "
+            "runs code that the file names: if you trust whoever wrote it, pass that to restore() "
+            f"or load(). torch says: {reason}"
+        ) from None
+    except Exception as error:
+        # Without weights_only it may be code that the file names which fails.
+        if (not weights_only and "PytorchStreamReader" not in str(error)) or "alloc" in str(error):
+            raise
+        raise CorruptCheckpoint(f"{what}: not what torch.save writes: {error}") from None
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether bytes that are put where a tensor lies become its elements."""
+    return (
+        type(tensor) in PLAIN_TENSORS
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
 
 
 def _blocks_of(rows: Iterable[CopyRow], block_bytes: int) -> list[int]:

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastckpt.agreement import Round
 from fastckpt.codec import FrameWriter
 from fastckpt.commit import close_quietly, settle
-from fastckpt.coordinator import Round
 from fastckpt.errors import StorageError
 from fastckpt.fence import check_unchanged
 from fastckpt.formats import torch_pickle, torch_zip
@@ -32,6 +32,7 @@ from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
 from fastckpt.pipeline import Job, Pipeline
 from fastckpt.replicas import Description, Sampled, disagreement
+from fastckpt.retention import retain, supersede
 from fastckpt.shard import Shard
 from fastckpt.staging import Route, stager_count
 from fastckpt.steps import Begun, Steps
@@ -109,7 +110,7 @@ class StepSave(Job):
         self.options = options
         self.differing = differing
         self.made: Begun | None = None
-        self.written: list[str] = []  # paths of files this rank made
+        self.written: list[tuple[str, tuple[int, int]]] = []  # paths and identities of files made
         self.name = ""
         self._has_own_directory = False
 
@@ -133,10 +134,13 @@ class StepSave(Job):
     def _remove(self, pipeline: Pipeline) -> None:
         """Removes what this rank has made."""
         if self.made is not None:
-            self.steps.discard(self.name)
-        for path in self.written:
+            self.steps.abandon(self.made)
+        for path, identity in self.written:
             try:
-                pipeline.storage.remove(path)
+                # On a rank that was late, another save may have made what has this name by now.
+                status = pipeline.storage.status(path)
+                if status is not None and (status.st_dev, status.st_ino) == identity:
+                    pipeline.storage.remove(path)
             except OSError:
                 pass  # removed with its directory, or left to remove_dead()
 
@@ -149,7 +153,9 @@ class StepSave(Job):
         blocks = block_count(image.body_nbytes, BLOCK_BYTES) + 1
         self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
         stagers = stager_count() - (self.fence == "step")
-        content.description.sample(_comparable(content.leaves), zlib.crc32(agreement.name.encode()))
+        content.description.sample(
+            _comparable(content.leaves, agreement.world_size), zlib.crc32(agreement.label.encode())
+        )
         # Whatever happens, blocks in flight arrive before the files they go to are closed.
         with ExitStack() as files, ExitStack() as moving:
             body = Image(tail_nbytes=0, tail=image.tail) if shard.is_empty else image
@@ -207,10 +213,20 @@ class StepSave(Job):
             try:
                 fd = storage.create(path, 0o666)
             except FileNotFoundError:
+                self.agreement.check()  # if the save has failed meanwhile, that is why
                 storage.make_directories(os.path.dirname(path))
                 self._has_own_directory = True
                 fd = storage.create(path, 0o666)
-        self.written.append(path)
+            except FileExistsError:
+                # The directory was made for this save alone: a rank that was late for a failed one
+                # found it under the same name.
+                storage.remove(path)
+                fd = storage.create(path, 0o666)
+            try:
+                self.written.append((path, storage.identity(fd)))
+            except BaseException:
+                close_quietly(storage, fd)
+                raise
         return fd
 
     def _open_shard(self, pipeline: Pipeline, files: ExitStack, image: Image) -> _ShardFile:
@@ -320,13 +336,16 @@ class StepSave(Job):
         super().end(pipeline)
         if self.agreement.rank != 0:
             return
+        if self.made is None:
+            return
         try:
             self.steps.remove_dead()
-            if self.made is None or self.handle.failure() is not None:
+            if self.handle.failure() is not None:
                 return
-            self.steps.supersede(self.name, self.step)
+            supersede(self.steps, self.name, self.step)
             if self.options.keep_last is not None:
-                self.steps.retain(self.name, self.options.keep_last, self.options.keep_every)
+                keep_last, keep_every = self.options.keep_last, self.options.keep_every
+                retain(self.steps, self.name, keep_last, keep_every)
         except (StorageError, OSError) as error:
             log.warning("old steps could not be removed: %s", error)
 
@@ -346,10 +365,10 @@ def _cut(pipeline: Pipeline, fd: int, path: str, route: Route, nbytes: int) -> N
             pipeline.storage.truncate(fd, nbytes)
 
 
-def _comparable(leaves: list[Leaf]) -> list[Sampled]:
+def _comparable(leaves: list[Leaf], world_size: int) -> list[Sampled]:
     """Tensors that all ranks hold whole, or say so."""
     return [
         Sampled(leaf.key, leaf.local.data_ptr(), leaf.local.numel() * leaf.local.element_size())
         for leaf in leaves
-        if leaf.placement == "replicated" and len(leaf.holders) > 1
+        if len(leaf.holders) == world_size > 1
     ]

@@ -1,7 +1,7 @@
-"""The directories of steps under one root: their names, which are committed, which may go.
+"""The directories of steps under one root: their names, which are committed, what is dead.
 
 Responsible for making a step's directory, for the manifest as its commit record, and for removing
-what is surely dead or no longer kept. It must not know what the files in a step hold.
+what is surely dead. It must not know what the files in a step hold, nor which steps are kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from fastckpt import commit
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
-from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest
+from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
 from fastckpt.storage import Storage, reported
 
 log = logging.getLogger("fastckpt")
@@ -28,6 +28,7 @@ STEP_MAX = 10**15
 _NAME = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?\Z", re.ASCII)
 _ATTEMPTS_MAX = 1000  # directories tried for one step
 _CREATES_MAX = 5  # times that one of them is made
+_LOCK_S, _LOCK_POLL_S = 60.0, 0.01
 # What a save puts into a step's directory, and so what a removal may take out of it.
 _OURS = re.compile(
     r"rank-\d{5,}\.(json|safetensors(\.zst)?)|objects\.pt|\.?manifest\.json(\..+\.tmp)?", re.ASCII
@@ -91,7 +92,9 @@ class Steps:
         self._known: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
         self._cleaned = False
         self._lock = threading.Lock()
-        self._sequence: int | None = None
+        self._sequence = 0  # of the last commit that was begun here
+        self._failed: dict[int, int] = {}  # attempts at a step that failed here
+        self._damaged: set[str] = set()  # names
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
 
     def path(self, name: str, *parts: str) -> str:
@@ -176,7 +179,8 @@ class Steps:
         if not self._cleaned:  # what earlier jobs left may be what the disk is full of
             self._cleaned = True
             self.remove_dead()
-        for attempt in range(_ATTEMPTS_MAX):
+        # Not the name of an attempt that failed: a rank that is late may still write there.
+        for attempt in range(self._failed.get(step, 0), _ATTEMPTS_MAX):
             name = step_name(step, attempt)
             for _ in range(_CREATES_MAX):
                 if not self._make(name):
@@ -217,12 +221,11 @@ class Steps:
     def next_sequence(self) -> int:
         """The place of the next commit in the order of commits under this root."""
         with self._lock:
-            if self._sequence is None:
-                found, faults = self.committed()
-                self._sequence = found[0].manifest.sequence if found else 0
-                if faults:  # their places are not known: milliseconds are ahead of any count
-                    self._sequence = max(self._sequence, int(time.time() * 1000))
-            self._sequence += 1
+            found, faults = self.committed()  # another Checkpointer may have committed meanwhile
+            last = found[0].manifest.sequence if found else 0
+            if faults:  # their places are not known: milliseconds are ahead of any count
+                last = max(last, int(time.time() * 1000))
+            self._sequence = min(max(self._sequence, last) + 1, SEQUENCE_MAX)
             return self._sequence
 
     def publish(self, begun: Begun, manifest: Manifest, durable: bool) -> None:
@@ -234,6 +237,7 @@ class Steps:
             durable: sync the manifest and the directories.
         """
         storage, directory = self.storage, self.path(begun.name)
+        self._damaged.discard(begun.name)  # that was another one
         with reported("write", begun.temporary):
             storage.write_at(begun.manifest_fd, manifest.to_bytes(), 0)
         if durable:
@@ -254,6 +258,13 @@ class Steps:
                 with suppress(OSError):  # the first error counts; no reader is to see this step
                     storage.remove(self.path(begun.name, MANIFEST))
                 raise
+
+    def abandon(self, begun: Begun) -> None:
+        """Removes the directory of a save that failed; its name is not taken again here."""
+        match = _NAME.match(begun.name)
+        assert match is not None
+        self._failed[int(match[1])] = int(match[2] or 0) + 1
+        self.discard(begun.name)
 
     def discard(self, name: str) -> None:
         """Removes a directory as far as may be: one without a manifest, or with it first."""
@@ -320,34 +331,16 @@ class Steps:
         """Removes every directory that is surely dead; returns their names."""
         return [name for name in self.incomplete() if self.remove_if_dead(name)]
 
-    def retain(self, keep: str, keep_last: int, keep_every: int | None) -> list[str]:
-        """Removes committed steps that are no longer kept; returns their names.
+    def note_damaged(self, name: str) -> None:
+        """Remembers that a step could not be restored."""
+        self._damaged.add(name)
 
-        Args:
-            keep: name of the step just committed, which is never removed.
-            keep_last: so many steps stay, those committed last.
-            keep_every: multiples of this stay.
+    def is_damaged(self, item: Committed) -> bool:
+        """Whether that was found out here."""
+        return item.name in self._damaged
 
-        A step that is being read (see hold()) stays until a later call.
-        """
-        found, _faults = self.committed()
-        removed = []
-        for number, (name, manifest) in enumerate(found):
-            kept = number < keep_last or name == keep
-            if kept or (keep_every and manifest.step % keep_every == 0):
-                continue
-            if self._remove_unread(name):
-                removed.append(name)
-        return removed
-
-    def supersede(self, keep: str, step: int) -> None:
-        """Removes earlier attempts at a step that was just committed as `keep`."""
-        found, _faults = self.committed()
-        for name, manifest in found:
-            if manifest.step == step and name != keep:
-                self._remove_unread(name)
-
-    def _remove_unread(self, name: str) -> bool:
+    def remove_unread(self, name: str) -> bool:
+        """Removes a committed step unless somebody reads it; whether it is gone."""
         try:
             fd = self.storage.open(self.path(name, MANIFEST))
         except OSError:
@@ -365,7 +358,8 @@ class Steps:
         """Keeps a committed step from being removed while the body reads it.
 
         Raises:
-            CorruptCheckpoint: it is gone. StorageError: it cannot be opened.
+            CorruptCheckpoint: it is gone. StorageError: it cannot be opened, or another process
+                holds it, to remove it, for longer than that takes.
         """
         path = self.path(name, MANIFEST)
         with reported("open", path):
@@ -374,7 +368,11 @@ class Steps:
             except FileNotFoundError:
                 raise CorruptCheckpoint(f"{path!r} is gone: the step was removed") from None
         try:
-            self.storage.lock_shared(fd)
+            until = time.monotonic() + _LOCK_S
+            while not self.storage.lock_shared(fd):
+                if time.monotonic() >= until:
+                    raise StorageError("lock", path, errno.EAGAIN)
+                time.sleep(_LOCK_POLL_S)
             if self.storage.is_removed(fd):
                 raise CorruptCheckpoint(f"{path!r} is gone: the step was removed")
             yield

@@ -50,6 +50,23 @@ POLICIES = {
 UNKNOWN = Policy("threads", True, "an unknown file system gets what works everywhere")
 
 
+# Descriptors of this process, for a child of fork() to close: it would keep locks and removed files
+# alive by them.
+_descriptors: set[int] = set()
+
+
+def _noted(fd: int) -> int:
+    _descriptors.add(fd)
+    return fd
+
+
+def close_inherited() -> None:
+    """In a child of fork(), closes what the parent had open."""
+    while _descriptors:
+        with suppress(OSError):  # closed by the parent just then
+            os.close(_descriptors.pop())
+
+
 @contextmanager
 def reported(op: str, path: str, offset: int | None = None) -> Iterator[None]:
     """Turns an OSError of the body into a StorageError that names the operation and the path."""
@@ -74,17 +91,21 @@ class Storage:
     def create(self, path: str, mode: int) -> int:
         """Makes a new file for reading and writing; it must not exist. Returns its descriptor."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(path, flags, mode)
+        return _noted(os.open(path, flags, mode))
 
     def open(self, path: str) -> int:
         """Opens a file for reading; does not wait for the other end of a FIFO."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return _noted(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
     def open_to_write(self, path: str) -> int:
         """Opens a file that another rank has made."""
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return _noted(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
 
     def close(self, fd: int) -> None:
+        """Closes a descriptor; its lock is gone then, even where a child of fork() has a copy."""
+        _descriptors.discard(fd)
+        with suppress(OSError):  # where locks do not exist nobody holds one
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
     def lock(self, fd: int) -> bool:
@@ -96,10 +117,20 @@ class Storage:
             return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)
         return True
 
-    def lock_shared(self, fd: int) -> None:
-        """Shares the file's advisory lock with other readers, waiting for its holder."""
-        with suppress(OSError):  # where locks do not exist nobody holds one
-            fcntl.flock(fd, fcntl.LOCK_SH)
+    def lock_shared(self, fd: int) -> bool:
+        """Shares the file's advisory lock with other readers, without waiting; False if another
+        process holds it alone.
+        """
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)  # as above
+        return True
+
+    def identity(self, fd: int) -> tuple[int, int]:
+        """What tells an open file from every other one, whatever its name."""
+        status = os.fstat(fd)
+        return status.st_dev, status.st_ino
 
     def is_removed(self, fd: int) -> bool:
         """Whether an open file has lost its name."""
@@ -108,9 +139,9 @@ class Storage:
     def open_regular(self, path: str) -> int:
         """Opens a regular file, not through a symbolic link, for reading."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-        fd = os.open(path, flags)
+        fd = _noted(os.open(path, flags))
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
+            Storage.close(self, fd)
             raise OSError(errno.EINVAL, "not a regular file")
         return fd
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.placements import dtensor_part, is_sharded
 from fastckpt.shards import Box
 from fastckpt.step_load import Place, Target
 from fastckpt.tree import (
@@ -24,9 +25,7 @@ from fastckpt.tree import (
     TENSOR,
     PerRank,
     Stored,
-    dtensor_box,
     fill,
-    is_sharded,
     is_stateful,
     stored_of,
     unescaped,
@@ -57,6 +56,7 @@ class Template:
 
     Raises:
         IncompatibleCheckpoint: the state has something that was not saved, or of another shape.
+        TypeError: it has a tensor that nothing can be put into.
     """
 
     def __init__(
@@ -72,6 +72,8 @@ class Template:
         self._actions: list[Callable[[], object]] = []
         self._ignored: list[str] = []
         self._whole: dict[str, torch.Tensor] = {}
+        self._saved = saved
+        self._filled: dict[int, Any] = {}  # by identity, which lasts as long as what was saved
         if not isinstance(state, dict | list) and not is_stateful(state):
             raise TypeError(f"state is {type(state).__name__}, must be a dict, a list or stateful")
         new = self._visit(state, saved, "state", 0)
@@ -158,6 +160,8 @@ class Template:
 
     def _tensor(self, tensor: Any, saved: Any, path: str) -> None:
         """Fills a tensor with the part of a stored one that it is to hold."""
+        if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
+            raise TypeError(f"{path} has no shape (yet): it cannot be restored in place")
         stored, shape = stored_of(saved), tuple(tensor.shape)
         if stored is not None:
             found = stored.shape
@@ -171,12 +175,17 @@ class Template:
             raise IncompatibleCheckpoint(
                 f"{path} has shape {list(shape)}, in the checkpoint {list(found)}"
             )
-        local = tensor.to_local() if is_sharded(tensor) else tensor
-        box = dtensor_box(path, tensor) if is_sharded(tensor) else whole(shape)
+        local, box = tensor, whole(shape)
+        if is_sharded(tensor):
+            local, box = dtensor_part(path, tensor)
+        _check_target(local, saved, path)
         if stored is not None:
             self.targets.append(Target(stored.key, local, shape, box))
             return
-        part = saved[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+        part = saved
+        if box != whole(shape):
+            parts = zip(box.offsets, box.sizes, strict=True)
+            part = saved[tuple(slice(offset, offset + size) for offset, size in parts)]
 
         def put() -> None:
             with torch.no_grad():
@@ -221,7 +230,7 @@ class Template:
 
     def _loaded(self, saved: Any) -> Any:
         """A saved value as a new object: tensors of the shards are read whole."""
-        return fill(saved, self._whole_tensor, self._whole_own_value)
+        return fill(saved, self._whole_tensor, self._whole_own_value, self._filled)
 
     def _whole_tensor(self, stored: Stored) -> torch.Tensor:
         key, dtype, shape = stored
@@ -237,6 +246,40 @@ class Template:
         if value.found and self._per_rank is not None:
             value.value = self._per_rank[name]
         return value
+
+
+def _check_target(tensor: torch.Tensor, saved: Any, path: str) -> None:
+    """Raises TypeError unless what was saved can be put into the memory of a tensor."""
+    meta, kind = False, str(torch.strided)
+    if isinstance(saved, torch.Tensor):
+        meta, kind = saved.is_meta, _memory_kind(saved)
+    if tensor.is_meta != meta:
+        where = "is" if tensor.is_meta else "was, when it was saved,"
+        why = f"{where} on the meta device, where tensors have no values"
+    elif _memory_kind(tensor) != kind:
+        why = f"is {_memory_kind(tensor)}, in the checkpoint {kind}"
+    elif kind == str(torch.strided) and _may_overlap(tensor):
+        why = "has elements that share memory, as expand() makes them: clone() it before"
+    else:
+        return
+    raise TypeError(f"{path} {why}: it cannot be restored in place")
+
+
+def _memory_kind(tensor: torch.Tensor) -> str:
+    return "quantized" if tensor.is_quantized else str(tensor.layout)
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie in the same memory."""
+    if tensor.numel() < 2 or tensor.is_contiguous():
+        return False
+    extent = 0  # from the first to the last element of the dimensions that lie closer together
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= extent:
+                return True
+            extent += (size - 1) * stride
+    return False
 
 
 def _completed(

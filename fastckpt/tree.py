@@ -17,7 +17,15 @@ import torch
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import safetensors
 from fastckpt.formats.arrangement import SMALL_BYTES, SMALL_SUM_BYTES_MAX
-from fastckpt.shards import Box, mesh_holders, shard_box
+from fastckpt.formats.strict_json import check_text
+from fastckpt.formats.torch_pickle import pickles
+from fastckpt.placements import (
+    PLAIN_TENSORS,
+    Parts,
+    is_of_several_ranks,
+    is_sharded,
+)
+from fastckpt.shards import Box
 
 TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.escaped"
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})
@@ -28,8 +36,9 @@ ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # of which long l
 class PerRank:
     """A value that each rank has its own of, such as the state of a random generator.
 
-    Anything picklable. restore() puts back what this very rank saved; on a rank that the saving job
-    did not have, `value` stays as it is and `found` is False.
+    Anything picklable; of an object with state_dict and load_state_dict, what these give and take.
+    restore() puts back what this very rank saved; on a rank that the saving job did not have,
+    `value` stays as it is and `found` is False.
 
     Attributes:
         value: the value.
@@ -65,6 +74,7 @@ def stored_of(value: object) -> Stored | None:
     try:
         if not isinstance(key, str):
             raise ValueError("its key is no string")
+        check_text(key)
         safetensors.nbytes_of(dtype, shape, key)
     except ValueError as error:
         raise CorruptCheckpoint(f"a placeholder for a tensor is malformed: {error}") from None
@@ -96,6 +106,18 @@ class Leaf(NamedTuple):
     placement: str
 
 
+class Kind(NamedTuple):
+    """What has to be the same on all ranks about a tensor of which the first rank's is stored."""
+
+    path: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def text(self) -> tuple[str, str]:
+        """Its name, and the rest in words."""
+        return _joined(self.path), f"{str(self.dtype)[6:]} {list(self.shape)}"
+
+
 @dataclass
 class Flat:
     """A state taken apart.
@@ -104,11 +126,13 @@ class Flat:
         leaves: tensors for the shards, in the order of the state.
         objects: the state with placeholders where leaves and values of single ranks were.
         per_rank: values of this rank, by name.
+        kinds: of the tensors that stay in `objects`, but for those inside other objects.
     """
 
     leaves: list[Leaf] = field(default_factory=list)
     objects: Any = None
     per_rank: dict[str, PerRank] = field(default_factory=dict)
+    kinds: list[Kind] = field(default_factory=list)
 
 
 def is_stateful(value: object) -> bool:
@@ -125,11 +149,6 @@ def unwrapped(value: Any) -> Any:
     if isinstance(value, torch.nn.parallel.DistributedDataParallel):
         return value.module
     return value
-
-
-def is_sharded(value: object) -> bool:
-    """Whether a tensor is a DTensor, of which each rank holds a part."""
-    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 
 def flatten(
@@ -150,9 +169,11 @@ def flatten(
         rank_of: rank in the group of a global rank; None where they are the same.
 
     Raises:
-        TypeError: a DTensor with a placement that cannot be saved (Partial), or on a mesh that
-            lacks ranks of the group or has others.
-        ValueError: it is nested too deeply, or contains itself.
+        TypeError: a DTensor with a placement or a dtype that cannot be saved, on a mesh that lacks
+            ranks of the group or has others, or inside of something that is pickled as it is; or a
+            ShardedTensor.
+        ValueError: it is nested too deeply, or contains itself; or the path to a tensor is no
+            Unicode text.
     """
     return _Flattening(rank, world_size, first_rank, rank_of).run(state)
 
@@ -175,15 +196,13 @@ class _Flattening:
         rank_of: Mapping[int, int] | None,
     ) -> None:
         self.rank = rank
-        self.everybody = tuple(range(world_size))
         self.first_rank = first_rank
-        self.rank_of = rank_of
+        self.parts = Parts(world_size, rank_of)
         self.flat = Flat()
         self.keys: set[str] = set()
         self.small: list[_Small] = []
         self.leaf_of: dict[tuple[Any, ...], Leaf] = {}
-        self.meshes: dict[int, tuple[int, ...]] = {}
-        self.holders: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        self.searched: dict[int, Any] = {}  # kept, for an id says nothing once its object is gone
 
     def run(self, state: object) -> Flat:
         nest = self.visit(state, (), 0)
@@ -194,6 +213,11 @@ class _Flattening:
                 break
             left -= sizes[number]
             moved.add(id(self.small[number]))
+        self.flat.kinds += [
+            Kind(item.path, item.tensor.dtype, item.tensor.shape)
+            for item in self.small
+            if id(item) not in moved
+        ]
         self.flat.objects = self.settled(nest, moved)
         return self.flat
 
@@ -219,8 +243,10 @@ class _Flattening:
             self.flat.per_rank[name] = value
             return {PER_RANK: name}
         if isinstance(value, torch.Tensor):
-            if not is_sharded(value) and not _fits_shard(value):
-                return value
+            if not is_sharded(value) and not (
+                type(value) in PLAIN_TENSORS and safetensors.fits(value)
+            ):
+                return self._as_it_is(value, path)
             if is_sharded(value) or value.numel() * value.element_size() >= SMALL_BYTES:
                 return _placeholder(self._leaf(value, path))
             self.small.append(_Small(value, path))
@@ -236,10 +262,28 @@ class _Flattening:
                 for i, v in enumerate(value)
             ]
             return items if type(value) is list else tuple(items)
+        return self._as_it_is(value, path)
+
+    def _as_it_is(self, value: Any, path: tuple[str, ...]) -> Any:
+        """What is pickled whole, by the first rank: nothing of other ranks may be inside."""
+        if type(value) in PLAIN_TENSORS:
+            if not value.is_nested:
+                self.flat.kinds.append(Kind(path, value.dtype, value.shape))
+        elif type(value) not in _WITHOUT_TENSORS and id(value) not in self.searched:
+            self.searched[id(value)] = value
+            found = pickles(value, is_of_several_ranks)
+            if found is not None:
+                where = repr(_joined(path)) if path else "the state"
+                inside = "" if found is value else f" inside of a {type(value).__name__}"
+                raise TypeError(
+                    f"{where} is a {type(found).__name__}{inside}, of which only this rank's part "
+                    "would be saved: put DTensors into plain dicts, lists and tuples"
+                )
         return value
 
     def _unique(self, path: tuple[str, ...]) -> str:
         key = base = _joined(path)
+        check_text(key)  # ValueError now, rather than when it is written
         number = 1
         while key in self.keys:  # 0 and "0" are two keys of a dict
             number += 1
@@ -249,105 +293,26 @@ class _Flattening:
 
     def _leaf(self, tensor: Any, path: tuple[str, ...]) -> Leaf:
         """Adds a leaf; a tensor that stands in the state twice is saved once."""
-        local = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
-        shape = tuple(tensor.shape)
-        # Where a rank holds nothing of a tensor, which tensors are one must be told all the same.
-        memory = local.data_ptr() if local.numel() else local.untyped_storage()._cdata
-        identity = (memory, local.shape, local.stride(), local.dtype, shape)
+        shape, everybody = tuple(tensor.shape), self.parts.everybody
+        if is_sharded(tensor):
+            local, box, holders, placement, identity = self.parts.of(_joined(path), tensor)
+        else:
+            local, box, placement = tensor, Box((0,) * len(shape), shape), "replicated"
+            holders = everybody
+            identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if identity in self.leaf_of:
             return self.leaf_of[identity]
         key = self._unique(path)
-        if is_sharded(tensor):
-            box, holders, placement = self._place(key, tensor)
-            if box.sizes != tuple(local.shape) and (local.numel() or 0 not in box.sizes):
-                raise TypeError(
-                    f"{key!r} holds {tuple(local.shape)} here, but {placement} of {shape} means "
-                    f"{box.sizes}: this placement cannot be saved"
-                )
-        else:
-            box, placement = Box((0,) * len(shape), shape), "replicated"
-            holders = (0,) if key in self.first_rank else self.everybody
-        leaf = Leaf(key, local, shape, box, holders, placement)
+        if holders is everybody and key in self.first_rank:
+            holders = (0,)
+        leaf = Leaf(key, local.detach().resolve_neg(), shape, box, holders, placement)
         self.flat.leaves.append(leaf)
         self.leaf_of[identity] = leaf
         return leaf
 
-    def _place(self, key: str, tensor: Any) -> tuple[Box, tuple[int, ...], str]:
-        """The part of a DTensor in this rank, and who else has it."""
-        box = dtensor_box(key, tensor)
-        mesh = tensor.device_mesh
-        if id(mesh) not in self.meshes:
-            ranks = mesh.mesh.flatten().tolist()
-            if self.rank_of is not None:
-                ranks = [self.rank_of.get(rank, -1) for rank in ranks]
-            if sorted(ranks) != list(self.everybody):
-                raise TypeError(
-                    f"{key!r} is spread over a mesh of {len(ranks)} ranks that are not the "
-                    f"{len(self.everybody)} ranks of the group which saves it"
-                )
-            self.meshes[id(mesh)] = tuple(ranks)
-        dims, _order = _dims(key, tensor.placements)
-        identity = (id(mesh), tuple(dim is None for dim in dims))
-        if identity not in self.holders:
-            coordinate = tuple(mesh.get_coordinate())
-            sizes = tuple(mesh.mesh.shape)
-            self.holders[identity] = mesh_holders(self.meshes[id(mesh)], sizes, coordinate, dims)
-        placement = f"{tuple(tensor.placements)} on a mesh {tuple(mesh.mesh.shape)}"
-        return box, self.holders[identity], placement
 
-
-def dtensor_box(key: str, tensor: Any) -> Box:
-    """The part of the global tensor that a DTensor holds in this rank.
-
-    Raises:
-        TypeError: its placement is Partial, or unknown, or this rank is not in its mesh.
-    """
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise TypeError(f"{key!r} is a DTensor on a mesh that lacks this rank")
-    dims, order = _dims(key, tensor.placements)
-    sizes = tuple(mesh.mesh.shape)
-    return shard_box(
-        tuple(tensor.shape),
-        tuple(sizes[i] for i in order),
-        tuple(coordinate[i] for i in order),
-        tuple(dims[i] for i in order),
-    )
-
-
-def _dims(key: str, placements: Sequence[Any]) -> tuple[tuple[int | None, ...], list[int]]:
-    """The tensor dimension that each mesh dimension shards, and in which order they apply."""
-    dims: list[int | None] = []
-    late = []
-    for number, placement in enumerate(placements):
-        if placement.is_replicate():
-            dims.append(None)
-        elif hasattr(placement, "dim") and not placement.is_partial():
-            dims.append(int(placement.dim))
-            # FSDP over TP shards what TP has sharded: the mesh dimension on its left applies last.
-            if type(placement).__name__ == "_StridedShard":
-                late.append(number)
-        else:
-            raise TypeError(
-                f"{key!r} is a DTensor with placement {placement!r}: reduce it first, "
-                "for example by redistribute() to Replicate or Shard"
-            )
-    order = [number for number in range(len(dims)) if number not in late]
-    return tuple(dims), order + late[::-1]
-
-
-def _fits_shard(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        and tensor.layout == torch.strided
-        and tensor.device.type != "meta"
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and tensor.numel() > 0
-        and safetensors.supported(tensor.dtype)
-    )
+# Types that are common in states and hold no tensor, whatever they are.
+_WITHOUT_TENSORS = ATOMS | {complex, type, torch.dtype, torch.device, torch.Size}
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -361,33 +326,45 @@ def _joined(path: Sequence[str]) -> str:
     return "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
 
 
-def fill(objects: Any, tensor: Callable[[Stored], Any], per_rank: Callable[[str], Any]) -> Any:
+def fill(
+    objects: Any,
+    tensor: Callable[[Stored], Any],
+    per_rank: Callable[[str], Any],
+    done: dict[int, Any] | None = None,
+) -> Any:
     """Puts values back where flatten() left placeholders.
 
     Args:
         objects: as in Flat, from a file.
         tensor, per_rank: give the value of a tensor, or of this rank under a name.
+        done: containers that were filled before, by identity; one that stands in `objects` many
+            times is filled once, or a small file could ask for any amount of memory.
 
     Raises:
         IncompatibleCheckpoint: the nest is deeper than flatten() makes them.
         CorruptCheckpoint: a placeholder is malformed.
     """
+    filled: dict[int, Any] = {} if done is None else done
 
     def visit(value: Any, depth: int) -> Any:
         if depth > 2 * DEPTH_MAX:
             raise IncompatibleCheckpoint("objects are nested too deeply")
-        if type(value) is dict:
-            stored = stored_of(value)
-            if stored is not None:
-                return tensor(stored)
-            if isinstance(value.get(PER_RANK), str):
-                return per_rank(value[PER_RANK])
-            return {k: visit(v, depth + 1) for k, v in unescaped(value).items()}
-        if type(value) is list:
-            return [v if type(v) in ATOMS else visit(v, depth + 1) for v in value]
-        if type(value) is tuple:
-            return tuple(visit(v, depth + 1) for v in value)
-        return value
+        if type(value) not in (dict, list, tuple):
+            return value
+        if id(value) in filled:
+            return filled[id(value)]
+        new: Any
+        if type(value) is not dict:
+            new = [v if type(v) in ATOMS else visit(v, depth + 1) for v in value]
+            new = new if type(value) is list else tuple(new)
+        elif (stored := stored_of(value)) is not None:
+            new = tensor(stored)
+        elif isinstance(value.get(PER_RANK), str):
+            new = per_rank(value[PER_RANK])
+        else:
+            new = {k: visit(v, depth + 1) for k, v in unescaped(value).items()}
+        filled[id(value)] = new
+        return new
 
     return visit(objects, 0)
 

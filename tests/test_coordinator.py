@@ -28,8 +28,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastckpt import coordinator as module
-from fastckpt.coordinator import Coordinator, Round
+from fastckpt import agreement as module
+from fastckpt.agreement import Round
+from fastckpt.coordinator import Coordinator
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -795,6 +796,104 @@ def test_torch_without_clone(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
     stale.put("done", b"of another attempt")
     for store in (outers[1], inner):
         assert on_each(opened(store, 2), commit, "step 1") == ["0,1"] * 2
+
+
+# --- calls that one rank missed
+
+
+def missed(coordinators: list[Coordinator], *ranks: int, label: str = "step 100") -> None:
+    """A round that only some ranks begin, and give up on."""
+    present = [c for c in coordinators if c.rank not in ranks]
+    outcomes = on_each(present, commit, label, timeout_s=0.3)
+    for outcome in outcomes:
+        assert isinstance(outcome, PeerFailed) and outcome.ranks == ranks, outcome
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0,), (1, 2)])
+def test_a_missed_call_is_not_missed_for_ever(
+    store: dist.Store, brisk: None, ranks: tuple[int, ...]
+) -> None:
+    """Those who missed it take part in the next one, whoever is there first."""
+    coordinators = opened(store, 3)
+    for _ in range(2):
+        assert on_each(coordinators, commit) == ["0,1,2"] * 3
+        missed(coordinators, *ranks)
+        missed(coordinators, *ranks)
+        assert on_each(coordinators, commit) == ["0,1,2"] * 3
+        assert on_each(coordinators[::-1], commit) == ["2,1,0"[::-1]] * 3
+        assert on_each(coordinators, commit, "step 200") == ["0,1,2"] * 3
+
+
+def test_a_rank_that_missed_a_call_is_there_first(store: dist.Store, brisk: None) -> None:
+    coordinators = opened(store, 2)
+    missed(coordinators, 1)
+    early = coordinators[1].begin("step 100", LONG_S)
+    late: list[Round] = []
+
+    def come_late() -> str:
+        time.sleep(0.3)
+        late.append(coordinators[0].begin("step 100", LONG_S))
+        return commit(late[0])
+
+    assert together(lambda: commit(early), come_late) == ["0,1"] * 2
+    for begun in (early, *late):
+        begun.close()
+
+
+def test_a_rank_that_is_too_late_hears_why_and_is_in_step_again(
+    store: dist.Store, brisk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_REJOIN_S", 0.2)
+    coordinators = opened(store, 2)
+    missed(coordinators, 1)
+    (outcome,) = on_each(coordinators[1:], commit)
+    assert isinstance(outcome, PeerFailed) and "rank 1 did not join" in str(outcome)
+    assert on_each(coordinators, commit) == ["0,1"] * 2
+
+
+def test_overlapping_rounds_after_a_missed_call(store: dist.Store, brisk: None) -> None:
+    coordinators = opened(store, 2)
+    missed(coordinators, 1)
+    rounds = [[c.begin("step 100", LONG_S) for c in coordinators] for _ in range(3)]
+    names = []
+    for first, second in rounds:
+        assert together(lambda f=first: commit(f), lambda s=second: commit(s)) == ["0,1"] * 2
+        assert first.name == second.name
+        names.append(first.name)
+    assert len({*names}) == 3
+    for first, second in rounds:
+        second.close()
+        first.close()
+
+
+def test_an_error_before_the_first_word_ends_the_round_that_is_meant(
+    store: dist.Store, brisk: None
+) -> None:
+    """fail() waits for nobody, but finds the round that the others are in."""
+    coordinators = opened(store, 2)
+    missed(coordinators, 1)
+    waiting, failing = (c.begin("step 100", LONG_S) for c in coordinators)
+    waiting.put("done", b"")
+    failing.fail(Died("of it"))
+    with pytest.raises(PeerFailed, match="of it"):
+        waiting.get("done", 1)
+    failing.close()
+    waiting.close()
+
+
+def test_coordinators_of_one_group_count_on(tmp_path: Path) -> None:
+    """Where one rank did not use the one before, they meet all the same."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/pg", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        first = Coordinator.of_group(group, "steps")
+        first.begin("step 1").close()
+        first.close()
+        second, other = (Coordinator.of_group(group, name) for name in ("steps", "files"))
+        assert second.session is first.session and other.session is not first.session
+        assert second.begin("step 1").name == "step 1#1"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_closed_coordinator_is_refused() -> None:

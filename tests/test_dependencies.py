@@ -22,9 +22,10 @@ LAYERS: list[set[str]] = [
     {"errors"},
     {"image", "handle", "intervals"},
     {"formats", "shards"},
-    {"fence", "replicas", "tree", "shard"},
-    {"budget", "staging", "storage", "transfer", "commit", "coordinator", "store_client", "codec"},
+    {"fence", "replicas", "placements", "tree", "shard", "session", "store_client"},
+    {"agreement", "coordinator", "budget", "staging", "storage", "transfer", "commit", "codec"},
     {"exchange", "reader", "steps"},
+    {"retention"},
     {"pipeline", "file_save", "step_save", "step_load", "step_choice", "template"},
     {"api", "checkpointer"},
     {"integrations", "cli", "__main__"},
@@ -36,7 +37,7 @@ ENGINE_USERS = {"staging", "storage"}
 PUBLIC_NAME_USERS = LAYERS[-1]
 
 PYTHON_HEADER = re.compile(r"^(pybind11/|Python\.h)")
-DEVICE_HEADER = re.compile(r"^(torch/|ATen/|c10/|caffe2/|cuda|cufile|nvml|thrust/|cub/)")
+DEVICE_HEADER = re.compile(r"^(torch/|ATen/|c10/|caffe2/|cuda(?!_shim)|cufile|nvml|thrust/|cub/)")
 
 
 def module_name(path: Path, root: Path) -> str:

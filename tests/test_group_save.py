@@ -778,6 +778,27 @@ def test_failure_that_one_rank_did_not_ask_for_fails_the_next_save(crew: Crew, d
     assert torch.equal(torch.load(disk / "b.pt"), one_tensor(0))
 
 
+def skip_one(member: Member, path: Path) -> list[Outcome]:
+    """Rank 1 leaves out the second of its calls."""
+    outcomes = []
+    for number in range(5):
+        if number != 1 or member.rank != 1:
+            timeout_s = 1.5 if number == 1 else WAIT_S
+            outcomes.append(save(member, path, one_tensor, timeout_s=timeout_s))
+        meet(member, f"after {number}")
+    return outcomes
+
+
+def test_a_rank_that_left_out_a_call_is_in_step_again(crew: Crew, disk: Path) -> None:
+    first, second = crew(skip_one, disk / "a.pt", ranks=2)
+    assert isinstance(first[1].error, PeerFailed) and first[1].error.ranks == (1,)
+    for outcome in (first[2], second[1]):
+        assert isinstance(outcome.error, RanksDisagree), outcome
+        assert "rank 1 had missed an earlier call" in str(outcome.error)
+    all_saved([first[0], *first[3:], second[0], *second[2:]])
+    assert torch.equal(torch.load(disk / "a.pt"), one_tensor(0))
+
+
 def interrupt_or_wait(member: Member, disk: Path, moment: str) -> list[Outcome]:
     """Ctrl-C on rank 1, which has begun a save that no thread has taken over yet."""
     if member.rank == 1:

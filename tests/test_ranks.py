@@ -251,6 +251,13 @@ def test_a_slow_rank_is_waited_for(crew: Callable[[int], Crew], disk: Path, late
         assert rank == late or returned < called
 
 
+def test_a_late_rank_harms_no_later_save(crew: Callable[[int], Crew], disk: Path) -> None:
+    """What it still does for a save that was given up does not reach what was committed since."""
+    for second, late, step, found in crew(2)(bodies.save_again_before_a_late_rank_wakes, str(disk)):
+        assert second is None and isinstance(late, fastckpt.PeerFailed)
+        assert (step, found) == (5, 2)
+
+
 def test_groups_of_one_job_save_apart(crew: Callable[[int], Crew], disk: Path) -> None:
     assert crew(4)(bodies.save_in_parts, str(disk)) == [[[1, 2], 2]] * 2 + [[[3, 4], 4]] * 2
 
@@ -287,7 +294,7 @@ def after_failures(results: list[Any], root: Path, count: int) -> Iterator[list[
 @pytest.mark.parametrize(
     ("ranks", "wrongs"),
     [
-        (2, [{1: "nothing"}, {0: "another step"}]),
+        (2, [{1: "nothing"}, {0: "another step"}, {1: "no step"}]),
         (4, [{0: "nothing"}, {3: "nothing"}, {2: "another step"}]),
     ],
 )
@@ -298,7 +305,13 @@ def test_a_rank_that_saves_nothing_or_another_step(
     for number, outcomes in enumerate(after_failures(results, disk, len(wrongs))):
         (absent,), (wrong,), step = wrongs[number], wrongs[number].values(), 10 * number + 10
         for rank, outcome in enumerate(outcomes):
-            if wrong == "another step":
+            if wrong == "no step":
+                if rank == absent:
+                    assert type(outcome.error) is ValueError, outcome
+                else:
+                    pattern = rf"rank {absent} is at 'step -1' and never joined 'step {step}'"
+                    assert_peer_failed(outcome, [absent], pattern)
+            elif wrong == "another step":
                 pattern = rf"step {step + (rank == absent)}: rank \d.* 'step {step}"
                 assert type(outcome.error) is fastckpt.PeerFailed, outcome
                 assert re.search(pattern, str(outcome.error)), outcome

@@ -63,6 +63,19 @@ def compare(*groups: tuple[list[int], Description]) -> tuple[str, set[str]]:
     return str(error), unequal
 
 
+def test_texts_are_made_when_they_are_needed() -> None:
+    made: list[int] = []
+
+    def texts() -> Texts:
+        made.append(1)
+        return [("w", "float32 [3]")]
+
+    late = Description(texts)
+    assert not made
+    assert late.digest() == Description(texts()).digest()
+    assert late.detail() == Description(texts()).detail() and len(made) == 3
+
+
 # --- samples
 
 

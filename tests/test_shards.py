@@ -595,6 +595,27 @@ def test_equal_volume_is_not_enough() -> None:
     assert not covers(Box((), ()), [])
 
 
+@pytest.mark.parametrize("dims", [12, 60])
+def test_a_corner_cut_along_many_dimensions(dims: int) -> None:
+    """Time does not double with each dimension."""
+    parts = [
+        Box((0,) * k + (1,) + (0,) * (dims - k - 1), (1,) * (k + 1) + (2,) * (dims - k - 1))
+        for k in range(dims)
+    ]
+    parts.append(Box((0,) * dims, (1,) * dims))
+    assert covers(whole((2,) * dims), parts)
+    assert not covers(whole((2,) * dims), parts[:-1] + parts[-2:-1])
+    moved = Box((1, *parts[-1].offsets[1:]), parts[-1].sizes)
+    assert not covers(whole((2,) * dims), [*parts[:-1], moved])
+
+
+def test_the_rest_is_not_told_by_a_pattern() -> None:
+    """Four arms around a middle: no straight cut divides them."""
+    arms = [Box((0, 0), (2, 3)), Box((0, 3), (3, 2)), Box((3, 2), (2, 3)), Box((2, 0), (3, 2))]
+    assert covers(whole((5, 5)), [*arms, Box((2, 2), (1, 1))])
+    assert not covers(whole((5, 5)), [*arms, Box((2, 1), (1, 1))])
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_forty_thousand_parts(dim: int) -> None:
     """Comparing each with each would run into the time limit of a test."""

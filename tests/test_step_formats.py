@@ -36,7 +36,15 @@ from safetensors.torch import load as stock_load
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import manifest as manifest_format
 from fastckpt.formats import safetensors as shard_format
-from fastckpt.formats.manifest import KEYS_MAX, Manifest, ObjectsFile, Writer, key_hash, may_hold
+from fastckpt.formats.manifest import (
+    KEYS_MAX,
+    SEQUENCE_MAX,
+    Manifest,
+    ObjectsFile,
+    Writer,
+    key_hash,
+    may_hold,
+)
 from fastckpt.formats.safetensors import DTYPES, Entry, layout, parse, supported
 from fastckpt.formats.shard_index import (
     INDEX_BYTES_MAX,
@@ -588,6 +596,7 @@ HOSTILE_INDEXES: list[tuple[Change, str]] = [
     (put("block_bytes", 0), "block_bytes is 0"),
     (put("block_bytes", 4097), "block_bytes is 4097"),
     (put("block_bytes", 1 << 31), "block_bytes"),
+    (put("block_bytes", (64 << 20) + 4096), "block_bytes is 67112960"),
     (put("nbytes", 0), "CRC-32"),
     (put("nbytes", (1 << 63) - 1), "CRC-32"),
     (put("nbytes", 4096), "CRC-32"),
@@ -841,7 +850,7 @@ def test_a_manifest_comes_back(
     manifest = Manifest(
         step=step,
         nonce=NONCE,
-        sequence=sequence,
+        sequence=min(sequence, SEQUENCE_MAX),
         world_size=len(found) + 1,
         created=moment.isoformat() + "+00:00",
         objects=ObjectsFile("objects.pt", nbytes, crc),
@@ -921,6 +930,7 @@ HOSTILE_MANIFESTS: list[tuple[Change, str]] = [
     (put("format", "fastckpt-index"), "fastckpt-index"),
     (put("version", 0), "version 0"),
     (put("nonce", "xyz"), "nonce"),
+    (put("sequence", (1 << 62) + 1), "sequence 4611686018427387905 is above"),
     (put("world_size", 0), "world size"),
     (put("world_size", 3), "rank 3"),
     (put("writers", 1, "rank", 0), "rank 0"),

@@ -15,6 +15,7 @@ import random
 import re
 import shutil
 import socket
+import tracemalloc
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -489,6 +490,8 @@ FORGERIES: dict[str, Change] = {
     "step -1": whole_manifest(step=-1),
     "newer": whole_manifest(version=2),
     "huge sequence": whole_manifest(sequence=1 << 63),
+    "sequence without a next": whole_manifest(sequence=(1 << 63) - 1),
+    "sequence that leaves little": whole_manifest(sequence=(1 << 62) + 1),
     "no ranks": whole_manifest(world_size=0),
     "no writers": whole_manifest(writers=[]),
     "writers NaN": whole_manifest(writers=float("nan")),
@@ -516,6 +519,7 @@ FORGERIES: dict[str, Change] = {
     "size beyond the file": whole_index(nbytes=1 << 40),
     "size below the file": whole_index(nbytes=4096),
     "block of 2 GiB": whole_index(block_bytes=1 << 31),
+    "block above 64 MiB": whole_index(block_bytes=(1 << 26) + 4096),
     "block of 1 byte": whole_index(block_bytes=1),
     "no checksums": whole_index(crc32=""),
     "wrong checksum": whole_index(crc32="00000000"),
@@ -562,6 +566,7 @@ FORGERIES: dict[str, Change] = {
     "placeholder empty and huge": placed(shape=[0, 1 << 62, 1 << 62]),
     "placeholder of nothing": placed(**{TENSOR: "nothing"}),
     "placeholder of a list": placed(**{TENSOR: ["w"]}),
+    "placeholder of half a surrogate": placed(**{TENSOR: "\ud800"}),
     "placeholder dtype": placed(dtype=["F32"]),
     "placeholder shape": placed(shape=None),
     "nest too deep": nest_with(nested(450)),
@@ -593,10 +598,10 @@ def test_forgeries_are_refused(directory: Path, canary: Canary, name: str) -> No
 
 # What is signed right, fits together and can be read, is read: as whoever signed it wants.
 HARMLESS: dict[str, Change] = {
-    "block of 1 GiB": whole_index(block_bytes=1 << 30),
-    "block of a gibibyte less": whole_index(block_bytes=(1 << 30) - 4096),
+    "block of 64 MiB": whole_index(block_bytes=1 << 26),
+    "block of a page less": whole_index(block_bytes=(1 << 26) - 4096),
     "other time": whole_manifest(created="2036-01-31T12:00:00.123+00:00"),
-    "other place in the order": whole_manifest(sequence=(1 << 63) - 1),
+    "other place in the order": whole_manifest(sequence=1 << 62),
     "more ranks": whole_manifest(world_size=1 << 40),
     "span of all": writer(span=[0.0, 1.0]),
     "any keys": writer(keys=None),
@@ -695,6 +700,79 @@ def test_a_frame_that_unpacks_to_more(disk: Path) -> None:
     forged.index(lambda i: i.update(file_nbytes=len(bomb), frames=[len(bomb)]))
     with little_memory():
         assert outcome(directory.parent) == "CorruptCheckpoint"
+
+
+def test_per_rank_values_that_are_cut_off(disk: Path) -> None:
+    """Bytes that their checksums are right of, and are no zip that torch reads."""
+    directory = saved(disk / "run", 1)
+    index = json.loads((directory / "rank-00000.json").read_bytes())
+    begin, nbytes = index["per_rank"]
+    content = (directory / "rank-00000.safetensors").read_bytes()
+    forged = Forgery(directory)
+    for left in (nbytes - 1, nbytes // 2, 4, 1):
+        forged.shard(content[: begin + left], per_rank=[begin, left])
+        with Checkpointer(directory.parent) as checkpointer:
+            with pytest.raises((CorruptCheckpoint, pickle.UnpicklingError), match="of rank 0 in"):
+                checkpointer.load()
+            with pytest.raises((CorruptCheckpoint, pickle.UnpicklingError)):
+                checkpointer.load(weights_only=False)
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_values_of_a_rank_take_what_the_file_bears_out(disk: Path, codec: str | None) -> None:
+    """A size that is only declared is never allocated."""
+    directory = saved(disk / "run", 1, codec=codec)
+    name = "rank-00000.safetensors" + (".zst" if codec else "")
+    frame = (directory / name).read_bytes()
+    forged, block, blocks = Forgery(directory), 1 << 26, 64
+    with open(directory / name, "r+b") as file:
+        file.truncate(len(frame) * blocks if codec else block * blocks)
+    nbytes, stored = block * blocks, os.path.getsize(directory / name)
+    forged.manifest(lambda m: m["writers"][0].update(nbytes=stored))
+    changes: dict[str, Any] = {"nbytes": nbytes, "file_nbytes": stored, "block_bytes": block}
+    changes |= {"crc32": "0" * 8 * blocks, "frames": [len(frame)] * blocks if codec else []}
+    forged.index(lambda i: i.update(per_rank=[1 << 20, nbytes - (1 << 20)], pieces=[], **changes))
+    tracemalloc.start()
+    try:
+        with Checkpointer(directory.parent) as checkpointer, pytest.raises(CorruptCheckpoint):
+            checkpointer.load()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 256 << 20, "of 4 GiB"
+
+
+def test_no_memory_for_the_values_of_a_rank(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = saved(disk / "run", 1)
+
+    def none_left(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("fastckpt.step_load.StepReader._read_file", none_left)
+    failed = pytest.raises(CorruptCheckpoint, match=r"values from .*rank-0.* failed.*ENOMEM")
+    with Checkpointer(directory.parent) as checkpointer, failed:
+        checkpointer.load()
+
+
+def test_objects_that_share_themselves(directory: Path) -> None:
+    """Some hundred bytes that would be 2^40 lists."""
+    value: Any = [1, 2]
+    for _ in range(40):
+        value = [value, value]
+    nest_with(value)(Forgery(directory))
+    target = state(3) | {"w": None, "b": 5}
+    with little_memory(), Checkpointer(directory.parent) as checkpointer:
+        loaded = checkpointer.load()
+        assert checkpointer.restore(target) == 5
+    for found in (loaded["w"], target["w"]):
+        assert found[0] is found[1] and found[0][1] is found[1][0]
+
+
+def test_a_step_is_saved_after_one_that_claims_the_last_place(directory: Path) -> None:
+    whole_manifest(sequence=(1 << 63) - 1)(Forgery(directory))
+    saved(directory.parent, 2, step=6)
+    with Checkpointer(directory.parent) as checkpointer:
+        assert checkpointer.latest() == 6 and shown(checkpointer.load()) == EXPECTED[2]
 
 
 VALUES: list[Any] = [

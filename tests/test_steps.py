@@ -36,6 +36,7 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.formats.manifest import Manifest, ObjectsFile
+from fastckpt.retention import retain, supersede
 from fastckpt.steps import DEAD_AFTER_S, STEP_MAX, Steps, step_name
 from fastckpt.storage import Storage
 
@@ -322,6 +323,81 @@ def test_a_step_that_is_removed_before_it_is_held(root: Path) -> None:
     for held in (steps.hold(name(9)), late.hold(name(2))):
         with pytest.raises(CorruptCheckpoint, match="the step was removed"), held:
             raise AssertionError("held what is not there")
+
+
+def test_a_damaged_step_does_not_count_as_kept(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once found out, it is no reason to remove the last good one."""
+    saved(root, 3, 4, 5)
+    (root / name(5) / "objects.pt").write_bytes(b"damaged")
+    with Checkpointer(root, keep_last=2) as checkpointer:
+        assert checkpointer.restore(state(0)) == 4
+        checkpointer.save(6, state(6)).result(WAIT_S)
+    assert directories(root) == [name(4), name(5), name(6)]
+    shutil.rmtree(root / name(6))
+    assert restored(root) == 4
+
+
+def test_what_was_committed_later_is_not_removed(root: Path) -> None:
+    """As a save does that was held up while another job went on."""
+    saved(root, 1, 2, 3)
+    steps = Steps(Storage(), str(root))
+    assert retain(steps, name(2), 1, None) == [name(1)]
+    with Checkpointer(root) as checkpointer:
+        with steps.hold(name(3)):
+            checkpointer.save(3, state(33)).result(WAIT_S)
+        supersede(steps, name(3), 3)
+        assert directories(root) == [name(2), name(3), name(3, 1)]
+        assert checkpointer.load()["name"] == "step 33"
+
+
+def test_checkpointers_of_one_root_commit_in_one_order(root: Path) -> None:
+    with Checkpointer(root, keep_last=1) as first, Checkpointer(root) as second:
+        first.save(10, state(10)).result(WAIT_S)
+        for step in (11, 12, 13):
+            second.save(step, state(step)).result(WAIT_S)
+        first.save(9, state(9)).result(WAIT_S)
+        assert first.latest() == second.latest() == 9
+    assert directories(root) == [name(9)]
+
+
+FORKING = """
+import os, signal, sys, torch
+from test_checkpointer import assert_holds, held_up, state
+from fastckpt import Checkpointer
+root = sys.argv[1]
+with held_up("rename") as (delay, go_on), Checkpointer(root, keep_last=1) as checkpointer:
+    first = checkpointer.save(1, state(1))
+    assert delay.reached.wait(60)
+    child = os.fork()  # as a data loader's worker, which lives on
+    if child == 0:
+        signal.pause()
+    go_on.set()
+    first.result()
+    kept = [os.readlink(f"/proc/{child}/fd/{fd}") for fd in os.listdir(f"/proc/{child}/fd")]
+    found = state(0)
+    step = checkpointer.restore(found)
+    checkpointer.save(2, state(2)).result()
+os.kill(child, signal.SIGKILL)
+print(step, [path for path in kept if path.startswith(root)], sorted(os.listdir(root)))
+"""
+
+
+def test_a_fork_during_a_save_holds_nothing_up(root: Path) -> None:
+    """Its locks would keep the step from being read, and from being removed."""
+    done = run_python(FORKING, root, limit_s=120)
+    assert done.stdout.split("\n")[0] == f"1 [] ['{name(2)}']"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_callback_that_exits_does_not_end_the_save_early(root: Path) -> None:
+    with Checkpointer(root, keep_last=1) as checkpointer:
+        for step in (1, 2, 3):
+            handle = checkpointer.save(step, state(step))
+            handle.add_done_callback(lambda _: sys.exit())
+            handle.wait_done()
+    assert directories(root) == [name(3)]
 
 
 # ---- what others left ----

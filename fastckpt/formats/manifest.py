@@ -35,6 +35,7 @@ MANIFEST, OBJECTS = "manifest.json", "objects.pt"
 MANIFEST_BYTES_MAX = 1 << 28
 WRITER_BYTES_MAX = 1024
 KEYS_MAX = 128
+SEQUENCE_MAX = 1 << 62  # half of what fits: whatever a step claims, later ones have numbers left
 
 _CRC = re.compile("[0-9a-f]{8}")
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -240,6 +241,8 @@ def validate(manifest: Any) -> None:
     check_members(manifest, kinds, "it")
     if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
         raise ValueError(f"it is a {shown(manifest['format'])} of version {manifest['version']}")
+    if manifest["sequence"] > SEQUENCE_MAX:
+        raise ValueError(f"sequence {manifest['sequence']} is above {SEQUENCE_MAX}")
     check_nonce(manifest["nonce"])
     _check_time(manifest["created"])
     objects = manifest["objects"]

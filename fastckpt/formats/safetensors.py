@@ -67,6 +67,19 @@ def supported(dtype: torch.dtype) -> bool:
     return dtype in NAMES
 
 
+def fits(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is elements in memory, just as the format can hold them."""
+    return (
+        tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.numel() > 0
+        and supported(tensor.dtype)
+    )
+
+
 def layout(
     entries: Sequence[Entry], owners: Sequence[object], metadata: Mapping[str, str]
 ) -> tuple[Image, list[int]]:

@@ -16,6 +16,7 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.safetensors import METADATA, nbytes_of
 from fastckpt.formats.strict_json import (
     NUMBER_END,
+    check_block_bytes,
     check_members,
     check_text,
     decode,
@@ -172,8 +173,7 @@ def validate(index: Any) -> None:
     check_nonce(index["nonce"])
     check_file_name(index["file"])
     block_bytes = index["block_bytes"]
-    if not PAGE_BYTES <= block_bytes <= 1 << 30 or block_bytes % PAGE_BYTES:
-        raise ValueError(f"block_bytes is {block_bytes}")
+    check_block_bytes(block_bytes)
     blocks = block_count(index["nbytes"], block_bytes)
     digits = index["crc32"]
     if blocks == 0 or len(digits) != _CRC_DIGITS * blocks or _HEX.fullmatch(digits) is None:

@@ -11,7 +11,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from fastckpt.image import PAGE_BYTES
+
 NUMBER_END = 1 << 63
+BLOCK_BYTES_MAX = 64 << 20  # a reader holds some blocks in memory, however little it wants of them
 _NUMBER_CHARS_MAX = 32  # no number that means something here is longer
 _SHOWN_CHARS_MAX = 100
 
@@ -84,6 +87,12 @@ def is_numbers(value: Any) -> bool:
     return type(value) is list and all(
         type(number) is int and 0 <= number < NUMBER_END for number in value
     )
+
+
+def check_block_bytes(block_bytes: int) -> None:
+    """Raises ValueError unless files may be read in blocks of this size."""
+    if not PAGE_BYTES <= block_bytes <= BLOCK_BYTES_MAX or block_bytes % PAGE_BYTES:
+        raise ValueError(f"block_bytes is {block_bytes}")
 
 
 def check_text(text: str) -> None:

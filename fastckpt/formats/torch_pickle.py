@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
+import pickle
 import types
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +101,44 @@ _NEVER_STORAGES = frozenset(
 def _has_version(tensor: torch.Tensor) -> bool:
     """Lazy parameters have no data yet, and inference tensors no version counter."""
     return not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference()
+
+
+def pickles(value: object, wanted: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
+    """A wanted tensor that pickling a value would come to, wherever in it; None if there is none.
+
+    Goes through everything that pickle does, and keeps nothing of it. What cannot be pickled is
+    left to whoever pickles it.
+    """
+    search = _Search(wanted)
+    try:
+        search.dump(value)
+    except Exception:
+        pass  # it has ended early, as pickling will: by an error of its own, or at what was found
+    return search.found
+
+
+class _Search(pickle.Pickler):
+    """A pickler that writes nothing and stops at the first tensor that is wanted."""
+
+    def __init__(self, wanted: Callable[[torch.Tensor], bool]) -> None:
+        # Out of band: arrays are neither looked into nor copied.
+        super().__init__(_Nowhere(), protocol=5, buffer_callback=lambda _buffer: None)
+        self._wanted = wanted
+        self.found: torch.Tensor | None = None
+
+    def persistent_id(self, obj: object) -> str | None:
+        if isinstance(obj, torch.Tensor) and self._wanted(obj):
+            self.found = obj
+            raise LookupError
+        plain = type(obj) in (torch.Tensor, torch.nn.Parameter)
+        return "without its contents" if plain or torch.is_storage(obj) else None
+
+
+class _Nowhere:
+    """A file that forgets what it is given."""
+
+    def write(self, content: bytes) -> int:
+        return len(content)
 
 
 class _Shim:

@@ -23,6 +23,7 @@ import torch
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import zip_records
 from fastckpt.formats.arrangement import Arrangement, nbytes_of
+from fastckpt.formats.strict_json import check_block_bytes
 from fastckpt.formats.torch_pickle import Capture
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, Index, address_of, block_count
 
@@ -290,8 +291,7 @@ def validate(checksums: Any, body_nbytes: int) -> None:
     if checksums["version"] != VERSION:
         raise ValueError(f"version is {checksums['version']}")
     block_bytes = checksums["block_bytes"]
-    if not PAGE_BYTES <= block_bytes <= 1 << 30 or block_bytes % PAGE_BYTES:
-        raise ValueError(f"block_bytes is {block_bytes}")
+    check_block_bytes(block_bytes)
     if checksums["body_bytes"] != body_nbytes or body_nbytes <= 0 or body_nbytes % PAGE_BYTES:
         raise ValueError(f"body_bytes is {checksums['body_bytes']}, the body has {body_nbytes}")
     digits = checksums["crc32"]

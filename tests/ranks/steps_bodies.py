@@ -12,7 +12,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import fastckpt
 from fastckpt import Checkpointer, PerRank
 from fastckpt.step_load import StepReader, Target
+from fastckpt.storage import Storage
 
 __all__ = ["restore_and_train", "train_and_save", "train_behind_the_step_fence"]
 
@@ -242,6 +243,45 @@ def save_late(
         return called, returned, found_in(member, checkpointer)
 
 
+def save_again_before_a_late_rank_wakes(member: Member, root: str) -> tuple[Any, ...]:
+    """Rank 1's disk stalls in a save that the others give up; then all save that step again."""
+    entered, go_on = threading.Event(), threading.Event()
+    with Checkpointer(root, group=member.group, timeout_s=2.0) as checkpointer:
+        with patched_sync(entered, go_on) if member.rank == 1 else nullcontext():
+            first = checkpointer.save(5, stamped(member, 1))
+            if member.rank == 1:
+                entered.wait()
+            else:
+                first.exception()
+            meet(member)
+        second = attempt(lambda: checkpointer.save(5, stamped(member, 2)).result())
+        meet(member)
+        go_on.set()
+        late = first.exception()
+        meet(member)
+        state = stamped(member, 0)
+        step = checkpointer.restore(state)
+        return second.error, late, step, step_of(member, state)
+
+
+@contextmanager
+def patched_sync(entered: threading.Event, go_on: threading.Event) -> Iterator[None]:
+    """The first sync of this process waits for the second event."""
+    real = Storage.sync
+
+    def sync(self: Storage, fd: int) -> None:
+        if not entered.is_set():
+            entered.set()
+            go_on.wait()
+        real(self, fd)
+
+    Storage.sync = sync  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Storage.sync = real  # type: ignore[method-assign]
+
+
 def save_in_parts(member: Member, root: str) -> list[Any]:
     """Two halves of the job save to roots of their own, at the same time."""
     half = member.world_size // 2
@@ -344,6 +384,8 @@ def _saved_wrongly(member: Member, checkpointer: Checkpointer, step: int, wrong:
         state["same"] += 1
     elif wrong == "another placement":
         state["sharded"] = spread(content("even"), ((member.world_size,), (Replicate(),)))
+    elif wrong == "no step":
+        step = -1
     elif wrong == "an error of before":
         failed = fastckpt.save(torch.ones(3), os.path.join(checkpointer.root, "missing", "a.pt"))
         failed.wait_done()

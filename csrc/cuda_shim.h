@@ -1,0 +1,82 @@
+// The CUDA driver, found at run time: the few functions of libcuda.so.1 that staging needs, by
+// dlopen, so that building takes neither headers nor a toolkit and a process without a GPU loads
+// nothing. It knows names and types of that interface (CUDA 11 to 13); it does not know what is
+// copied, or why. tests/native/cuda_headers.cc compares what stands here with NVIDIA's cuda.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace fastckpt::cuda {
+
+using Result = int;                        // CUresult
+using Device = int;                        // CUdevice
+using DeviceAddress = unsigned long long;  // CUdeviceptr
+using Context = struct ContextTag*;        // CUcontext: the primary one, which torch uses, too
+using Stream = struct StreamTag*;          // CUstream; also torch's cuda_stream
+using Event = struct EventTag*;            // CUevent
+
+constexpr Result kSuccess = 0;
+constexpr Result kDeinitialized = 4;  // the driver has shut down, at exit
+constexpr Result kNotReady = 600;
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventBlockingSync = 1;  // who waits sleeps instead of spinning
+constexpr unsigned kEventDisableTiming = 2;
+constexpr unsigned kHostRegisterPortable = 1;  // for the contexts of all devices
+
+// Name here, name in the library, arguments. All return a Result.
+#define FASTCKPT_CUDA_FUNCTIONS(X)                                                          \
+    X(init, cuInit, (unsigned flags))                                                       \
+    X(driver_version, cuDriverGetVersion, (int* version))                                   \
+    X(error_name, cuGetErrorName, (Result result, const char** text))                       \
+    X(error_string, cuGetErrorString, (Result result, const char** text))                   \
+    X(device_get, cuDeviceGet, (Device * device, int ordinal))                              \
+    X(device_pci_bus_id, cuDeviceGetPCIBusId, (char* text, int nbytes, Device device))      \
+    X(primary_context_retain, cuDevicePrimaryCtxRetain, (Context * context, Device device)) \
+    X(primary_context_release, cuDevicePrimaryCtxRelease_v2, (Device device))               \
+    X(context_push, cuCtxPushCurrent_v2, (Context context))                                 \
+    X(context_pop, cuCtxPopCurrent_v2, (Context * context))                                 \
+    X(host_register, cuMemHostRegister_v2, (void* memory, size_t nbytes, unsigned flags))   \
+    X(host_unregister, cuMemHostUnregister, (void* memory))                                 \
+    X(stream_create, cuStreamCreate, (Stream * stream, unsigned flags))                     \
+    X(stream_destroy, cuStreamDestroy_v2, (Stream stream))                                  \
+    X(stream_wait_event, cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))   \
+    X(stream_is_capturing, cuStreamIsCapturing, (Stream stream, int* status))               \
+    X(event_create, cuEventCreate, (Event * event, unsigned flags))                         \
+    X(event_record, cuEventRecord, (Event event, Stream stream))                            \
+    X(event_query, cuEventQuery, (Event event))                                             \
+    X(event_synchronize, cuEventSynchronize, (Event event))                                 \
+    X(event_elapsed, cuEventElapsedTime, (float* ms, Event begin, Event end))               \
+    X(event_destroy, cuEventDestroy_v2, (Event event))                                      \
+    X(copy_to_host, cuMemcpyDtoHAsync_v2,                                                   \
+      (void* target, DeviceAddress source, size_t nbytes, Stream stream))                   \
+    X(copy_to_device, cuMemcpyHtoDAsync_v2,                                                 \
+      (DeviceAddress target, const void* source, size_t nbytes, Stream stream))
+
+// No driver, or none that can be used: what was looked for and why it is not there.
+class Unavailable : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+// The functions of one library. What they do is NVIDIA's: CUDA Driver API, reference manual.
+class Driver {
+  public:
+    // Loads `library` ("libcuda.so.1") and initialises it. Throws Unavailable.
+    explicit Driver(const std::string& library);
+    Driver(const Driver&) = delete;
+    Driver& operator=(const Driver&) = delete;
+    // The library stays loaded: its threads and exit handlers cannot be called back.
+
+    // "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory"
+    std::string text(Result result) const;
+    int version() const;
+
+#define FASTCKPT_CUDA_MEMBER(name, symbol, arguments) Result(*name) arguments = nullptr;
+    FASTCKPT_CUDA_FUNCTIONS(FASTCKPT_CUDA_MEMBER)
+#undef FASTCKPT_CUDA_MEMBER
+};
+
+}  // namespace fastckpt::cuda

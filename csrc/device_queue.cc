@@ -1,0 +1,156 @@
+// Streams and events of one device: see device_queue.h.
+#include "device_queue.h"
+
+#include "check.h"
+
+namespace fastckpt {
+
+// The device's primary context on this thread, for as long as this lives; what was current before
+// is so again afterwards, since the thread may be torch's.
+class DeviceQueue::Current {
+  public:
+    explicit Current(const DeviceQueue& queue)
+        : driver_(*queue.driver_), result_(driver_.context_push(queue.context_)) {}
+    ~Current() {
+        cuda::Context popped = nullptr;
+        if (result_ == cuda::kSuccess) driver_.context_pop(&popped);
+    }
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+    cuda::Result result() const { return result_; }
+
+  private:
+    const cuda::Driver& driver_;
+    const cuda::Result result_;
+};
+
+namespace {
+cuda::Stream as_stream(uint64_t stream) { return reinterpret_cast<cuda::Stream>(stream); }
+}  // namespace
+
+DeviceQueue::DeviceQueue(std::shared_ptr<const cuda::Driver> driver, int ordinal)
+    : driver_(std::move(driver)), ordinal_(ordinal) {
+    require(driver_->device_get(&device_, ordinal), "device");
+    require(driver_->primary_context_retain(&context_, device_), "primary context");
+    const Current current(*this);
+    cuda::Result result = current.result();
+    if (result == cuda::kSuccess)
+        result = driver_->stream_create(&stream_, cuda::kStreamNonBlocking);
+    if (result != cuda::kSuccess) {
+        driver_->primary_context_release(device_);
+        require(result, "stream");
+    }
+}
+
+// At exit the driver may have shut down: then it refuses all this, and nothing is left to free.
+DeviceQueue::~DeviceQueue() {
+    {
+        const Current current(*this);
+        for (const Mark mark : idle_) driver_->event_destroy(mark);
+        driver_->stream_destroy(stream_);
+    }
+    driver_->primary_context_release(device_);
+}
+
+void DeviceQueue::require(cuda::Result result, const char* what) const {
+    if (result == cuda::kSuccess) return;
+    throw DeviceError(
+        "cuda:" + std::to_string(ordinal_) + ": " + what + ": " + driver_->text(result), result);
+}
+
+cuda::Result DeviceQueue::take(Mark* mark) {
+    {
+        const std::lock_guard lock(mu_);
+        if (!idle_.empty()) {
+            *mark = idle_.back();
+            idle_.pop_back();
+            return cuda::kSuccess;
+        }
+    }
+    return driver_->event_create(mark, cuda::kEventBlockingSync);
+}
+
+void DeviceQueue::follow(uint64_t stream) {
+    const Current current(*this);
+    require(current.result(), "context");
+    int capturing = 0;
+    require(driver_->stream_is_capturing(as_stream(stream), &capturing), "stream");
+    if (capturing != 0)
+        throw DeviceError("the current stream is being captured into a CUDA graph: save outside it",
+                          cuda::kSuccess);
+    Mark mark = nullptr;
+    require(take(&mark), "event");
+    cuda::Result result = driver_->event_record(mark, as_stream(stream));
+    if (result == cuda::kSuccess) result = driver_->stream_wait_event(stream_, mark, 0);
+    discard(mark);  // the stream waits for what the event was when it was asked to
+    require(result, "order of streams");
+}
+
+void DeviceQueue::lead(uint64_t stream) {
+    const Current current(*this);
+    require(current.result(), "context");
+    Mark mark = nullptr;
+    require(take(&mark), "event");
+    cuda::Result result = driver_->event_record(mark, stream_);
+    if (result == cuda::kSuccess) result = driver_->stream_wait_event(as_stream(stream), mark, 0);
+    discard(mark);
+    require(result, "order of streams");
+}
+
+cuda::Result DeviceQueue::copy_to_host(std::byte* target, uint64_t source, size_t nbytes) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    return driver_->copy_to_host(target, source, nbytes, stream_);
+}
+
+cuda::Result DeviceQueue::mark(Mark* made) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    const cuda::Result result = take(made);
+    if (result != cuda::kSuccess) return result;
+    const cuda::Result recorded = driver_->event_record(*made, stream_);
+    if (recorded != cuda::kSuccess) discard(*made);
+    return recorded;
+}
+
+cuda::Result DeviceQueue::query(Mark mark) {
+    const Current current(*this);
+    return current.result() == cuda::kSuccess ? driver_->event_query(mark) : current.result();
+}
+
+cuda::Result DeviceQueue::wait(Mark mark) {
+    const Current current(*this);
+    return current.result() == cuda::kSuccess ? driver_->event_synchronize(mark) : current.result();
+}
+
+void DeviceQueue::discard(Mark mark) {
+    const std::lock_guard lock(mu_);
+    idle_.push_back(mark);
+}
+
+double DeviceQueue::seconds(Mark begin, Mark end) {
+    const Current current(*this);
+    float ms = 0;
+    const bool known = current.result() == cuda::kSuccess &&
+                       driver_->event_elapsed(&ms, begin, end) == cuda::kSuccess;
+    return known ? static_cast<double>(ms) / 1e3 : 0;
+}
+
+std::string DeviceQueue::bus_id() {
+    char text[32] = {};
+    const auto result = driver_->device_pci_bus_id(text, sizeof text, device_);
+    return result == cuda::kSuccess ? text : "";
+}
+
+int DeviceQueue::pin(void* memory, size_t nbytes) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    return driver_->host_register(memory, nbytes, cuda::kHostRegisterPortable);
+}
+
+void DeviceQueue::unpin(void* memory) {
+    const Current current(*this);
+    if (current.result() == cuda::kSuccess) driver_->host_unregister(memory);
+}
+
+}  // namespace fastckpt

@@ -1,0 +1,78 @@
+// Copies between one GPU and the host, on a stream of our own beside those that compute. Knows the
+// order of streams, and which memory is pinned; it does not know blocks, files or tensors.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "arena.h"
+#include "cuda_shim.h"
+
+namespace fastckpt {
+
+// The driver refused; `result` is its code.
+struct DeviceError : std::runtime_error {
+    DeviceError(const std::string& text, cuda::Result code)
+        : std::runtime_error(text), result(code) {}
+    cuda::Result result;
+};
+
+// Copies are done in the order in which they were queued. Callable from any thread; what is given a
+// stream takes its number as torch tells it (cuda_stream; 0 is the legacy default stream).
+class DeviceQueue : public Pinner {
+  public:
+    // For the device that torch numbers so in this process. Throws DeviceError.
+    DeviceQueue(std::shared_ptr<const cuda::Driver> driver, int ordinal);
+    ~DeviceQueue() override;
+    DeviceQueue(const DeviceQueue&) = delete;
+    DeviceQueue& operator=(const DeviceQueue&) = delete;
+
+    // What is queued from now on begins when the stream has done what it was given so far. Throws
+    // DeviceError, also when the stream is being captured into a graph.
+    void follow(uint64_t stream);
+    // What the stream is given from now on begins when all that was queued so far is done; the
+    // caller does not wait. Throws DeviceError.
+    void lead(uint64_t stream);
+
+    // A place in the queue: reached once all before it is done.
+    using Mark = cuda::Event;
+
+    // These report the driver's result. Host memory stays valid until a later mark is reached.
+    cuda::Result copy_to_host(std::byte* target, uint64_t source, size_t nbytes);
+    cuda::Result mark(Mark* made);
+    // kNotReady if it was not reached yet.
+    cuda::Result query(Mark mark);
+    // Waits, asleep. On any error what was queued may never be done: the device is lost.
+    cuda::Result wait(Mark mark);
+    // Gives the mark back.
+    void discard(Mark mark);
+    // From one mark, which was reached, to another.
+    double seconds(Mark begin, Mark end);
+
+    // The name on its bus, such as "0000:1b:00.0"; empty if unknown.
+    std::string bus_id();
+    const cuda::Driver& driver() const { return *driver_; }
+
+    int pin(void* memory, size_t nbytes) override;
+    void unpin(void* memory) override;
+
+  private:
+    class Current;
+    void require(cuda::Result result, const char* what) const;
+    cuda::Result take(Mark* mark);
+
+    const std::shared_ptr<const cuda::Driver> driver_;
+    const int ordinal_;
+    cuda::Device device_ = 0;
+    cuda::Context context_ = nullptr;
+    cuda::Stream stream_ = nullptr;
+    std::mutex mu_;
+    std::vector<Mark> idle_;  // under mu_
+};
+
+}  // namespace fastckpt

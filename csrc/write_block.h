@@ -1,0 +1,56 @@
+// A block on its way through a WriteJob. Shared by the files that implement the job, and by nobody
+// else.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "crc32.h"
+#include "engine.h"
+
+namespace fastckpt {
+
+// A CRC of consecutive bytes, extended at its end.
+struct RunCrc {
+    uint32_t crc = 0;
+    uint64_t nbytes = 0;
+
+    void append(uint32_t other, uint64_t other_nbytes) {
+        crc = nbytes == 0 ? other : crc32_combine(crc, other, other_nbytes);
+        nbytes += other_nbytes;
+    }
+};
+
+// A block's way: claimed (memory taken), copied by a stager, sealed in file order, written,
+// released.
+struct WriteJob::Block {
+    size_t index = 0;
+    uint64_t begin = 0;  // image bytes [begin, end)
+    uint64_t end = 0;
+    std::byte* memory = nullptr;
+    State state = State::waiting;
+    // The block's bytes are before ++ [late_begin, late_end) ++ after, where the late ones hold
+    // slots whose CRC is known only once the blocks before this one are sealed. There is at most
+    // one such run: its slot describes the segment that was open when the block began.
+    RunCrc before;
+    uint64_t late_begin = 0;
+    uint64_t late_end = 0;
+    RunCrc after;
+    uint32_t head_crc = 0;  // of the first segment's bytes in this block, where it began earlier
+    uint32_t tail_crc = 0;  // of the last segment's bytes in this block, where it goes on
+    // Where devices copy into this block: the places in their queues after which it is all there.
+    std::vector<std::pair<DeviceQueue*, DeviceQueue::Mark>> marks;
+    cuda::Result device_error = cuda::kSuccess;
+    Op op;
+
+    int pin_error = 0;
+
+    bool is_arriving() const { return !marks.empty() || device_error != cuda::kSuccess; }
+
+    bool has_late() const { return late_end != 0; }
+    void append(uint32_t crc, uint64_t nbytes) {
+        (has_late() ? after : before).append(crc, nbytes);
+    }
+};
+
+}  // namespace fastckpt

@@ -1,0 +1,110 @@
+"""What this process has begun in one group under one name: which rounds, and in which order.
+
+Responsible for numbering the rounds of a label and for what others are told of them. It must not
+know the store, nor what a round is for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+
+_REMEMBERED = 4096  # rounds whose order is known
+
+
+class Session:
+    """The rounds of one rank, over the life of its process.
+
+    Rounds are begun on the training thread and take their numbers in the background, where a rank
+    that missed a call skips those that the others are through with.
+
+    Attributes:
+        prefix: of the keys in the store, "" until a first connection has found it out.
+        lock: of what only the background uses.
+        pid: the process.
+    """
+
+    def __init__(self) -> None:
+        self.prefix = ""
+        self.lock = threading.RLock()
+        self.pid = os.getpid()
+        # What begin() changes needs no lock, which a thread that is gone after a fork could hold.
+        self._next: dict[str, int] = {}
+        self._order: dict[str, int] = {}
+        self._begun = itertools.count()
+        self._last: str | None = None
+        self._under_way: set[str] = set()
+        self._taken: dict[str, set[int]] = {}  # under lock
+
+    def begin(self, label: str) -> int:
+        """The number of a new round of a label."""
+        number = self._next.get(label, 0)
+        self._next[label] = number + 1
+        self._note(name_of(label, number))
+        return number
+
+    def _note(self, name: str) -> None:
+        self._under_way.add(name)
+        self._order[name] = next(self._begun)
+        self._last = name
+        while len(self._order) > _REMEMBERED:
+            self._order.pop(next(iter(self._order)))
+
+    def take(self, label: str, number: int) -> int:
+        """The number for good of a round that was begun with this one."""
+        with self.lock:
+            taken = self._taken.setdefault(label, set())
+            if number in taken:  # by an earlier round that skipped some
+                number = max(taken) + 1
+            self._keep(label, number)
+            return number
+
+    def move(self, label: str, number: int, later: int) -> None:
+        """A round gives up its number, which nobody waits at, for a later one."""
+        with self.lock:
+            self._under_way.discard(name_of(label, number))
+            self._keep(label, later)
+
+    def _keep(self, label: str, number: int) -> None:
+        taken, name = self._taken[label], name_of(label, number)
+        taken.add(number)
+        taken.discard(min(taken) if len(taken) > _REMEMBERED else -1)
+        self._next[label] = max(self._next[label], number + 1)
+        if name not in self._order:
+            self._note(name)
+
+    def is_taken(self, label: str, number: int) -> bool:
+        """Whether a round of this rank has this number for good."""
+        return number in self._taken.get(label, ())
+
+    def end(self, label: str, number: int) -> None:
+        """A round is over."""
+        self._under_way.discard(name_of(label, number))
+
+    def leave(self) -> None:
+        """No more rounds will follow, unless some are still under way."""
+        if not self._under_way:
+            self._last = None
+
+    def record(self) -> bytes:
+        """What others are told: the round that was begun last, and those that are under way."""
+        last = self._last  # read first: rounds begun before it are among the following
+        return json.dumps([last, sorted(self._under_way.copy())]).encode()
+
+    def is_past(self, name: str, other: str) -> bool:
+        """Whether a rank that is at `other` has passed `name`; what was not begun here is ahead."""
+        return self._order.get(other, 1 << 62) > self._order.get(name, -1)
+
+
+def name_of(label: str, number: int) -> str:
+    """A round's name, equal on all ranks."""
+    return f"{label}#{number}"
+
+
+def numbers_in(record: bytes, label: str) -> list[int]:
+    """Numbers of the rounds of a label that a record() tells of, ascending."""
+    last, under_way = json.loads(record)
+    parted = (name.rpartition("#") for name in {last, *under_way} if name is not None)
+    return sorted(int(number) for its, _, number in parted if its == label)

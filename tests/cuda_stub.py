@@ -1,0 +1,113 @@
+"""The stub of the CUDA driver (tests/stubs/cuda.cc): builds it, and steers it from Python.
+
+Responsible for compiling it once and for its functions' types. Must not know what is tested.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).parent / "stubs" / "cuda.cc"
+TO_HOST, TO_DEVICE, KERNEL = range(3)
+ALL = -1
+OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700
+
+
+class Done(ctypes.Structure):
+    """An operation that a stream has done; times are the stub's, in microseconds."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("stream", ctypes.c_uint64),
+        ("begin_us", ctypes.c_double),
+        ("end_us", ctypes.c_double),
+        ("nbytes", ctypes.c_uint64),
+    )
+
+
+class Alive(NamedTuple):
+    """What callers have made and not freed."""
+
+    contexts: int
+    streams: int
+    events: int
+    pinned_parts: int
+    pinned_bytes: int
+
+
+@cache
+def built(directory: Path) -> Path:
+    """The library, compiled into a directory."""
+    target = directory / "libcuda-stub.so"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    subprocess.run(["g++", *flags, str(SOURCE), "-o", str(target)], check=True)
+    return target
+
+
+class CudaStub:
+    """The stub as loaded into this process.
+
+    Attributes:
+        path: for those who load it by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._library = ctypes.CDLL(self.path)
+        self._library.stub_synchronize.restype = ctypes.c_double
+        self._library.stub_log.restype = ctypes.c_size_t
+        self.configure()
+
+    def configure(self, latency_us: float = 0, bytes_per_us: float = 0) -> None:
+        """What a copy takes; 0 bytes per microsecond: no time. Forgets log, calls and failures."""
+        self.hold(False)
+        self.capture(False)
+        self._library.stub_configure(ctypes.c_double(latency_us), ctypes.c_double(bytes_per_us))
+
+    def fail(self, name: str, result: int, *, after: int = 0, times: int = ALL) -> None:
+        """So many calls of a function fail after so many that do not."""
+        self._library.stub_fail(name.encode(), after, times, result)
+
+    def hold(self, held: bool) -> None:
+        """While held, no copy begins."""
+        self._library.stub_hold(int(held))
+
+    def capture(self, capturing: bool) -> None:
+        """Whether streams say that they are being captured."""
+        self._library.stub_capture(int(capturing))
+
+    def kernel(self, memory: bytearray, value: int, took_us: float, stream: int = 0) -> None:
+        """Queues a kernel that fills memory."""
+        buffer = (ctypes.c_char * len(memory)).from_buffer(memory)
+        self._library.stub_kernel(
+            ctypes.c_void_p(stream),
+            ctypes.c_void_p(ctypes.addressof(buffer)),
+            ctypes.c_size_t(len(memory)),
+            value,
+            ctypes.c_double(took_us),
+        )
+
+    def synchronize(self, stream: int = 0) -> float:
+        """Waits for a stream; the time it is at, in microseconds."""
+        return float(self._library.stub_synchronize(ctypes.c_void_p(stream)))
+
+    def calls(self, name: str) -> int:
+        """How often a function was called."""
+        return int(self._library.stub_calls(name.encode()))
+
+    def log(self) -> list[Done]:
+        """What all streams have done, in the order of its end."""
+        count = self._library.stub_log(None, ctypes.c_size_t(0))
+        entries = (Done * count)()
+        self._library.stub_log(entries, ctypes.c_size_t(count))
+        return [*entries]
+
+    def alive(self) -> Alive:
+        """What is alive."""
+        values = (ctypes.c_uint64 * 5)()
+        self._library.stub_alive(values)
+        return Alive(*values)

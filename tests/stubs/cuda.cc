@@ -1,0 +1,435 @@
+// A CUDA driver over host memory: the functions that csrc/cuda_shim.h asks libcuda.so.1 for, with
+// streams that are threads, so that order and overlap are real, and a clock of its own, so that
+// times are exact: an operation takes what stub_configure() says, copies of one direction share a
+// link, the host takes no time. Built by the tests, which steer it by the stub_*() functions; it
+// must not know who calls.
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201, kNotReady = 600;
+enum Kind { kToHost, kToDevice, kKernel, kRecord, kWait };
+
+struct Event {
+    uint64_t asked = 0;  // records asked for
+    uint64_t done = 0;
+    double at_us = 0;  // of the last one done
+};
+
+struct Work {
+    Kind kind;
+    std::byte* target = nullptr;
+    const std::byte* source = nullptr;
+    size_t nbytes = 0;
+    int value = 0;
+    double took_us = 0;
+    Event* event = nullptr;
+    uint64_t number = 0;
+    bool pinned = true;
+};
+
+struct Done {
+    int kind;
+    uint64_t stream;
+    double begin_us, end_us;
+    uint64_t nbytes;
+};
+
+struct Failing {
+    int after, times, result;
+};
+
+std::mutex mu;
+std::condition_variable changed;
+// State below is protected by mu.
+double latency_us = 0, bytes_per_us = 0;
+double link_free_us[2] = {0, 0};
+bool held = false;
+int capturing = 0;
+int contexts = 0, streams_made = 0, streams_alive = 0, events_alive = 0;
+std::map<std::string, Failing> failing;
+std::map<std::string, int> calls;
+std::map<std::byte*, size_t> registered;
+std::vector<Done> log_;
+
+thread_local std::vector<void*> current;
+
+struct Stream {
+    std::deque<Work> queue;
+    bool busy = false, closing = false;
+    double now_us = 0;
+    uint64_t id = 0;
+    std::thread thread;
+
+    Stream() : thread([this] { run(); }) {}
+    ~Stream() {
+        {
+            const std::lock_guard lock(mu);
+            closing = true;
+        }
+        changed.notify_all();
+        thread.join();
+    }
+
+    bool may_begin() const {
+        if (queue.empty()) return false;
+        const Work& work = queue.front();
+        if (work.kind == kWait) return work.event->done >= work.number;
+        return !(held && (work.kind == kToHost || work.kind == kToDevice));
+    }
+
+    void run() {
+        std::unique_lock lock(mu);
+        for (;;) {
+            changed.wait(lock, [&] { return may_begin() || (closing && queue.empty()); });
+            if (queue.empty()) return;
+            const Work work = queue.front();
+            busy = true;
+            lock.unlock();
+            if (work.kind == kKernel)
+                std::memset(work.target, work.value, work.nbytes);
+            else if (work.nbytes > 0)
+                std::memcpy(work.target, work.source, work.nbytes);
+            lock.lock();
+            finish(work);
+            queue.pop_front();
+            busy = false;
+            changed.notify_all();
+        }
+    }
+
+    void finish(const Work& work) {
+        double begin = now_us, took = work.took_us;
+        if (work.kind == kWait) now_us = std::max(now_us, work.event->at_us);
+        if (work.kind == kRecord) {
+            work.event->done = work.number;
+            work.event->at_us = now_us;
+        }
+        if (work.kind == kToHost || work.kind == kToDevice) {
+            begin = std::max(begin, link_free_us[work.kind]);
+            const double rate = work.pinned ? bytes_per_us : bytes_per_us / 2;
+            took = latency_us + (rate > 0 ? static_cast<double>(work.nbytes) / rate : 0);
+            link_free_us[work.kind] = begin + took;
+        }
+        if (work.kind == kWait || work.kind == kRecord) return;
+        now_us = begin + took;
+        log_.push_back({work.kind, id, begin, now_us, work.nbytes});
+    }
+};
+
+Stream* default_stream() {
+    static Stream* const stream = new Stream;  // lives as long as the process, as the real one does
+    return stream;
+}
+
+Stream* of(void* stream) {
+    return stream == nullptr ? default_stream() : static_cast<Stream*>(stream);
+}
+
+// Counts the call, and says what it shall fail with.
+int enter(const char* name, bool needs_context = true) {
+    const std::lock_guard lock(mu);
+    ++calls[name];
+    if (needs_context && current.empty()) return kInvalidContext;
+    const auto found = failing.find(name);
+    if (found == failing.end()) return kSuccess;
+    Failing& failure = found->second;
+    if (failure.after > 0) {
+        --failure.after;
+        return kSuccess;
+    }
+    if (failure.times == 0) return kSuccess;
+    if (failure.times > 0) --failure.times;
+    return failure.result;
+}
+
+void queue(void* stream, Work work) {
+    {
+        const std::lock_guard lock(mu);
+        of(stream)->queue.push_back(work);
+    }
+    changed.notify_all();
+}
+
+void drain(Stream* stream) {
+    std::unique_lock lock(mu);
+    changed.wait(lock, [&] { return stream->queue.empty() && !stream->busy; });
+}
+
+bool is_pinned(const std::byte* memory, size_t nbytes) {
+    const std::lock_guard lock(mu);
+    for (const auto& [begin, size] : registered)
+        if (memory >= begin && memory + nbytes <= begin + size) return true;
+    return false;
+}
+
+int copy(const char* name, Kind kind, void* target, const void* source, size_t nbytes,
+         void* stream) {
+    if (const int result = enter(name)) return result;
+    if (target == nullptr || source == nullptr) return kInvalidValue;
+    Work work{kind};
+    work.target = static_cast<std::byte*>(target);
+    work.source = static_cast<const std::byte*>(source);
+    work.nbytes = nbytes;
+    work.pinned = is_pinned(kind == kToHost ? work.target : work.source, nbytes);
+    queue(stream, work);
+    if (!work.pinned) drain(of(stream));  // from pageable memory the caller waits
+    return kSuccess;
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int cuInit(unsigned) { return enter("cuInit", false); }
+
+EXPORT int cuDriverGetVersion(int* version) {
+    *version = 12040;
+    return enter("cuDriverGetVersion", false);
+}
+
+EXPORT int cuGetErrorName(int result, const char** text) {
+    *text = result == 2     ? "CUDA_ERROR_OUT_OF_MEMORY"
+            : result == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+                            : "CUDA_ERROR_UNKNOWN";
+    return kSuccess;
+}
+
+EXPORT int cuGetErrorString(int result, const char** text) {
+    *text = result == 2 ? "out of memory" : result == 700 ? "an illegal memory access" : "unknown";
+    return kSuccess;
+}
+
+EXPORT int cuDeviceGet(int* device, int ordinal) {
+    if (const int result = enter("cuDeviceGet", false)) return result;
+    *device = ordinal;
+    return ordinal < 4 ? kSuccess : 101;
+}
+
+EXPORT int cuDeviceGetPCIBusId(char* text, int nbytes, int device) {
+    if (const int result = enter("cuDeviceGetPCIBusId", false)) return result;
+    std::strncpy(text, ("0000:0" + std::to_string(device) + ":00.0").c_str(),
+                 static_cast<size_t>(nbytes));
+    return kSuccess;
+}
+
+EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
+    if (const int result = enter("cuDevicePrimaryCtxRetain", false)) return result;
+    const std::lock_guard lock(mu);
+    ++contexts;
+    *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1);
+    return kSuccess;
+}
+
+EXPORT int cuDevicePrimaryCtxRelease_v2(int) {
+    if (const int result = enter("cuDevicePrimaryCtxRelease_v2", false)) return result;
+    const std::lock_guard lock(mu);
+    --contexts;
+    return kSuccess;
+}
+
+EXPORT int cuCtxPushCurrent_v2(void* context) {
+    if (const int result = enter("cuCtxPushCurrent_v2", false)) return result;
+    current.push_back(context);
+    return kSuccess;
+}
+
+EXPORT int cuCtxPopCurrent_v2(void** context) {
+    if (current.empty()) return kInvalidContext;
+    *context = current.back();
+    current.pop_back();
+    return kSuccess;
+}
+
+EXPORT int cuMemHostRegister_v2(void* memory, size_t nbytes, unsigned) {
+    if (const int result = enter("cuMemHostRegister_v2")) return result;
+    const std::lock_guard lock(mu);
+    return registered.emplace(static_cast<std::byte*>(memory), nbytes).second ? kSuccess : 712;
+}
+
+EXPORT int cuMemHostUnregister(void* memory) {
+    if (const int result = enter("cuMemHostUnregister")) return result;
+    const std::lock_guard lock(mu);
+    return registered.erase(static_cast<std::byte*>(memory)) == 1 ? kSuccess : 713;
+}
+
+EXPORT int cuStreamCreate(void** stream, unsigned) {
+    if (const int result = enter("cuStreamCreate")) return result;
+    auto* made = new Stream;
+    const std::lock_guard lock(mu);
+    made->id = static_cast<uint64_t>(++streams_made);
+    ++streams_alive;
+    *stream = made;
+    return kSuccess;
+}
+
+EXPORT int cuStreamDestroy_v2(void* stream) {
+    if (const int result = enter("cuStreamDestroy_v2")) return result;
+    delete static_cast<Stream*>(stream);
+    const std::lock_guard lock(mu);
+    --streams_alive;
+    return kSuccess;
+}
+
+EXPORT int cuStreamIsCapturing(void*, int* status) {
+    if (const int result = enter("cuStreamIsCapturing")) return result;
+    const std::lock_guard lock(mu);
+    *status = capturing;
+    return kSuccess;
+}
+
+EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+    if (const int result = enter("cuStreamWaitEvent")) return result;
+    Work work{kWait};
+    work.event = static_cast<Event*>(event);
+    {
+        const std::lock_guard lock(mu);
+        work.number = work.event->asked;
+    }
+    queue(stream, work);
+    return kSuccess;
+}
+
+EXPORT int cuEventCreate(void** event, unsigned) {
+    if (const int result = enter("cuEventCreate")) return result;
+    const std::lock_guard lock(mu);
+    ++events_alive;
+    *event = new Event;
+    return kSuccess;
+}
+
+EXPORT int cuEventDestroy_v2(void* event) {
+    if (const int result = enter("cuEventDestroy_v2")) return result;
+    const std::lock_guard lock(mu);
+    --events_alive;
+    delete static_cast<Event*>(event);
+    return kSuccess;
+}
+
+EXPORT int cuEventRecord(void* event, void* stream) {
+    if (const int result = enter("cuEventRecord")) return result;
+    Work work{kRecord};
+    work.event = static_cast<Event*>(event);
+    {
+        const std::lock_guard lock(mu);
+        work.number = ++work.event->asked;
+    }
+    queue(stream, work);
+    return kSuccess;
+}
+
+EXPORT int cuEventQuery(void* event) {
+    if (const int result = enter("cuEventQuery")) return result;
+    const std::lock_guard lock(mu);
+    const auto* asked = static_cast<Event*>(event);
+    return asked->done == asked->asked ? kSuccess : kNotReady;
+}
+
+EXPORT int cuEventSynchronize(void* event) {
+    if (const int result = enter("cuEventSynchronize")) return result;
+    const auto* asked = static_cast<Event*>(event);
+    std::unique_lock lock(mu);
+    changed.wait(lock, [&] { return asked->done == asked->asked; });
+    return kSuccess;
+}
+
+EXPORT int cuEventElapsedTime(float* ms, void* begin, void* end) {
+    if (const int result = enter("cuEventElapsedTime")) return result;
+    const std::lock_guard lock(mu);
+    *ms = static_cast<float>((static_cast<Event*>(end)->at_us - static_cast<Event*>(begin)->at_us) /
+                             1e3);
+    return kSuccess;
+}
+
+EXPORT int cuMemcpyDtoHAsync_v2(void* target, unsigned long long source, size_t nbytes,
+                                void* stream) {
+    return copy("cuMemcpyDtoHAsync_v2", kToHost, target, reinterpret_cast<const void*>(source),
+                nbytes, stream);
+}
+
+EXPORT int cuMemcpyHtoDAsync_v2(unsigned long long target, const void* source, size_t nbytes,
+                                void* stream) {
+    return copy("cuMemcpyHtoDAsync_v2", kToDevice, reinterpret_cast<void*>(target), source, nbytes,
+                stream);
+}
+
+// --- for tests
+
+EXPORT void stub_configure(double new_latency_us, double new_bytes_per_us) {
+    const std::lock_guard lock(mu);
+    latency_us = new_latency_us;
+    bytes_per_us = new_bytes_per_us;
+    link_free_us[0] = link_free_us[1] = default_stream()->now_us = 0;
+    log_.clear();
+    calls.clear();
+    failing.clear();
+}
+
+// After so many calls, so many (-1: all) fail with a result.
+EXPORT void stub_fail(const char* name, int after, int times, int result) {
+    const std::lock_guard lock(mu);
+    failing[name] = {after, times, result};
+}
+
+// While held, no copy begins.
+EXPORT void stub_hold(int hold) {
+    {
+        const std::lock_guard lock(mu);
+        held = hold != 0;
+    }
+    changed.notify_all();
+}
+
+EXPORT void stub_capture(int status) {
+    const std::lock_guard lock(mu);
+    capturing = status;
+}
+
+// A kernel that fills memory and takes so long.
+EXPORT void stub_kernel(void* stream, void* target, size_t nbytes, int value, double took_us) {
+    Work work{kKernel};
+    work.target = static_cast<std::byte*>(target);
+    work.nbytes = nbytes;
+    work.value = value;
+    work.took_us = took_us;
+    queue(stream, work);
+}
+
+EXPORT double stub_synchronize(void* stream) {
+    drain(of(stream));
+    const std::lock_guard lock(mu);
+    return of(stream)->now_us;
+}
+
+EXPORT int stub_calls(const char* name) {
+    const std::lock_guard lock(mu);
+    return calls[name];
+}
+
+// Copies up to `count` entries of the log; returns how many there are.
+EXPORT size_t stub_log(Done* out, size_t count) {
+    const std::lock_guard lock(mu);
+    std::copy_n(log_.begin(), std::min(count, log_.size()), out);
+    return log_.size();
+}
+
+// What is alive: contexts, streams, events, registered ranges, registered bytes.
+EXPORT void stub_alive(uint64_t* out) {
+    const std::lock_guard lock(mu);
+    uint64_t nbytes = 0;
+    for (const auto& [begin, size] : registered) nbytes += size;
+    const uint64_t values[] = {static_cast<uint64_t>(contexts),
+                               static_cast<uint64_t>(streams_alive),
+                               static_cast<uint64_t>(events_alive), registered.size(), nbytes};
+    std::copy(std::begin(values), std::end(values), out);
+}
