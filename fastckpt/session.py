@@ -10,8 +10,9 @@ import itertools
 import json
 import os
 import threading
+from typing import Any
 
-_REMEMBERED = 4096  # rounds whose order is known
+_REMEMBERED = 4096  # rounds, and labels: of a run that saves for ever, the last ones
 
 
 class Session:
@@ -40,8 +41,9 @@ class Session:
 
     def begin(self, label: str) -> int:
         """The number of a new round of a label."""
-        number = self._next.get(label, 0)
-        self._next[label] = number + 1
+        number = self._next.pop(label, 0)
+        self._next[label] = number + 1  # at the end: what was used last
+        _forget_oldest(self._next)
         self._note(name_of(label, number))
         return number
 
@@ -49,13 +51,13 @@ class Session:
         self._under_way.add(name)
         self._order[name] = next(self._begun)
         self._last = name
-        while len(self._order) > _REMEMBERED:
-            self._order.pop(next(iter(self._order)))
+        _forget_oldest(self._order)
 
     def take(self, label: str, number: int) -> int:
         """The number for good of a round that was begun with this one."""
         with self.lock:
-            taken = self._taken.setdefault(label, set())
+            taken = self._taken[label] = self._taken.pop(label, set())
+            _forget_oldest(self._taken)
             if number in taken:  # by an earlier round that skipped some
                 number = max(taken) + 1
             self._keep(label, number)
@@ -68,10 +70,10 @@ class Session:
             self._keep(label, later)
 
     def _keep(self, label: str, number: int) -> None:
-        taken, name = self._taken[label], name_of(label, number)
+        taken, name = self._taken.setdefault(label, set()), name_of(label, number)
         taken.add(number)
         taken.discard(min(taken) if len(taken) > _REMEMBERED else -1)
-        self._next[label] = max(self._next[label], number + 1)
+        self._next[label] = max(self._next.get(label, 0), number + 1)
         if name not in self._order:
             self._note(name)
 
@@ -96,6 +98,11 @@ class Session:
     def is_past(self, name: str, other: str) -> bool:
         """Whether a rank that is at `other` has passed `name`; what was not begun here is ahead."""
         return self._order.get(other, 1 << 62) > self._order.get(name, -1)
+
+
+def _forget_oldest(known: dict[str, Any]) -> None:
+    while len(known) > _REMEMBERED:
+        known.pop(next(iter(known)))
 
 
 def name_of(label: str, number: int) -> str:

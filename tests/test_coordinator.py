@@ -32,6 +32,7 @@ from fastckpt import agreement as module
 from fastckpt.agreement import Round
 from fastckpt.coordinator import Coordinator
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
+from fastckpt.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX = "agreement"
@@ -894,6 +895,20 @@ def test_coordinators_of_one_group_count_on(tmp_path: Path) -> None:
         assert second.begin("step 1").name == "step 1#1"
     finally:
         dist.destroy_process_group()
+
+
+def test_what_a_session_remembers_has_a_bound() -> None:
+    session = Session()
+    for step in range(20_000):
+        session.take("save", session.begin("save"))
+        label = f"step {step}"
+        session.end(label, session.take(label, session.begin(label)))
+        session.end("save", step)
+    assert session.begin("save") == 20_000
+    assert len(session.record()) < 200
+    sizes = {k: len(v) for k, v in vars(session).items() if isinstance(v, dict | set)}
+    assert max(sizes.values()) <= 4096, sizes
+    assert len(session._taken["save"]) <= 4096
 
 
 def test_closed_coordinator_is_refused() -> None:
