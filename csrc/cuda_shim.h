@@ -1,7 +1,7 @@
 // The CUDA driver, found at run time: the few functions of libcuda.so.1 that staging needs, by
 // dlopen, so that building takes neither headers nor a toolkit and a process without a GPU loads
 // nothing. It knows names and types of that interface (CUDA 11 to 13); it does not know what is
-// copied, or why. tests/native/cuda_headers.cc compares what stands here with NVIDIA's cuda.h.
+// copied, or why. tests/stubs/cuda_headers.cc compares what stands here with NVIDIA's cuda.h.
 #pragma once
 
 #include <cstddef>
