@@ -5,9 +5,11 @@ test is about.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -239,6 +241,11 @@ def descriptors_below(directory: Path) -> list[str]:
 def saving_threads() -> list[str]:
     """Python threads of the library that are still doing something for a save."""
     return [thread.name for thread in threading.enumerate() if "fastckpt" in thread.name]
+
+
+def pytest_unconfigure() -> None:
+    """An interpreter that does not end says where it stands, and ends."""
+    faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(scope="session", autouse=True)

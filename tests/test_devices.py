@@ -370,3 +370,13 @@ def test_a_process_without_a_gpu_loads_no_driver() -> None:
         "assert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_process_that_used_a_device_ends(stub: CudaStub) -> None:
+    code = (
+        "import torch\n"
+        "from fastckpt import _engine\n"
+        f"queue = _engine.DeviceQueue(_engine.CudaDriver({stub.path!r}), 0)\n"
+        "queue.follow(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

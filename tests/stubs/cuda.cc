@@ -49,8 +49,10 @@ struct Failing {
     int after, times, result;
 };
 
-std::mutex mu;
-std::condition_variable changed;
+// Never destroyed: the default stream's thread waits on them until the process is gone, and
+// destroying a condition variable waits for who waits.
+std::mutex& mu = *new std::mutex;
+std::condition_variable& changed = *new std::condition_variable;
 // State below is protected by mu.
 double latency_us = 0, bytes_per_us = 0;
 double link_free_us[2] = {0, 0};
