@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fastckpt import agreement
 from fastckpt.coordinator import Coordinator
+from fastckpt.devices import Reads
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
 from fastckpt.pipeline import Pipeline
@@ -66,7 +67,7 @@ def one_save(ranks: int, directory: Path) -> list[dict[str, int]]:
                     everybody, "replicated")  # fmt: skip
         protocol = torch.serialization.DEFAULT_PROTOCOL
         objects = torch_pickle.capture({}, pickle, protocol, False, False) if rank == 0 else None
-        content = Content([leaf], objects, b"", Description([("weight", "float32")]), [])
+        content = Content([leaf], objects, b"", Description([("weight", "float32")]), Reads(), [])
         return StepSave(
             SaveHandle(str(directory), 0.0),
             speakers[rank].begin("step 0", TIMEOUT_S),

@@ -3,6 +3,8 @@
 #include "arena.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -25,6 +27,15 @@ bool populate(std::byte* begin, size_t nbytes) {
         if (madvise(begin + at, std::min(kStep, nbytes - at), MADV_POPULATE_WRITE) != 0)
             return false;
     return true;
+}
+
+// Pages not yet there come from this node while it has some: mbind(2). Advice only.
+void prefer_node(void* memory, size_t nbytes, int node) {
+    constexpr int kPreferred = 1;  // MPOL_PREFERRED, linux/mempolicy.h
+    constexpr int kNodesMax = 64;
+    if (node < 0 || node >= kNodesMax) return;
+    const unsigned long mask = 1UL << node;
+    syscall(SYS_mbind, memory, nbytes, kPreferred, &mask, kNodesMax + 1, 0);
 }
 
 }  // namespace
@@ -77,7 +88,10 @@ int Arena::pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner) {
     const size_t first = part * kPinnedBlocks;
     const size_t count = std::min(kPinnedBlocks, blocks_ - first);
     std::byte* memory = base_ + first * block_bytes_;
-    if (pinner_ == nullptr) pinner_ = pinner;
+    if (pinner_ == nullptr) {
+        pinner_ = pinner;
+        prefer_node(base_, blocks_ * block_bytes_, pinner->node());
+    }
     populate(memory, count * block_bytes_);  // sooner done here than page by page while pinning
     pin_error_ = pinner_->pin(memory, count * block_bytes_);
     pinned_[part] = pin_error_ == 0;

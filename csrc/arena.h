@@ -16,6 +16,8 @@ class Pinner {
     virtual ~Pinner() = default;
     virtual int pin(void* memory, size_t nbytes) = 0;
     virtual void unpin(void* memory) = 0;
+    // The NUMA node that the device is near to, or -1.
+    virtual int node() = 0;
 };
 
 class Arena {

@@ -133,6 +133,11 @@ void bind_jobs(py::module_& m) {
             "wait_queued", [](WriteJob& job, double s) { return job.wait_queued(Seconds(s)); },
             nogil)
         .def("pin_error", &WriteJob::pin_error)
+        .def("device_copies",
+             [](WriteJob& job) {
+                 const DeviceCopies copies = job.device_copies();
+                 return py::make_tuple(copies.nbytes, copies.seconds);
+             })
         .def(
             "wait_staged", [](WriteJob& job, double s) { return job.wait_staged(Seconds(s)); },
             nogil)
@@ -174,7 +179,8 @@ void bind_jobs(py::module_& m) {
 void bind_devices(py::module_& m) {
     const py::call_guard<py::gil_scoped_release> nogil;
     py::register_exception<cuda::Unavailable>(m, "DeviceUnavailable");
-    py::register_exception<DeviceError>(m, "DeviceError");
+    auto error = py::register_exception<DeviceError>(m, "DeviceError");
+    py::register_exception<StreamCaptured>(m, "StreamCaptured", error);
     py::class_<cuda::Driver, std::shared_ptr<cuda::Driver>>(m, "CudaDriver")
         .def(py::init<const std::string&>(), py::arg("library"), nogil)
         .def("text", &cuda::Driver::text)
@@ -188,10 +194,14 @@ void bind_devices(py::module_& m) {
         .def("follow", &DeviceQueue::follow, nogil)
         .def("lead", &DeviceQueue::lead, nogil)
         .def_property_readonly("bus_id", &DeviceQueue::bus_id);
+    py::class_<DeviceQueue::Wait>(m, "Wait", py::release_gil_before_calling_cpp_dtor())
+        .def("seconds", &DeviceQueue::Wait::seconds, nogil);
     py::class_<DeviceRange>(m, "DeviceRange")
         .def(py::init([](uint64_t begin, uint64_t end, std::shared_ptr<DeviceQueue> queue) {
             return DeviceRange{begin, end, std::move(queue)};
-        }));
+        }))
+        .def_readonly("begin", &DeviceRange::begin)
+        .def_readonly("end", &DeviceRange::end);
 }
 
 void bind_engine(py::module_& m) {

@@ -25,6 +25,7 @@ constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventBlockingSync = 1;  // who waits sleeps instead of spinning
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;  // for the contexts of all devices
+constexpr int kCaptureModeRelaxed = 2;
 
 // Name here, name in the library, arguments. All return a Result.
 #define FASTCKPT_CUDA_FUNCTIONS(X)                                                          \
@@ -44,6 +45,7 @@ constexpr unsigned kHostRegisterPortable = 1;  // for the contexts of all device
     X(stream_destroy, cuStreamDestroy_v2, (Stream stream))                                  \
     X(stream_wait_event, cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))   \
     X(stream_is_capturing, cuStreamIsCapturing, (Stream stream, int* status))               \
+    X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))                \
     X(event_create, cuEventCreate, (Event * event, unsigned flags))                         \
     X(event_record, cuEventRecord, (Event event, Stream stream))                            \
     X(event_query, cuEventQuery, (Event event))                                             \

@@ -1,19 +1,26 @@
 // Streams and events of one device: see device_queue.h.
 #include "device_queue.h"
 
-#include "check.h"
+#include <algorithm>
+#include <cctype>
+#include <fstream>
 
 namespace fastckpt {
 
 // The device's primary context on this thread, for as long as this lives; what was current before
-// is so again afterwards, since the thread may be torch's.
+// is so again afterwards, since the thread may be torch's. While another thread captures a graph,
+// much of what is called here would break that capture, were it not relaxed for this thread.
 class DeviceQueue::Current {
   public:
     explicit Current(const DeviceQueue& queue)
-        : driver_(*queue.driver_), result_(driver_.context_push(queue.context_)) {}
+        : driver_(*queue.driver_), result_(driver_.context_push(queue.context_)) {
+        if (result_ == cuda::kSuccess) driver_.exchange_capture_mode(&mode_);
+    }
     ~Current() {
+        if (result_ != cuda::kSuccess) return;
         cuda::Context popped = nullptr;
-        if (result_ == cuda::kSuccess) driver_.context_pop(&popped);
+        driver_.exchange_capture_mode(&mode_);
+        driver_.context_pop(&popped);
     }
     Current(const Current&) = delete;
     Current& operator=(const Current&) = delete;
@@ -22,6 +29,7 @@ class DeviceQueue::Current {
   private:
     const cuda::Driver& driver_;
     const cuda::Result result_;
+    int mode_ = cuda::kCaptureModeRelaxed;
 };
 
 namespace {
@@ -70,31 +78,55 @@ cuda::Result DeviceQueue::take(Mark* mark) {
     return driver_->event_create(mark, cuda::kEventBlockingSync);
 }
 
+void DeviceQueue::require_uncaptured(cuda::Stream stream) const {
+    int capturing = 0;
+    require(driver_->stream_is_capturing(stream, &capturing), "stream");
+    if (capturing != 0)
+        throw StreamCaptured(
+            "cuda:" + std::to_string(ordinal_) + ": the stream is being captured into a CUDA graph",
+            cuda::kSuccess);
+}
+
+void DeviceQueue::record(cuda::Stream stream, Mark* made) {
+    require(take(made), "event");
+    const cuda::Result result = driver_->event_record(*made, stream);
+    if (result == cuda::kSuccess) return;
+    discard(*made);
+    require(result, "order of streams");
+}
+
 void DeviceQueue::follow(uint64_t stream) {
     const Current current(*this);
     require(current.result(), "context");
-    int capturing = 0;
-    require(driver_->stream_is_capturing(as_stream(stream), &capturing), "stream");
-    if (capturing != 0)
-        throw DeviceError("the current stream is being captured into a CUDA graph: save outside it",
-                          cuda::kSuccess);
+    require_uncaptured(as_stream(stream));
     Mark mark = nullptr;
-    require(take(&mark), "event");
-    cuda::Result result = driver_->event_record(mark, as_stream(stream));
-    if (result == cuda::kSuccess) result = driver_->stream_wait_event(stream_, mark, 0);
+    record(as_stream(stream), &mark);
+    const cuda::Result result = driver_->stream_wait_event(stream_, mark, 0);
     discard(mark);  // the stream waits for what the event was when it was asked to
     require(result, "order of streams");
 }
 
-void DeviceQueue::lead(uint64_t stream) {
+std::unique_ptr<DeviceQueue::Wait> DeviceQueue::lead(uint64_t stream) {
     const Current current(*this);
     require(current.result(), "context");
-    Mark mark = nullptr;
-    require(take(&mark), "event");
-    cuda::Result result = driver_->event_record(mark, stream_);
-    if (result == cuda::kSuccess) result = driver_->stream_wait_event(as_stream(stream), mark, 0);
+    require_uncaptured(as_stream(stream));
+    Mark before = nullptr, after = nullptr, mark = nullptr;
+    record(as_stream(stream), &before);
+    record(stream_, &mark);
+    const cuda::Result result = driver_->stream_wait_event(as_stream(stream), mark, 0);
     discard(mark);
     require(result, "order of streams");
+    record(as_stream(stream), &after);
+    return std::make_unique<Wait>(shared_from_this(), before, after);
+}
+
+DeviceQueue::Wait::~Wait() {
+    queue_->discard(before_);
+    queue_->discard(after_);
+}
+
+double DeviceQueue::Wait::seconds() const {
+    return queue_->query(after_) == cuda::kNotReady ? -1 : queue_->seconds(before_, after_);
 }
 
 cuda::Result DeviceQueue::copy_to_host(std::byte* target, uint64_t source, size_t nbytes) {
@@ -109,7 +141,10 @@ cuda::Result DeviceQueue::mark(Mark* made) {
     const cuda::Result result = take(made);
     if (result != cuda::kSuccess) return result;
     const cuda::Result recorded = driver_->event_record(*made, stream_);
-    if (recorded != cuda::kSuccess) discard(*made);
+    if (recorded != cuda::kSuccess) {
+        discard(*made);
+        *made = nullptr;
+    }
     return recorded;
 }
 
@@ -140,6 +175,16 @@ std::string DeviceQueue::bus_id() {
     char text[32] = {};
     const auto result = driver_->device_pci_bus_id(text, sizeof text, device_);
     return result == cuda::kSuccess ? text : "";
+}
+
+// sysfs-bus-pci: the node, or -1 where the machine has only one or does not say.
+int DeviceQueue::node() {
+    std::string name = bus_id();
+    std::transform(name.begin(), name.end(), name.begin(),
+                   [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+    std::ifstream file("/sys/bus/pci/devices/" + name + "/numa_node");
+    int found = -1;
+    return file >> found ? found : -1;
 }
 
 int DeviceQueue::pin(void* memory, size_t nbytes) {

@@ -22,9 +22,14 @@ struct DeviceError : std::runtime_error {
     cuda::Result result;
 };
 
+// A stream is being captured into a CUDA graph: it cannot be ordered with what is not captured.
+struct StreamCaptured : DeviceError {
+    using DeviceError::DeviceError;
+};
+
 // Copies are done in the order in which they were queued. Callable from any thread; what is given a
 // stream takes its number as torch tells it (cuda_stream; 0 is the legacy default stream).
-class DeviceQueue : public Pinner {
+class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQueue> {
   public:
     // For the device that torch numbers so in this process. Throws DeviceError.
     DeviceQueue(std::shared_ptr<const cuda::Driver> driver, int ordinal);
@@ -32,18 +37,35 @@ class DeviceQueue : public Pinner {
     DeviceQueue(const DeviceQueue&) = delete;
     DeviceQueue& operator=(const DeviceQueue&) = delete;
 
+    // A place in a stream: reached once all before it is done.
+    using Mark = cuda::Event;
+
+    // How long a stream was kept waiting.
+    class Wait {
+      public:
+        Wait(std::shared_ptr<DeviceQueue> queue, Mark before, Mark after)
+            : queue_(std::move(queue)), before_(before), after_(after) {}
+        ~Wait();
+        Wait(const Wait&) = delete;
+        Wait& operator=(const Wait&) = delete;
+        // Negative while it still waits.
+        double seconds() const;
+
+      private:
+        const std::shared_ptr<DeviceQueue> queue_;
+        const Mark before_, after_;
+    };
+
     // What is queued from now on begins when the stream has done what it was given so far. Throws
-    // DeviceError, also when the stream is being captured into a graph.
+    // DeviceError; StreamCaptured.
     void follow(uint64_t stream);
     // What the stream is given from now on begins when all that was queued so far is done; the
-    // caller does not wait. Throws DeviceError.
-    void lead(uint64_t stream);
-
-    // A place in the queue: reached once all before it is done.
-    using Mark = cuda::Event;
+    // caller does not wait. Throws DeviceError; StreamCaptured.
+    std::unique_ptr<Wait> lead(uint64_t stream);
 
     // These report the driver's result. Host memory stays valid until a later mark is reached.
     cuda::Result copy_to_host(std::byte* target, uint64_t source, size_t nbytes);
+    // Leaves a null mark where it fails.
     cuda::Result mark(Mark* made);
     // kNotReady if it was not reached yet.
     cuda::Result query(Mark mark);
@@ -60,10 +82,13 @@ class DeviceQueue : public Pinner {
 
     int pin(void* memory, size_t nbytes) override;
     void unpin(void* memory) override;
+    int node() override;
 
   private:
     class Current;
     void require(cuda::Result result, const char* what) const;
+    void require_uncaptured(cuda::Stream stream) const;
+    void record(cuda::Stream stream, Mark* made);
     cuda::Result take(Mark* mark);
 
     const std::shared_ptr<const cuda::Driver> driver_;

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -44,6 +45,12 @@ struct DeviceRange {
     uint64_t begin;
     uint64_t end;
     std::shared_ptr<DeviceQueue> queue;
+};
+
+// What devices have copied for a job, and how long that took them.
+struct DeviceCopies {
+    uint64_t nbytes;
+    double seconds;
 };
 
 struct Failure {
@@ -88,6 +95,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     size_t blocks_held_max();
     // Why staging memory of this job is not pinned: the driver's code, or 0. After wait_queued().
     int pin_error();
+    // After wait_staged().
+    DeviceCopies device_copies();
     // Stages no further block. What is in flight completes; the job then counts as failed with
     // ECANCELED.
     void cancel();
@@ -108,6 +117,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     bool finished() const;
     Block& claim(std::byte* memory);
     void gather(Block& block);
+    struct Arrival;
+    Arrival* arrive_by(Block& block, DeviceQueue* queue);
     void gathered(Block& block);
     bool is_arriving(const Block& block) const;
     bool arrived(const Block& block) const;
@@ -149,6 +160,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     size_t stagers_ = 0;
     size_t arriving_ = 0;  // blocks whose bytes are on their way from devices
     int pin_error_ = 0;
+    std::map<const DeviceQueue*, double> device_seconds_;
+    uint64_t device_nbytes_ = 0;
     size_t blocks_held_ = 0;
     size_t blocks_held_max_ = 0;
     uint32_t open_segment_crc_ = 0;  // of the segment that crosses the last sealed block's end

@@ -2,7 +2,7 @@
 // else.
 #pragma once
 
-#include <utility>
+#include <map>
 #include <vector>
 
 #include "crc32.h"
@@ -19,6 +19,14 @@ struct RunCrc {
         crc = nbytes == 0 ? other : crc32_combine(crc, other, other_nbytes);
         nbytes += other_nbytes;
     }
+};
+
+// What one device copies into a block: between which places in its queue.
+struct WriteJob::Arrival {
+    DeviceQueue* queue;
+    DeviceQueue::Mark begin;
+    DeviceQueue::Mark end;  // null if the device refused it
+    uint64_t nbytes;
 };
 
 // A block's way: claimed (memory taken), copied by a stager, sealed in file order, written,
@@ -38,14 +46,15 @@ struct WriteJob::Block {
     RunCrc after;
     uint32_t head_crc = 0;  // of the first segment's bytes in this block, where it began earlier
     uint32_t tail_crc = 0;  // of the last segment's bytes in this block, where it goes on
-    // Where devices copy into this block: the places in their queues after which it is all there.
-    std::vector<std::pair<DeviceQueue*, DeviceQueue::Mark>> marks;
+    std::vector<Arrival> arrivals;
+    std::map<const DeviceQueue*, double> device_seconds;
+    uint64_t device_nbytes = 0;
     cuda::Result device_error = cuda::kSuccess;
     Op op;
 
     int pin_error = 0;
 
-    bool is_arriving() const { return !marks.empty() || device_error != cuda::kSuccess; }
+    bool is_arriving() const { return !arrivals.empty() || device_error != cuda::kSuccess; }
 
     bool has_late() const { return late_end != 0; }
     void append(uint32_t crc, uint64_t nbytes) {

@@ -97,6 +97,8 @@ void WriteJob::copied(Block& block) {
     block.state = State::copied;
     if (block.device_error != cuda::kSuccess)
         fail({Op::Kind::copy, block.begin, block.device_error});
+    for (const auto& [queue, seconds] : block.device_seconds) device_seconds_[queue] += seconds;
+    device_nbytes_ += block.device_nbytes;
     size_t& under_way = block.is_arriving() ? arriving_ : stagers_;
     CHECK(under_way > 0);
     --under_way;

@@ -25,7 +25,6 @@ void WriteJob::gather(Block& block) {
     auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
                                     [](uint64_t at, const Segment& s) { return at < s.offset; });
     std::vector<const Segment*> on_host;
-    std::vector<DeviceQueue*> queues;
     const auto place = [&](const Segment& s) {
         const uint64_t begin = std::max(block.begin, s.offset);
         const uint64_t nbytes = std::min(block.end, s.offset + s.nbytes) - begin;
@@ -38,24 +37,35 @@ void WriteJob::gather(Block& block) {
             on_host.push_back(&*segment);
             continue;
         }
-        if (queues.empty() && block.device_error == cuda::kSuccess)
-            block.pin_error = engine_.arena_.pin(block.memory, devices_.front().queue);
-        if (std::find(queues.begin(), queues.end(), queue) == queues.end()) queues.push_back(queue);
         const auto [target, source, nbytes] = place(*segment);
-        if (block.device_error == cuda::kSuccess)
-            block.device_error = queue->copy_to_host(target, source, nbytes);
+        Arrival* arrival = arrive_by(block, queue);
+        if (arrival == nullptr) break;
+        block.device_error = queue->copy_to_host(target, source, nbytes);
+        arrival->nbytes += nbytes;
+        if (block.device_error != cuda::kSuccess) break;
     }
-    if (queues.empty()) return;
-    for (DeviceQueue* queue : queues) {
-        DeviceQueue::Mark mark = nullptr;
-        const cuda::Result result = queue->mark(&mark);
-        if (result == cuda::kSuccess) block.marks.emplace_back(queue, mark);
+    for (Arrival& arrival : block.arrivals) {
+        const cuda::Result result = arrival.queue->mark(&arrival.end);
         if (block.device_error == cuda::kSuccess) block.device_error = result;
     }
+    if (block.arrivals.empty()) return;
     for (const Segment* s : on_host) {
         const auto [target, source, nbytes] = place(*s);
         std::memcpy(target, reinterpret_cast<const std::byte*>(source), nbytes);
     }
+}
+
+// What the block has of one queue, begun if there is nothing yet; null if the device refuses.
+WriteJob::Arrival* WriteJob::arrive_by(Block& block, DeviceQueue* queue) {
+    for (Arrival& arrival : block.arrivals)
+        if (arrival.queue == queue) return &arrival;
+    if (block.arrivals.empty())
+        block.pin_error = engine_.arena_.pin(block.memory, devices_.front().queue);
+    Arrival arrival{queue, nullptr, nullptr, 0};
+    block.device_error = queue->mark(&arrival.begin);
+    if (block.device_error != cuda::kSuccess) return nullptr;
+    block.arrivals.push_back(arrival);
+    return &block.arrivals.back();
 }
 
 void WriteJob::gathered(Block& block) {
@@ -70,17 +80,34 @@ bool WriteJob::is_arriving(const Block& block) const { return block.is_arriving(
 bool WriteJob::is_lost(const Block& block) const { return block.device_error != cuda::kSuccess; }
 
 bool WriteJob::arrived(const Block& block) const {
-    return std::all_of(block.marks.begin(), block.marks.end(), [](const auto& mark) {
-        return mark.first->query(mark.second) != cuda::kNotReady;
+    return std::all_of(block.arrivals.begin(), block.arrivals.end(), [](const auto& arrival) {
+        return arrival.end == nullptr || arrival.queue->query(arrival.end) != cuda::kNotReady;
     });
 }
 
+// Without the mutex; what was measured is added up by copied().
 void WriteJob::await(Block& block) {
-    for (const auto& [queue, mark] : block.marks) {
-        const cuda::Result result = queue->wait(mark);
-        queue->discard(mark);
-        if (block.device_error == cuda::kSuccess) block.device_error = result;
+    for (const Arrival& arrival : block.arrivals) {
+        if (arrival.end != nullptr) {
+            const cuda::Result result = arrival.queue->wait(arrival.end);
+            if (block.device_error == cuda::kSuccess) block.device_error = result;
+            if (result == cuda::kSuccess)
+                block.device_seconds[arrival.queue] +=
+                    arrival.queue->seconds(arrival.begin, arrival.end);
+            arrival.queue->discard(arrival.end);
+        }
+        arrival.queue->discard(arrival.begin);
+        block.device_nbytes += arrival.nbytes;
     }
+}
+
+// Devices copy beside each other: the slowest one's time counts.
+DeviceCopies WriteJob::device_copies() {
+    const std::lock_guard lock(engine_.mu_);
+    DeviceCopies copies{device_nbytes_, 0};
+    for (const auto& [queue, seconds] : device_seconds_)
+        copies.seconds = std::max(copies.seconds, seconds);
+    return copies;
 }
 
 }  // namespace fastckpt

@@ -23,6 +23,7 @@ import torch
 from fastckpt import file_save, pipeline
 from fastckpt.agreement import TIMEOUT_S
 from fastckpt.errors import RanksDisagree, StorageError
+from fastckpt.fence import Watched
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
 from fastckpt.reader import VerifiedFile, open_verified
@@ -123,8 +124,14 @@ def save(
     with agreement.failing():
         current.raise_unreported()  # with a group only now, when the other ranks hear of it
         try:
+            devices = current.staging.devices
             captured = torch_pickle.capture(
-                obj, pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step"
+                obj,
+                pickle_module,
+                pickle_protocol,
+                _disable_byteorder_record,
+                fence == "step",
+                devices.readable(),
             )
         except torch_pickle.SkipData:
             _refuse_group(group, "under skip_data()")
@@ -134,7 +141,9 @@ def save(
         job = file_save.FileSave(
             handle,
             agreement,
-            file_save.Plan(captured, obj, members, keep=fence == "step"),
+            devices.reads(captured.storages()),
+            [Watched(captured.tensors, obj)] if fence == "step" else [],
+            file_save.Plan(captured, obj, members),
             fence=fence,
             backend=backend,
             durable=durable,

@@ -23,6 +23,7 @@ from fastckpt import pipeline
 from fastckpt.agreement import TIMEOUT_S
 from fastckpt.coordinator import Coordinator
 from fastckpt.errors import CheckpointError
+from fastckpt.fence import Watched
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
 from fastckpt.replicas import Description
@@ -294,7 +295,7 @@ class Checkpointer:
             log.warning("%r differs between ranks: from now on it is saved from rank 0", key)
 
     def _capture(self, state: Any) -> Content:
-        """What save() has to take now; copies no tensor of the CPU that is contiguous."""
+        """What save() has to take now; copies no tensor that is contiguous."""
         coordinator = self._coordinator
         flat = flatten(
             state,
@@ -304,19 +305,30 @@ class Checkpointer:
             rank_of=self._rank_of,
         )
         observe = self._fence == "step"
+        devices = self._current().staging.devices
+        readable = devices.readable()
         objects = None
         if coordinator.rank == 0:
             protocol = torch.serialization.DEFAULT_PROTOCOL
-            objects = torch_pickle.capture(flat.objects, pickle, protocol, False, observe)
-        leaves = [_readable(leaf) for leaf in flat.leaves]
-        versions = [(leaf.local, leaf.local._version) for leaf in leaves] if observe else []
+            objects = torch_pickle.capture(flat.objects, pickle, protocol, False, observe, readable)
+        leaves = [_readable(leaf, readable) for leaf in flat.leaves]
+        watched = []
+        if observe:
+            versions = [(leaf.local, leaf.local._version) for leaf in leaves]
+            named = {leaf.key: leaf.local for leaf in leaves}
+            watched.append(Watched(versions, named, copied_nbytes=0))
+        if observe and objects is not None:
+            watched.append(Watched(objects.tensors, flat.objects))
+        storages = [leaf.local.untyped_storage() for leaf in leaves]
+        if objects is not None:
+            storages += objects.storages()
         return Content(
             leaves,
             objects,
             _pickled(flat),
             Description(_texts(flat), self._differing),
-            versions,
-            flat.objects if observe and objects is not None else None,
+            devices.reads(storages),
+            watched,
         )
 
     def _first_whole(
@@ -348,10 +360,10 @@ def _rank_of(group: Any) -> dict[int, int] | None:
     return {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
 
 
-def _readable(leaf: Leaf) -> Leaf:
-    """A leaf whose memory can be copied as it lies."""
+def _readable(leaf: Leaf, types: frozenset[str]) -> Leaf:
+    """A leaf whose memory can be copied as it lies, on devices of these types."""
     local = leaf.local
-    if local.device.type != "cpu" or not local.is_contiguous():
+    if local.device.type not in types or not local.is_contiguous():
         return leaf._replace(local=local.cpu().contiguous())
     return leaf
 

@@ -94,5 +94,11 @@ class RanksDisagree(CheckpointError):
     """
 
 
+class DeviceError(CheckpointError):
+    """A GPU or its driver refused what a save or a load asked of it; the message has the driver's
+    words. Nothing was committed.
+    """
+
+
 class BackendUnavailable(CheckpointError):
     """The backend that was asked for by name does not work here; the message says why."""

@@ -6,7 +6,8 @@ are copied or what happens to the save.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -14,23 +15,52 @@ from fastckpt.errors import StagingConflict
 from fastckpt.formats.torch_pickle import SMALL_BYTES
 
 
-def check_unchanged(
-    tensors: Iterable[tuple[torch.Tensor, int]], obj: object, copied_nbytes: int = SMALL_BYTES
-) -> None:
-    """Compares version counters with those noted before copying (torch.Tensor._version).
+class Watched:
+    """Tensors that must not change before they were copied.
+
+    They are looked at once: by the thread that goes on to change them, or by the save when all was
+    copied, whichever comes first.
 
     Args:
-        tensors: tensors and their version counters when they were captured.
+        tensors: with the version counters (torch.Tensor._version) they had when they were captured;
+            emptied when they were looked at.
         obj: what was saved; used to name a tensor.
         copied_nbytes: storages up to this size were copied before save() returned: they may change.
-
-    Raises:
-        StagingConflict: a tensor was changed in place meanwhile.
     """
-    for tensor, version in tensors:
-        if tensor._version != version and not _is_copied(tensor, copied_nbytes):
+
+    def __init__(
+        self,
+        tensors: list[tuple[torch.Tensor, int]],
+        obj: object,
+        copied_nbytes: int = SMALL_BYTES,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._tensors = tensors
+        self._obj = obj
+        self._copied_nbytes = copied_nbytes
+        self._changed: str | None = None
+
+    def look(self) -> None:
+        """Compares version counters; from now on the tensors may change."""
+        with self._lock:
+            for tensor, version in self._tensors:
+                if tensor._version != version and not _is_copied(tensor, self._copied_nbytes):
+                    self._changed = name_of(tensor, self._obj)
+                    break
+            # In place: the pickler's class refers to this list, in a circle.
+            self._tensors.clear()
+            self._obj = None
+
+    def check(self) -> None:
+        """Looks if nobody has.
+
+        Raises:
+            StagingConflict: a tensor was changed in place before it was copied.
+        """
+        self.look()
+        if self._changed is not None:
             raise StagingConflict(
-                f"{name_of(tensor, obj)} was changed in place before the save had copied it, so "
+                f"{self._changed} was changed in place before the save had copied it, so "
                 "that checkpoint was not committed: update it in an optimizer step, call "
                 'wait_staged() first, or save with fence="call"'
             )

@@ -13,7 +13,7 @@ import threading
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import IO, Any, NamedTuple
 
@@ -23,7 +23,8 @@ from fastckpt import commit
 from fastckpt.agreement import Round
 from fastckpt.commit import close_quietly, settle
 from fastckpt.coordinator import Coordinator
-from fastckpt.fence import check_unchanged, named_tensors
+from fastckpt.devices import Reads
+from fastckpt.fence import Watched, named_tensors
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.arrangement import arrange, nbytes_of
 from fastckpt.handle import SaveHandle
@@ -34,7 +35,7 @@ from fastckpt.placements import is_sharded
 from fastckpt.replicas import Description, Sampled, disagreement
 from fastckpt.staging import Route, combine_crcs, stager_count
 from fastckpt.storage import Storage, reported
-from fastckpt.transfer import Transfer
+from fastckpt.transfer import Fetch, Transfer
 
 log = logging.getLogger("fastckpt")
 
@@ -84,17 +85,15 @@ class Plan:
         captured: what was pickled.
         obj: what it is of.
         shared: None where one rank saves alone, else what its group agreed on.
-        keep: hold obj until staged, to name a tensor that changed too early.
 
     Raises:
         TypeError: the object holds a tensor of which each rank has another part.
     """
 
     def __init__(
-        self, captured: torch_pickle.Capture, obj: object, shared: Together | None, keep: bool
+        self, captured: torch_pickle.Capture, obj: object, shared: Together | None
     ) -> None:
         self.captured = captured
-        self.obj = obj if keep else None
         self.together = shared
         self.description: Description | None = None
         self._first_rank: frozenset[str] = frozenset()
@@ -104,10 +103,7 @@ class Plan:
             self._tensors = [_Named.of(*item) for item in named_tensors(obj)]
 
     def layout(self, rank: int, ranks: int, seed: int) -> tuple[Image, list[int]]:
-        """The image, and where its body is cut into the ranks' intervals.
-
-        Also takes the samples that ranks compare. Call it while the state does not change.
-        """
+        """The image, and where its body is cut into the ranks' intervals."""
         if self.together is None:
             image = torch_zip.layout(self.captured)
             return image, bounds(image.body_nbytes, ranks)
@@ -138,6 +134,10 @@ class Plan:
             seed,
         )
         return image, cuts
+
+    def samples(self) -> list[tuple[int, bytearray]]:
+        """Memory that ranks compare, and where it is to be copied before the state changes."""
+        return [] if self.description is None else self.description.samples()
 
 
 class _Named(NamedTuple):
@@ -172,7 +172,7 @@ class FileSave(Job):
     """One file. With several ranks each runs its own, for the same file.
 
     Args:
-        handle, agreement, fence: as Job's.
+        handle, agreement, reads, watched, fence: as Job's.
         plan: what is written.
         backend, durable, staging_bytes: as fastckpt.save's.
     """
@@ -181,6 +181,8 @@ class FileSave(Job):
         self,
         handle: SaveHandle,
         agreement: Round,
+        reads: Reads,
+        watched: Sequence[Watched],
         plan: Plan,
         *,
         fence: str,
@@ -188,7 +190,7 @@ class FileSave(Job):
         durable: bool,
         staging_bytes: int | None,
     ) -> None:
-        super().__init__(handle, agreement, fence=fence, lane=handle.path)
+        super().__init__(handle, agreement, reads, watched, fence=fence, lane=handle.path)
         self.plan: Plan | None = plan
         self.backend = backend
         self.durable = durable
@@ -210,6 +212,7 @@ class FileSave(Job):
         assert self.plan is not None
         seed = zlib.crc32(agreement.name.encode())
         image, cuts = self.plan.layout(agreement.rank, agreement.world_size, seed)
+        gathered = [*image.gathered, *self.plan.samples()]
         self._sources = image.sources
         part = Part(image, cuts[agreement.rank], cuts[agreement.rank + 1])
         checksums = Checksums(image, cuts, combine_crcs)
@@ -221,13 +224,18 @@ class FileSave(Job):
         # Whatever happens, blocks in flight arrive before the file they go to is closed.
         with ExitStack() as files, ExitStack() as moving:
             moving.push(self._tell)
+            fetch = moving.enter_context(
+                Fetch(staging, pipeline.storage, gathered, path, self.reads)
+            )
             # One block of the budget is the tail's, which is staged before the body is written.
             transfer = moving.enter_context(
-                Transfer(staging, part.image, path, max(1, limit - 1), stagers)
+                Transfer(staging, part.image, path, max(1, limit - 1), stagers, self.reads)
             )
-            fd, name, route = self._open(pipeline, files, transfer, image, part)
+            self.transfers += [fetch.transfer, transfer]
+            fd, name, route = self._open(pipeline, files, image, part)
             transfer.write_to(fd, part.begin, route)
-            self._staged(transfer)
+            self.wait_staged()
+            fetch.fill()
             self._compare()
             agreement.put("crc", _packed(transfer.block_crcs(), transfer.slot_crcs()))
             if agreement.rank == 0:
@@ -261,14 +269,14 @@ class FileSave(Job):
             self.agreement.fail(error)
 
     def _open(
-        self, pipeline: Pipeline, files: ExitStack, transfer: Transfer, image: Image, part: Part
+        self, pipeline: Pipeline, files: ExitStack, image: Image, part: Part
     ) -> tuple[int, str, Route]:
         """Makes the file, or opens it where another rank has made it; decides on the route."""
         agreement, storage, path = self.agreement, pipeline.storage, self.handle.path
         if agreement.rank == 0:
             fd, name = files.enter_context(commit.temporary(storage, path))
         else:
-            name = os.fsdecode(self.while_staging(transfer, self._staged, "file"))
+            name = os.fsdecode(self.while_staging("file"))
             name = os.path.join(os.path.dirname(path), name)
             with reported("open", name):
                 try:
@@ -291,17 +299,10 @@ class FileSave(Job):
             agreement.put("file", os.fsencode(os.path.basename(name)))
         return fd, name, route
 
-    def _staged(self, transfer: Transfer) -> None:
-        """Waits until everything was copied; from then on the state may change."""
-        if self.plan is None or self.handle.is_staged():
-            return
-        transfer.wait_staged()
-        check_unchanged(self.plan.captured.tensors, self.plan.obj)
-        self.plan.captured.tensors.clear()  # the pickler's class refers to this list, in a circle
+    def forget(self) -> None:
+        assert self.plan is not None
         self.plan.captured.records.clear()
-        self.plan.obj = None
         self._sources.clear()
-        self.handle.mark_staged()
 
     def _compare(self) -> None:
         """Makes sure that all ranks hold the same."""

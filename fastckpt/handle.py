@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError, wait
 from dataclasses import dataclass
 
@@ -30,6 +31,13 @@ class SaveStats:
         backend: "io_uring", "threads", or "stock" where torch.save itself wrote to the target.
         direct: whether O_DIRECT was used.
         why: why this backend and this way, in words.
+        staging: "host" if nothing lay on a GPU, else "pinned" or "pageable", as the memory is that
+            was copied to.
+        staging_why: why so, in words.
+        d2h_s: how long the GPU that took longest was copying.
+        d2h_gbps: what GPUs copied in that time, in 10^9 bytes a second; None if nothing.
+        gpu_stall_s: how long streams of the caller waited for copies, by their own clocks; None
+            also if they still do when the checkpoint commits.
     """
 
     stall_s: float | None = None
@@ -41,6 +49,11 @@ class SaveStats:
     backend: str = ""
     direct: bool = False
     why: str = ""
+    staging: str = ""
+    staging_why: str = ""
+    d2h_s: float | None = None
+    d2h_gbps: float | None = None
+    gpu_stall_s: float | None = None
 
 
 class SaveHandle(Future[SaveStats]):
@@ -63,6 +76,8 @@ class SaveHandle(Future[SaveStats]):
         self.reported = False
         self._started = started
         self._staged = threading.Event()
+        self._queued = threading.Event()
+        self._order: Callable[[], bool] | None = None
         self._pid = os.getpid()
         self._over = False
         self.set_running_or_notify_cancel()
@@ -117,11 +132,37 @@ class SaveHandle(Future[SaveStats]):
         """Whether the object is no longer read."""
         return self._staged.is_set()
 
+    def is_queued(self) -> bool:
+        """Whether all that is still read is read by devices, in the order of their streams."""
+        return self._queued.is_set()
+
+    def pass_fence(self) -> None:
+        """Returns when the caller may change the object: it was copied, or what the caller's
+        current streams are given from now on waits until it is.
+        """
+        self._check_process()
+        self._queued.wait()
+        order = self._order
+        if not self._staged.is_set() and (order is None or not order()):
+            self.wait_staged()
+
+    def mark_queued(self, order: Callable[[], bool]) -> None:
+        """Called once by the save: what is still read is read by devices.
+
+        Args:
+            order: makes the calling thread's streams wait for these copies; False if it cannot.
+        """
+        if not self._queued.is_set():
+            self._order = order
+            self._queued.set()
+
     def mark_staged(self) -> None:
         """Called once by the save: the object is no longer read."""
         if not self._staged.is_set():
             self.stats.staged_s = self.elapsed_s()
             self._staged.set()
+            self._order = None
+            self._queued.set()
 
     def set_result(self, result: SaveStats) -> None:
         self._over = True

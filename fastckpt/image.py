@@ -48,6 +48,8 @@ class Image:
         tail_nbytes: size of the tail, known beforehand so that the file can be allocated at once.
         tail: makes the tail from (CRC-32 of each block of the body, CRC-32 of each slot's segment).
         sources: objects that own the memory of the segments; kept until the body is staged.
+        gathered: addresses of memory that the tail is made of, and what has to hold a copy of it
+            before tail() is called.
     """
 
     tail_nbytes: int
@@ -55,6 +57,7 @@ class Image:
     segments: array[int] = field(default_factory=lambda: array("Q"))
     slots: array[int] = field(default_factory=lambda: array("Q"))
     sources: list[object] = field(default_factory=list)
+    gathered: list[tuple[int, bytearray]] = field(default_factory=list)
     body_nbytes: int = 0
 
     @property

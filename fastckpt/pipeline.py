@@ -16,10 +16,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastckpt.agreement import Round
+from fastckpt.devices import Devices, Reads
 from fastckpt.errors import CheckpointError, PeerFailed
+from fastckpt.fence import Watched
 from fastckpt.handle import SaveHandle
 from fastckpt.staging import Staging
 from fastckpt.storage import Storage, close_inherited
@@ -37,11 +39,17 @@ class Pipeline:
     Args:
         storage: the seam to the file system.
         budget_bytes: hard limit of staging memory (see Staging).
+        devices: GPUs (see Staging).
     """
 
-    def __init__(self, storage: Storage | None = None, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage | None = None,
+        budget_bytes: int | None = None,
+        devices: Devices | None = None,
+    ) -> None:
         self.storage = storage or Storage()
-        self.staging = Staging(self.storage, budget_bytes)
+        self.staging = Staging(self.storage, budget_bytes, devices)
         self._slots = threading.BoundedSemaphore(IN_FLIGHT_MAX)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -81,7 +89,7 @@ class Pipeline:
                 self.staging.close()
                 handle.result()
         if job.fence == "call":
-            handle.wait_staged()
+            handle.pass_fence()
         handle.stats.stall_s = handle.elapsed_s()
         return handle
 
@@ -120,6 +128,7 @@ class Pipeline:
         try:
             try:
                 if error is None:
+                    handle.stats.gpu_stall_s = job.reads.stall_s()
                     handle.stats.committed_s = handle.elapsed_s()
                     handle.set_result(handle.stats)
                 else:
@@ -204,13 +213,27 @@ class Job:
     Args:
         handle: tells the path and takes the clocks; its result is set by the pipeline.
         agreement: this save's round with the other ranks; of one rank where there are none.
+        reads: what of it lies on devices.
+        watched: what must not change before it was copied.
         fence: "call" or "step".
         lane: saves of one lane commit in the order of their beginning.
     """
 
-    def __init__(self, handle: SaveHandle, agreement: Round, *, fence: str, lane: str) -> None:
+    def __init__(
+        self,
+        handle: SaveHandle,
+        agreement: Round,
+        reads: Reads,
+        watched: Sequence[Watched],
+        *,
+        fence: str,
+        lane: str,
+    ) -> None:
         self.handle = handle
         self.agreement = agreement
+        self.reads = reads
+        self.watched = watched
+        self.transfers: list[Transfer] = []  # all that read the state
         self.fence = fence
         self.lane = lane
         self.previous: SaveHandle | None = None
@@ -220,6 +243,10 @@ class Job:
 
     def commit(self, pipeline: Pipeline) -> None:
         """Writes and commits, or raises having removed what was begun."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drops references to what was copied; called when all was."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -239,23 +266,46 @@ class Job:
             self.agreement.fail(error)
             return error
         finally:
+            self.transfers.clear()
             self.release()
             self.previous = None
         return None
 
-    def while_staging(
-        self, transfer: Transfer, staged: Callable[[Transfer], None], key: str
-    ) -> bytes:
-        """Waits for the first rank's record; calls `staged` if staging is over before it is there,
-        so that a caller who waits for no more than staging need not wait for another rank.
+    def order(self) -> bool:
+        """Lets the calling thread go on to change the state, in the order of its streams."""
+        for watched in self.watched:
+            watched.look()
+        return self.reads.lead()
+
+    def wait_staged(self) -> None:
+        """Waits until everything was copied, and checks that nothing changed too early."""
+        if self.handle.is_staged():
+            return
+        for transfer in self.transfers:
+            transfer.wait_queued()
+        self.handle.mark_queued(self.order)
+        for transfer in self.transfers:
+            transfer.wait_staged()
+            transfer.account(self.handle.stats)
+        for watched in self.watched:
+            watched.check()
+        self.forget()
+        self.handle.mark_staged()
+
+    def while_staging(self, key: str) -> bytes:
+        """Waits for the first rank's record, and on the way lets the caller go on as soon as it
+        may: who waits for no more than staging need not wait for another rank.
         """
         delay_s = _POLL_S
         while delay_s < _POLL_MAX_S:
             record = self.agreement.poll(key)
             if record is not None:
                 return record
-            if transfer.staged(delay_s):
-                staged(transfer)
+            if not self.handle.is_queued():
+                if all(transfer.queued(delay_s) for transfer in self.transfers):
+                    self.handle.mark_queued(self.order)
+            elif all(transfer.staged(delay_s) for transfer in self.transfers):
+                self.wait_staged()
                 break
             delay_s *= 1.5
         return self.agreement.get(key)

@@ -6,7 +6,6 @@ such descriptions differ. It must not know how ranks exchange them, or what beco
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import random
@@ -47,7 +46,7 @@ class Description:
     ) -> None:
         self._texts = texts
         self._storages: list[tuple[str, str]] = []
-        self._samples: list[tuple[str, int]] = []
+        self._samples: list[tuple[str, list[tuple[int, bytearray]]]] = []
         self._first_rank = sorted(first_rank)
         self._seed = 0
 
@@ -58,9 +57,9 @@ class Description:
         self._storages += [(f"the storage of {name}", text) for name, text in storages]
 
     def sample(self, parts: Sequence[Sampled], seed: int) -> None:
-        """Takes checksums of a few ranges of each part, the same on all ranks for equal seeds.
+        """Chooses a few ranges of each part, the same on all ranks for equal seeds.
 
-        Reads at most SAMPLED_BYTES; with more parts than can be sampled, others each time.
+        At most SAMPLED_BYTES in all; with more parts than can be sampled, others each time.
         """
         self._seed = seed
         stride = max(1, -(-len(parts) // _SAMPLED_MAX))
@@ -69,11 +68,14 @@ class Description:
         random_offset = random.Random(seed).random
         for number in chosen:
             name, address, nbytes = parts[number]
-            crc, length = 0, min(_RANGE_BYTES, nbytes)
-            for _ in range(ranges):
-                offset = int(random_offset() * (nbytes - length + 1))
-                crc = zlib.crc32(ctypes.string_at(address + offset, length), crc)
-            self._samples.append((name, crc))
+            length = min(_RANGE_BYTES, nbytes)
+            offsets = [int(random_offset() * (nbytes - length + 1)) for _ in range(ranges)]
+            taken = [(address + offset, bytearray(length)) for offset in offsets]
+            self._samples.append((name, taken))
+
+    def samples(self) -> list[tuple[int, bytearray]]:
+        """What was chosen, and where it is to be copied before descriptions are compared."""
+        return [part for _, taken in self._samples for part in taken]
 
     def detail(self) -> bytes:
         """All of it, for disagreement()."""
@@ -86,7 +88,8 @@ class Description:
     def _all(self) -> list[Any]:
         if callable(self._texts):
             self._texts = self._texts()
-        return [self._texts, self._samples, self._first_rank, self._storages, self._seed]
+        crcs = [(name, zlib.crc32(b"".join(p for _, p in taken))) for name, taken in self._samples]
+        return [self._texts, crcs, self._first_rank, self._storages, self._seed]
 
 
 def disagreement(groups: Sequence[tuple[list[int], bytes]]) -> tuple[RanksDisagree, set[str]]:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastckpt import _engine
 from fastckpt.budget import default_budget_bytes
+from fastckpt.devices import Devices
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES
@@ -84,9 +85,13 @@ class Staging:
         storage: the seam to the file system, asked for policies and probes.
         budget_bytes: hard limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of
             the memory available when the first save begins.
+        devices: whose memory is copied beside compute.
     """
 
-    def __init__(self, storage: Storage, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self, storage: Storage, budget_bytes: int | None = None, devices: Devices | None = None
+    ) -> None:
+        self.devices = devices or Devices()
         self._storage = storage
         self._budget_bytes = budget_bytes
         self._lock = threading.Lock()
@@ -277,7 +282,7 @@ class Staging:
                 return
 
     def fence_next_step(self, handle: SaveHandle) -> None:
-        """Makes the next step of any torch optimizer here wait until handle is staged."""
+        """Makes steps of any torch optimizer here pass the handle's fence first."""
         with self._lock:
             self._unstaged = [earlier for earlier in self._unstaged if not earlier.done()]
             self._unstaged.append(handle)
@@ -290,18 +295,18 @@ class Staging:
         # Handles stay listed until staged: other optimizers may step on other threads.
         for handle in list(self._unstaged):
             begin_s = handle.elapsed_s()
-            handle.wait_staged()
+            handle.pass_fence()
             if handle.stats.stall_s is not None:
                 handle.stats.stall_s += handle.elapsed_s() - begin_s
             with self._lock:
-                if handle in self._unstaged:
+                if handle.is_staged() and handle in self._unstaged:
                     self._unstaged.remove(handle)
 
     def abandon(self) -> None:
         """Forgets everything without freeing it: in a forked child its threads did not come along,
         and at exit a daemon thread may be in it.
         """
-        kept = [self._engine, *self._backends.values()]
+        kept = [self._engine, *self._backends.values(), *self.devices.abandon()]
         for thing in kept:  # a destructor would wait for threads that do not exist here
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
         self._engine, self._backends, self._unstaged = None, {}, []
@@ -322,6 +327,7 @@ class Staging:
             engine.close()
         for backend in backends.values():
             backend.close()
+        self.devices.close()
 
 
 combine_crcs = _engine.crc32_combine  # (crc of a, crc of b, len(b)) -> crc of a + b

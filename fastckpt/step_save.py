@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-import torch
-
 from fastckpt.agreement import Round
 from fastckpt.codec import FrameWriter
 from fastckpt.commit import close_quietly, settle
+from fastckpt.devices import Reads
 from fastckpt.errors import StorageError
-from fastckpt.fence import check_unchanged
+from fastckpt.fence import Watched
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import ShardIndex, index_name, shard_name
@@ -37,7 +36,7 @@ from fastckpt.shard import Shard
 from fastckpt.staging import Route, stager_count
 from fastckpt.steps import Begun, Steps
 from fastckpt.storage import reported
-from fastckpt.transfer import Transfer
+from fastckpt.transfer import Fetch, Transfer
 from fastckpt.tree import Leaf
 
 log = logging.getLogger("fastckpt")
@@ -54,17 +53,16 @@ class Content:
         objects: on the first rank, what was pickled of the rest; None on the others.
         per_rank: a torch zip of this rank's own values, or nothing.
         description: what ranks compare.
-        versions: tensors and their version counters to be compared after staging.
-        nest: what `objects` was made of, to name a tensor that changed too early; None if none is
-            compared.
+        reads: what of it lies on devices.
+        watched: what must not change before it was copied.
     """
 
     leaves: list[Leaf]
     objects: torch_pickle.Capture | None
     per_rank: bytes
     description: Description
-    versions: list[tuple[torch.Tensor, int]]
-    nest: object = None
+    reads: Reads
+    watched: list[Watched]
 
 
 @dataclass
@@ -103,7 +101,9 @@ class StepSave(Job):
         *,
         fence: str,
     ) -> None:
-        super().__init__(handle, agreement, fence=fence, lane=steps.root)
+        super().__init__(
+            handle, agreement, content.reads, content.watched, fence=fence, lane=steps.root
+        )
         self.steps = steps
         self.step = step
         self.content: Content | None = content
@@ -158,19 +158,28 @@ class StepSave(Job):
         )
         # Whatever happens, blocks in flight arrive before the files they go to are closed.
         with ExitStack() as files, ExitStack() as moving:
+            samples = content.description.samples()
+            fetch = moving.enter_context(
+                Fetch(pipeline.staging, pipeline.storage, samples, self.handle.path, self.reads)
+            )
             body = Image(tail_nbytes=0, tail=image.tail) if shard.is_empty else image
             transfer = moving.enter_context(
-                Transfer(pipeline.staging, body, self.handle.path, max(1, limit - 1), stagers)
+                Transfer(
+                    pipeline.staging, body, self.handle.path, max(1, limit - 1), stagers, self.reads
+                )
             )
-            place = self._place(transfer)
+            self.transfers += [fetch.transfer, transfer]
+            place = self._place()
             self.name, nonce = place["name"], place["nonce"]
             self.handle.path = self.steps.path(self.name)
             file = self._open_shard(pipeline, files, body) if body.body_nbytes else None
             if file is not None:
                 transfer.write_to(file.fd, 0, file.route)
-            transfer.wait_staged()
-            objects = self._write_objects(pipeline, transfer, limit)
-            self._staged(transfer)
+            transfer.wait_queued()
+            staged = self._stage_objects(pipeline, files, transfer, limit)
+            self.wait_staged()
+            fetch.fill()
+            objects = None if staged is None else self._finish_objects(pipeline, staged)
             self._compare(content)
             transfer.wait_written()
             stats = self.handle.stats
@@ -189,10 +198,10 @@ class StepSave(Job):
                 self._sync_own_directory(pipeline)
         self.conclude(record, lambda records: self._publish(nonce, objects, records))
 
-    def _place(self, transfer: Transfer) -> dict[str, Any]:
+    def _place(self) -> dict[str, Any]:
         """The directory and the nonce of this save, which the first rank decides on."""
         if self.agreement.rank != 0:
-            place: dict[str, Any] = json.loads(self.while_staging(transfer, self._staged, "place"))
+            place: dict[str, Any] = json.loads(self.while_staging("place"))
             return place
         self.made = self.steps.begin(self.step)
         self.name = self.made.name
@@ -247,47 +256,41 @@ class StepSave(Job):
             pipeline.allocate(fd, padded if route.direct else nbytes)
         return _ShardFile(fd, route, None)
 
-    def _staged(self, transfer: Transfer) -> None:
-        """Waits until everything was copied; from then on the state may change."""
-        content = self.content
-        if content is None or self.handle.is_staged():
-            return
-        transfer.wait_staged()
-        named = {leaf.key: leaf.local for leaf in content.leaves}
-        check_unchanged(content.versions, named, copied_nbytes=0)
-        content.leaves.clear()
-        content.versions.clear()
-        self.handle.mark_staged()
+    def forget(self) -> None:
+        assert self.content is not None
+        self.content.leaves.clear()
 
-    def _write_objects(self, pipeline: Pipeline, body: Transfer, limit: int) -> ObjectsFile | None:
-        """On the first rank, writes what is not in shards."""
+    def _stage_objects(
+        self, pipeline: Pipeline, files: ExitStack, body: Transfer, limit: int
+    ) -> _Objects | None:
+        """On the first rank, begins to write what is not in shards."""
         assert self.content is not None
         captured, self.content.objects = self.content.objects, None
         if captured is None:
             return None
         if limit == 1:
             body.wait_written()
-        path, storage, staging = self._path(OBJECTS), pipeline.storage, pipeline.staging
-        image = torch_zip.layout(captured)
-        with ExitStack() as files, ExitStack() as moving:
-            fd = self._create(pipeline, OBJECTS)
-            files.callback(close_quietly, storage, fd)
-            route = staging.route(fd, path, self.options.backend, writing=True)
-            transfer = moving.enter_context(Transfer(staging, image, path, 1, 1))
-            transfer.write_to(fd, 0, route)
-            transfer.wait_staged()
-            check_unchanged(captured.tensors, self.content.nest)
-            captured.tensors.clear()
-            self.content.nest = None
-            self._staged(body)
-            tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
-            transfer.wait_written()
-            end = moving.enter_context(Transfer(staging, Image.of_bytes(tail), path, 1, 1))
+        path, staging, image = self._path(OBJECTS), pipeline.staging, torch_zip.layout(captured)
+        fd = self._create(pipeline, OBJECTS)
+        files.callback(close_quietly, pipeline.storage, fd)
+        route = staging.route(fd, path, self.options.backend, writing=True)
+        transfer = files.enter_context(Transfer(staging, image, path, 1, 1, self.reads))
+        transfer.write_to(fd, 0, route)
+        self.transfers.append(transfer)
+        return _Objects(fd, route, image, transfer)
+
+    def _finish_objects(self, pipeline: Pipeline, objects: _Objects) -> ObjectsFile:
+        """Writes what depends on their checksums, when they were staged."""
+        fd, route, image, transfer = objects
+        path = self._path(OBJECTS)
+        tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
+        transfer.wait_written()
+        with Transfer(pipeline.staging, Image.of_bytes(tail), path, 1, 1) as end:
             end.write_to(fd, image.body_nbytes, route)
             end.wait_written()
-            _cut(pipeline, fd, path, route, image.nbytes)
-            self.handle.stats.nbytes += image.nbytes
-            settle(storage, fd, path, self.options.durable)
+        _cut(pipeline, fd, path, route, image.nbytes)
+        self.handle.stats.nbytes += image.nbytes
+        settle(pipeline.storage, fd, path, self.options.durable)
         return ObjectsFile(OBJECTS, image.nbytes, torch_zip.closing_crc(tail))
 
     def _sync_own_directory(self, pipeline: Pipeline) -> None:
@@ -356,6 +359,15 @@ class _ShardFile(NamedTuple):
     fd: int
     route: Route
     writer: FrameWriter | None
+
+
+class _Objects(NamedTuple):
+    """The file of what is not in shards, while it is written."""
+
+    fd: int
+    route: Route
+    image: Image
+    transfer: Transfer
 
 
 def _cut(pipeline: Pipeline, fd: int, path: str, route: Route, nbytes: int) -> None:

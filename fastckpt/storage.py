@@ -101,6 +101,10 @@ class Storage:
         """Opens a file that another rank has made."""
         return _noted(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
 
+    def scratch(self) -> int:
+        """A file without a name, in memory; gone when it is closed (memfd_create(2))."""
+        return _noted(os.memfd_create("fastckpt", os.MFD_CLOEXEC))
+
     def close(self, fd: int) -> None:
         """Closes a descriptor; its lock is gone then, even where a child of fork() has a copy."""
         _descriptors.discard(fd)

@@ -1,16 +1,83 @@
 """One image on its way from memory into a file.
 
-Responsible for waiting on the engine and for turning its failures into errors. It must not know
+Responsible for waiting on the engine and for turning its failures into errors; and for the little
+that goes into memory instead. It must not know
 what the image is of, nor how the file is named or committed.
 """
 
 from __future__ import annotations
 
-from fastckpt.errors import StorageError
+import ctypes
+from collections.abc import Sequence
+
+from fastckpt.devices import Reads
+from fastckpt.errors import DeviceError, StorageError
+from fastckpt.handle import SaveStats
 from fastckpt.image import BLOCK_BYTES, Image
 from fastckpt.staging import Route, Staging
+from fastckpt.storage import Storage, reported
 
 _WAIT_S = 3600.0  # one wait on the engine, repeated: a slow disk is not an error
+
+
+class Fetch:
+    """Ranges of memory on their way to a copy of their own: those of the host at once, those of
+    devices in the order of their queues.
+
+    Args:
+        staging: whose engine is used.
+        storage: keeps what is on its way.
+        ranges: address, and what receives as many bytes as it has.
+        path: of the file that they are for, for messages.
+        reads: says which addresses are devices'.
+
+    Attributes:
+        transfer: what is still on its way.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        storage: Storage,
+        ranges: Sequence[tuple[int, bytearray]],
+        path: str,
+        reads: Reads,
+    ) -> None:
+        self._storage = storage
+        self._path = path
+        self._late: list[bytearray] = []
+        self._fd: int | None = None
+        image = Image(tail_nbytes=0, tail=lambda _blocks, _slots: b"")
+        for address, memory in ranges:
+            if address in reads:
+                image.append(address, len(memory))
+                self._late.append(memory)
+            else:
+                memory[:] = ctypes.string_at(address, len(memory))
+        self.transfer = Transfer(staging, image, path, 1, 1, reads)
+        if self._late:
+            self._fd = storage.scratch()
+            route = staging.route(self._fd, path, "auto", writing=True)
+            self.transfer.write_to(self._fd, 0, route)
+
+    def __enter__(self) -> Fetch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.transfer.__exit__()
+        if self._fd is not None:
+            self._storage.close(self._fd)
+
+    def fill(self) -> None:
+        """Waits until everything has been received."""
+        self.transfer.wait_written()
+        offset = 0
+        for memory in self._late:
+            assert self._fd is not None
+            with reported("read", self._path):
+                memory[:] = self._storage.read_at(self._fd, len(memory), offset)
+            offset += len(memory)
+        self._late.clear()
 
 
 class Transfer:
@@ -25,21 +92,33 @@ class Transfer:
         path: of the file, for messages.
         blocks_limit: the most blocks of the budget it may hold, at least 1.
         stagers: the most threads that copy.
+        reads: says which of its memory is on devices.
 
     Raises:
-        StorageError: from any wait, when a write failed; the first failure.
+        StorageError, DeviceError: from any wait, when a write or a copy failed; the first failure.
     """
 
     def __init__(
-        self, staging: Staging, image: Image, path: str, blocks_limit: int, stagers: int
+        self,
+        staging: Staging,
+        image: Image,
+        path: str,
+        blocks_limit: int,
+        stagers: int,
+        reads: Reads | None = None,
     ) -> None:
         self._path = path
+        self._devices = staging.devices
         self._image: Image | None = image  # keeps the sources until they were copied
         self._nbytes = image.body_nbytes
         self._job = None
         if image.body_nbytes:
             self._job = staging.engine().stage(
-                image.segments, image.slots, max(1, blocks_limit), max(1, stagers)
+                image.segments,
+                image.slots,
+                max(1, blocks_limit),
+                max(1, stagers),
+                [] if reads is None else reads.ranges,
             )
 
     def __enter__(self) -> Transfer:
@@ -56,6 +135,15 @@ class Transfer:
         """Says where the image goes; fd stays open until the context is left."""
         if self._job is not None:
             self._job.write_to(fd, offset, route.backend, route.direct)
+
+    def queued(self, timeout_s: float) -> bool:
+        """Whether all that was not copied is for devices to copy, after waiting so long for it."""
+        return self._job is None or self._job.wait_queued(timeout_s)
+
+    def wait_queued(self) -> None:
+        """Waits until only devices are left to copy; a failure is the later waits' to raise."""
+        while not self.queued(_WAIT_S):
+            pass
 
     def staged(self, timeout_s: float) -> bool:
         """Whether everything was copied, after waiting so long for it."""
@@ -83,6 +171,11 @@ class Transfer:
         failure = None if self._job is None else self._job.failure()
         if failure is not None:
             op, offset, number = failure
+            if op == "copy":
+                raise DeviceError(
+                    f"copying from a GPU for {self._path!r}, at offset {offset}, failed: "
+                    f"{self._devices.text(number)}; nothing was committed"
+                )
             raise StorageError(op, self._path, number, offset)
 
     def block_crcs(self) -> list[int]:
@@ -92,6 +185,22 @@ class Transfer:
     def slot_crcs(self) -> list[int]:
         """CRC-32 of each slot's segment; after wait_staged()."""
         return [] if self._job is None else self._job.slot_crcs()
+
+    def account(self, stats: SaveStats) -> None:
+        """Adds what devices did to a save's clocks; after wait_staged()."""
+        nbytes, seconds = (0, 0.0) if self._job is None else self._job.device_copies()
+        if self._job is None or not nbytes:
+            stats.staging = stats.staging or "host"
+            stats.staging_why = stats.staging_why or "nothing lies on a GPU"
+            return
+        pin_error = self._job.pin_error()
+        stats.staging, stats.staging_why = "pinned", "copied by GPUs to pinned host memory"
+        if pin_error:
+            stats.staging = "pageable"
+            stats.staging_why = self._devices.warn_unpinned(pin_error)
+        before = (stats.d2h_s or 0.0) * (stats.d2h_gbps or 0.0)
+        stats.d2h_s = (stats.d2h_s or 0.0) + seconds
+        stats.d2h_gbps = (before + nbytes / 1e9) / stats.d2h_s if stats.d2h_s else None
 
     def staged_bytes_max(self) -> int:
         """An upper bound of the staging memory held at a time."""

@@ -83,10 +83,16 @@ class CudaStub:
     def kernel(self, memory: bytearray, value: int, took_us: float, stream: int = 0) -> None:
         """Queues a kernel that fills memory."""
         buffer = (ctypes.c_char * len(memory)).from_buffer(memory)
+        self.kernel_at(ctypes.addressof(buffer), len(memory), value, took_us, stream)
+
+    def kernel_at(
+        self, address: int, nbytes: int, value: int, took_us: float, stream: int = 0
+    ) -> None:
+        """The same, of memory that has this address."""
         self._library.stub_kernel(
             ctypes.c_void_p(stream),
-            ctypes.c_void_p(ctypes.addressof(buffer)),
-            ctypes.c_size_t(len(memory)),
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(nbytes),
             value,
             ctypes.c_double(took_us),
         )

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import random
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastckpt.coordinator import Coordinator
-from fastckpt.file_save import FileSave, Plan
-from fastckpt.formats import torch_pickle
+import fastckpt
+from fastckpt import pipeline as pipeline_module
 from fastckpt.handle import SaveHandle
 from fastckpt.pipeline import Pipeline
 from fastckpt.reader import open_verified
@@ -36,6 +33,7 @@ TRANSFERS = ("write", "read")
 METHODS = tuple(name for name, value in vars(Storage).items() if callable(value) and name[0] != "_")
 
 T = TypeVar("T")
+_swapping = threading.RLock()
 
 
 def save_through(
@@ -49,20 +47,19 @@ def save_through(
     staging_bytes: int | None = None,
 ) -> SaveHandle:
     """fastckpt.save to a path, through this pipeline instead of the process's own."""
-    pipeline.raise_unreported()
-    handle = SaveHandle(os.path.realpath(path), time.perf_counter())
-    protocol = torch.serialization.DEFAULT_PROTOCOL
-    captured = torch_pickle.capture(obj, pickle, protocol, False, fence == "step")
-    job = FileSave(
-        handle,
-        Coordinator.alone().begin(handle.path),
-        Plan(captured, obj, None, keep=fence == "step"),
-        fence=fence,
-        backend=backend,
-        durable=durable,
-        staging_bytes=staging_bytes,
-    )
-    return pipeline.save(job)
+    with _swapping:
+        kept, pipeline_module._current = pipeline_module._current, pipeline
+        try:
+            return fastckpt.save(
+                obj,
+                path,
+                fence=fence,
+                backend=backend,
+                durable=durable,
+                staging_bytes=staging_bytes,
+            )
+        finally:
+            pipeline_module._current = kept
 
 
 def load_through(pipeline: Pipeline, path: str | os.PathLike[str]) -> Any:

@@ -23,7 +23,17 @@ LAYERS: list[set[str]] = [
     {"image", "handle", "intervals"},
     {"formats", "shards"},
     {"fence", "replicas", "placements", "tree", "shard", "session", "store_client"},
-    {"agreement", "coordinator", "budget", "staging", "storage", "transfer", "commit", "codec"},
+    {
+        "agreement",
+        "coordinator",
+        "budget",
+        "devices",
+        "staging",
+        "storage",
+        "transfer",
+        "commit",
+        "codec",
+    },
     {"exchange", "reader", "steps"},
     {"retention"},
     {"pipeline", "file_save", "step_save", "step_load", "step_choice", "template"},
@@ -32,7 +42,7 @@ LAYERS: list[set[str]] = [
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 # Only these speak to the extension module.
-ENGINE_USERS = {"staging", "storage"}
+ENGINE_USERS = {"devices", "staging", "storage"}
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
 PUBLIC_NAME_USERS = LAYERS[-1]
 

@@ -305,7 +305,7 @@ def test_a_cancelled_job_waits_for_copies_in_flight(
 def test_a_stream_that_is_captured_is_refused(stub: CudaStub, driver: _engine.CudaDriver) -> None:
     queue = Queue(driver, 0)
     stub.capture(True)
-    with pytest.raises(_engine.DeviceError, match="captured into a CUDA graph: save outside"):
+    with pytest.raises(_engine.StreamCaptured, match="captured into a CUDA graph"):
         queue.follow(0)
 
 

@@ -6,6 +6,7 @@ turn, over a process group that sends nothing. What real ranks save is test_rank
 from __future__ import annotations
 
 import collections
+import ctypes
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
@@ -306,6 +307,8 @@ def test_other_objects_are_left_to_pickle() -> None:
 def described(flat: Flat, world_size: int) -> Description:
     description = Description(_texts(flat))
     description.sample(_comparable(flat.leaves, world_size), 5)
+    for address, memory in description.samples():
+        memory[:] = ctypes.string_at(address, len(memory))
     return description
 
 

@@ -13,13 +13,17 @@ import pickle
 import types
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 SMALL_BYTES = 64 << 10
+
+
+_CPU = frozenset(("cpu",))
 
 
 class SkipData(Exception):
@@ -31,28 +35,78 @@ class Capture:
     """What torch's pickler made of an object: the records of the zip, in their order.
 
     Attributes:
-        records: name and content; content is bytes, or a CPU storage that the record is copied
-            from.
+        records: name and content; content is bytes, or a storage that the record is copied from.
         tensors: the tensors met while pickling and their version counters at that moment.
-        copies_small: take the content of storages up to SMALL_BYTES now, as bytes.
+        copies_small: take the content of storages up to SMALL_BYTES now: as bytes, or as a storage
+            of the same device.
+        readable: types of devices whose storages stay what they are; torch copies others to the
+            CPU.
     """
 
     copies_small: bool = False
+    readable: frozenset[str] = _CPU
 
     records: list[tuple[str, bytes | torch.UntypedStorage]] = field(default_factory=list)
     tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
-    # torch.serialization._save calls this; the content arrives as str, bytes or storage.
+    def __post_init__(self) -> None:
+        # By name of the record; where there is one on a device, torch is kept from copying it by
+        # being told to leave out all contents, which then come from here.
+        self._met: dict[str, torch.UntypedStorage] = {}
+        self._leaving_out = ExitStack()
+        self._by_us = False
+
+    def meet(self, name: str, storage: torch.UntypedStorage) -> None:
+        """Notes the storage of a record, before the first record is written."""
+        self._met[name] = storage
+
+    # torch.serialization._save calls these; the content arrives as str, bytes or storage.
     def write_record(self, name: str, content: Any, nbytes: int) -> None:
+        if name == "data.pkl" and self._on_devices() and not _skips_data():
+            self._leaving_out.enter_context(torch.serialization.skip_data())
+            self._by_us = True
         if isinstance(content, str):
             content = content.encode()
         if self.copies_small and 0 < nbytes <= SMALL_BYTES and not isinstance(content, bytes):
-            content = ctypes.string_at(content.data_ptr(), nbytes)
+            content = _copied(content)
         assert isinstance(content, torch.UntypedStorage) or len(content) == nbytes
         self.records.append((name, content))
 
     def write_record_metadata(self, name: str, nbytes: int) -> None:
-        raise SkipData
+        if not self._by_us:
+            raise SkipData
+        storage = self._met[name]
+        if storage.device.type not in self.readable:
+            storage = storage.cpu()  # type: ignore[no-untyped-call]
+        self.write_record(name, storage, nbytes)
+
+    def _on_devices(self) -> bool:
+        types = {storage.device.type for storage in self._met.values()}
+        return bool(types & self.readable - _CPU)
+
+    def finish(self) -> None:
+        """What torch was told is taken back."""
+        self._leaving_out.close()
+        self._met.clear()
+
+    def storages(self) -> Iterator[torch.UntypedStorage]:
+        """Those of the records that are not bytes."""
+        return (content for _, content in self.records if isinstance(content, torch.UntypedStorage))
+
+
+def _copied(storage: torch.UntypedStorage) -> bytes | torch.UntypedStorage:
+    if storage.device.type == "cpu":
+        return ctypes.string_at(storage.data_ptr(), storage.nbytes())
+    octets = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
+    copy = octets.untyped_storage()
+    copy.copy_(storage)  # in the order of the current stream; the host does not wait
+    return copy
+
+
+def _skips_data() -> bool:
+    """Whether the user has entered torch.serialization.skip_data()."""
+    state = getattr(torch.serialization, "_serialization_tls", None)
+    return bool(getattr(state, "skip_data", False))
 
 
 def capture(
@@ -61,24 +115,27 @@ def capture(
     pickle_protocol: int,
     disable_byteorder_record: bool,
     observe_tensors: bool,
+    readable: frozenset[str] = _CPU,
 ) -> Capture:
-    """Pickles obj as torch.save does and notes which storages it consists of; copies no tensor on
-    the CPU.
+    """Pickles obj as torch.save does and notes which storages it consists of; copies no tensor of
+    a readable device.
 
     Args:
         obj, pickle_module, pickle_protocol, disable_byteorder_record: as torch.save's arguments.
         observe_tensors: for a save that goes on while training does: also note every tensor and its
             version counter, and copy what is small, such as the buffers a forward pass updates.
+        readable: types of devices whose storages stay where they are.
 
     Raises:
         SkipData: torch.serialization.skip_data() is active.
         Exception: whatever torch.save raises for an object that cannot be pickled.
     """
-    captured = Capture(copies_small=observe_tensors)
+    captured = Capture(copies_small=observe_tensors, readable=readable)
     save = getattr(torch.serialization, "_save", None)
     if save is None:  # a torch whose entry point moved: correct, but holds a copy of everything
         return _capture_by_copy(obj, pickle_module, pickle_protocol)
-    module = _Shim(pickle_module, captured.tensors if observe_tensors else None)
+    meet = captured.meet if readable - _CPU else None
+    module = _Shim(pickle_module, captured.tensors if observe_tensors else None, meet)
     # Pickling makes many objects and no garbage in circles: collecting in the midst of it would
     # only add to the stall, by as much as the rest of the program has objects.
     collecting = gc.isenabled()
@@ -86,6 +143,7 @@ def capture(
     try:
         save(obj, captured, module, pickle_protocol, disable_byteorder_record)
     finally:
+        captured.finish()
         if collecting:
             gc.enable()
     return captured
@@ -144,7 +202,12 @@ class _Nowhere:
 class _Shim:
     """A pickle module whose Pickler does the same, faster, and notes the tensors it meets."""
 
-    def __init__(self, pickle_module: Any, tensors: list[tuple[torch.Tensor, int]] | None) -> None:
+    def __init__(
+        self,
+        pickle_module: Any,
+        tensors: list[tuple[torch.Tensor, int]] | None,
+        meet: Callable[[str, torch.UntypedStorage], None] | None,
+    ) -> None:
         base: Any = pickle_module.Pickler
         inherited = getattr(base, "reducer_override", None)
 
@@ -155,7 +218,13 @@ class _Shim:
                 persistent_id = cls.persistent_id
 
                 def filtered(self: Any, obj: object) -> Any:
-                    return None if type(obj) in _NEVER_STORAGES else persistent_id(self, obj)
+                    if type(obj) in _NEVER_STORAGES:
+                        return None
+                    named = persistent_id(self, obj)
+                    if meet is not None and named is not None:
+                        storage: Any = getattr(obj, "_untyped_storage", obj)
+                        meet(f"data/{named[2]}", storage)
+                    return named
 
                 cls.persistent_id = filtered
 

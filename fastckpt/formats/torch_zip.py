@@ -7,7 +7,6 @@ the zip format; it must not know files, threads or staging.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
 import re
@@ -107,16 +106,21 @@ def layout_shared(arrangement: Arrangement) -> tuple[Image, int]:
     front_nbytes = builder.offset
     for name, content in arrangement.shared:
         builder.add(name, content)
-    closing = [(name.encode(), _bytes_of(content)) for name, content in arrangement.tail]
+    gathered: list[tuple[int, bytearray]] = []
+    closing: list[tuple[bytes, bytes | bytearray]] = []
+    for name, content in arrangement.tail:
+        memory: bytes | bytearray
+        if isinstance(content, torch.UntypedStorage):
+            memory = bytearray(content.nbytes())
+            gathered.append((content.data_ptr(), memory))
+        else:
+            memory = content
+        closing.append((name.encode(), memory))
     if not any(name == b"byteorder" for name, _ in closing):
         closing.append((b"byteorder", sys.byteorder.encode()))
-    return builder.finish(closing), front_nbytes
-
-
-def _bytes_of(content: bytes | torch.UntypedStorage) -> bytes:
-    if isinstance(content, bytes):
-        return content
-    return ctypes.string_at(content.data_ptr(), content.nbytes()) if content.nbytes() else b""
+    image = builder.finish(closing)
+    image.gathered = [(address, memory) for address, memory in gathered if memory]
+    return image, front_nbytes
 
 
 class _Builder:
@@ -163,7 +167,7 @@ class _Builder:
             self.parts.append((self.header_begin, len(self.headers)))
             self.header_begin = len(self.headers)
 
-    def finish(self, closing: list[tuple[bytes, bytes]]) -> Image:
+    def finish(self, closing: Sequence[tuple[bytes, bytes | bytearray]]) -> Image:
         record_offset = self.offset
         name = f"{ARCHIVE}/{RECORD}".encode()
         # The checksum record's data begins the tail: aligned to a page whatever the records'
@@ -196,37 +200,22 @@ class _Tail:
         body_nbytes: int,
         central: list[bytes],
         awaiting: list[int],
-        closing: list[tuple[bytes, bytes]],
+        closing: Sequence[tuple[bytes, bytes | bytearray]],
     ) -> None:
         self.record_offset = record_offset
         self.body_nbytes = body_nbytes
         self.central = central
         self.awaiting = awaiting
         blocks = block_count(body_nbytes, BLOCK_BYTES)
-        # All that does not depend on the checksums is made once: it may be many small storages.
-        opening, entry = self._opening([0] * blocks)
-        records: list[bytes] = []
-        self.closing_entries: list[bytes] = []
-        offset = body_nbytes + len(opening)
-        for name, data in ((b"version", _container_version()), *closing):
-            record, its_entry = _record(name, data, offset)
-            records.append(record)
-            self.closing_entries.append(its_entry)
-            offset += len(record)
-        self.closing_records = b"".join(records)
-        last = self._closing(central, entry, offset)
-        self.nbytes = offset - body_nbytes + len(last) + _COMMENT_BYTES
+        self.closing = [(b"version", _container_version()), *closing]
+        self.nbytes = len(self._joined([0] * blocks, central)) + _CRC_DIGITS
 
     def build(self, block_crcs: Sequence[int], slot_crcs: Sequence[int]) -> bytes:
         assert len(slot_crcs) == len(self.awaiting)
         central = list(self.central)
         for number, crc in zip(self.awaiting, slot_crcs, strict=True):
             central[number] = zip_records.with_crc(central[number], crc)
-        opening, entry = self._opening(block_crcs)
-        offset = self.body_nbytes + len(opening) + len(self.closing_records)
-        last = self._closing(central, entry, offset)
-        comment = f"fastckpt {VERSION:02d} {self.body_nbytes:016x} ".encode()
-        tail = b"".join((opening, self.closing_records, last, comment))
+        tail = self._joined(block_crcs, central)
         tail += f"{zlib.crc32(tail):08x}".encode()
         assert len(tail) == self.nbytes
         return tail
@@ -245,12 +234,24 @@ class _Tail:
         entry = zip_records.central_header(name, self.record_offset, len(content), crc)
         return content + zip_records.descriptor(self.record_offset, len(content), crc), entry
 
-    def _closing(self, central: Sequence[bytes], entry: bytes, offset: int) -> bytes:
+    def _joined(self, block_crcs: Sequence[int], central: Sequence[bytes]) -> bytes:
+        """All but its own checksum."""
+        opening, entry = self._opening(block_crcs)
+        parts, entries = [opening], [*central, entry]
+        offset = self.body_nbytes + len(opening)
+        for name, data in self.closing:
+            record, its_entry = _record(name, data, offset)
+            parts.append(record)
+            entries.append(its_entry)
+            offset += len(record)
+        parts.append(self._closing(entries, _identity(zip_records.crc_of(entry)), offset))
+        parts.append(f"fastckpt {VERSION:02d} {self.body_nbytes:016x} ".encode())
+        return b"".join(parts)
+
+    def _closing(self, entries: Sequence[bytes], identity: bytes, offset: int) -> bytes:
         """What stands behind the other records: the id, the directory, the end records."""
-        identity, identity_entry = _record(
-            b".data/serialization_id", _identity(zip_records.crc_of(entry)), offset
-        )
-        entries = [*central, entry, *self.closing_entries, identity_entry]
+        identity, identity_entry = _record(b".data/serialization_id", identity, offset)
+        entries = [*entries, identity_entry]
         directory = b"".join(entries)
         return b"".join(
             (
@@ -263,7 +264,7 @@ class _Tail:
         )
 
 
-def _record(short: bytes, data: bytes, offset: int) -> tuple[bytes, bytes]:
+def _record(short: bytes, data: bytes | bytearray, offset: int) -> tuple[bytes, bytes]:
     """A whole record at an offset, and its entry in the directory."""
     name, crc = ARCHIVE.encode() + b"/" + short, zlib.crc32(data)
     header = zip_records.local_header(name, offset, len(data), TORCH_ALIGNMENT)

@@ -290,6 +290,12 @@ EXPORT int cuStreamIsCapturing(void*, int* status) {
     return kSuccess;
 }
 
+EXPORT int cuThreadExchangeStreamCaptureMode(int* mode) {
+    static thread_local int mine = 0;
+    std::swap(mine, *mode);
+    return enter("cuThreadExchangeStreamCaptureMode", false);
+}
+
 EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned) {
     if (const int result = enter("cuStreamWaitEvent")) return result;
     Work work{kWait};

@@ -1,0 +1,179 @@
+"""The GPUs of one process: whose memory is whose, and the order of copies among their streams.
+
+Responsible for the CUDA driver, one queue of copies for each device, and what a save reads of them.
+It must not know images, files, or when a checkpoint is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fastckpt import _engine
+from fastckpt.errors import DeviceError
+
+log = logging.getLogger("fastckpt")
+
+LIBRARY = "libcuda.so.1"
+
+
+class Reads:
+    """What one save reads of devices. Copies come after all that the streams which were current
+    when this was made had been given by then.
+
+    Attributes:
+        ranges: addresses of devices, ascending, and whose they are; for the engine.
+    """
+
+    def __init__(
+        self,
+        runtime: Any = None,
+        queues: dict[int, _engine.DeviceQueue] | None = None,
+        ranges: list[_engine.DeviceRange] | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._queues = queues or {}
+        self.ranges = ranges or []
+        self._begins = [kept.begin for kept in self.ranges]
+        self._waits: list[_engine.Wait] = []
+
+    def __contains__(self, address: int) -> bool:
+        number = bisect_right(self._begins, address) - 1
+        return number >= 0 and address < self.ranges[number].end
+
+    def lead(self) -> bool:
+        """Makes the calling thread's current streams wait for the copies that were queued. False if
+        they cannot: the caller has to.
+        """
+        try:
+            for ordinal, queue in self._queues.items():
+                stream = self._runtime.current_stream(ordinal).cuda_stream
+                self._waits.append(queue.lead(stream))
+        except _engine.DeviceError as error:  # of a lost device the copies will tell
+            log.info("waiting for copies on the host: %s", error)
+            return False
+        return True
+
+    def stall_s(self) -> float | None:
+        """How long streams were kept waiting, in seconds; None while one still waits."""
+        seconds = [wait.seconds() for wait in list(self._waits)]
+        return None if any(value < 0 for value in seconds) else sum(seconds, 0.0)
+
+
+class Devices:
+    """The GPUs of one process. Nothing is loaded before a tensor lies on one.
+
+    Args:
+        kind: torch's name for this type of device.
+        runtime: torch's module for it: is_initialized(), current_stream(ordinal).cuda_stream.
+        library: where the driver is.
+    """
+
+    def __init__(
+        self, kind: str = "cuda", runtime: Any = torch.cuda, library: str = LIBRARY
+    ) -> None:
+        self._kind = kind
+        self._runtime = runtime
+        self._library = library
+        self._lock = threading.Lock()
+        # State below is protected by _lock.
+        self._driver: _engine.CudaDriver | None = None
+        self._refused = False
+        self._queues: dict[int, _engine.DeviceQueue] = {}
+        self._warned: set[str] = set()
+
+    def readable(self) -> frozenset[str]:
+        """Types of devices whose memory staging can copy by itself, "cpu" among them."""
+        return frozenset(("cpu", self._kind) if self._loaded() else ("cpu",))
+
+    def _loaded(self) -> bool:
+        if self._driver is not None:
+            return True
+        if self._refused or not self._runtime.is_initialized():
+            return False
+        with self._lock:
+            try:
+                if self._driver is None:
+                    self._driver = _engine.CudaDriver(self._library)
+            except _engine.DeviceUnavailable as error:
+                self._refused = True
+                log.warning("no copies beside compute, torch copies from GPUs itself: %s", error)
+        return self._driver is not None
+
+    def reads(self, storages: Iterable[torch.UntypedStorage]) -> Reads:
+        """What a save reads of these storages, as they are for whoever uses the current streams.
+
+        Raises:
+            DeviceError: the device refuses, or its current stream is being captured into a graph.
+        """
+        found: dict[int, list[tuple[int, int]]] = {}
+        for storage in storages:
+            if storage.device.type == self._kind and storage.nbytes():
+                begin = storage.data_ptr()
+                ordinal = storage.device.index or 0
+                found.setdefault(ordinal, []).append((begin, begin + storage.nbytes()))
+        if not found:
+            return Reads()
+        try:
+            queues = {ordinal: self._queue(ordinal) for ordinal in sorted(found)}
+            for ordinal, queue in queues.items():
+                queue.follow(self._runtime.current_stream(ordinal).cuda_stream)
+        except _engine.StreamCaptured as error:
+            raise DeviceError(f"{error}: call save() outside of the capture") from None
+        except _engine.DeviceError as error:
+            raise DeviceError(f"{error}: nothing was saved") from None
+        ranges = [
+            (begin, end, ordinal)
+            for ordinal, bounds in found.items()
+            for begin, end in _merged(bounds)
+        ]
+        kept = [_engine.DeviceRange(b, e, queues[ordinal]) for b, e, ordinal in sorted(ranges)]
+        return Reads(self._runtime, queues, kept)
+
+    def _queue(self, ordinal: int) -> _engine.DeviceQueue:
+        with self._lock:
+            if ordinal not in self._queues:
+                assert self._driver is not None
+                self._queues[ordinal] = _engine.DeviceQueue(self._driver, ordinal)
+            return self._queues[ordinal]
+
+    def text(self, code: int) -> str:
+        """What the driver says to one of its codes."""
+        return str(code) if self._driver is None else self._driver.text(code)
+
+    def warn_unpinned(self, code: int) -> str:
+        """Says once that staging memory cannot be pinned; returns why."""
+        reason = f"staging memory is not pinned: {self.text(code)}"
+        with self._lock:
+            new = reason not in self._warned
+            self._warned.add(reason)
+        if new:
+            log.warning("%s; copies from GPUs take longer (try a lower staging_bytes)", reason)
+        return reason
+
+    def abandon(self) -> list[object]:
+        """Gives up everything without freeing it, which is the caller's to keep from happening."""
+        kept: list[object] = [*self._queues.values(), self._driver]
+        self._queues, self._driver, self._refused = {}, None, True
+        return kept
+
+    def close(self) -> None:
+        """Frees the queues."""
+        with self._lock:
+            self._queues = {}
+
+
+def _merged(bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges, ascending and apart, that cover these: storages may share memory."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(bounds):
+        if merged and begin < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged

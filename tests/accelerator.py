@@ -1,0 +1,135 @@
+"""The device "stub" for torch (tests/stubs/accelerator.cc), whose copies are made by the stub of
+the CUDA driver: tensors on it go the ways of tensors on a GPU.
+
+Responsible for compiling it, for registering it with torch, once in a process, and for a pipeline
+that knows it. Must not know what is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from cuda_stub import CudaStub
+
+from fastckpt import pipeline
+from fastckpt.devices import Devices
+from fastckpt.pipeline import Pipeline
+from fastckpt.storage import Storage
+
+SOURCE = Path(__file__).parent / "stubs" / "accelerator.cc"
+KIND = "stub"
+
+
+class Stream:
+    """What torch.cuda.current_stream() gives back, as far as it is asked for."""
+
+    def __init__(self, cuda_stream: int) -> None:
+        self.cuda_stream = cuda_stream
+
+
+class Runtime(types.ModuleType):
+    """torch.stub: what torch.cuda is for GPUs.
+
+    Attributes:
+        stream: the current one, as the stub of the driver counts; 0 is the default stream.
+        initialized: as torch.cuda.is_initialized() says.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(f"torch.{KIND}")
+        self.stream = 0
+        self.initialized = True
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def current_stream(self, _ordinal: int) -> Stream:
+        return Stream(self.stream)
+
+    # What torch asks of such a module.
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def device(self, _device: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return []
+
+
+@cache
+def built(directory: Path) -> Path:
+    """The library, compiled into a directory."""
+    target = directory / "libaccelerator-stub.so"
+    root = Path(torch.__path__[0])
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    command += ["-isystem", str(root / "include"), str(SOURCE), "-o", str(target)]
+    command += [f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run(command, check=True)
+    return target
+
+
+@cache
+def registered(library: Path) -> Runtime:
+    """torch.stub, after which torch has such a device."""
+    torch.ops.load_library(str(library))
+    torch.utils.rename_privateuse1_backend(KIND)
+    runtime = Runtime()
+    torch._register_device_module(KIND, runtime)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    return runtime
+
+
+def pieces_alive(library: Path) -> int:
+    """How many pieces of memory tensors of the device hold."""
+    function = ctypes.CDLL(str(library)).stub_pieces_alive
+    function.restype = ctypes.c_int64
+    return int(function())
+
+
+@contextlib.contextmanager
+def installed(
+    runtime: Runtime, driver: str, storage: Storage | None = None, budget_bytes: int = 256 << 20
+) -> Iterator[Pipeline]:
+    """fastckpt's functions go through a pipeline whose devices are the stub's."""
+    devices = Devices(KIND, runtime, driver)
+    kept, pipeline._current = pipeline._current, Pipeline(storage, budget_bytes, devices)
+    try:
+        yield pipeline._current
+    finally:
+        pipeline._current.close()
+        pipeline._current = kept
+
+
+def main() -> None:
+    """For a process of its own: python accelerator.py LIBRARY DRIVER SCRIPT ARGUMENTS..."""
+    library, driver, script, *arguments = sys.argv[1:]
+    runtime = registered(Path(library))
+    CudaStub(Path(driver))
+    sys.argv = [script, *arguments]
+    with installed(runtime, driver):
+        code = compile(Path(script).read_text(), script, "exec")
+        exec(code, {"__name__": "__main__", "runtime": runtime})
+
+
+if __name__ == "__main__":
+    main()
