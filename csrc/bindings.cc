@@ -164,12 +164,15 @@ void bind_jobs(py::module_& m) {
                  return stream.read(static_cast<std::byte*>(info.ptr), offset,
                                     static_cast<uint64_t>(info.size * info.itemsize));
              })
-        .def("read_runs",
-             [](ReadStream& stream, const py::buffer& runs) {
-                 const auto run_rows = rows<Run>(runs);
-                 py::gil_scoped_release release;
-                 return stream.read_runs(run_rows);
-             })
+        .def(
+            "read_runs",
+            [](ReadStream& stream, const py::buffer& runs, std::vector<DeviceRange> devices) {
+                const auto run_rows = rows<Run>(runs);
+                py::gil_scoped_release release;
+                return stream.read_runs(run_rows, devices);
+            },
+            py::arg("runs"), py::arg("devices") = std::vector<DeviceRange>())
+        .def("arrive", &ReadStream::arrive, nogil)
         .def("nbytes_read", &ReadStream::nbytes_read)
         .def("failure", [](ReadStream& stream) { return failure_or_none(stream.failure()); })
         .def("corrupt_block", &ReadStream::corrupt_block)

@@ -135,6 +135,12 @@ cuda::Result DeviceQueue::copy_to_host(std::byte* target, uint64_t source, size_
     return driver_->copy_to_host(target, source, nbytes, stream_);
 }
 
+cuda::Result DeviceQueue::copy_to_device(uint64_t target, const std::byte* source, size_t nbytes) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    return driver_->copy_to_device(target, source, nbytes, stream_);
+}
+
 cuda::Result DeviceQueue::mark(Mark* made) {
     const Current current(*this);
     if (current.result() != cuda::kSuccess) return current.result();

@@ -65,6 +65,7 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
 
     // These report the driver's result. Host memory stays valid until a later mark is reached.
     cuda::Result copy_to_host(std::byte* target, uint64_t source, size_t nbytes);
+    cuda::Result copy_to_device(uint64_t target, const std::byte* source, size_t nbytes);
     // Leaves a null mark where it fails.
     cuda::Result mark(Mark* made);
     // kNotReady if it was not reached yet.

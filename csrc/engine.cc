@@ -5,10 +5,19 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 
 #include "check.h"
 
 namespace fastckpt {
+
+const DeviceRange* range_of(const std::vector<DeviceRange>& ranges, uint64_t address) {
+    const auto after =
+        std::upper_bound(ranges.begin(), ranges.end(), address,
+                         [](uint64_t at, const DeviceRange& range) { return at < range.begin; });
+    if (after == ranges.begin() || address >= std::prev(after)->end) return nullptr;
+    return &*std::prev(after);
+}
 
 Engine::Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers)
     : stagers_(std::max(1U, stagers)), arena_(arena_bytes, block_bytes) {

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "arena.h"
@@ -60,6 +61,9 @@ struct Failure {
 };
 
 class Engine;
+
+// The one of these ranges, ascending, that an address belongs to; null if it is the host's.
+const DeviceRange* range_of(const std::vector<DeviceRange>& ranges, uint64_t address);
 
 // A piece of a verified block on its way to the reader's memory, and the count of pieces still to
 // go.
@@ -109,7 +113,6 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
              std::vector<DeviceRange> devices, size_t blocks_held_limit, unsigned stagers_limit);
     void check_plan() const;
-    DeviceQueue* device_of(uint64_t address) const;
     uint64_t block_nbytes(size_t index) const;
     bool wants_stager() const;
     bool queued() const;
@@ -189,8 +192,12 @@ class ReadStream {
     // Reading on in order keeps the window full ahead of the reader; reading elsewhere moves the
     // window.
     bool read(std::byte* target, uint64_t offset, uint64_t nbytes);
-    // Copies runs, which lie in wanted blocks; best in file order. False as above.
-    bool read_runs(const std::vector<Run>& runs);
+    // Copies runs, which lie in wanted blocks; best in file order. `devices`, ascending, says which
+    // of the memory is no host memory: what goes there has arrived when close() returns, or
+    // arrive() is true. False as above.
+    bool read_runs(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices = {});
+    // Waits for what is on its way to devices. False on failure().
+    bool arrive();
     Failure failure();
     // After read() returned false with failure().error == 0: the first block whose checksum is
     // wrong.
@@ -207,7 +214,13 @@ class ReadStream {
     size_t block_count() const;
     size_t index_at(size_t place) const;
     size_t place_of(size_t index) const;
-    const Block* pin(std::unique_lock<std::mutex>& lock, uint64_t offset);
+    Block* pin(std::unique_lock<std::mutex>& lock, uint64_t offset);
+    bool send(Block& block, const std::shared_ptr<DeviceQueue>& queue, uint64_t target,
+              const std::byte* source, uint64_t nbytes);
+    void depart(Block& block);
+    bool reclaim(std::unique_lock<std::mutex>& lock, bool wait);
+    void finish(uint64_t begin, std::vector<std::pair<DeviceQueue*, cuda::Event>>& departures);
+    void fail(uint64_t offset, cuda::Result result);
     void move_window(size_t first);
     void drop(size_t place);
     std::byte* acquire();
@@ -235,6 +248,8 @@ class ReadStream {
     uint64_t nbytes_read_ = 0;
     size_t held_ = 0;         // blocks of the arena
     size_t outstanding_ = 0;  // of these, in transfer or being verified
+    struct Departing;
+    std::deque<Departing> departing_;  // of these, read by devices, in the order of their marks
     bool closed_ = false;
     Failure failure_;
     int64_t corrupt_block_ = -1;

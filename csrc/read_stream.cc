@@ -8,7 +8,7 @@
 
 #include "check.h"
 #include "crc32.h"
-#include "engine.h"
+#include "read_block.h"
 
 namespace fastckpt {
 
@@ -26,20 +26,6 @@ void advise_huge(std::byte* target, uint64_t nbytes) {
 }
 
 }  // namespace
-
-// A block's way: reading, verifying, ready. One that leaves the window while on its way is freed
-// when it arrives.
-struct ReadStream::Block {
-    enum class State : uint8_t { reading, verifying, ready };
-    size_t place = 0;
-    uint64_t begin = 0;  // in the file
-    uint64_t nbytes = 0;
-    std::byte* memory = nullptr;
-    State state = State::reading;
-    bool dropped = false;
-    bool corrupt = false;
-    Op op;
-};
 
 ReadStream::ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
                        std::vector<uint32_t> wanted, Backend* backend, bool direct,
@@ -150,8 +136,12 @@ void ReadStream::drop(size_t place) {
         block->dropped = true;
         return;
     }
-    engine_.arena_.release(block->memory);
-    --held_;
+    if (block->departures.empty()) {
+        engine_.arena_.release(block->memory);
+        --held_;
+    } else {
+        departing_.push_back({block->memory, block->begin, std::move(block->departures)});
+    }
     blocks_[place].reset();
     engine_.changed_.notify_all();
 }
@@ -187,18 +177,21 @@ void ReadStream::move_window(size_t first) {
 
 // Moves the window to the block that holds `offset` and waits for it; null on failure. Only the
 // reader moves the window, so the block stays until it pins another.
-const ReadStream::Block* ReadStream::pin(std::unique_lock<std::mutex>& lock, uint64_t offset) {
+ReadStream::Block* ReadStream::pin(std::unique_lock<std::mutex>& lock, uint64_t offset) {
     CHECK(!closed_);
     const size_t place = place_of(offset / engine_.block_bytes());
-    const Block* block = nullptr;
+    Block* block = nullptr;
     move_window(place);
-    engine_.changed_.wait(lock, [&] {
+    for (;;) {
         // Arena blocks may have come free since: whoever waits asks again.
+        reclaim(lock, false);
         fill_window();
         block = blocks_[place].get();
-        const bool arrived = block != nullptr && block->state == Block::State::ready;
-        return arrived || failure_.error != 0;
-    });
+        if (failure_.error != 0 || (block != nullptr && block->state == Block::State::ready)) break;
+        // A device that has copied tells nobody: where its blocks are what lacks, it is waited for.
+        if (block == nullptr && reclaim(lock, true)) continue;
+        engine_.changed_.wait(lock);
+    }
     if (failure_.error != 0) return nullptr;
     if (block->corrupt) {
         corrupt_block_ = static_cast<int64_t>(block->begin / engine_.block_bytes());
@@ -223,9 +216,10 @@ bool ReadStream::read(std::byte* target, uint64_t offset, uint64_t nbytes) {
     return true;
 }
 
-bool ReadStream::read_runs(const std::vector<Run>& runs) {
-    const Block* block = nullptr;
+bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices) {
+    Block* block = nullptr;
     for (const Run& run : runs) {
+        const DeviceRange* device = range_of(devices, run.address);
         if (run.nbytes == 0 || run.count == 0) continue;
         CHECK(run.nbytes <= nbytes_ && run.offset <= nbytes_ - run.nbytes);
         CHECK(run.count == 1 ||
@@ -234,18 +228,22 @@ bool ReadStream::read_runs(const std::vector<Run>& runs) {
             uint64_t offset = run.offset + i * run.offset_stride;
             const uint64_t end = offset + run.nbytes;
             auto* target = reinterpret_cast<std::byte*>(run.address + i * run.address_stride);
-            if (run.nbytes >= kPieceBytes) advise_huge(target, run.nbytes);
+            if (run.nbytes >= kPieceBytes && device == nullptr) advise_huge(target, run.nbytes);
             while (offset < end) {
                 const bool held = block != nullptr && offset >= block->begin &&
                                   offset < block->begin + block->nbytes;
                 if (!held) {
+                    if (block != nullptr) depart(*block);
                     std::unique_lock lock(engine_.mu_);
                     block = pin(lock, offset);
                     if (block == nullptr) return false;
                 }
                 const uint64_t n = std::min(end, block->begin + block->nbytes) - offset;
                 const std::byte* source = block->memory + (offset - block->begin);
-                if (n < kPieceBytes) {
+                if (device != nullptr) {
+                    const auto address = reinterpret_cast<uint64_t>(target);
+                    if (!send(*block, device->queue, address, source, n)) break;
+                } else if (n < kPieceBytes) {
                     std::memcpy(target, source, n);
                 } else {
                     std::unique_lock lock(engine_.mu_);
@@ -254,9 +252,11 @@ bool ReadStream::read_runs(const std::vector<Run>& runs) {
                 target += n;
                 offset += n;
             }
+            if (offset < end) break;  // a device refused
         }
     }
-    return true;
+    if (block != nullptr) depart(*block);
+    return devices.empty() || failure().error == 0;
 }
 
 // Copies on this thread and on the stagers that have nothing better to do: what takes time is not
@@ -298,6 +298,7 @@ void ReadStream::close() {
     for (size_t place = 0; place < blocks_.size(); ++place) drop(place);
     engine_.changed_.notify_all();
     engine_.changed_.wait(lock, [&] { return outstanding_ == 0; });
+    while (!departing_.empty()) reclaim(lock, true);
     CHECK(engine_.streams_open_ > 0);
     --engine_.streams_open_;
     engine_.changed_.notify_all();

@@ -2,21 +2,12 @@
 // once they have arrived. See engine.h for the contract.
 #include <algorithm>
 #include <cstring>
-#include <iterator>
 #include <tuple>
 
 #include "check.h"
 #include "write_block.h"
 
 namespace fastckpt {
-
-DeviceQueue* WriteJob::device_of(uint64_t address) const {
-    const auto after =
-        std::upper_bound(devices_.begin(), devices_.end(), address,
-                         [](uint64_t at, const DeviceRange& range) { return at < range.begin; });
-    if (after == devices_.begin() || address >= std::prev(after)->end) return nullptr;
-    return std::prev(after)->queue.get();
-}
 
 // Queues the copies of what lies on devices, and where there is any, copies the rest beside it: the
 // checksums then wait until all has arrived.
@@ -32,11 +23,12 @@ void WriteJob::gather(Block& block) {
                           nbytes);
     };
     for (--segment; segment != segments_.end() && segment->offset < block.end; ++segment) {
-        DeviceQueue* queue = device_of(segment->address);
-        if (queue == nullptr) {
+        const DeviceRange* device = range_of(devices_, segment->address);
+        if (device == nullptr) {
             on_host.push_back(&*segment);
             continue;
         }
+        DeviceQueue* queue = device->queue.get();
         const auto [target, source, nbytes] = place(*segment);
         Arrival* arrival = arrive_by(block, queue);
         if (arrival == nullptr) break;

@@ -267,6 +267,8 @@ class Job:
             return error
         finally:
             self.transfers.clear()
+            for watched in self.watched:
+                watched.look()  # at what has failed nobody looks, but it is let go
             self.release()
             self.previous = None
         return None

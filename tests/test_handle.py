@@ -333,7 +333,7 @@ def test_call_fence_returns_only_when_everything_was_copied(disk: Path) -> None:
 
         with running(call) as thread:
             held.wait_reached()
-            wait_until(lambda: stands_in(thread, "wait_staged"), "save() waits")
+            wait_until(lambda: stands_in(thread, "pass_fence"), "save() waits")
             assert not returned.is_set()
             held.release()
     assert value_of(disk / "b.pt") == 3
@@ -366,7 +366,7 @@ def test_step_fence_returns_at_once_and_the_optimizer_waits(disk: Path) -> None:
             stepped.set()
 
         with running(step) as thread:
-            wait_until(lambda: stands_in(thread, "wait_staged"), "the optimizer waits")
+            wait_until(lambda: stands_in(thread, "pass_fence"), "the optimizer waits")
             assert not stepped.is_set() and bool((weight == 5).all())
             held.release()
     stats = handle.result(WAIT_S)
