@@ -61,8 +61,7 @@ Arena::Arena(size_t budget_bytes, size_t block_bytes)
 
 Arena::~Arena() {
     CHECK(free_.size() == blocks_);
-    for (size_t part = 0; part < pinned_.size(); ++part)
-        if (pinned_[part]) pinner_->unpin(base_ + part * kPinnedBlocks * block_bytes_);
+    unpin();
     munmap(base_, blocks_ * block_bytes_);
 }
 
@@ -96,6 +95,14 @@ int Arena::pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner) {
     pin_error_ = pinner_->pin(memory, count * block_bytes_);
     pinned_[part] = pin_error_ == 0;
     return pin_error_;
+}
+
+void Arena::unpin() {
+    const std::lock_guard lock(pin_mu_);
+    for (size_t part = 0; part < pinned_.size(); ++part)
+        if (pinned_[part]) pinner_->unpin(base_ + part * kPinnedBlocks * block_bytes_);
+    pinned_.clear();
+    pinner_ = nullptr;
 }
 
 bool Arena::prefault(size_t begin, size_t end, unsigned threads) const {

@@ -44,6 +44,9 @@ class Arena {
     // slower. Callable without the owner's lock.
     int pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner);
 
+    // Unpins everything; no device copies to or from it any more.
+    void unpin();
+
     size_t block_bytes() const { return block_bytes_; }
     size_t blocks() const { return blocks_; }
     size_t blocks_in_use() const { return blocks_ - free_.size(); }

@@ -195,6 +195,7 @@ void bind_devices(py::module_& m) {
              }),
              nogil)
         .def("follow", &DeviceQueue::follow, nogil)
+        .def("close", &DeviceQueue::close, nogil)
         .def("lead", &DeviceQueue::lead, nogil)
         .def_property_readonly("bus_id", &DeviceQueue::bus_id);
     py::class_<DeviceQueue::Wait>(m, "Wait", py::release_gil_before_calling_cpp_dtor())

@@ -13,7 +13,8 @@ namespace fastckpt {
 class DeviceQueue::Current {
   public:
     explicit Current(const DeviceQueue& queue)
-        : driver_(*queue.driver_), result_(driver_.context_push(queue.context_)) {
+        : driver_(*queue.driver_),
+          result_(queue.closed_ ? cuda::kDeinitialized : driver_.context_push(queue.context_)) {
         if (result_ == cuda::kSuccess) driver_.exchange_capture_mode(&mode_);
     }
     ~Current() {
@@ -50,11 +51,16 @@ DeviceQueue::DeviceQueue(std::shared_ptr<const cuda::Driver> driver, int ordinal
     }
 }
 
+DeviceQueue::~DeviceQueue() { close(); }
+
 // At exit the driver may have shut down: then it refuses all this, and nothing is left to free.
-DeviceQueue::~DeviceQueue() {
+void DeviceQueue::close() {
     {
         const Current current(*this);
+        const std::lock_guard lock(mu_);
+        if (closed_.exchange(true)) return;
         for (const Mark mark : idle_) driver_->event_destroy(mark);
+        idle_.clear();
         driver_->stream_destroy(stream_);
     }
     driver_->primary_context_release(device_);
@@ -165,8 +171,12 @@ cuda::Result DeviceQueue::wait(Mark mark) {
 }
 
 void DeviceQueue::discard(Mark mark) {
+    const Current current(*this);
     const std::lock_guard lock(mu_);
-    idle_.push_back(mark);
+    if (closed_)
+        driver_->event_destroy(mark);  // the driver finds its context by itself
+    else
+        idle_.push_back(mark);
 }
 
 double DeviceQueue::seconds(Mark begin, Mark end) {

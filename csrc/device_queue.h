@@ -2,6 +2,7 @@
 // order of streams, and which memory is pinned; it does not know blocks, files or tensors.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -34,6 +35,8 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     // For the device that torch numbers so in this process. Throws DeviceError.
     DeviceQueue(std::shared_ptr<const cuda::Driver> driver, int ordinal);
     ~DeviceQueue() override;
+    // Gives everything back; what is called from then on fails. Nothing is in flight. Idempotent.
+    void close();
     DeviceQueue(const DeviceQueue&) = delete;
     DeviceQueue& operator=(const DeviceQueue&) = delete;
 
@@ -99,6 +102,7 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     cuda::Stream stream_ = nullptr;
     std::mutex mu_;
     std::vector<Mark> idle_;  // under mu_
+    std::atomic<bool> closed_{false};
 };
 
 }  // namespace fastckpt

@@ -182,6 +182,7 @@ void Engine::close() {
     changed_.notify_all();
     for (auto& thread : threads_) thread.join();
     backends_.clear();
+    arena_.unpin();
 }
 
 }  // namespace fastckpt

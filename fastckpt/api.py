@@ -23,10 +23,10 @@ import torch
 from fastckpt import file_save, pipeline
 from fastckpt.agreement import TIMEOUT_S
 from fastckpt.errors import RanksDisagree, StorageError
-from fastckpt.fence import Watched
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
-from fastckpt.reader import VerifiedFile, open_verified
+from fastckpt.placing import Placing
+from fastckpt.reader import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.staging import BACKENDS, FENCES
 from fastckpt.storage import is_written_through
 
@@ -125,14 +125,8 @@ def save(
         current.raise_unreported()  # with a group only now, when the other ranks hear of it
         try:
             devices = current.staging.devices
-            captured = torch_pickle.capture(
-                obj,
-                pickle_module,
-                pickle_protocol,
-                _disable_byteorder_record,
-                fence == "step",
-                devices.readable(),
-            )
+            options = (pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step")
+            captured = torch_pickle.capture(obj, *options, devices.readable())
         except torch_pickle.SkipData:
             _refuse_group(group, "under skip_data()")
             agreement.close()
@@ -141,9 +135,7 @@ def save(
         job = file_save.FileSave(
             handle,
             agreement,
-            devices.reads(captured.storages()),
-            [Watched(captured.tensors, obj)] if fence == "step" else [],
-            file_save.Plan(captured, obj, members),
+            file_save.Plan(captured, obj, members, devices),
             fence=fence,
             backend=backend,
             durable=durable,
@@ -215,14 +207,14 @@ def load(
         Exception: what torch.load raises, for the same reasons.
     """
 
-    def load_by_torch(source: Any) -> Any:
+    def load_by_torch(source: Any, place: Any = map_location) -> Any:
         simple = map_location is None or isinstance(map_location, str | torch.device)
         if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
             # As torch.load does by itself since it knows the suffix.
             return safetensors.torch.load_file(f, device=str(map_location or "cpu"))
         return torch.load(
             source,
-            map_location,
+            place,
             pickle_module,
             weights_only=weights_only,
             mmap=mmap,
@@ -245,7 +237,15 @@ def load(
             return load_by_torch(f)
         with file:
             if not maps:
-                return _load_verified(f, file, load_by_torch)
+                devices = current.staging.devices
+                if not Placing.possible(devices, map_location):
+                    return _load_verified(f, file, load_by_torch)
+                try:
+                    place = Placing(file, devices, map_location)
+                    return _load_verified(f, file, partial(load_by_torch, place=place))
+                except OtherByteOrder:
+                    file.stop_deferring()
+                    return _load_verified(f, file, load_by_torch)
             if not verify or not isinstance(f, str | os.PathLike):
                 return load_by_torch(f)
             file.verify_all()

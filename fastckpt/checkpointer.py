@@ -148,10 +148,9 @@ class Checkpointer:
         current = self._current()
         agreement = self._coordinator.begin(f"step {step}", self._timeout_s)
         with agreement.failing():
-            path = os.path.join(self.root, step_name(step))
             current.raise_unreported()
             job = StepSave(
-                SaveHandle(path, started),
+                SaveHandle(os.path.join(self.root, step_name(step)), started),
                 agreement,
                 self._steps,
                 step,
@@ -317,10 +316,9 @@ class Checkpointer:
             versions = [(leaf.local, leaf.local._version) for leaf in leaves]
             named = {leaf.key: leaf.local for leaf in leaves}
             watched.append(Watched(versions, named, copied_nbytes=0))
-        if observe and objects is not None:
-            watched.append(Watched(objects.tensors, flat.objects))
         storages = [leaf.local.untyped_storage() for leaf in leaves]
         if objects is not None:
+            watched.append(Watched(objects.tensors, flat.objects if observe else None))
             storages += objects.storages()
         return Content(
             leaves,

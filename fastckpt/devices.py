@@ -70,7 +70,8 @@ class Devices:
 
     Args:
         kind: torch's name for this type of device.
-        runtime: torch's module for it: is_initialized(), current_stream(ordinal).cuda_stream.
+        runtime: torch's module for it: is_initialized(), current_stream(ordinal).cuda_stream,
+            is_available(), init(), current_device(), device_count().
         library: where the driver is.
     """
 
@@ -91,19 +92,41 @@ class Devices:
         """Types of devices whose memory staging can copy by itself, "cpu" among them."""
         return frozenset(("cpu", self._kind) if self._loaded() else ("cpu",))
 
+    def available(self) -> bool:
+        """Whether this process may have such devices; looks, and initialises none."""
+        return not self._refused and bool(self._runtime.is_available())
+
+    def target(self, location: str) -> torch.device | None:
+        """The device that torch.load means by a location, if memory of it can be copied to.
+
+        Initialises it, as torch.load would.
+        """
+        if not location.startswith(self._kind) or not self.available():
+            return None
+        try:
+            device = torch.device(location)
+        except RuntimeError:
+            return None  # a location in torch's old words, or a wrong one: torch will say so
+        if device.type != self._kind:
+            return None
+        self._runtime.init()
+        index: int | None = device.index
+        ordinal = self._runtime.current_device() if index is None else index
+        if ordinal >= self._runtime.device_count() or not self._loaded():
+            return None
+        return torch.device(self._kind, ordinal)
+
     def _loaded(self) -> bool:
-        if self._driver is not None:
-            return True
-        if self._refused or not self._runtime.is_initialized():
-            return False
         with self._lock:
-            try:
-                if self._driver is None:
+            if self._driver is None and not self._refused and self._runtime.is_initialized():
+                try:
                     self._driver = _engine.CudaDriver(self._library)
-            except _engine.DeviceUnavailable as error:
-                self._refused = True
-                log.warning("no copies beside compute, torch copies from GPUs itself: %s", error)
-        return self._driver is not None
+                except _engine.DeviceUnavailable as error:
+                    self._refused = True
+                    log.warning(
+                        "no copies beside compute, torch copies from GPUs itself: %s", error
+                    )
+            return self._driver is not None
 
     def reads(self, storages: Iterable[torch.UntypedStorage]) -> Reads:
         """What a save reads of these storages, as they are for whoever uses the current streams.
@@ -163,9 +186,11 @@ class Devices:
         return kept
 
     def close(self) -> None:
-        """Frees the queues."""
+        """Frees the queues; nothing is in flight on them."""
         with self._lock:
-            self._queues = {}
+            queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            queue.close()
 
 
 def _merged(bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:

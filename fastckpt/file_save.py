@@ -13,7 +13,7 @@ import threading
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import IO, Any, NamedTuple
 
@@ -23,7 +23,7 @@ from fastckpt import commit
 from fastckpt.agreement import Round
 from fastckpt.commit import close_quietly, settle
 from fastckpt.coordinator import Coordinator
-from fastckpt.devices import Reads
+from fastckpt.devices import Devices
 from fastckpt.fence import Watched, named_tensors
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.arrangement import arrange, nbytes_of
@@ -85,15 +85,25 @@ class Plan:
         captured: what was pickled.
         obj: what it is of.
         shared: None where one rank saves alone, else what its group agreed on.
+        devices: whose memory may be read.
+
+    Attributes:
+        reads, watched: as Job's.
 
     Raises:
         TypeError: the object holds a tensor of which each rank has another part.
     """
 
     def __init__(
-        self, captured: torch_pickle.Capture, obj: object, shared: Together | None
+        self,
+        captured: torch_pickle.Capture,
+        obj: object,
+        shared: Together | None,
+        devices: Devices,
     ) -> None:
         self.captured = captured
+        self.reads = devices.reads(captured.storages())
+        self.watched = [Watched(captured.tensors, obj)] if captured.tensors else []
         self.together = shared
         self.description: Description | None = None
         self._first_rank: frozenset[str] = frozenset()
@@ -172,7 +182,7 @@ class FileSave(Job):
     """One file. With several ranks each runs its own, for the same file.
 
     Args:
-        handle, agreement, reads, watched, fence: as Job's.
+        handle, agreement, fence: as Job's.
         plan: what is written.
         backend, durable, staging_bytes: as fastckpt.save's.
     """
@@ -181,8 +191,6 @@ class FileSave(Job):
         self,
         handle: SaveHandle,
         agreement: Round,
-        reads: Reads,
-        watched: Sequence[Watched],
         plan: Plan,
         *,
         fence: str,
@@ -190,7 +198,7 @@ class FileSave(Job):
         durable: bool,
         staging_bytes: int | None,
     ) -> None:
-        super().__init__(handle, agreement, reads, watched, fence=fence, lane=handle.path)
+        super().__init__(handle, agreement, plan.reads, plan.watched, fence=fence, lane=handle.path)
         self.plan: Plan | None = plan
         self.backend = backend
         self.durable = durable

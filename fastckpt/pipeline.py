@@ -283,9 +283,10 @@ class Job:
         """Waits until everything was copied, and checks that nothing changed too early."""
         if self.handle.is_staged():
             return
-        for transfer in self.transfers:
-            transfer.wait_queued()
-        self.handle.mark_queued(self.order)
+        if self.reads.ranges:
+            for transfer in self.transfers:
+                transfer.wait_queued()
+            self.handle.mark_queued(self.order)
         for transfer in self.transfers:
             transfer.wait_staged()
             transfer.account(self.handle.stats)
@@ -303,7 +304,7 @@ class Job:
             record = self.agreement.poll(key)
             if record is not None:
                 return record
-            if not self.handle.is_queued():
+            if self.reads.ranges and not self.handle.is_queued():
                 if all(transfer.queued(delay_s) for transfer in self.transfers):
                     self.handle.mark_queued(self.order)
             elif all(transfer.staged(delay_s) for transfer in self.transfers):

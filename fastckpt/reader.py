@@ -6,15 +6,19 @@ what is damaged. It must not know what torch makes of the bytes.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
 import os
 import struct
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
+    DeviceError,
     IncompatibleCheckpoint,
     PeerFailed,
     StorageError,
@@ -26,6 +30,12 @@ from fastckpt.staging import ReadStream, Staging
 from fastckpt.storage import Storage, reported
 
 _SCRATCH_BYTES = 1 << 20
+DEFERRED_BYTES = 1 << 20  # storages of this size and more
+_MARK = bytes(range(1, 17))  # other bytes after swapping those of items of any size
+
+
+class OtherByteOrder(Exception):
+    """torch swapped bytes that were not there yet: the file has to be read without deferring."""
 
 
 class VerifiedFile(io.RawIOBase):
@@ -45,6 +55,8 @@ class VerifiedFile(io.RawIOBase):
         self._path = path
         self._index = index
         self._position = 0
+        self._deferring_from: int | None = None
+        self._deferred: dict[int, tuple[int, int]] = {}  # offset and size by address
         self._nbytes = index.body_nbytes + len(index.tail)
         self._stream = stream
 
@@ -69,11 +81,51 @@ class VerifiedFile(io.RawIOBase):
         self._position = base + offset
         return self._position
 
+    def defer(self) -> None:
+        """From now on leaves large storages to be asked for by deferred() and read_at()."""
+        if isinstance(self._stream, ReadStream):
+            self._deferring_from = torch_zip.storages_offset(self._index)
+
+    def stop_deferring(self) -> None:
+        """Begins anew, reading all that is asked for when it is."""
+        self._deferring_from, self._position = None, 0
+        self._deferred.clear()
+
+    def deferred(self, address: int, nbytes: int) -> int | None:
+        """Where in the file the content of this memory is that was asked for and not yet read; None
+        if it was read.
+
+        Raises:
+            OtherByteOrder: the memory was touched meanwhile, by swapping its bytes.
+        """
+        offset, length = self._deferred.pop(address, (0, 0))
+        if not length:
+            return None
+        if length != nbytes or ctypes.string_at(address, len(_MARK)) != _MARK:
+            raise OtherByteOrder
+        return offset
+
+    def read_at(self, offset: int, address: int, nbytes: int, devices: Sequence[Any] = ()) -> None:
+        """Reads a range into memory; of a device, if that is among `devices` (see Reads.ranges)."""
+        assert isinstance(self._stream, ReadStream)
+        runs = array("Q", (offset, address, nbytes, 1, 0, 0))
+        if not self._stream.read_runs(runs, list(devices)):
+            self.error = self._failure()
+            raise self.error
+
+    def _defers(self, nbytes: int, body: int) -> bool:
+        begin = self._deferring_from
+        return begin is not None and self._position >= begin and nbytes == body >= DEFERRED_BYTES
+
     def readinto(self, target: Any) -> int:
         view = memoryview(target).cast("B")
         nbytes = max(0, min(len(view), self._nbytes - self._position))
         body = max(0, min(nbytes, self._index.body_nbytes - self._position))
-        if body and not self._stream.readinto(view[:body], self._position):
+        if self._defers(nbytes, body):
+            view[: len(_MARK)] = _MARK
+            address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+            self._deferred[address] = self._position, nbytes
+        elif body and not self._stream.readinto(view[:body], self._position):
             self.error = self._failure()
             raise self.error
         if nbytes > body:
@@ -90,9 +142,14 @@ class VerifiedFile(io.RawIOBase):
             pass
 
     def verify_end(self) -> None:
-        """Checks the last block, which may hold nothing that torch asks for."""
+        """Checks the last block, which may hold nothing that torch asks for, and waits for what is
+        on its way to devices.
+        """
         self.seek(self._index.body_nbytes - 1)
         self.readinto(bytearray(1))
+        if isinstance(self._stream, ReadStream) and not self._stream.arrive():
+            self.error = self._failure()
+            raise self.error
 
     def abandon(self) -> None:
         """Closes a file that is not read, with other ranks or without."""
@@ -113,6 +170,11 @@ class VerifiedFile(io.RawIOBase):
         failure = self._stream.failure()
         if failure is not None:
             op, offset, number = failure
+            if op == "copy" and isinstance(self._stream, ReadStream):
+                return DeviceError(
+                    f"copying {self._path!r} to a GPU, at offset {offset}, failed: "
+                    f"{self._stream.device_text(number)}; nothing was loaded"
+                )
             return StorageError(op, self._path, number, offset)
         begin = self._stream.corrupt_block() * self._index.block_bytes
         end = min(begin + self._index.block_bytes, self._index.body_nbytes)

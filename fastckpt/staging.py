@@ -54,12 +54,15 @@ class ReadStream:
         stream: _engine.ReadStream,
         engine: _engine.Engine | None,
         close_file: Callable[[], None],
+        device_text: Callable[[int], str],
     ) -> None:
         self._stream = stream
         self._engine = engine
         self._close_file = close_file
         self.readinto = stream.readinto
         self.read_runs = stream.read_runs
+        self.arrive = stream.arrive
+        self.device_text = device_text
         self.nbytes_read = stream.nbytes_read
         self.failure = stream.failure
         self.corrupt_block = stream.corrupt_block
@@ -261,7 +264,7 @@ class Staging:
         except BaseException:
             self._storage.close(own_fd)
             raise
-        return ReadStream(stream, own, lambda: self._storage.close(own_fd))
+        return ReadStream(stream, own, lambda: self._storage.close(own_fd), self.devices.text)
 
     def warm(self, nbytes: int) -> None:
         """Backs as much of the arena with memory, so that the next save need not wait for pages.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import io
-import pickle
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +17,15 @@ import torch
 from torch.autograd.graph import increment_version
 
 from fastckpt.codec import FrameReader
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
-from fastckpt.formats import safetensors
+from fastckpt.devices import Reads
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    DeviceError,
+    IncompatibleCheckpoint,
+    StorageError,
+)
+from fastckpt.formats import safetensors, torch_pickle
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_hold
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.image import address_of
@@ -32,6 +38,9 @@ from fastckpt.storage import Storage, reported
 
 _NAMED_MAX = 5  # keys in one message
 _PART_BYTES = 64 << 20  # of the values of one rank
+# A copy to a device takes some microseconds to begin, however small it is.
+_RUNS_MAX = 64
+_RUN_ITEMS_MIN = 8192
 
 
 class Target(NamedTuple):
@@ -115,7 +124,7 @@ class StepReader:
                 if opened.closing_crc != crc:
                     raise CorruptCheckpoint(f"{path!r} is of another save than the manifest")
                 try:
-                    nest = _unpickled(opened, weights_only, repr(path))
+                    nest = torch_pickle.unpickled(opened, weights_only, repr(path))
                 except Exception:
                     if opened.error is not None:
                         raise opened.error from None
@@ -142,7 +151,7 @@ class StepReader:
                     return {}
                 what = f"the values of rank {rank} in {self._path(index.file)!r}"
                 content = io.BytesIO(self._read_bytes(index, *index.per_rank))
-                values = _unpickled(content, weights_only, what)
+                values = torch_pickle.unpickled(content, weights_only, what)
                 return values if isinstance(values, dict) else {}
         return {}
 
@@ -209,16 +218,21 @@ class StepReader:
         found = self.find(places)
         buffers: dict[str, list[tuple[Target, torch.Tensor]]] = {}
         needed = 0
+        readable = self._staging.devices.readable()
         for target in targets:
             if target.box.numel == 0:
                 continue
             dtype = found[target.key]
             tensor = target.tensor.detach()
-            if tensor.dtype != dtype or not _is_plain_memory(tensor):
+            direct = tensor.dtype == dtype and _is_plain_memory(tensor, readable)
+            if not direct or (tensor.device.type != "cpu" and self._in_bits(target)):
                 tensor = torch.empty(target.box.sizes, dtype=dtype)
             assert tuple(tensor.shape) == target.box.sizes
             buffers.setdefault(target.key, []).append((target, tensor))
             needed += tensor.numel() * tensor.element_size()
+        reads = self._staging.devices.reads(
+            tensor.untyped_storage() for pairs in buffers.values() for _, tensor in pairs
+        )
         for index in self._needed(places):
             rows: list[CopyRow] = []
             for piece in index.pieces:
@@ -227,7 +241,7 @@ class StepReader:
                         piece.box, piece.begin, target.box, tensor.data_ptr(), tensor.element_size()
                     )
             if rows:
-                self._read_file(index, sorted(rows))
+                self._read_file(index, sorted(rows), reads)
         # What was read went past autograd, which is to notice all the same.
         increment_version([t.tensor for t in targets if not t.tensor.is_inference()])
         with torch.no_grad():
@@ -236,6 +250,16 @@ class StepReader:
                     if tensor.data_ptr() != target.tensor.data_ptr():
                         target.tensor.copy_(tensor)
         return needed
+
+    def _in_bits(self, target: Target) -> bool:
+        """Whether a part comes in so many small runs that a device is better given it whole."""
+        for index in self._needed([(target.key, target.shape, target.box)]):
+            for piece in index.pieces:
+                if piece.key == target.key:
+                    for _, _, nbytes, count, _, _ in copies(piece.box, 0, target.box, 0, 1):
+                        if count > _RUNS_MAX and nbytes < _RUN_ITEMS_MIN:
+                            return True
+        return False
 
     def _needed(self, targets: Iterable[Place]) -> Iterator[ShardIndex]:
         """Indexes of the files that may hold something of the targets, by rank."""
@@ -266,26 +290,35 @@ class StepReader:
                 self._indexes[writer.rank] = writer.parse_index(content, self.manifest.nonce)
         return self._indexes[writer.rank]
 
-    def _read_file(self, index: ShardIndex, rows: Sequence[CopyRow]) -> None:
-        """Moves rows of a shard, ascending, to memory."""
+    def _read_file(
+        self, index: ShardIndex, rows: Sequence[CopyRow], reads: Reads | None = None
+    ) -> None:
+        """Moves rows of a shard, ascending, to memory; of devices, where `reads` says so."""
+        devices = [] if reads is None else reads.ranges
         path = self._path(index.file)
         with self._opened(index.file, index.file_nbytes) as fd:
             nbytes, block_bytes, crcs = index.nbytes, index.block_bytes, index.block_crcs
             wanted = _blocks_of(rows, block_bytes)
             if index.codec is None:
                 stream = self._staging.read(fd, path, nbytes, block_bytes, crcs, wanted)
-                self._run(stream, index, path, rows)
+                self._run(stream, index, path, rows, devices)
                 return
             frames = FrameReader(self._storage, fd, path, nbytes, block_bytes, index.frames)
             with self._staging.through(fd, frames.transfer) as route:
                 stream = self._staging.read(fd, path, nbytes, block_bytes, crcs, wanted, route)
-                self._run(stream, index, path, rows)
+                self._run(stream, index, path, rows, devices)
 
     def _run(
-        self, stream: ReadStream, index: ShardIndex, path: str, rows: Sequence[CopyRow]
+        self,
+        stream: ReadStream,
+        index: ShardIndex,
+        path: str,
+        rows: Sequence[CopyRow],
+        devices: list[Any],
     ) -> None:
         try:
-            whole = stream.read_runs(array("Q", [value for row in rows for value in row]))
+            columns = array("Q", [value for row in rows for value in row])
+            whole = stream.read_runs(columns, devices) and stream.arrive()
             self.nbytes_read += stream.nbytes_read()
             if not whole:
                 raise self._failure(stream, index, path)
@@ -296,6 +329,11 @@ class StepReader:
         failure = stream.failure()
         if failure is not None:
             op, offset, number = failure
+            if op == "copy":
+                return DeviceError(
+                    f"copying {path!r} to a GPU, at offset {offset}, failed: "
+                    f"{stream.device_text(number)}; the state may have been partly overwritten"
+                )
             return StorageError(op, path, number, offset)
         begin = stream.corrupt_block() * index.block_bytes
         end = min(begin + index.block_bytes, index.nbytes)
@@ -311,40 +349,13 @@ class StepReader:
         )
 
 
-def _unpickled(source: Any, weights_only: bool, what: str) -> Any:
-    """What torch.load makes of verified bytes.
-
-    Raises:
-        CorruptCheckpoint: they are not what torch.save writes.
-        MemoryError, RuntimeError: there is no memory for what they hold.
-        pickle.UnpicklingError: weights_only, and they hold more than that allows.
+def _is_plain_memory(tensor: torch.Tensor, types: frozenset[str]) -> bool:
+    """Whether bytes that are put where a tensor lies, on a device of these types, become its
+    elements.
     """
-    try:
-        return torch.load(source, map_location="cpu", weights_only=weights_only)
-    except MemoryError:
-        raise
-    except pickle.UnpicklingError as error:
-        if not weights_only:
-            raise
-        said = str(error).splitlines() or [""]
-        reason = next((line for line in said if "WeightsUnpickler" in line), said[0]).strip()
-        raise pickle.UnpicklingError(
-            f"{what}: there are objects among it that only weights_only=False gives back, which "
-            "runs code that the file names: if you trust whoever wrote it, pass that to restore() "
-            f"or load(). torch says: {reason}"
-        ) from None
-    except Exception as error:
-        # Without weights_only it may be code that the file names which fails.
-        if (not weights_only and "PytorchStreamReader" not in str(error)) or "alloc" in str(error):
-            raise
-        raise CorruptCheckpoint(f"{what}: not what torch.save writes: {error}") from None
-
-
-def _is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether bytes that are put where a tensor lies become its elements."""
     return (
         type(tensor) in PLAIN_TENSORS
-        and tensor.device.type == "cpu"
+        and tensor.device.type in types
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and not tensor.is_conj()

@@ -55,6 +55,9 @@ class Runtime(types.ModuleType):
     def current_stream(self, _ordinal: int) -> Stream:
         return Stream(self.stream)
 
+    def init(self) -> None:
+        self.initialized = True
+
     # What torch asks of such a module.
     def is_available(self) -> bool:
         return True

@@ -1,6 +1,6 @@
 """Fixtures that test modules share: a directory on a real disk, a save that has committed, the
-comparison of two object graphs, and the check that nothing stays behind. Must not know what any one
-test is about.
+comparison of two object graphs, a device for tensors, and the check that nothing stays behind. Must
+not know what any one test is about.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerator
+import cuda_stub
 import pytest
 import torch
+from accelerator import Runtime
+from cuda_stub import CudaStub
 
 import fastckpt
 
@@ -187,6 +191,33 @@ def assert_same() -> Callable[[Any, Any], None]:
         Likeness().check(actual, expected)
 
     return check
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
+    return CudaStub(cuda_stub.built(tmp_path_factory.mktemp("driver")))
+
+
+@pytest.fixture(scope="session")
+def accelerator_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return accelerator.built(tmp_path_factory.mktemp("accelerator"))
+
+
+@pytest.fixture
+def gpu(driver: CudaStub, accelerator_library: Path) -> Iterator[CudaStub]:
+    """torch has the device, fastckpt's pipeline knows it; nothing of it is alive afterwards."""
+    runtime = accelerator.registered(accelerator_library)
+    driver.configure()
+    before = driver.alive()
+    with accelerator.installed(runtime, driver.path):
+        yield driver
+        driver.configure()
+    assert driver.alive() == before
+
+
+@pytest.fixture
+def runtime(accelerator_library: Path) -> Runtime:
+    return accelerator.registered(accelerator_library)
 
 
 @pytest.fixture

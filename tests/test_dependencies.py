@@ -34,7 +34,7 @@ LAYERS: list[set[str]] = [
         "commit",
         "codec",
     },
-    {"exchange", "reader", "steps"},
+    {"exchange", "reader", "steps", "placing"},
     {"retention"},
     {"pipeline", "file_save", "step_save", "step_load", "step_choice", "template"},
     {"api", "checkpointer"},

@@ -7,15 +7,13 @@ test_gpu_real.py. Must not know the engine's insides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accelerator
-import cuda_stub
 import pytest
 import torch
-from accelerator import KIND, Runtime
+from accelerator import KIND
 from cuda_stub import CudaStub
 
 import fastckpt
@@ -23,33 +21,6 @@ import fastckpt
 # A PCIe 5 link of 16 lanes, as it is measured: 8 microseconds to begin, then 55 GB/s.
 LATENCY_US, BYTES_PER_US = 8.0, 55_000.0
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
-    return CudaStub(cuda_stub.built(tmp_path_factory.mktemp("driver")))
-
-
-@pytest.fixture(scope="session")
-def accelerator_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return accelerator.built(tmp_path_factory.mktemp("accelerator"))
-
-
-@pytest.fixture
-def gpu(driver: CudaStub, accelerator_library: Path) -> Iterator[CudaStub]:
-    """torch has the device, fastckpt's pipeline knows it; nothing of it is alive afterwards."""
-    runtime = accelerator.registered(accelerator_library)
-    driver.configure()
-    before = driver.alive()
-    with accelerator.installed(runtime, driver.path):
-        yield driver
-        driver.configure()
-    assert driver.alive() == before
-
-
-@pytest.fixture
-def runtime(accelerator_library: Path) -> Runtime:
-    return accelerator.registered(accelerator_library)
 
 
 def fill(tensor: torch.Tensor, value: int, gpu: CudaStub, took_us: float = 0) -> None:

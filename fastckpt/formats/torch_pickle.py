@@ -1,7 +1,8 @@
 """What torch's pickler makes of an object: the records of a torch zip, tensors by reference.
 
-Responsible for the only private entry point of torch that saving needs, and for noting which
-tensors were met. It must not know the bytes of a file.
+Responsible for the only private entry point of torch that saving needs, for noting which tensors
+were met, and for what torch makes of such records once they are verified. It must not know the
+bytes of a file.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from fastckpt.errors import CorruptCheckpoint
 
 SMALL_BYTES = 64 << 10
 
@@ -253,3 +256,32 @@ def _capture_by_copy(obj: object, pickle_module: Any, pickle_protocol: int) -> C
             if short not in skipped:
                 captured.records.append((short, archive.read(name)))
     return captured
+
+
+def unpickled(source: Any, weights_only: bool, what: str) -> Any:
+    """What torch.load makes of verified bytes.
+
+    Raises:
+        CorruptCheckpoint: they are not what torch.save writes.
+        MemoryError, RuntimeError: there is no memory for what they hold.
+        pickle.UnpicklingError: weights_only, and they hold more than that allows.
+    """
+    try:
+        return torch.load(source, map_location="cpu", weights_only=weights_only)
+    except MemoryError:
+        raise
+    except pickle.UnpicklingError as error:
+        if not weights_only:
+            raise
+        said = str(error).splitlines() or [""]
+        reason = next((line for line in said if "WeightsUnpickler" in line), said[0]).strip()
+        raise pickle.UnpicklingError(
+            f"{what}: there are objects among it that only weights_only=False gives back, which "
+            "runs code that the file names: if you trust whoever wrote it, pass that to restore() "
+            f"or load(). torch says: {reason}"
+        ) from None
+    except Exception as error:
+        # Without weights_only it may be code that the file names which fails.
+        if (not weights_only and "PytorchStreamReader" not in str(error)) or "alloc" in str(error):
+            raise
+        raise CorruptCheckpoint(f"{what}: not what torch.save writes: {error}") from None

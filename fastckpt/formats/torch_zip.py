@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -390,3 +391,9 @@ def damaged_records(
         if crc != entry.crc:
             names.append(entry.name.split("/", 1)[-1])
     return names
+
+
+def storages_offset(index: Index) -> int:
+    """From where on the body holds no record that is large and no storage: behind data.pkl."""
+    entries = [*islice(zip_records.directory(index.tail, len(index.tail) - END_BYTES), 2)]
+    return entries[1].offset if len(entries) == 2 and entries[0].name.endswith("data.pkl") else 0

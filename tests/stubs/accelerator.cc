@@ -113,7 +113,7 @@ const at::Tensor& resize(const at::Tensor& tensor, Sizes sizes, Format) {
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
-    resize(target, source.sizes(), {});
+    if (source.sizes() != target.sizes()) resize(target, source.sizes(), {});
     return copy_from(source, target, false);
 }
 

@@ -1,0 +1,69 @@
+"""Where the storages of a file go that is being loaded: large ones from verified blocks straight
+into the memory of the device that map_location says.
+
+Responsible for torch's meaning of map_location, and for reading a storage when it is known where
+to. It must not know the bytes of the file, nor how they are verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastckpt.devices import Devices
+from fastckpt.reader import VerifiedFile
+
+
+class Placing:
+    """A map_location for torch.load of a file whose large storages are read late.
+
+    torch first asks for the bytes of a storage, into memory of the host, and then where it belongs.
+    The file leaves the first question open, and memory of the host that nobody touches costs
+    nothing.
+
+    Args:
+        file: what is loaded; from now on it defers.
+        devices: what may be read to directly.
+        map_location: as torch.load's; see possible().
+    """
+
+    def __init__(self, file: VerifiedFile, devices: Devices, map_location: Any) -> None:
+        self._file = file
+        self._devices = devices
+        self._map_location = map_location
+        file.defer()
+
+    @staticmethod
+    def possible(devices: Devices, map_location: Any) -> bool:
+        """Whether there is a device to read to, and map_location is not code that looks at
+        storages.
+        """
+        if map_location is not None and not isinstance(map_location, str | torch.device | dict):
+            return False
+        if isinstance(map_location, str | torch.device):
+            return devices.target(str(map_location)) is not None
+        return devices.available()
+
+    def __call__(self, storage: torch.UntypedStorage, location: str) -> Any:
+        where = self._map_location
+        if where is None:
+            where = location
+        elif isinstance(where, dict):
+            where = where.get(location, location)
+        where = str(where)
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        offset = self._file.deferred(address, nbytes) if nbytes else None
+        if offset is None:
+            return _by_torch(storage, where)
+        device = self._devices.target(where)
+        if device is None:
+            self._file.read_at(offset, address, nbytes)
+            return _by_torch(storage, where)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        self._file.read_at(offset, memory.data_ptr(), nbytes, self._devices.reads([memory]).ranges)
+        return memory
+
+
+_by_torch: Callable[[Any, str], Any] = torch.serialization.default_restore_location
