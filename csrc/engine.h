@@ -126,6 +126,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     bool is_arriving(const Block& block) const;
     bool arrived(const Block& block) const;
     void await(Block& block);
+    void account(Block& block);
+    void discard_clocks();
     bool is_lost(const Block& block) const;
     void copy(Block& block);
     void copied(Block& block);
@@ -163,8 +165,14 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     size_t stagers_ = 0;
     size_t arriving_ = 0;  // blocks whose bytes are on their way from devices
     int pin_error_ = 0;
-    std::map<const DeviceQueue*, double> device_seconds_;
-    uint64_t device_nbytes_ = 0;
+    // What a device did for this job, by its own clock, in seconds since a first mark.
+    struct Clocked {
+        DeviceQueue::Mark origin = nullptr;
+        double until = 0;
+        double busy = 0;
+        uint64_t nbytes = 0;
+    };
+    std::map<DeviceQueue*, Clocked> clocks_;
     size_t blocks_held_ = 0;
     size_t blocks_held_max_ = 0;
     uint32_t open_segment_crc_ = 0;  // of the segment that crosses the last sealed block's end

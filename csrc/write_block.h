@@ -2,7 +2,6 @@
 // else.
 #pragma once
 
-#include <map>
 #include <vector>
 
 #include "crc32.h"
@@ -47,8 +46,6 @@ struct WriteJob::Block {
     uint32_t head_crc = 0;  // of the first segment's bytes in this block, where it began earlier
     uint32_t tail_crc = 0;  // of the last segment's bytes in this block, where it goes on
     std::vector<Arrival> arrivals;
-    std::map<const DeviceQueue*, double> device_seconds;
-    uint64_t device_nbytes = 0;
     cuda::Result device_error = cuda::kSuccess;
     Op op;
 

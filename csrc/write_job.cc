@@ -42,7 +42,10 @@ WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Sl
         CHECK(slot.segment + 1 == segments_.size() || slot_of_segment_[slot.segment + 1] < 0);
 }
 
-WriteJob::~WriteJob() { CHECK(blocks_held_ == 0); }
+WriteJob::~WriteJob() {
+    CHECK(blocks_held_ == 0);
+    discard_clocks();
+}
 
 void WriteJob::check_plan() const {
     CHECK(!segments_.empty());
@@ -97,8 +100,7 @@ void WriteJob::copied(Block& block) {
     block.state = State::copied;
     if (block.device_error != cuda::kSuccess)
         fail({Op::Kind::copy, block.begin, block.device_error});
-    for (const auto& [queue, seconds] : block.device_seconds) device_seconds_[queue] += seconds;
-    device_nbytes_ += block.device_nbytes;
+    account(block);
     size_t& under_way = block.is_arriving() ? arriving_ : stagers_;
     CHECK(under_way > 0);
     --under_way;

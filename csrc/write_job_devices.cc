@@ -77,29 +77,46 @@ bool WriteJob::arrived(const Block& block) const {
     });
 }
 
-// Without the mutex; what was measured is added up by copied().
+// Without the mutex; what came of it is for account().
 void WriteJob::await(Block& block) {
     for (const Arrival& arrival : block.arrivals) {
-        if (arrival.end != nullptr) {
-            const cuda::Result result = arrival.queue->wait(arrival.end);
-            if (block.device_error == cuda::kSuccess) block.device_error = result;
-            if (result == cuda::kSuccess)
-                block.device_seconds[arrival.queue] +=
-                    arrival.queue->seconds(arrival.begin, arrival.end);
-            arrival.queue->discard(arrival.end);
+        if (arrival.end == nullptr) continue;
+        const cuda::Result result = arrival.queue->wait(arrival.end);
+        if (block.device_error == cuda::kSuccess) block.device_error = result;
+    }
+}
+
+// Adds up how long each device was busy with this job: between the marks of blocks, which overlap
+// where several threads queue at once.
+void WriteJob::account(Block& block) {
+    for (const Arrival& arrival : block.arrivals) {
+        Clocked& clock = clocks_[arrival.queue];
+        if (clock.origin == nullptr) clock.origin = arrival.begin;
+        if (block.device_error == cuda::kSuccess) {
+            const double begin = arrival.queue->seconds(clock.origin, arrival.begin);
+            const double end = arrival.queue->seconds(clock.origin, arrival.end);
+            clock.busy += std::max(0.0, end - std::max(begin, clock.until));
+            clock.until = std::max(clock.until, end);
+            clock.nbytes += arrival.nbytes;
         }
-        arrival.queue->discard(arrival.begin);
-        block.device_nbytes += arrival.nbytes;
+        if (arrival.begin != clock.origin) arrival.queue->discard(arrival.begin);
+        if (arrival.end != nullptr) arrival.queue->discard(arrival.end);
     }
 }
 
 // Devices copy beside each other: the slowest one's time counts.
 DeviceCopies WriteJob::device_copies() {
     const std::lock_guard lock(engine_.mu_);
-    DeviceCopies copies{device_nbytes_, 0};
-    for (const auto& [queue, seconds] : device_seconds_)
-        copies.seconds = std::max(copies.seconds, seconds);
+    DeviceCopies copies{0, 0};
+    for (const auto& [queue, clock] : clocks_) {
+        copies.nbytes += clock.nbytes;
+        copies.seconds = std::max(copies.seconds, clock.busy);
+    }
     return copies;
+}
+
+void WriteJob::discard_clocks() {
+    for (const auto& [queue, clock] : clocks_) queue->discard(clock.origin);
 }
 
 }  // namespace fastckpt

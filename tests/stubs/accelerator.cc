@@ -54,8 +54,8 @@ REGISTER_ALLOCATOR(kKind, &memory)
 
 struct Hooks final : at::PrivateUse1HooksInterface {
     bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-    bool isBuilt() const override { return true; }
-    bool isAvailable() const override { return true; }
+    bool isBuilt() const { return true; }
+    bool isAvailable() const { return true; }
     c10::Device getDeviceFromPtr(void*) const override { return {kKind, 0}; }
     void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
         c10::DataPtr grown = memory.allocate(nbytes);
