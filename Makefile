@@ -23,7 +23,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test check demo bench bench-ranks bench-scale asan tsan clean
+.PHONY: help setup build test check demo bench bench-ranks bench-gpu bench-scale asan tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ bench: build  ## measure against the alternatives; BENCH_ARGS goes to benchmarks
 
 bench-ranks: build  ## measure several ranks; BENCH_ARGS goes to benchmarks/ranks.py
 	@$(BIN)/python benchmarks/ranks.py $(BENCH_ARGS)
+
+bench-gpu: build  ## measure on a GPU; BENCH_ARGS goes to benchmarks/gpu.py
+	@$(BIN)/python benchmarks/gpu.py $(BENCH_ARGS)
 
 bench-scale: build  ## measure planning for 10,240 ranks; BENCH_ARGS goes to benchmarks/scale.py
 	@$(BIN)/python benchmarks/scale.py $(BENCH_ARGS)

@@ -53,22 +53,23 @@ def parameter_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def gpt_state(nbytes: int, seed: int = 0) -> State:
+def gpt_state(nbytes: int, seed: int = 0, device: torch.device | str = "cpu") -> State:
     """Build a training state of about `nbytes` bytes of random, finite numbers.
 
-    bf16 weights, and for every weight a 0-dim step, an fp32 master copy and two Adam moments.
+    bf16 weights, and for every weight a 0-dim step, an fp32 master copy and two Adam moments. The
+    step stays on the CPU, where torch's optimizers keep it.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     model: dict[str, torch.Tensor] = {}
     slots: dict[int, dict[str, torch.Tensor]] = {}
     for index, (name, shape) in enumerate(parameter_shapes(nbytes).items()):
-        master = torch.randn(shape, generator=generator)
+        master = torch.randn(shape, generator=generator, device=device)
         model[name] = master.to(torch.bfloat16)
         slots[index] = {
             "step": torch.tensor(1000.0 + index),
             "master": master,
-            "exp_avg": torch.randn(shape, generator=generator).mul_(1e-3),
-            "exp_avg_sq": torch.rand(shape, generator=generator).mul_(1e-6),
+            "exp_avg": torch.randn(shape, generator=generator, device=device).mul_(1e-3),
+            "exp_avg_sq": torch.rand(shape, generator=generator, device=device).mul_(1e-6),
         }
     groups = [{"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "params": list(slots)}]
     return {"model": model, "optimizer": {"state": slots, "param_groups": groups}, "step": 1000}
@@ -108,13 +109,18 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def blank_like(tree: Any) -> Any:
-    """Return the same structure with every tensor replaced by zeros, already faulted in."""
+def blank_like(tree: Any, device: torch.device | str | None = None) -> Any:
+    """Return the same structure with every tensor replaced by zeros, already faulted in.
+
+    They lie where the tensors do, or all on `device`.
+    """
     if isinstance(tree, dict):
-        return {key: blank_like(value) for key, value in tree.items()}
+        return {key: blank_like(value, device) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [blank_like(value) for value in tree]
-    return torch.zeros_like(tree).fill_(0) if isinstance(tree, torch.Tensor) else tree
+        return [blank_like(value, device) for value in tree]
+    if isinstance(tree, torch.Tensor):
+        return torch.zeros_like(tree, device=device).fill_(0)
+    return tree
 
 
 def erase(tree: Any) -> None:
