@@ -6,13 +6,12 @@ decision which step is restored. It must not know how a step is written or read.
 
 from __future__ import annotations
 
-import io
 import logging
 import operator
 import os
-import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -20,20 +19,19 @@ import torch
 import torch.distributed as dist
 
 from fastckpt import pipeline
-from fastckpt.agreement import TIMEOUT_S
+from fastckpt.agreement import TIMEOUT_S, Round
 from fastckpt.coordinator import Coordinator
 from fastckpt.errors import CheckpointError
-from fastckpt.fence import Watched
-from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
-from fastckpt.replicas import Description
+from fastckpt.spread import Spread
 from fastckpt.staging import BACKENDS, FENCES
+from fastckpt.step_capture import captured
 from fastckpt.step_choice import first_whole
 from fastckpt.step_load import StepReader, Target
-from fastckpt.step_save import CODECS, Content, Options, StepSave
+from fastckpt.step_save import CODECS, Options, StepSave
 from fastckpt.steps import Steps, step_name
 from fastckpt.template import Template, whole
-from fastckpt.tree import Flat, Leaf, PerRank, Stored, fill, flatten, is_stateful
+from fastckpt.tree import PerRank, Stored, fill
 
 log = logging.getLogger("fastckpt")
 
@@ -154,7 +152,15 @@ class Checkpointer:
                 agreement,
                 self._steps,
                 step,
-                self._capture(state),
+                captured(
+                    state,
+                    self._coordinator.rank,
+                    self._coordinator.world_size,
+                    self._rank_of,
+                    current.staging.devices,
+                    differing=self._differing,
+                    watch=self._fence == "step",
+                ),
                 self._options,
                 self._note_differing,
                 fence=self._fence,
@@ -192,17 +198,20 @@ class Checkpointer:
             pickle.UnpicklingError: objects need weights_only=False.
         """
 
-        def read(reader: StepReader) -> Callable[[], None]:
+        def read(reader: StepReader, spread: Spread) -> Callable[[], None]:
             rank = self._coordinator.rank
             own = reader.per_rank(rank, weights_only)
             template = Template(state, reader.objects(weights_only), own, reader.find)
-            reader.read(template.targets)
+            reader.read(spread.mine(template.targets, reader.find))
             return template.put
 
-        found = self._first_whole(step, read)
+        with self._restoring() as agreement:
+            spread = Spread(agreement, self.group, state)
+            found = self._first_whole(agreement, step, lambda reader: read(reader, spread))
         if found is None:
             return None
         number, put = found
+        spread.pass_on()
         put()
         return number
 
@@ -236,7 +245,8 @@ class Checkpointer:
             )
             return fill(objects, lambda stored: tensors[stored.key], lambda name: _own(own, name))
 
-        found = self._first_whole(step, read)
+        with self._restoring() as agreement:
+            found = self._first_whole(agreement, step, read)
         if found is None:
             raise CheckpointError(
                 f"{self.root!r} holds no committed step: there is nothing to load"
@@ -293,56 +303,24 @@ class Checkpointer:
         for key in sorted(keys):
             log.warning("%r differs between ranks: from now on it is saved from rank 0", key)
 
-    def _capture(self, state: Any) -> Content:
-        """What save() has to take now; copies no tensor that is contiguous."""
-        coordinator = self._coordinator
-        flat = flatten(
-            state,
-            coordinator.rank,
-            coordinator.world_size,
-            first_rank=self._differing,
-            rank_of=self._rank_of,
-        )
-        observe = self._fence == "step"
-        devices = self._current().staging.devices
-        readable = devices.readable()
-        objects = None
-        if coordinator.rank == 0:
-            protocol = torch.serialization.DEFAULT_PROTOCOL
-            objects = torch_pickle.capture(flat.objects, pickle, protocol, False, observe, readable)
-        leaves = [_readable(leaf, readable) for leaf in flat.leaves]
-        watched = []
-        if observe:
-            versions = [(leaf.local, leaf.local._version) for leaf in leaves]
-            named = {leaf.key: leaf.local for leaf in leaves}
-            watched.append(Watched(versions, named, copied_nbytes=0))
-        storages = [leaf.local.untyped_storage() for leaf in leaves]
-        if objects is not None:
-            watched.append(Watched(objects.tensors, flat.objects if observe else None))
-            storages += objects.storages()
-        return Content(
-            leaves,
-            objects,
-            _pickled(flat),
-            Description(_texts(flat), self._differing),
-            devices.reads(storages),
-            watched,
-        )
-
-    def _first_whole(
-        self, step: int | None, read: Callable[[StepReader], T]
-    ) -> tuple[int, T] | None:
-        """What `read` makes of the newest step for which no rank met damage."""
-        current = self._current()
-        current.wait_for(self.root, ended=True)
+    @contextmanager
+    def _restoring(self) -> Iterator[Round]:
+        """A round of all ranks, when what they have saved so far is there."""
+        self._current().wait_for(self.root, ended=True)
         agreement = self._coordinator.begin("restore", self._timeout_s, "nothing was restored")
         try:
-            return first_whole(agreement, current, self._steps, step, read)
+            yield agreement
         except BaseException as error:
             agreement.fail(error)
             raise
         finally:
             agreement.close()
+
+    def _first_whole(
+        self, agreement: Round, step: int | None, read: Callable[[StepReader], T]
+    ) -> tuple[int, T] | None:
+        """What `read` makes of the newest step for which no rank met damage."""
+        return first_whole(agreement, self._current(), self._steps, step, read)
 
 
 def _default_group() -> Any:
@@ -356,40 +334,6 @@ def _rank_of(group: Any) -> dict[int, int] | None:
     if group is None or group is _default_group():
         return None
     return {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
-
-
-def _readable(leaf: Leaf, types: frozenset[str]) -> Leaf:
-    """A leaf whose memory can be copied as it lies, on devices of these types."""
-    local = leaf.local
-    if local.device.type not in types or not local.is_contiguous():
-        return leaf._replace(local=local.cpu().contiguous())
-    return leaf
-
-
-def _texts(flat: Flat) -> Callable[[], list[tuple[str, str]]]:
-    """What all ranks must have in common, in words; made when they are asked for, if that can
-    wait.
-    """
-    kinds = flat.kinds
-    texts = [
-        (leaf.key, f"{str(leaf.local.dtype)[6:]} {list(leaf.shape)}, {leaf.placement}")
-        for leaf in flat.leaves
-    ]
-    texts += [(name, "a value of each rank") for name in flat.per_rank]
-    return lambda: texts + sorted(kind.text() for kind in kinds)
-
-
-def _pickled(flat: Flat) -> bytes:
-    """This rank's own values as a torch zip; nothing if there are none."""
-    if not flat.per_rank:
-        return b""
-    values = {
-        name: own.value.state_dict() if is_stateful(own.value) else own.value
-        for name, own in flat.per_rank.items()
-    }
-    buffer = io.BytesIO()
-    torch.save(values, buffer)
-    return buffer.getvalue()
 
 
 def _own(values: dict[str, Any] | None, name: str) -> PerRank:

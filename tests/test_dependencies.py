@@ -36,7 +36,8 @@ LAYERS: list[set[str]] = [
     },
     {"exchange", "reader", "steps", "placing"},
     {"retention"},
-    {"pipeline", "file_save", "step_save", "step_load", "step_choice", "template"},
+    {"pipeline", "file_save", "step_save", "step_load", "step_choice", "template"}
+    | {"step_capture", "spread"},
     {"api", "checkpointer"},
     {"integrations", "cli", "__main__"},
 ]

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fastckpt.checkpointer import _texts
 from fastckpt.replicas import Description, disagreement
 from fastckpt.shards import Box
+from fastckpt.step_capture import _texts
 from fastckpt.step_save import _comparable
 from fastckpt.template import Template
 from fastckpt.tree import Flat, flatten
