@@ -97,6 +97,14 @@ int Arena::pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner) {
     return pin_error_;
 }
 
+int Arena::pin(size_t begin, size_t end, const std::shared_ptr<Pinner>& pinner) {
+    const size_t last = std::min(blocks_, end / block_bytes_);
+    int result = 0;
+    for (size_t i = begin / block_bytes_; i < last && result == 0; i += kPinnedBlocks)
+        result = pin(base_ + i * block_bytes_, pinner);
+    return result;
+}
+
 void Arena::unpin() {
     const std::lock_guard lock(pin_mu_);
     for (size_t part = 0; part < pinned_.size(); ++part)

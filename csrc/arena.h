@@ -43,6 +43,8 @@ class Arena {
     // stay unpinned. 0, or the first refusal, after which nothing more is pinned: copies are then
     // slower. Callable without the owner's lock.
     int pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner);
+    // The same for the blocks that lie in bytes [begin, end) of the arena.
+    int pin(size_t begin, size_t end, const std::shared_ptr<Pinner>& pinner);
 
     // Unpins everything; no device copies to or from it any more.
     void unpin();

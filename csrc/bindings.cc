@@ -204,6 +204,7 @@ void bind_devices(py::module_& m) {
         .def(py::init([](uint64_t begin, uint64_t end, std::shared_ptr<DeviceQueue> queue) {
             return DeviceRange{begin, end, std::move(queue)};
         }))
+        .def_readonly("queue", &DeviceRange::queue)
         .def_readonly("begin", &DeviceRange::begin)
         .def_readonly("end", &DeviceRange::end);
 }
@@ -260,7 +261,14 @@ void bind_engine(py::module_& m) {
             py::arg("fd"), py::arg("nbytes"), py::arg("crcs"), py::arg("backend"),
             py::arg("direct"), py::arg("window_blocks"),
             py::arg("wanted") = std::vector<uint32_t>())
-        .def("prefault", &Engine::prefault, nogil)
+        .def(
+            "prefault",
+            [](Engine& engine, size_t begin, size_t end, unsigned threads,
+               const std::shared_ptr<DeviceQueue>& pinner) {
+                return engine.prefault(begin, end, threads, pinner);
+            },
+            py::arg("begin"), py::arg("end"), py::arg("threads"), py::arg("pinner") = nullptr,
+            nogil)
         .def_property_readonly("block_bytes", &Engine::block_bytes)
         .def_property_readonly("arena_blocks", &Engine::arena_blocks)
         .def("arena_blocks_in_use", &Engine::arena_blocks_in_use)

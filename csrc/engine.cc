@@ -70,6 +70,12 @@ std::shared_ptr<ReadStream> Engine::read(int fd, uint64_t nbytes, std::vector<ui
     return stream;
 }
 
+bool Engine::prefault(size_t begin, size_t end, unsigned threads,
+                      const std::shared_ptr<Pinner>& pinner) {
+    if (!arena_.prefault(begin, end, threads)) return false;
+    return pinner == nullptr || arena_.pin(begin, end, pinner) == 0;
+}
+
 void Engine::keep(const std::shared_ptr<Backend>& backend) {
     if (std::find(backends_.begin(), backends_.end(), backend) == backends_.end())
         backends_.push_back(backend);

@@ -290,9 +290,10 @@ class Engine {
                                      std::vector<uint32_t> wanted, std::shared_ptr<Backend> backend,
                                      bool direct, size_t window_blocks);
 
-    bool prefault(size_t begin, size_t end, unsigned threads) const {
-        return arena_.prefault(begin, end, threads);
-    }
+    // Backs bytes [begin, end) of the arena with pages, and pins them where a pinner is given;
+    // false if that was refused.
+    bool prefault(size_t begin, size_t end, unsigned threads,
+                  const std::shared_ptr<Pinner>& pinner);
     size_t block_bytes() const { return arena_.block_bytes(); }
     size_t arena_blocks() const { return arena_.blocks(); }
     size_t arena_blocks_in_use();

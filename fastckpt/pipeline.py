@@ -136,7 +136,7 @@ class Pipeline:
             finally:  # a callback may raise SystemExit
                 job.end(self)
             if error is None:
-                self.staging.warm(job.staging_nbytes)
+                self.staging.warm(job.staging_nbytes, job.reads)
         finally:
             with self._changed:
                 self._telling.discard(threading.get_ident())

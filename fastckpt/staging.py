@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastckpt import _engine
 from fastckpt.budget import default_budget_bytes
-from fastckpt.devices import Devices
+from fastckpt.devices import Devices, Reads
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES
@@ -104,6 +104,7 @@ class Staging:
         self._uring_refusal: str | None = None
         self._logged: set[str] = set()
         self._warm_bytes = 0
+        self._warms_pinned = False
         self._abandoned = False
         self._unstaged: list[SaveHandle] = []
         self._hook: Any = None
@@ -266,8 +267,9 @@ class Staging:
             raise
         return ReadStream(stream, own, lambda: self._storage.close(own_fd), self.devices.text)
 
-    def warm(self, nbytes: int) -> None:
-        """Backs as much of the arena with memory, so that the next save need not wait for pages.
+    def warm(self, nbytes: int, reads: Reads) -> None:
+        """Backs as much of the arena with memory, so that the next save need not wait for pages;
+        pinned, if it reads devices like this one.
 
         The first save pays for pages as it goes; without this the second and third would too, since
         blocks that come back early are used again before new ones are touched.
@@ -277,11 +279,14 @@ class Staging:
             if engine is None:
                 return  # closed meanwhile
             end = min(nbytes, engine.arena_blocks * BLOCK_BYTES)
+            pinner = reads.ranges[0].queue if reads.ranges else None
+            if pinner is not None and not self._warms_pinned:
+                self._warm_bytes, self._warms_pinned = 0, True
             begin, self._warm_bytes = self._warm_bytes, max(end, self._warm_bytes)
         for at in range(begin, end, _WARM_BYTES):
             # An exiting process saves no more, and a kernel that refuses once does so again.
             exiting = not threading.main_thread().is_alive()
-            if exiting or not engine.prefault(at, min(end, at + _WARM_BYTES), 1):
+            if exiting or not engine.prefault(at, min(end, at + _WARM_BYTES), 1, pinner):
                 return
 
     def fence_next_step(self, handle: SaveHandle) -> None:
@@ -323,7 +328,7 @@ class Staging:
             engine, self._engine = self._engine, None
             backends, self._backends = self._backends, {}
             hook, self._hook = self._hook, None
-            self._warm_bytes = 0
+            self._warm_bytes, self._warms_pinned = 0, False
         if hook is not None:
             hook.remove()
         if engine is not None:
