@@ -156,6 +156,7 @@ bool Engine::arrive_one(std::unique_lock<std::mutex>& lock, bool wait) {
     job->await(*block);
     lock.lock();
     arrival_awaited_ = false;
+    job->account(*block);
     changed_.notify_all();  // the next one may be awaited while this one is summed up
     lock.unlock();
     if (!job->is_lost(*block)) job->copy(*block);

@@ -126,7 +126,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     bool is_arriving(const Block& block) const;
     bool arrived(const Block& block) const;
     void await(Block& block);
-    void account(Block& block);
+    void start_clocks();
+    void account(const Block& block);
     void discard_clocks();
     bool is_lost(const Block& block) const;
     void copy(Block& block);
@@ -147,6 +148,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     const std::vector<DeviceRange> devices_;  // ascending
     const size_t blocks_held_limit_;
     const unsigned stagers_limit_;
+    bool several_queues_ = false;
     uint64_t nbytes_ = 0;
     std::vector<int64_t> slot_of_segment_;  // -1: none
 
@@ -168,6 +170,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     // What a device did for this job, by its own clock, in seconds since a first mark.
     struct Clocked {
         DeviceQueue::Mark origin = nullptr;
+        double since = 0;  // busy without a break
         double until = 0;
         double busy = 0;
         uint64_t nbytes = 0;

@@ -23,8 +23,8 @@ struct RunCrc {
 // What one device copies into a block: between which places in its queue.
 struct WriteJob::Arrival {
     DeviceQueue* queue;
-    DeviceQueue::Mark begin;
-    DeviceQueue::Mark end;  // null if the device refused it
+    DeviceQueue::Mark begin;  // null where it is the end of what was queued before
+    DeviceQueue::Mark end;    // null if the device refused it
     uint64_t nbytes;
 };
 
@@ -46,6 +46,7 @@ struct WriteJob::Block {
     uint32_t head_crc = 0;  // of the first segment's bytes in this block, where it began earlier
     uint32_t tail_crc = 0;  // of the last segment's bytes in this block, where it goes on
     std::vector<Arrival> arrivals;
+    bool begins_clock = true;  // the queue may have nothing of this job's to do before
     cuda::Result device_error = cuda::kSuccess;
     Op op;
 

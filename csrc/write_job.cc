@@ -26,6 +26,8 @@ WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Sl
       blocks_held_limit_(std::max<size_t>(1, blocks_held_limit)),
       stagers_limit_(std::max(1U, stagers_limit)) {
     check_plan();
+    for (const DeviceRange& range : devices_)
+        several_queues_ = several_queues_ || range.queue != devices_.front().queue;
     nbytes_ = segments_.back().offset + segments_.back().nbytes;
     const size_t block_bytes = engine_.block_bytes();
     const size_t count = (nbytes_ + block_bytes - 1) / block_bytes;
@@ -40,6 +42,7 @@ WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Sl
     // A described segment is copied as it is: it cannot hold the slot of the one before it.
     for (const Slot& slot : slots_)
         CHECK(slot.segment + 1 == segments_.size() || slot_of_segment_[slot.segment + 1] < 0);
+    start_clocks();
 }
 
 WriteJob::~WriteJob() {
@@ -89,6 +92,7 @@ WriteJob::Block& WriteJob::claim(std::byte* memory) {
     block->begin = block->index * engine_.block_bytes();
     block->end = block->begin + block_nbytes(block->index);
     block->memory = memory;
+    block->begins_clock = arriving_ == 0 || several_queues_;
     ++stagers_;
     ++blocks_held_;
     blocks_held_max_ = std::max(blocks_held_max_, blocks_held_);
@@ -100,7 +104,6 @@ void WriteJob::copied(Block& block) {
     block.state = State::copied;
     if (block.device_error != cuda::kSuccess)
         fail({Op::Kind::copy, block.begin, block.device_error});
-    account(block);
     size_t& under_way = block.is_arriving() ? arriving_ : stagers_;
     CHECK(under_way > 0);
     --under_way;

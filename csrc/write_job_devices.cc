@@ -54,7 +54,7 @@ WriteJob::Arrival* WriteJob::arrive_by(Block& block, DeviceQueue* queue) {
     if (block.arrivals.empty())
         block.pin_error = engine_.arena_.pin(block.memory, devices_.front().queue);
     Arrival arrival{queue, nullptr, nullptr, 0};
-    block.device_error = queue->mark(&arrival.begin);
+    if (block.begins_clock) block.device_error = queue->mark(&arrival.begin);
     if (block.device_error != cuda::kSuccess) return nullptr;
     block.arrivals.push_back(arrival);
     return &block.arrivals.back();
@@ -86,20 +86,35 @@ void WriteJob::await(Block& block) {
     }
 }
 
-// Adds up how long each device was busy with this job: between the marks of blocks, which overlap
-// where several threads queue at once.
-void WriteJob::account(Block& block) {
+// From now on devices' clocks run.
+void WriteJob::start_clocks() {
+    for (const DeviceRange& range : devices_) {
+        Clocked& clock = clocks_[range.queue.get()];
+        if (clock.origin == nullptr) range.queue->mark(&clock.origin);
+    }
+}
+
+// Adds up how long each device was busy with this job. The marks of blocks overlap where several
+// threads queue at once, and come in about their order.
+void WriteJob::account(const Block& block) {
     for (const Arrival& arrival : block.arrivals) {
         Clocked& clock = clocks_[arrival.queue];
-        if (clock.origin == nullptr) clock.origin = arrival.begin;
-        if (block.device_error == cuda::kSuccess) {
-            const double begin = arrival.queue->seconds(clock.origin, arrival.begin);
+        if (block.device_error == cuda::kSuccess && clock.origin != nullptr) {
             const double end = arrival.queue->seconds(clock.origin, arrival.end);
-            clock.busy += std::max(0.0, end - std::max(begin, clock.until));
+            double begin = clock.until;
+            if (arrival.begin != nullptr)
+                begin = arrival.queue->seconds(clock.origin, arrival.begin);
+            if (begin > clock.until || clock.nbytes == 0) {
+                clock.since = clock.until = begin;
+            } else if (begin < clock.since) {
+                clock.busy += clock.since - begin;
+                clock.since = begin;
+            }
+            clock.busy += std::max(0.0, end - clock.until);
             clock.until = std::max(clock.until, end);
             clock.nbytes += arrival.nbytes;
         }
-        if (arrival.begin != clock.origin) arrival.queue->discard(arrival.begin);
+        if (arrival.begin != nullptr) arrival.queue->discard(arrival.begin);
         if (arrival.end != nullptr) arrival.queue->discard(arrival.end);
     }
 }
@@ -116,7 +131,8 @@ DeviceCopies WriteJob::device_copies() {
 }
 
 void WriteJob::discard_clocks() {
-    for (const auto& [queue, clock] : clocks_) queue->discard(clock.origin);
+    for (const auto& [queue, clock] : clocks_)
+        if (clock.origin != nullptr) queue->discard(clock.origin);
 }
 
 }  // namespace fastckpt
