@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cctype>
 #include <fstream>
+#include <utility>
 
 namespace fastckpt {
 
@@ -97,7 +98,7 @@ void DeviceQueue::record(cuda::Stream stream, Mark* made) {
     require(take(made), "event");
     const cuda::Result result = driver_->event_record(*made, stream);
     if (result == cuda::kSuccess) return;
-    discard(*made);
+    discard(std::exchange(*made, nullptr));
     require(result, "order of streams");
 }
 
@@ -116,19 +117,20 @@ std::unique_ptr<DeviceQueue::Wait> DeviceQueue::lead(uint64_t stream) {
     const Current current(*this);
     require(current.result(), "context");
     require_uncaptured(as_stream(stream));
-    Mark before = nullptr, after = nullptr, mark = nullptr;
-    record(as_stream(stream), &before);
+    auto wait = std::make_unique<Wait>(shared_from_this());  // gives back what it has by then
+    record(as_stream(stream), &wait->before_);
+    Mark mark = nullptr;
     record(stream_, &mark);
     const cuda::Result result = driver_->stream_wait_event(as_stream(stream), mark, 0);
     discard(mark);
     require(result, "order of streams");
-    record(as_stream(stream), &after);
-    return std::make_unique<Wait>(shared_from_this(), before, after);
+    record(as_stream(stream), &wait->after_);
+    return wait;
 }
 
 DeviceQueue::Wait::~Wait() {
-    queue_->discard(before_);
-    queue_->discard(after_);
+    if (before_ != nullptr) queue_->discard(before_);
+    if (after_ != nullptr) queue_->discard(after_);
 }
 
 double DeviceQueue::Wait::seconds() const {

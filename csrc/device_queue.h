@@ -46,8 +46,7 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     // How long a stream was kept waiting.
     class Wait {
       public:
-        Wait(std::shared_ptr<DeviceQueue> queue, Mark before, Mark after)
-            : queue_(std::move(queue)), before_(before), after_(after) {}
+        explicit Wait(std::shared_ptr<DeviceQueue> queue) : queue_(std::move(queue)) {}
         ~Wait();
         Wait(const Wait&) = delete;
         Wait& operator=(const Wait&) = delete;
@@ -55,8 +54,9 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
         double seconds() const;
 
       private:
+        friend class DeviceQueue;
         const std::shared_ptr<DeviceQueue> queue_;
-        const Mark before_, after_;
+        Mark before_ = nullptr, after_ = nullptr;
     };
 
     // What is queued from now on begins when the stream has done what it was given so far. Throws

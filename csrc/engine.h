@@ -317,6 +317,7 @@ class Engine {
 
     const unsigned stagers_;
     std::vector<std::thread> threads_;
+    std::mutex queueing_mu_;  // held while a block's copies are queued; mu_ is not taken under it
     std::mutex mu_;
     // State below is protected by mu_, and so is that of every job and stream.
     std::condition_variable changed_;  // any change that a waiter may wait for

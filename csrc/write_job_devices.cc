@@ -2,6 +2,7 @@
 // once they have arrived. See engine.h for the contract.
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <tuple>
 
 #include "check.h"
@@ -16,6 +17,9 @@ void WriteJob::gather(Block& block) {
     auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
                                     [](uint64_t at, const Segment& s) { return at < s.offset; });
     std::vector<const Segment*> on_host;
+    // One block after the other: were those of two mixed in a queue, the time of both would be
+    // counted for each.
+    std::unique_lock queueing(engine_.queueing_mu_, std::defer_lock);
     const auto place = [&](const Segment& s) {
         const uint64_t begin = std::max(block.begin, s.offset);
         const uint64_t nbytes = std::min(block.end, s.offset + s.nbytes) - begin;
@@ -29,6 +33,7 @@ void WriteJob::gather(Block& block) {
             continue;
         }
         DeviceQueue* queue = device->queue.get();
+        if (!queueing.owns_lock()) queueing.lock();
         const auto [target, source, nbytes] = place(*segment);
         Arrival* arrival = arrive_by(block, queue);
         if (arrival == nullptr) break;
@@ -41,6 +46,7 @@ void WriteJob::gather(Block& block) {
         if (block.device_error == cuda::kSuccess) block.device_error = result;
     }
     if (block.arrivals.empty()) return;
+    queueing.unlock();
     for (const Segment* s : on_host) {
         const auto [target, source, nbytes] = place(*s);
         std::memcpy(target, reinterpret_cast<const std::byte*>(source), nbytes);

@@ -263,6 +263,10 @@ class Job:
             self.commit(pipeline)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the state
+            # Those that still run hold the job, and with the handle, which has the error, make a
+            # circle: tensors and queues of devices must not wait for the garbage collector. Nothing
+            # is being copied any more.
+            self.reads = Reads()
             self.agreement.fail(error)
             return error
         finally:

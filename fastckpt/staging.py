@@ -123,7 +123,8 @@ class Staging:
                 budget = self._budget_bytes or default_budget_bytes()
             while self._engine is None:
                 try:
-                    self._engine = _engine.Engine(budget, BLOCK_BYTES, stager_count())
+                    # Two at least: one may be asleep until a device has copied.
+                    self._engine = _engine.Engine(budget, BLOCK_BYTES, max(2, stager_count()))
                 except MemoryError:  # address space is short (ulimit -v): do with less
                     if self._budget_bytes is not None or budget <= BLOCK_BYTES:
                         raise

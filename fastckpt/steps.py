@@ -92,6 +92,9 @@ class Steps:
         self._known: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
         self._cleaned = False
         self._lock = threading.Lock()
+        # Held while a directory is removed, which has no manifest then and seems dead: a save that
+        # begins took its name, and lost what it made there.
+        self._removing = threading.Lock()
         self._sequence = 0  # of the last commit that was begun here
         self._failed: dict[int, int] = {}  # attempts at a step that failed here
         self._damaged: set[str] = set()  # names
@@ -206,17 +209,18 @@ class Steps:
 
     def _make(self, name: str) -> bool:
         """Makes the directory, where the name is free or only what is surely dead has it."""
-        for _ in range(2):
-            try:
-                with reported("make directory", self.path(name)):
-                    self.storage.make_directory(self.path(name))
-                return True
-            except StorageError as error:
-                if error.errno != errno.EEXIST:
-                    raise
-            if not self.remove_if_dead(name):
-                break
-        return False
+        with self._removing:
+            for _ in range(2):
+                try:
+                    with reported("make directory", self.path(name)):
+                        self.storage.make_directory(self.path(name))
+                    return True
+                except StorageError as error:
+                    if error.errno != errno.EEXIST:
+                        raise
+                if not self.remove_if_dead(name):
+                    break
+            return False
 
     def next_sequence(self) -> int:
         """The place of the next commit in the order of commits under this root."""
@@ -269,7 +273,10 @@ class Steps:
     def discard(self, name: str) -> None:
         """Removes a directory as far as may be: one without a manifest, or with it first."""
         self._known.pop(name, None)
-        with suppress(OSError):  # what stays costs space; the next removal tries again
+        with (
+            self._removing,
+            suppress(OSError),
+        ):  # what stays costs space; the next removal tries again
             with suppress(FileNotFoundError):
                 self.storage.remove(self.path(name, MANIFEST))
                 # A power cut must not bring it back without the files it names.

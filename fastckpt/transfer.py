@@ -55,10 +55,16 @@ class Fetch:
             else:
                 memory[:] = ctypes.string_at(address, len(memory))
         self.transfer = Transfer(staging, image, path, 1, 1, reads)
-        if self._late:
-            self._fd = storage.scratch()
+        if not self._late:
+            return
+        try:
+            with reported("open", path):
+                self._fd = storage.scratch()
             route = staging.route(self._fd, path, "auto", writing=True)
             self.transfer.write_to(self._fd, 0, route)
+        except BaseException:
+            self.__exit__()  # or what was staged would hold its blocks for ever
+            raise
 
     def __enter__(self) -> Fetch:
         return self

@@ -1,5 +1,5 @@
-"""The device "stub" for torch (tests/stubs/accelerator.cc), whose copies are made by the stub of
-the CUDA driver: tensors on it go the ways of tensors on a GPU.
+"""The devices "stub" for torch (tests/stubs/accelerator.cc), two of them, whose copies are made by
+the stub of the CUDA driver: tensors on them go the ways of tensors on a GPU.
 
 Responsible for compiling it, for registering it with torch, once in a process, and for a pipeline
 that knows it. Must not know what is tested.
@@ -27,6 +27,7 @@ from fastckpt.storage import Storage
 
 SOURCE = Path(__file__).parent / "stubs" / "accelerator.cc"
 KIND = "stub"
+DEVICES = 2
 
 
 class Stream:
@@ -41,19 +42,33 @@ class Runtime(types.ModuleType):
 
     Attributes:
         stream: the current one, as the stub of the driver counts; 0 is the default stream.
+        stream_of: the current one of a device, where it is another.
         initialized: as torch.cuda.is_initialized() says.
+        driver: whose streams these are; torch's own copies wait for the current one.
     """
 
     def __init__(self) -> None:
         super().__init__(f"torch.{KIND}")
+        self.driver: CudaStub | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """As it is when torch has just been imported, but for the driver."""
         self.stream = 0
+        self.stream_of: dict[int, int] = {}
         self.initialized = True
+
+    def wait(self) -> None:
+        """What torch does before it copies by itself."""
+        if self.driver is not None:
+            for stream in {self.stream, *self.stream_of.values()}:
+                self.driver.synchronize(stream)
 
     def is_initialized(self) -> bool:
         return self.initialized
 
-    def current_stream(self, _ordinal: int) -> Stream:
-        return Stream(self.stream)
+    def current_stream(self, ordinal: int) -> Stream:
+        return Stream(self.stream_of.get(ordinal, self.stream))
 
     def init(self) -> None:
         self.initialized = True
@@ -63,7 +78,7 @@ class Runtime(types.ModuleType):
         return True
 
     def device_count(self) -> int:
-        return 1
+        return DEVICES
 
     def current_device(self) -> int:
         return 0
@@ -84,7 +99,7 @@ def built(directory: Path) -> Path:
     target = directory / "libaccelerator-stub.so"
     root = Path(torch.__path__[0])
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     command += ["-isystem", str(root / "include"), str(SOURCE), "-o", str(target)]
     command += [f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     subprocess.run(command, check=True)
@@ -97,6 +112,8 @@ def registered(library: Path) -> Runtime:
     torch.ops.load_library(str(library))
     torch.utils.rename_privateuse1_backend(KIND)
     runtime = Runtime()
+    runtime.before_copy = ctypes.CFUNCTYPE(None)(runtime.wait)  # kept as long as it is called
+    ctypes.CDLL(str(library)).stub_before_copy(runtime.before_copy)
     torch._register_device_module(KIND, runtime)
     torch.utils.generate_methods_for_privateuse1_backend()
     return runtime
@@ -127,7 +144,7 @@ def main() -> None:
     """For a process of its own: python accelerator.py LIBRARY DRIVER SCRIPT ARGUMENTS..."""
     library, driver, script, *arguments = sys.argv[1:]
     runtime = registered(Path(library))
-    CudaStub(Path(driver))
+    runtime.driver = CudaStub(Path(driver))
     sys.argv = [script, *arguments]
     with installed(runtime, driver):
         code = compile(Path(script).read_text(), script, "exec")

@@ -204,14 +204,15 @@ def accelerator_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def gpu(driver: CudaStub, accelerator_library: Path) -> Iterator[CudaStub]:
+def gpu(driver: CudaStub, runtime: Runtime) -> Iterator[CudaStub]:
     """torch has the device, fastckpt's pipeline knows it; nothing of it is alive afterwards."""
-    runtime = accelerator.registered(accelerator_library)
     driver.configure()
+    runtime.driver = driver
     before = driver.alive()
     with accelerator.installed(runtime, driver.path):
         yield driver
         driver.configure()
+        runtime.reset()
     assert driver.alive() == before
 
 

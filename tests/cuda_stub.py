@@ -5,8 +5,10 @@ Responsible for compiling it once and for its functions' types. Must not know wh
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -60,6 +62,7 @@ class CudaStub:
         self._library = ctypes.CDLL(self.path)
         self._library.stub_synchronize.restype = ctypes.c_double
         self._library.stub_log.restype = ctypes.c_size_t
+        self._library.stub_stream.restype = ctypes.c_void_p
         self.configure()
 
     def configure(self, latency_us: float = 0, bytes_per_us: float = 0) -> None:
@@ -100,6 +103,16 @@ class CudaStub:
     def synchronize(self, stream: int = 0) -> float:
         """Waits for a stream; the time it is at, in microseconds."""
         return float(self._library.stub_synchronize(ctypes.c_void_p(stream)))
+
+    @contextlib.contextmanager
+    def streams(self, count: int) -> Iterator[list[int]]:
+        """So many streams beside the default one, whose clocks begin at 0."""
+        made = [int(self._library.stub_stream()) for _ in range(count)]
+        try:
+            yield made
+        finally:
+            for stream in made:
+                self._library.stub_stream_free(ctypes.c_void_p(stream))
 
     def calls(self, name: str) -> int:
         """How often a function was called."""

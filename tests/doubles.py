@@ -139,10 +139,11 @@ class Recorder(Storage):
 def _routed(name: str) -> Callable[..., Any]:
     method = getattr(Storage, name)
 
-    def routed(self: Recorder, subject: int | str, *args: Any, **options: Any) -> Any:
+    def routed(self: Recorder, *args: Any, **options: Any) -> Any:
+        subject = args[0] if args else ""  # what has no name is made of nothing
         path = path_of(subject) if isinstance(subject, int) else subject
-        operation = Operation(name, path, args)
-        return self._route(operation, lambda: method(self, subject, *args, **options))
+        operation = Operation(name, path, args[1:])
+        return self._route(operation, lambda: method(self, *args, **options))
 
     return routed
 

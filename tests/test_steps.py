@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -730,6 +731,36 @@ def test_a_run_that_was_copied_elsewhere(disk: Path, root: Path) -> None:
     shutil.rmtree(root)
     assert restored(disk / "copy") == 2
     assert saved(disk / "copy", 3, keep_last=2) == [name(2), name(3)]
+
+
+class BeginsWhileRemoved(Storage):
+    """Another save of the step begins when its old directory has lost its manifest."""
+
+    def __init__(self) -> None:
+        self.begin: Callable[[], object] | None = None
+        self.thread: threading.Thread | None = None
+
+    def sync_directory(self, path: str) -> None:
+        super().sync_directory(path)
+        if self.begin is not None:
+            self.thread = threading.Thread(target=self.begin)
+            self.begin = None
+            self.thread.start()
+            self.thread.join(0.2)  # it may have to wait
+
+
+def test_a_save_keeps_its_directory_while_an_old_one_of_that_name_is_removed(root: Path) -> None:
+    saved(root, 1)
+    storage, begun = BeginsWhileRemoved(), []
+    steps = Steps(storage, str(root))
+    steps._cleaned = True
+    storage.begin = lambda: begun.append(steps.begin(1))
+    assert steps.remove_unread(name(1))
+    assert storage.thread is not None
+    storage.thread.join(WAIT_S)
+    assert begun[0].name == name(1) and os.path.exists(begun[0].temporary)
+    steps.abandon(begun[0])
+    storage.close(begun[0].manifest_fd)
 
 
 READ_ONLY = """

@@ -53,15 +53,12 @@ class Capture:
     tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # By name of the record; where there is one on a device, torch is kept from copying it by
-        # being told to leave out all contents, which then come from here.
-        self._met: dict[str, torch.UntypedStorage] = {}
+        # Storages by the name of their record, noted before the first record is written; where one
+        # is on a device, torch is kept from copying it by being told to leave out all contents,
+        # which then come from here.
+        self.met: dict[str, torch.UntypedStorage] = {}
         self._leaving_out = ExitStack()
         self._by_us = False
-
-    def meet(self, name: str, storage: torch.UntypedStorage) -> None:
-        """Notes the storage of a record, before the first record is written."""
-        self._met[name] = storage
 
     # torch.serialization._save calls these; the content arrives as str, bytes or storage.
     def write_record(self, name: str, content: Any, nbytes: int) -> None:
@@ -78,19 +75,19 @@ class Capture:
     def write_record_metadata(self, name: str, nbytes: int) -> None:
         if not self._by_us:
             raise SkipData
-        storage = self._met[name]
+        storage = self.met[name]
         if storage.device.type not in self.readable:
             storage = storage.cpu()  # type: ignore[no-untyped-call]
         self.write_record(name, storage, nbytes)
 
     def _on_devices(self) -> bool:
-        types = {storage.device.type for storage in self._met.values()}
+        types = {storage.device.type for storage in self.met.values()}
         return bool(types & self.readable - _CPU)
 
     def finish(self) -> None:
         """What torch was told is taken back."""
         self._leaving_out.close()
-        self._met.clear()
+        self.met.clear()
 
     def storages(self) -> Iterator[torch.UntypedStorage]:
         """Those of the records that are not bytes."""
@@ -137,8 +134,9 @@ def capture(
     save = getattr(torch.serialization, "_save", None)
     if save is None:  # a torch whose entry point moved: correct, but holds a copy of everything
         return _capture_by_copy(obj, pickle_module, pickle_protocol)
-    meet = captured.meet if readable - _CPU else None
-    module = _Shim(pickle_module, captured.tensors if observe_tensors else None, meet)
+    # What the pickler's class refers to, in a circle, is emptied and not left to the collector.
+    met = captured.met if readable - _CPU else None
+    module = _Shim(pickle_module, captured.tensors if observe_tensors else None, met)
     # Pickling makes many objects and no garbage in circles: collecting in the midst of it would
     # only add to the stall, by as much as the rest of the program has objects.
     collecting = gc.isenabled()
@@ -209,7 +207,7 @@ class _Shim:
         self,
         pickle_module: Any,
         tensors: list[tuple[torch.Tensor, int]] | None,
-        meet: Callable[[str, torch.UntypedStorage], None] | None,
+        met: dict[str, torch.UntypedStorage] | None,
     ) -> None:
         base: Any = pickle_module.Pickler
         inherited = getattr(base, "reducer_override", None)
@@ -224,9 +222,9 @@ class _Shim:
                     if type(obj) in _NEVER_STORAGES:
                         return None
                     named = persistent_id(self, obj)
-                    if meet is not None and named is not None:
+                    if met is not None and named is not None:
                         storage: Any = getattr(obj, "_untyped_storage", obj)
-                        meet(f"data/{named[2]}", storage)
+                        met[f"data/{named[2]}"] = storage
                     return named
 
                 cls.persistent_id = filtered

@@ -1,7 +1,8 @@
-// A device for torch whose memory is the host's: tensors lie on it, move to and from it, are views,
-// are pickled with its name, and everything else is computed on the CPU. So the ways of tensors on
-// GPUs can be gone without one: their memory is copied by the stub of the driver (cuda.cc). Loaded
-// by torch.ops.load_library; it must not know what is tested.
+// Devices for torch whose memory is the host's: tensors lie on them, move to and from them, are
+// views, are pickled with their name, and everything else is computed on the CPU. So the ways of
+// tensors on GPUs can be gone without one: their memory is copied by the stub of the driver
+// (cuda.cc). What torch copies or computes is done at once, after what the current stream has been
+// given. Loaded by torch.ops.load_library; it must not know what is tested.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -9,16 +10,19 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 namespace {
 
 constexpr auto kKind = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex kDevices = 2;
 const c10::DispatchKeySet kKey(c10::DispatchKey::PrivateUse1);
 
 using Sizes = c10::IntArrayRef;
@@ -29,6 +33,8 @@ using Flag = std::optional<bool>;
 using Format = std::optional<c10::MemoryFormat>;
 
 std::atomic<int64_t> alive{0};
+std::atomic<void (*)()> before_copy{nullptr};
+thread_local c10::DeviceIndex current = 0;
 
 void give_back(void* memory) {
     if (memory != nullptr) --alive;
@@ -42,7 +48,7 @@ struct Memory final : c10::Allocator {
             memory = std::aligned_alloc(512, (nbytes + 511) / 512 * 512);
             ++alive;
         }
-        return {memory, memory, &give_back, c10::Device(kKind, 0)};
+        return {memory, memory, &give_back, c10::Device(kKind, current)};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
     void copy_data(void* target, const void* source, size_t nbytes) const override {
@@ -58,6 +64,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     bool isAvailable() const { return true; }
     c10::Device getDeviceFromPtr(void*) const override { return {kKind, 0}; }
     void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+        const c10::DeviceGuard guard(storage.device());
         c10::DataPtr grown = memory.allocate(nbytes);
         std::memcpy(grown.get(), storage.data(), std::min(nbytes, storage.nbytes()));
         storage.set_data_ptr_noswap(std::move(grown));
@@ -66,11 +73,30 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 Hooks hooks;
 
-at::Tensor empty(Sizes sizes, Dtype dtype, Layout, Device, Flag, Format format) {
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+    c10::DeviceType type() const override { return kKind; }
+    c10::Device getDevice() const override { return {kKind, current}; }
+    c10::Device exchangeDevice(c10::Device device) const override {
+        return {kKind, std::exchange(current, device.index())};
+    }
+    void setDevice(c10::Device device) const override { current = device.index(); }
+    void uncheckedSetDevice(c10::Device device) const noexcept override {
+        current = device.index();
+    }
+    c10::Stream getStream(c10::Device device) const override {
+        return c10::Stream(c10::Stream::DEFAULT, device);
+    }
+    c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
+    c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+};
+
+at::Tensor empty(Sizes sizes, Dtype dtype, Layout, Device device, Flag, Format format) {
+    const c10::OptionalDeviceGuard guard(device);
     return at::detail::empty_generic(sizes, &memory, kKey, c10::dtype_or_default(dtype), format);
 }
 
-at::Tensor empty_strided(Sizes sizes, Sizes strides, Dtype dtype, Layout, Device, Flag) {
+at::Tensor empty_strided(Sizes sizes, Sizes strides, Dtype dtype, Layout, Device device, Flag) {
+    const c10::OptionalDeviceGuard guard(device);
     return at::detail::empty_strided_generic(sizes, strides, &memory, kKey,
                                              c10::dtype_or_default(dtype));
 }
@@ -81,6 +107,7 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 }
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
+    if (void (*wait)() = before_copy.load()) wait();
     const at::Tensor into = target.is_cpu() ? target : on_cpu(target);
     into.copy_(source.is_cpu() ? source : on_cpu(source));
     return target;
@@ -145,8 +172,13 @@ const bool registered = [] {
 }  // namespace
 
 namespace c10::impl {
-C10_REGISTER_GUARD_IMPL(PrivateUse1, NoOpDeviceGuardImpl<DeviceType::PrivateUse1>)
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 }
 
 // How many pieces of memory tensors hold.
 extern "C" __attribute__((visibility("default"))) int64_t stub_pieces_alive() { return alive; }
+
+// Called before every copy of torch's own: waits for the current stream.
+extern "C" __attribute__((visibility("default"))) void stub_before_copy(void (*wait)()) {
+    before_copy = wait;
+}
