@@ -17,6 +17,8 @@ using DeviceAddress = unsigned long long;  // CUdeviceptr
 using Context = struct ContextTag*;        // CUcontext: the primary one, which torch uses, too
 using Stream = struct StreamTag*;          // CUstream; also torch's cuda_stream
 using Event = struct EventTag*;            // CUevent
+using Module = struct ModuleTag*;          // CUmodule
+using Function = struct FunctionTag*;      // CUfunction
 
 constexpr Result kSuccess = 0;
 constexpr Result kDeinitialized = 4;  // the driver has shut down, at exit
@@ -28,34 +30,46 @@ constexpr unsigned kHostRegisterPortable = 1;  // for the contexts of all device
 constexpr int kCaptureModeRelaxed = 2;
 
 // Name here, name in the library, arguments. All return a Result.
-#define FASTCKPT_CUDA_FUNCTIONS(X)                                                          \
-    X(init, cuInit, (unsigned flags))                                                       \
-    X(driver_version, cuDriverGetVersion, (int* version))                                   \
-    X(error_name, cuGetErrorName, (Result result, const char** text))                       \
-    X(error_string, cuGetErrorString, (Result result, const char** text))                   \
-    X(device_get, cuDeviceGet, (Device * device, int ordinal))                              \
-    X(device_pci_bus_id, cuDeviceGetPCIBusId, (char* text, int nbytes, Device device))      \
-    X(primary_context_retain, cuDevicePrimaryCtxRetain, (Context * context, Device device)) \
-    X(primary_context_release, cuDevicePrimaryCtxRelease_v2, (Device device))               \
-    X(context_push, cuCtxPushCurrent_v2, (Context context))                                 \
-    X(context_pop, cuCtxPopCurrent_v2, (Context * context))                                 \
-    X(host_register, cuMemHostRegister_v2, (void* memory, size_t nbytes, unsigned flags))   \
-    X(host_unregister, cuMemHostUnregister, (void* memory))                                 \
-    X(stream_create, cuStreamCreate, (Stream * stream, unsigned flags))                     \
-    X(stream_destroy, cuStreamDestroy_v2, (Stream stream))                                  \
-    X(stream_wait_event, cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))   \
-    X(stream_is_capturing, cuStreamIsCapturing, (Stream stream, int* status))               \
-    X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))                \
-    X(event_create, cuEventCreate, (Event * event, unsigned flags))                         \
-    X(event_record, cuEventRecord, (Event event, Stream stream))                            \
-    X(event_query, cuEventQuery, (Event event))                                             \
-    X(event_synchronize, cuEventSynchronize, (Event event))                                 \
-    X(event_elapsed, cuEventElapsedTime, (float* ms, Event begin, Event end))               \
-    X(event_destroy, cuEventDestroy_v2, (Event event))                                      \
-    X(copy_to_host, cuMemcpyDtoHAsync_v2,                                                   \
-      (void* target, DeviceAddress source, size_t nbytes, Stream stream))                   \
-    X(copy_to_device, cuMemcpyHtoDAsync_v2,                                                 \
-      (DeviceAddress target, const void* source, size_t nbytes, Stream stream))
+#define FASTCKPT_CUDA_FUNCTIONS(X)                                                             \
+    X(init, cuInit, (unsigned flags))                                                          \
+    X(driver_version, cuDriverGetVersion, (int* version))                                      \
+    X(error_name, cuGetErrorName, (Result result, const char** text))                          \
+    X(error_string, cuGetErrorString, (Result result, const char** text))                      \
+    X(device_get, cuDeviceGet, (Device * device, int ordinal))                                 \
+    X(device_pci_bus_id, cuDeviceGetPCIBusId, (char* text, int nbytes, Device device))         \
+    X(primary_context_retain, cuDevicePrimaryCtxRetain, (Context * context, Device device))    \
+    X(primary_context_release, cuDevicePrimaryCtxRelease_v2, (Device device))                  \
+    X(context_push, cuCtxPushCurrent_v2, (Context context))                                    \
+    X(context_pop, cuCtxPopCurrent_v2, (Context * context))                                    \
+    X(host_register, cuMemHostRegister_v2, (void* memory, size_t nbytes, unsigned flags))      \
+    X(host_unregister, cuMemHostUnregister, (void* memory))                                    \
+    X(stream_create, cuStreamCreate, (Stream * stream, unsigned flags))                        \
+    X(stream_destroy, cuStreamDestroy_v2, (Stream stream))                                     \
+    X(stream_wait_event, cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))      \
+    X(stream_is_capturing, cuStreamIsCapturing, (Stream stream, int* status))                  \
+    X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))                   \
+    X(event_create, cuEventCreate, (Event * event, unsigned flags))                            \
+    X(event_record, cuEventRecord, (Event event, Stream stream))                               \
+    X(event_query, cuEventQuery, (Event event))                                                \
+    X(event_synchronize, cuEventSynchronize, (Event event))                                    \
+    X(event_elapsed, cuEventElapsedTime, (float* ms, Event begin, Event end))                  \
+    X(event_destroy, cuEventDestroy_v2, (Event event))                                         \
+    X(copy_to_host, cuMemcpyDtoHAsync_v2,                                                      \
+      (void* target, DeviceAddress source, size_t nbytes, Stream stream))                      \
+    X(copy_to_device, cuMemcpyHtoDAsync_v2,                                                    \
+      (DeviceAddress target, const void* source, size_t nbytes, Stream stream))                \
+    X(copy_on_device, cuMemcpyDtoDAsync_v2,                                                    \
+      (DeviceAddress target, DeviceAddress source, size_t nbytes, Stream stream))              \
+    X(mem_alloc, cuMemAlloc_v2, (DeviceAddress * address, size_t nbytes))                      \
+    X(mem_free, cuMemFree_v2, (DeviceAddress address))                                         \
+    X(module_load_data, cuModuleLoadData, (Module * module, const void* image))                \
+    X(module_unload, cuModuleUnload, (Module module))                                          \
+    X(module_get_function, cuModuleGetFunction,                                                \
+      (Function * function, Module module, const char* name))                                  \
+    X(launch_kernel, cuLaunchKernel,                                                           \
+      (Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, \
+       unsigned block_y, unsigned block_z, unsigned shared_nbytes, Stream stream,              \
+       void** parameters, void** extra))
 
 // No driver, or none that can be used: what was looked for and why it is not there.
 class Unavailable : public std::runtime_error {

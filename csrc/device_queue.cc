@@ -8,31 +8,21 @@
 
 namespace fastckpt {
 
-// The device's primary context on this thread, for as long as this lives; what was current before
-// is so again afterwards, since the thread may be torch's. While another thread captures a graph,
-// much of what is called here would break that capture, were it not relaxed for this thread.
-class DeviceQueue::Current {
-  public:
-    explicit Current(const DeviceQueue& queue)
-        : driver_(*queue.driver_),
-          result_(queue.closed_ ? cuda::kDeinitialized : driver_.context_push(queue.context_)) {
-        if (result_ == cuda::kSuccess) driver_.exchange_capture_mode(&mode_);
-    }
-    ~Current() {
-        if (result_ != cuda::kSuccess) return;
-        cuda::Context popped = nullptr;
-        driver_.exchange_capture_mode(&mode_);
-        driver_.context_pop(&popped);
-    }
-    Current(const Current&) = delete;
-    Current& operator=(const Current&) = delete;
-    cuda::Result result() const { return result_; }
+// What was current before is so again afterwards, since the thread may be torch's. While another
+// thread captures a graph, much of what is called here would break that capture, were it not
+// relaxed for this thread.
+DeviceQueue::Current::Current(const DeviceQueue& queue)
+    : driver_(*queue.driver_),
+      result_(queue.closed_ ? cuda::kDeinitialized : driver_.context_push(queue.context_)) {
+    if (result_ == cuda::kSuccess) driver_.exchange_capture_mode(&mode_);
+}
 
-  private:
-    const cuda::Driver& driver_;
-    const cuda::Result result_;
-    int mode_ = cuda::kCaptureModeRelaxed;
-};
+DeviceQueue::Current::~Current() {
+    if (result_ != cuda::kSuccess) return;
+    cuda::Context popped = nullptr;
+    driver_.exchange_capture_mode(&mode_);
+    driver_.context_pop(&popped);
+}
 
 namespace {
 cuda::Stream as_stream(uint64_t stream) { return reinterpret_cast<cuda::Stream>(stream); }
@@ -147,6 +137,20 @@ cuda::Result DeviceQueue::copy_to_device(uint64_t target, const std::byte* sourc
     const Current current(*this);
     if (current.result() != cuda::kSuccess) return current.result();
     return driver_->copy_to_device(target, source, nbytes, stream_);
+}
+
+cuda::Result DeviceQueue::copy_on_device(uint64_t target, uint64_t source, size_t nbytes) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    return driver_->copy_on_device(target, source, nbytes, stream_);
+}
+
+cuda::Result DeviceQueue::launch(cuda::Function function, unsigned blocks, unsigned threads,
+                                 void** parameters) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    return driver_->launch_kernel(function, blocks, 1, 1, threads, 1, 1, 0, stream_, parameters,
+                                  nullptr);
 }
 
 cuda::Result DeviceQueue::mark(Mark* made) {

@@ -40,6 +40,23 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     DeviceQueue(const DeviceQueue&) = delete;
     DeviceQueue& operator=(const DeviceQueue&) = delete;
 
+    // The device's primary context on this thread, for as long as this lives: for calls of the
+    // driver, or of a library upon it, that are not among those below.
+    class Current {
+      public:
+        explicit Current(const DeviceQueue& queue);
+        ~Current();
+        Current(const Current&) = delete;
+        Current& operator=(const Current&) = delete;
+        // Unless it is kSuccess, there is no context.
+        cuda::Result result() const { return result_; }
+
+      private:
+        const cuda::Driver& driver_;
+        const cuda::Result result_;
+        int mode_ = cuda::kCaptureModeRelaxed;
+    };
+
     // A place in a stream: reached once all before it is done.
     using Mark = cuda::Event;
 
@@ -69,6 +86,10 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     // These report the driver's result. Host memory stays valid until a later mark is reached.
     cuda::Result copy_to_host(std::byte* target, uint64_t source, size_t nbytes);
     cuda::Result copy_to_device(uint64_t target, const std::byte* source, size_t nbytes);
+    cuda::Result copy_on_device(uint64_t target, uint64_t source, size_t nbytes);
+    // Parameters are copied before this returns.
+    cuda::Result launch(cuda::Function function, unsigned blocks, unsigned threads,
+                        void** parameters);
     // Leaves a null mark where it fails.
     cuda::Result mark(Mark* made);
     // kNotReady if it was not reached yet.
@@ -83,14 +104,14 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     // The name on its bus, such as "0000:1b:00.0"; empty if unknown.
     std::string bus_id();
     const cuda::Driver& driver() const { return *driver_; }
+    // Throws DeviceError unless it is kSuccess, naming what failed.
+    void require(cuda::Result result, const char* what) const;
 
     int pin(void* memory, size_t nbytes) override;
     void unpin(void* memory) override;
     int node() override;
 
   private:
-    class Current;
-    void require(cuda::Result result, const char* what) const;
     void require_uncaptured(cuda::Stream stream) const;
     void record(cuda::Stream stream, Mark* made);
     cuda::Result take(Mark* mark);
