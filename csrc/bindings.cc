@@ -1,6 +1,6 @@
-// The extension module fastckpt._engine: the only file that knows Python. It converts arguments,
-// releases the GIL around everything that waits, and turns failures into plain values; what they
-// mean is decided in Python.
+// The extension module fastckpt._engine: with bindings_gds.cc the only file that knows Python. It
+// converts arguments, releases the GIL around everything that waits, and turns failures into plain
+// values; what they mean is decided in Python.
 #include <fcntl.h>
 #include <linux/stat.h>
 #include <pybind11/functional.h>
@@ -19,6 +19,9 @@
 namespace py = pybind11;
 
 namespace fastckpt {
+
+void bind_gds(py::module_& m);  // bindings_gds.cc
+
 namespace {
 
 // Copies a contiguous buffer of native uint64 columns into structs of the same layout.
@@ -285,6 +288,7 @@ PYBIND11_MODULE(_engine, m) {
     bind_jobs(m);
     bind_devices(m);
     bind_engine(m);
+    bind_gds(m);
     m.def("allocate", &allocate, "fallocate(2) of [0, nbytes); raises OSError");
     m.def("cached_bytes", &cached_bytes);
 }

@@ -24,7 +24,7 @@
 #define FASTCKPT_DEVICE inline
 #endif
 
-namespace fastckpt::crc32_kernel {
+namespace fastckpt::gpu_crc32 {
 
 using Word = unsigned;
 using Address = unsigned long long;
@@ -229,7 +229,7 @@ inline void run(const Work& work, unsigned chunks) {
 
 #endif
 
-}  // namespace fastckpt::crc32_kernel
+}  // namespace fastckpt::gpu_crc32
 
 #undef FASTCKPT_DEVICE
 #endif  // FASTCKPT_CRC32_KERNEL_H

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).parent / "stubs" / "cuda.cc"
-TO_HOST, TO_DEVICE, KERNEL = range(3)
+TO_HOST, TO_DEVICE, KERNEL, _RECORD, _WAIT, ON_DEVICE, LAUNCH = range(7)
 ALL = -1
 OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700
 
@@ -39,6 +39,14 @@ class Alive(NamedTuple):
     events: int
     pinned_parts: int
     pinned_bytes: int
+
+
+class Memory(NamedTuple):
+    """Of the device: what callers have taken and not given back."""
+
+    allocations: int
+    nbytes: int
+    modules: int
 
 
 @cache
@@ -69,6 +77,7 @@ class CudaStub:
         """What a copy takes; 0 bytes per microsecond: no time. Forgets log, calls and failures."""
         self.hold(False)
         self.capture(False)
+        self.miscalculate(False)
         self._library.stub_configure(ctypes.c_double(latency_us), ctypes.c_double(bytes_per_us))
 
     def fail(self, name: str, result: int, *, after: int = 0, times: int = ALL) -> None:
@@ -82,6 +91,10 @@ class CudaStub:
     def capture(self, capturing: bool) -> None:
         """Whether streams say that they are being captured."""
         self._library.stub_capture(int(capturing))
+
+    def miscalculate(self, wrong: bool) -> None:
+        """Whether kernels that are launched compute something else."""
+        self._library.stub_miscalculate(int(wrong))
 
     def kernel(self, memory: bytearray, value: int, took_us: float, stream: int = 0) -> None:
         """Queues a kernel that fills memory."""
@@ -130,3 +143,9 @@ class CudaStub:
         values = (ctypes.c_uint64 * 5)()
         self._library.stub_alive(values)
         return Alive(*values)
+
+    def memory(self) -> Memory:
+        """What is taken of the device."""
+        values = (ctypes.c_uint64 * 3)()
+        self._library.stub_memory(values)
+        return Memory(*values)

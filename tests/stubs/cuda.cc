@@ -1,24 +1,30 @@
 // A CUDA driver over host memory: the functions that csrc/cuda_shim.h asks libcuda.so.1 for, with
 // streams that are threads, so that order and overlap are real, and a clock of its own, so that
 // times are exact: an operation takes what stub_configure() says, copies of one direction share a
-// link, the host takes no time. Built by the tests, which steer it by the stub_*() functions; it
-// must not know who calls.
+// link, the host takes no time. A module has one kernel, that of csrc/crc32_kernel.h, compiled for
+// the host. Built by the tests, which steer it by the stub_*() functions; it must not know who
+// calls.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "../../csrc/crc32_kernel.h"
+
 namespace {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201, kNotReady = 600;
-enum Kind { kToHost, kToDevice, kKernel, kRecord, kWait };
+enum Kind { kToHost, kToDevice, kKernel, kRecord, kWait, kOnDevice, kLaunch };
 
 struct Event {
     uint64_t asked = 0;  // records asked for
@@ -36,6 +42,7 @@ struct Work {
     Event* event = nullptr;
     uint64_t number = 0;
     bool pinned = true;
+    std::function<void()> launched = {};
 };
 
 struct Done {
@@ -62,6 +69,11 @@ int contexts = 0, streams_made = 0, streams_alive = 0, events_alive = 0;
 std::map<std::string, Failing> failing;
 std::map<std::string, int> calls;
 std::map<std::byte*, size_t> registered;
+std::map<unsigned long long, size_t> allocated;
+std::set<void*> modules;
+struct Stream;
+std::set<Stream*>& streams = *new std::set<Stream*>;  // but for the default one
+int wrong_crcs = 0;
 std::vector<Done> log_;
 
 thread_local std::vector<void*> current;
@@ -98,7 +110,9 @@ struct Stream {
             const Work work = queue.front();
             busy = true;
             lock.unlock();
-            if (work.kind == kKernel)
+            if (work.kind == kLaunch)
+                work.launched();
+            else if (work.kind == kKernel)
                 std::memset(work.target, work.value, work.nbytes);
             else if (work.nbytes > 0)
                 std::memcpy(work.target, work.source, work.nbytes);
@@ -271,12 +285,17 @@ EXPORT int cuStreamCreate(void** stream, unsigned) {
     const std::lock_guard lock(mu);
     made->id = static_cast<uint64_t>(++streams_made);
     ++streams_alive;
+    streams.insert(made);
     *stream = made;
     return kSuccess;
 }
 
 EXPORT int cuStreamDestroy_v2(void* stream) {
     if (const int result = enter("cuStreamDestroy_v2")) return result;
+    {
+        const std::lock_guard lock(mu);
+        streams.erase(static_cast<Stream*>(stream));
+    }
     delete static_cast<Stream*>(stream);
     const std::lock_guard lock(mu);
     --streams_alive;
@@ -371,7 +390,111 @@ EXPORT int cuMemcpyHtoDAsync_v2(unsigned long long target, const void* source, s
                 stream);
 }
 
+EXPORT int cuMemcpyDtoDAsync_v2(unsigned long long target, unsigned long long source, size_t nbytes,
+                                void* stream) {
+    if (const int result = enter("cuMemcpyDtoDAsync_v2")) return result;
+    Work work{kOnDevice};
+    work.target = reinterpret_cast<std::byte*>(target);
+    work.source = reinterpret_cast<const std::byte*>(source);
+    work.nbytes = nbytes;
+    queue(stream, work);
+    return kSuccess;
+}
+
+EXPORT int cuMemAlloc_v2(unsigned long long* address, size_t nbytes) {
+    if (const int result = enter("cuMemAlloc_v2")) return result;
+    if (nbytes == 0) return kInvalidValue;
+    // As a device's: aligned to 256 bytes, and here to no more.
+    auto* memory = static_cast<std::byte*>(std::aligned_alloc(512, (nbytes + 1023) / 512 * 512));
+    *address = reinterpret_cast<unsigned long long>(memory + 256);
+    const std::lock_guard lock(mu);
+    allocated[*address] = nbytes;
+    return kSuccess;
+}
+
+EXPORT int cuMemFree_v2(unsigned long long address) {
+    if (const int result = enter("cuMemFree_v2")) return result;
+    std::unique_lock lock(mu);
+    if (allocated.erase(address) != 1) return kInvalidValue;
+    changed.wait(lock, [] {
+        return std::all_of(streams.begin(), streams.end(), [](const Stream* stream) {
+            return stream->queue.empty() && !stream->busy;
+        });
+    });
+    std::free(reinterpret_cast<std::byte*>(address) - 256);
+    return kSuccess;
+}
+
+EXPORT int cuModuleLoadData(void** module, const void* image) {
+    if (const int result = enter("cuModuleLoadData")) return result;
+    const std::string text = static_cast<const char*>(image);
+    if (text.rfind(".version", 0) != 0) return 218;
+    auto* made = new std::string(text);
+    const std::lock_guard lock(mu);
+    modules.insert(made);
+    *module = made;
+    return kSuccess;
+}
+
+EXPORT int cuModuleUnload(void* module) {
+    if (const int result = enter("cuModuleUnload")) return result;
+    const std::lock_guard lock(mu);
+    if (modules.erase(module) != 1) return kInvalidValue;
+    delete static_cast<std::string*>(module);
+    return kSuccess;
+}
+
+EXPORT int cuModuleGetFunction(void** function, void* module, const char* name) {
+    if (const int result = enter("cuModuleGetFunction")) return result;
+    const auto& text = *static_cast<std::string*>(module);
+    if (text.find(".entry " + std::string(name) + "(") == std::string::npos) return 500;
+    *function = module;
+    return kSuccess;
+}
+
+EXPORT int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                          unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                          void* stream, void** parameters, void** extra) {
+    if (const int result = enter("cuLaunchKernel")) return result;
+    namespace kernel = fastckpt::gpu_crc32;
+    int wrong = 0;
+    {
+        const std::lock_guard state(mu);
+        if (modules.count(function) != 1) return kInvalidValue;
+        wrong = wrong_crcs;
+    }
+    if (grid_x == 0 || grid_y * grid_z * block_y * block_z != 1 || shared != 0 ||
+        block_x != kernel::kThreads || extra != nullptr)
+        return kInvalidValue;
+    const auto given = *static_cast<const kernel::Work*>(parameters[0]);
+    Work work{kLaunch};
+    work.launched = [given, grid_x, wrong] {
+        kernel::run(given, grid_x);
+        if (wrong != 0) ++*reinterpret_cast<kernel::Word*>(given.states);
+    };
+    queue(stream, work);
+    return kSuccess;
+}
+
 // --- for tests
+
+// Memory of the device that is not freed, its bytes, modules that are loaded.
+EXPORT void stub_memory(uint64_t* out) {
+    const std::lock_guard lock(mu);
+    out[0] = allocated.size();
+    out[1] = 0;
+    for (const auto& [address, nbytes] : allocated) out[1] += nbytes;
+    out[2] = modules.size();
+}
+
+// Whether the calling thread has a context.
+EXPORT int stub_has_context() { return current.empty() ? 0 : 1; }
+
+// Whether kernels compute something else.
+EXPORT void stub_miscalculate(int wrong) {
+    const std::lock_guard lock(mu);
+    wrong_crcs = wrong;
+}
 
 EXPORT void stub_configure(double new_latency_us, double new_bytes_per_us) {
     const std::lock_guard lock(mu);

@@ -1,0 +1,166 @@
+// The part of the extension module that is about cuFile and checksums on devices. As bindings.cc it
+// converts arguments and releases the GIL around everything that waits; it must not know what
+// failures mean.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <condition_variable>
+#include <mutex>
+
+#include "crc32_gpu.h"
+#include "gds_file.h"
+
+namespace py = pybind11;
+
+namespace fastckpt {
+
+void bind_gds(py::module_& m);
+
+namespace {
+
+using OpRow = std::tuple<std::string, int, uint64_t, size_t, uint64_t, bool>;
+using OpEnd = std::tuple<size_t, int, int>;
+
+// Submits ops (kind, fd, address, nbytes, offset, direct) at once and waits until all have
+// finished: how many bytes, which errno, how many retries.
+std::vector<OpEnd> run_ops(Backend& backend, const std::vector<OpRow>& rows) {
+    std::vector<Op> ops(rows.size());
+    std::mutex mu;
+    std::condition_variable ended;
+    size_t left = ops.size();
+    for (size_t i = 0; i < ops.size(); ++i) {
+        const auto& [kind, fd, address, nbytes, offset, direct] = rows[i];
+        ops[i].kind = kind == "write" ? Op::Kind::write : Op::Kind::read;
+        ops[i].fd = fd;
+        ops[i].data = reinterpret_cast<std::byte*>(address);
+        ops[i].nbytes = nbytes;
+        ops[i].offset = offset;
+        ops[i].direct = direct;
+        ops[i].finished = [&](Op&) {
+            const std::lock_guard lock(mu);
+            if (--left == 0) ended.notify_one();
+        };
+    }
+    for (Op& op : ops) backend.submit(&op);
+    std::unique_lock lock(mu);
+    ended.wait(lock, [&] { return left == 0; });
+    std::vector<OpEnd> ends;
+    for (const Op& op : ops) ends.emplace_back(op.done, op.error, op.retries);
+    return ends;
+}
+
+std::vector<Crc32Gpu::Range> ranges_of(const std::vector<std::pair<uint64_t, uint64_t>>& rows) {
+    std::vector<Crc32Gpu::Range> ranges;
+    for (const auto& [address, nbytes] : rows) {
+        if (nbytes > Crc32Gpu::kRangeBytesMax) throw py::value_error("a range is too long");
+        ranges.push_back({address, nbytes});
+    }
+    return ranges;
+}
+
+// CRCs of ranges of device memory, waited for.
+std::vector<uint32_t> crcs(Crc32Gpu& gpu, const std::shared_ptr<DeviceQueue>& queue,
+                           const std::vector<Crc32Gpu::Range>& ranges) {
+    size_t count = 0;
+    for (const auto& range : ranges) count += Crc32Gpu::words(range);
+    if (count == 0) return std::vector<uint32_t>(ranges.size(), 0);
+    const HostMemory memory(queue, count * sizeof(uint32_t));
+    auto* words = reinterpret_cast<uint32_t*>(memory.data());
+    queue->require(gpu.queue(ranges.data(), ranges.size(), words), "CRC-32");
+    DeviceQueue::Mark mark = nullptr;
+    queue->require(queue->mark(&mark), "CRC-32");
+    const cuda::Result result = queue->wait(mark);
+    queue->discard(mark);
+    queue->require(result, "CRC-32");
+    std::vector<uint32_t> found;
+    for (const auto& range : ranges) {
+        found.push_back(Crc32Gpu::crc(range, words));
+        words += Crc32Gpu::words(range);
+    }
+    return found;
+}
+
+void copy_on_device(DeviceQueue& queue, uint64_t target, uint64_t source, size_t nbytes) {
+    queue.require(queue.copy_on_device(target, source, nbytes), "copy");
+    DeviceQueue::Mark mark = nullptr;
+    queue.require(queue.mark(&mark), "copy");
+    const cuda::Result result = queue.wait(mark);
+    queue.discard(mark);
+    queue.require(result, "copy");
+}
+
+py::tuple as_tuple(const GdsMode& mode) { return py::make_tuple(mode.name(), mode.why); }
+
+void bind_cufile(py::module_& m) {
+    const py::call_guard<py::gil_scoped_release> nogil;
+    py::register_exception<cufile::Unavailable>(m, "CufileUnavailable");
+    py::class_<cufile::Library, std::shared_ptr<cufile::Library>>(
+        m, "CufileLibrary", py::release_gil_before_calling_cpp_dtor())
+        .def(py::init([](const std::string& path, std::shared_ptr<cuda::Driver> driver) {
+                 return std::make_shared<cufile::Library>(path, std::move(driver));
+             }),
+             nogil)
+        .def("text", [](const cufile::Library& library, int code,
+                        int cuda) { return library.text({code, cuda}); })
+        .def("mode",
+             [](const cufile::Library& library, const std::string& file_system) {
+                 return as_tuple(gds_mode(library.properties(), file_system));
+             })
+        .def_property_readonly("version", &cufile::Library::version);
+    m.def("file_system_of", &file_system_of);
+}
+
+void bind_backend(py::module_& m) {
+    const py::call_guard<py::gil_scoped_release> nogil;
+    py::class_<GdsBlocks, std::shared_ptr<GdsBlocks>>(m, "GdsBlocks",
+                                                      py::release_gil_before_calling_cpp_dtor())
+        .def(py::init([](std::shared_ptr<cufile::Library> library,
+                         std::shared_ptr<DeviceQueue> queue, size_t count, size_t block_bytes) {
+                 return std::make_shared<GdsBlocks>(std::move(library), std::move(queue), count,
+                                                    block_bytes);
+             }),
+             nogil)
+        .def("address", &GdsBlocks::address)
+        .def_property_readonly("count", &GdsBlocks::count)
+        .def_property_readonly("block_bytes", &GdsBlocks::block_bytes)
+        .def_property_readonly("refusal", &GdsBlocks::refusal);
+    py::class_<GdsBackend, Backend, std::shared_ptr<GdsBackend>>(
+        m, "GdsBackend", py::release_gil_before_calling_cpp_dtor())
+        .def("begin_file", &GdsBackend::begin_file, nogil)
+        .def("end_file",
+             [](GdsBackend& backend, int fd) {
+                 GdsReport report;
+                 {
+                     py::gil_scoped_release release;
+                     report = backend.end_file(fd);
+                 }
+                 return py::make_tuple(report.direct_bytes, report.host_bytes,
+                                       report.fallback_reason);
+             })
+        .def("fallback_reason", &GdsBackend::fallback_reason)
+        .def("mode", [](const GdsBackend& backend, int fd) { return as_tuple(backend.mode(fd)); });
+    m.def("gds_backend", &gds_backend, nogil);
+    m.def("run_ops", &run_ops, nogil);
+    m.def("copy_on_device", &copy_on_device, nogil);
+}
+
+}  // namespace
+
+void bind_gds(py::module_& m) {
+    bind_cufile(m);
+    bind_backend(m);
+    py::class_<Crc32Gpu, std::shared_ptr<Crc32Gpu>>(m, "Crc32Gpu",
+                                                    py::release_gil_before_calling_cpp_dtor())
+        .def(py::init([](std::shared_ptr<DeviceQueue> queue) {
+                 return std::make_shared<Crc32Gpu>(std::move(queue));
+             }),
+             py::call_guard<py::gil_scoped_release>())
+        .def("crcs", [](Crc32Gpu& gpu, const std::shared_ptr<DeviceQueue>& queue,
+                        const std::vector<std::pair<uint64_t, uint64_t>>& rows) {
+            const auto ranges = ranges_of(rows);
+            py::gil_scoped_release release;
+            return crcs(gpu, queue, ranges);
+        });
+}
+
+}  // namespace fastckpt
