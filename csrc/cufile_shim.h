@@ -64,7 +64,7 @@ enum Storage : unsigned {
     kVirtioFs = 13,  // from CUDA 13 on, as the next
     kPanFs = 14,
 };
-constexpr unsigned kPosixMode = 2;  // a bit of Properties::nvfs.control
+constexpr unsigned kPosixMode = 2;   // a bit of Properties::nvfs.control
 constexpr unsigned kP2pFeature = 4;  // a bit of Properties::features
 
 // Number, name, what it means to who meets it. Those above 5038 differ between releases.
