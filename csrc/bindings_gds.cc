@@ -96,10 +96,11 @@ void bind_cufile(py::module_& m) {
     py::register_exception<cufile::Unavailable>(m, "CufileUnavailable");
     py::class_<cufile::Library, std::shared_ptr<cufile::Library>>(
         m, "CufileLibrary", py::release_gil_before_calling_cpp_dtor())
-        .def(py::init([](const std::string& path, std::shared_ptr<cuda::Driver> driver) {
-                 return std::make_shared<cufile::Library>(path, std::move(driver));
+        .def(py::init([](const std::string& path, std::shared_ptr<cuda::Driver> driver,
+                         const std::string& modules) {
+                 return std::make_shared<cufile::Library>(path, std::move(driver), modules);
              }),
-             nogil)
+             py::arg("path"), py::arg("driver"), py::arg("modules") = "/proc/modules", nogil)
         .def("text", [](const cufile::Library& library, int code,
                         int cuda) { return library.text({code, cuda}); })
         .def("mode",

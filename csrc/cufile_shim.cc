@@ -2,7 +2,7 @@
 #include "cufile_shim.h"
 
 #include <dlfcn.h>
-#include <sys/stat.h>
+#include <unistd.h>
 
 #include <system_error>
 
@@ -23,14 +23,10 @@ void find(void* library, const char* symbol, Function& function) {
     function = reinterpret_cast<Function>(dlsym(library, symbol));
 }
 
-bool exists(const char* path) {
-    struct stat found{};
-    return stat(path, &found) == 0;
-}
-
 }  // namespace
 
-Library::Library(const std::string& path, std::shared_ptr<const cuda::Driver> driver)
+Library::Library(const std::string& path, std::shared_ptr<const cuda::Driver> driver,
+                 const std::string& modules)
     : driver_(std::move(driver)) {
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) throw Unavailable("cuFile cannot be loaded: " + last_error());
@@ -42,12 +38,15 @@ Library::Library(const std::string& path, std::shared_ptr<const cuda::Driver> dr
     if (name == nullptr) throw Unavailable(path + " has no " #symbol);
     FASTCKPT_CUFILE_FUNCTIONS(FASTCKPT_CUFILE_NEED)
 #undef FASTCKPT_CUFILE_NEED
+    if (access(modules.c_str(), R_OK) != 0)
+        throw Unavailable(modules +
+                          " cannot be read: there is no telling whether nvidia-fs is loaded");
     const Error error = driver_open();
     // Somebody else in this process opened it, and closes it.
     if (error.code == DRIVER_ALREADY_OPEN) return;
     if (error.code != 0) {
         std::string why = path + ": cuFileDriverOpen failed: " + text(error);
-        if (!exists(kUdev))
+        if (access(kUdev, F_OK) != 0)
             why += "; " + std::string(kUdev) +
                    " does not exist: a container needs the host's, mounted there";
         throw Unavailable(why);

@@ -140,8 +140,11 @@ class Unavailable : public std::runtime_error {
 // NVIDIA's: cuFile API reference. After fork() a child must not use it.
 class Library {
   public:
-    // Loads `path` ("libcufile.so.0") and opens its driver. Throws Unavailable.
-    Library(const std::string& path, std::shared_ptr<const cuda::Driver> driver);
+    // Loads `path` ("libcufile.so.0") and opens its driver. Throws Unavailable, also where
+    // `modules` cannot be read: cuFileDriverOpen of 1.20 looks for nvidia-fs there and then never
+    // returns.
+    Library(const std::string& path, std::shared_ptr<const cuda::Driver> driver,
+            const std::string& modules = "/proc/modules");
     ~Library();
     Library(const Library&) = delete;
     Library& operator=(const Library&) = delete;

@@ -13,7 +13,7 @@
 
 namespace fastckpt {
 
-// Freed with this; the driver then waits for what still uses it.
+// Freed with this, for which the queue must be open; the driver then waits for what still uses it.
 class DeviceMemory {
   public:
     // Throws DeviceError.

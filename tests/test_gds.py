@@ -74,6 +74,11 @@ def stubs(libraries: Stubs) -> Iterator[Stubs]:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
+def library_of(path: str, driver: _engine.CudaDriver) -> _engine.CufileLibrary:
+    """Also where a sandbox has no /proc/modules."""
+    return _engine.CufileLibrary(path, driver, modules=os.devnull)
+
+
 class Gds(NamedTuple):
     queue: _engine.DeviceQueue
     blocks: _engine.GdsBlocks
@@ -83,7 +88,7 @@ class Gds(NamedTuple):
 def made(stubs: Stubs, threads: int = 2, blocks: int = BLOCKS, block_bytes: int = BLOCK) -> Gds:
     driver = _engine.CudaDriver(stubs.cuda.path)
     queue = _engine.DeviceQueue(driver, 0)
-    library = _engine.CufileLibrary(stubs.cufile.path, driver)
+    library = library_of(stubs.cufile.path, driver)
     memory = _engine.GdsBlocks(library, queue, blocks, block_bytes)
     return Gds(queue, memory, _engine.gds_backend(memory, threads))
 
@@ -154,42 +159,46 @@ WHOLE = [(BLOCK, 0, 0)] * BLOCKS
 def test_what_is_missing_is_named(stubs: Stubs, tmp_path: Path) -> None:
     driver = _engine.CudaDriver(stubs.cuda.path)
     with pytest.raises(_engine.CufileUnavailable, match=r"cannot be loaded: .*libcufile-none"):
-        _engine.CufileLibrary("libcufile-none.so.0", driver)
+        library_of("libcufile-none.so.0", driver)
     with pytest.raises(_engine.CufileUnavailable, match=r"libc\.so\.6 has no cuFileDriverOpen"):
-        _engine.CufileLibrary("libc.so.6", driver)
+        library_of("libc.so.6", driver)
     stubs.cufile.fail("cuFileDriverOpen", 5001)
     with pytest.raises(_engine.CufileUnavailable, match="nvidia-fs is not loaded") as raised:
-        _engine.CufileLibrary(stubs.cufile.path, driver)
+        library_of(stubs.cufile.path, driver)
     assert "CU_FILE_DRIVER_NOT_INITIALIZED (5001)" in str(raised.value)
     assert ("/run/udev does not exist" in str(raised.value)) is not os.path.exists("/run/udev")
     assert stubs.cufile.calls("cuFileDriverClose") == 0
+    calls = stubs.cufile.calls("cuFileDriverOpen")
+    with pytest.raises(_engine.CufileUnavailable, match="none cannot be read"):
+        _engine.CufileLibrary(stubs.cufile.path, driver, modules=str(tmp_path / "none"))
+    assert stubs.cufile.calls("cuFileDriverOpen") == calls, "it would not return"
 
 
 def test_a_driver_that_others_opened_stays_theirs(stubs: Stubs) -> None:
     driver = _engine.CudaDriver(stubs.cuda.path)
-    library = _engine.CufileLibrary(stubs.cufile.path, driver)
+    library = library_of(stubs.cufile.path, driver)
     assert library.version == 1140 and stubs.cufile.alive().drivers == 1
     stubs.cufile.fail("cuFileDriverOpen", 5026)
-    second = _engine.CufileLibrary(stubs.cufile.path, driver)
+    second = library_of(stubs.cufile.path, driver)
     del second
     assert stubs.cufile.alive().drivers == 1
     del library
     assert stubs.cufile.alive().drivers == 0
     stubs.cufile.fail("cuFileGetVersion", 5030)
     stubs.cufile.fail("cuFileDriverOpen", 0)
-    assert _engine.CufileLibrary(stubs.cufile.path, driver).version == 0
+    assert library_of(stubs.cufile.path, driver).version == 0
 
 
 def test_an_old_release_lacks_what_is_optional(stubs: Stubs, tmp_path: Path) -> None:
     old = CufileStub(cufile_stub.built(tmp_path, "STUB_OLD"), stubs.cuda.path)
-    library = _engine.CufileLibrary(old.path, _engine.CudaDriver(stubs.cuda.path))
+    library = library_of(old.path, _engine.CudaDriver(stubs.cuda.path))
     assert library.version == 0 and old.alive().drivers == 1
     del library
     assert old.alive().drivers == 0 and old.calls("cuFileDriverClose") == 1
 
 
 def test_errors_in_words(stubs: Stubs) -> None:
-    library = _engine.CufileLibrary(stubs.cufile.path, _engine.CudaDriver(stubs.cuda.path))
+    library = library_of(stubs.cufile.path, _engine.CudaDriver(stubs.cuda.path))
     assert library.text(5011, OUT_OF_MEMORY) == (
         "CU_FILE_CUDA_DRIVER_ERROR (5011): the CUDA driver refused a call: "
         "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory"
@@ -246,7 +255,7 @@ NVME, NVMEOF, NVME_P2P, LUSTRE, POSIX, P2P = 1 << 4, 1 << 5, 1 << 11, 1 << 0, 1 
 def test_mode_is_what_the_properties_say(
     stubs: Stubs, properties: dict[str, int], file_system: str, expected: tuple[str, str]
 ) -> None:
-    library = _engine.CufileLibrary(stubs.cufile.path, _engine.CudaDriver(stubs.cuda.path))
+    library = library_of(stubs.cufile.path, _engine.CudaDriver(stubs.cuda.path))
     stubs.cufile.properties(**properties)
     assert library.mode(file_system) == expected
     stubs.cufile.fail("cuFileDriverGetProperties", 5002)
@@ -578,7 +587,7 @@ def test_programmers_errors_are_checked(stubs: Stubs, wrong: str, words: str) ->
         "import torch\nfrom fastckpt import _engine\n"
         f"driver = _engine.CudaDriver({stubs.cuda.path!r})\n"
         "queue = _engine.DeviceQueue(driver, 0)\n"
-        f"library = _engine.CufileLibrary({stubs.cufile.path!r}, driver)\n"
+        f"library = _engine.CufileLibrary({stubs.cufile.path!r}, driver, {os.devnull!r})\n"
         "blocks = _engine.GdsBlocks(library, queue, 2, 8192)\n"
         "backend = _engine.gds_backend(blocks, 1)\n"
         "run = lambda op: _engine.run_ops(backend, [op])\n"
