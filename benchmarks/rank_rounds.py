@@ -74,7 +74,7 @@ def one_save(ranks: int, directory: Path) -> list[dict[str, int]]:
             Steps(pipeline.storage, str(directory)),
             0,
             content,
-            Options("auto", False, None, None, None, None),
+            Options("auto", False, None, None, "host", None, None),
             lambda _keys: None,
             fence="call",
         )

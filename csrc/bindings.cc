@@ -233,15 +233,18 @@ void bind_engine(py::module_& m) {
         .def(
             "stage",
             [](Engine& engine, const py::buffer& segments, const py::buffer& slots,
-               size_t blocks_held_limit, unsigned stagers_limit, std::vector<DeviceRange> devices) {
+               size_t blocks_held_limit, unsigned stagers_limit, std::vector<DeviceRange> devices,
+               std::shared_ptr<GdsStage> gds) {
                 auto segment_rows = rows<Segment>(segments);
                 auto slot_rows = rows<Slot>(slots);
                 py::gil_scoped_release release;
                 return engine.stage(std::move(segment_rows), std::move(slot_rows),
-                                    std::move(devices), blocks_held_limit, stagers_limit);
+                                    std::move(devices), std::move(gds), blocks_held_limit,
+                                    stagers_limit);
             },
             py::arg("segments"), py::arg("slots"), py::arg("blocks_held_limit"),
-            py::arg("stagers_limit"), py::arg("devices") = std::vector<DeviceRange>())
+            py::arg("stagers_limit"), py::arg("devices") = std::vector<DeviceRange>(),
+            py::arg("gds") = nullptr)
         .def("write",
              [](Engine& engine, int fd, uint64_t file_offset, const py::buffer& segments,
                 const py::buffer& slots, std::shared_ptr<Backend> backend, bool direct,

@@ -9,6 +9,7 @@
 
 #include "crc32_gpu.h"
 #include "gds_file.h"
+#include "gds_stage.h"
 
 namespace py = pybind11;
 
@@ -140,6 +141,12 @@ void bind_backend(py::module_& m) {
              })
         .def("fallback_reason", &GdsBackend::fallback_reason)
         .def("mode", [](const GdsBackend& backend, int fd) { return as_tuple(backend.mode(fd)); });
+    py::class_<GdsStage, std::shared_ptr<GdsStage>>(m, "GdsStage",
+                                                    py::release_gil_before_calling_cpp_dtor())
+        .def(py::init([](std::shared_ptr<GdsBlocks> blocks) {
+                 return std::make_shared<GdsStage>(std::move(blocks));
+             }),
+             nogil);
     m.def("gds_backend", &gds_backend, nogil);
     m.def("run_ops", &run_ops, nogil);
     m.def("copy_on_device", &copy_on_device, nogil);

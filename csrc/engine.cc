@@ -32,11 +32,13 @@ Engine::Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers)
 Engine::~Engine() { close(); }
 
 std::shared_ptr<WriteJob> Engine::stage(std::vector<Segment> segments, std::vector<Slot> slots,
-                                        std::vector<DeviceRange> devices, size_t blocks_held_limit,
+                                        std::vector<DeviceRange> devices,
+                                        std::shared_ptr<GdsStage> gds, size_t blocks_held_limit,
                                         unsigned stagers_limit) {
+    CHECK(gds == nullptr || gds->block_bytes() == block_bytes());
     std::shared_ptr<WriteJob> job(new WriteJob(*this, std::move(segments), std::move(slots),
-                                               std::move(devices), blocks_held_limit,
-                                               stagers_limit));
+                                               std::move(devices), std::move(gds),
+                                               blocks_held_limit, stagers_limit));
     {
         std::lock_guard lock(mu_);
         CHECK(!closing_);
@@ -50,7 +52,8 @@ std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset, std::vecto
                                         std::vector<Slot> slots, std::shared_ptr<Backend> backend,
                                         bool direct, size_t blocks_held_limit,
                                         unsigned stagers_limit) {
-    auto job = stage(std::move(segments), std::move(slots), {}, blocks_held_limit, stagers_limit);
+    auto job =
+        stage(std::move(segments), std::move(slots), {}, nullptr, blocks_held_limit, stagers_limit);
     job->write_to(fd, file_offset, std::move(backend), direct);
     return job;
 }
@@ -128,10 +131,12 @@ bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
     const auto found = std::find_if(jobs_.begin(), jobs_.end(),
                                     [](const auto& job) { return job->wants_stager(); });
     if (found == jobs_.end()) return false;
-    std::byte* memory = arena_.acquire();
-    if (memory == nullptr) return false;
     const std::shared_ptr<WriteJob> job = *found;
-    WriteJob::Block& block = job->claim(memory);
+    const bool direct = job->wants_direct();
+    const size_t number = direct ? job->gds_->acquire() : GdsStage::kNone;
+    std::byte* memory = direct ? nullptr : arena_.acquire();
+    if (memory == nullptr && number == GdsStage::kNone) return false;
+    WriteJob::Block& block = job->claim(memory, number);
     lock.unlock();
     job->gather(block);
     if (!job->is_arriving(block)) job->copy(block);

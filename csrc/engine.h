@@ -19,6 +19,7 @@
 #include "arena.h"
 #include "backend.h"
 #include "device_queue.h"
+#include "gds_stage.h"
 
 namespace fastckpt {
 
@@ -111,14 +112,19 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     enum class State : uint8_t { waiting, copied, sealed };
 
     WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
-             std::vector<DeviceRange> devices, size_t blocks_held_limit, unsigned stagers_limit);
+             std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
+             size_t blocks_held_limit, unsigned stagers_limit);
     void check_plan() const;
     uint64_t block_nbytes(size_t index) const;
     bool wants_stager() const;
     bool queued() const;
     bool sources_released() const;
     bool finished() const;
-    Block& claim(std::byte* memory);
+    Block& claim(std::byte* memory, size_t direct);
+    bool is_direct(size_t index) const;
+    bool wants_direct() const;
+    void gather_direct(Block& block);
+    uint32_t direct_crc(Block& block, uint64_t begin, uint64_t nbytes) const;
     void gather(Block& block);
     struct Arrival;
     Arrival* arrive_by(Block& block, DeviceQueue* queue);
@@ -132,7 +138,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     bool is_lost(const Block& block) const;
     void copy(Block& block);
     void copied(Block& block);
-    uint32_t copy_piece(const Block& block, const Segment& segment, uint64_t begin, uint64_t end,
+    uint32_t copy_piece(Block& block, const Segment& segment, uint64_t begin, uint64_t end,
                         uint32_t crc) const;
     void copy_header(Block& block, const Segment& segment, uint64_t begin, uint64_t end);
     void seal_ready_blocks();
@@ -146,6 +152,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     const std::vector<Segment> segments_;
     const std::vector<Slot> slots_;
     const std::vector<DeviceRange> devices_;  // ascending
+    const std::shared_ptr<GdsStage> gds_;     // null: everything comes to the host
     const size_t blocks_held_limit_;
     const unsigned stagers_limit_;
     bool several_queues_ = false;
@@ -277,10 +284,11 @@ class Engine {
     // Starts to stage `segments`; WriteJob::write_to() says where they are written. At most
     // `blocks_held_limit` blocks of the arena and `stagers_limit` threads serve the job. The memory
     // of the segments stays valid until wait_staged() returns true. `devices` says which of it is
-    // no host memory.
+    // no host memory. With `gds`, blocks that lie on its device as a whole are staged there; they
+    // are as long as this engine's, and the backend that write_to() is given can write them.
     std::shared_ptr<WriteJob> stage(std::vector<Segment> segments, std::vector<Slot> slots,
-                                    std::vector<DeviceRange> devices, size_t blocks_held_limit,
-                                    unsigned stagers_limit);
+                                    std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
+                                    size_t blocks_held_limit, unsigned stagers_limit);
     // stage() and write_to() in one.
     std::shared_ptr<WriteJob> write(int fd, uint64_t file_offset, std::vector<Segment> segments,
                                     std::vector<Slot> slots, std::shared_ptr<Backend> backend,

@@ -34,7 +34,9 @@ struct WriteJob::Block {
     size_t index = 0;
     uint64_t begin = 0;  // image bytes [begin, end)
     uint64_t end = 0;
-    std::byte* memory = nullptr;
+    std::byte* memory = nullptr;      // of the arena, or
+    size_t direct = GdsStage::kNone;  // the number of a block of device memory
+    size_t words_used = 0;            // of its checksums
     State state = State::waiting;
     // The block's bytes are before ++ [late_begin, late_end) ++ after, where the late ones hold
     // slots whose CRC is known only once the blocks before this one are sealed. There is at most
@@ -54,6 +56,7 @@ struct WriteJob::Block {
 
     bool is_arriving() const { return !arrivals.empty() || device_error != cuda::kSuccess; }
 
+    bool is_direct() const { return direct != GdsStage::kNone; }
     bool has_late() const { return late_end != 0; }
     void append(uint32_t crc, uint64_t nbytes) {
         (has_late() ? after : before).append(crc, nbytes);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "check.h"
 #include "crc32.h"
@@ -17,12 +18,13 @@ constexpr uint64_t kSlotBytes = 4;
 }  // namespace
 
 WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
-                   std::vector<DeviceRange> devices, size_t blocks_held_limit,
-                   unsigned stagers_limit)
+                   std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
+                   size_t blocks_held_limit, unsigned stagers_limit)
     : engine_(engine),
       segments_(std::move(segments)),
       slots_(std::move(slots)),
       devices_(std::move(devices)),
+      gds_(std::move(gds)),
       blocks_held_limit_(std::max<size_t>(1, blocks_held_limit)),
       stagers_limit_(std::max(1U, stagers_limit)) {
     check_plan();
@@ -86,12 +88,13 @@ bool WriteJob::sources_released() const { return queued() && arriving_ == 0; }
 
 bool WriteJob::finished() const { return sources_released() && blocks_held_ == 0; }
 
-WriteJob::Block& WriteJob::claim(std::byte* memory) {
+WriteJob::Block& WriteJob::claim(std::byte* memory, size_t direct) {
     auto block = std::make_unique<Block>();
     block->index = next_claim_++;
     block->begin = block->index * engine_.block_bytes();
     block->end = block->begin + block_nbytes(block->index);
     block->memory = memory;
+    block->direct = direct;
     block->begins_clock = arriving_ == 0 || several_queues_;
     ++stagers_;
     ++blocks_held_;
@@ -111,8 +114,9 @@ void WriteJob::copied(Block& block) {
 }
 
 // A piece of a block, copied unless gather() has done so; returns its CRC-32.
-uint32_t WriteJob::copy_piece(const Block& block, const Segment& segment, uint64_t begin,
-                              uint64_t end, uint32_t crc) const {
+uint32_t WriteJob::copy_piece(Block& block, const Segment& segment, uint64_t begin, uint64_t end,
+                              uint32_t crc) const {
+    if (block.is_direct()) return direct_crc(block, begin, end - begin);
     std::byte* target = block.memory + (begin - block.begin);
     if (block.is_arriving()) return crc32(crc, target, end - begin);
     const auto* source = reinterpret_cast<const std::byte*>(segment.address);
@@ -140,6 +144,7 @@ void WriteJob::copy(Block& block) {
         if (goes_on) block.tail_crc = crc;
         if (!began_earlier && !goes_on) slot_crcs_[static_cast<size_t>(slot)] = crc;
     }
+    if (block.is_direct()) return;  // is of whole pages
     // A direct write, which is decided on later, takes whole pages: not of what was here before.
     const uint64_t nbytes = block.end - block.begin;
     const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
@@ -148,9 +153,6 @@ void WriteJob::copy(Block& block) {
 
 // Copies a piece of a segment that no slot describes, and which therefore may hold slots itself.
 void WriteJob::copy_header(Block& block, const Segment& segment, uint64_t begin, uint64_t end) {
-    std::byte* target = block.memory + (begin - block.begin);
-    const auto* source = reinterpret_cast<const std::byte*>(segment.address);
-    source += begin - segment.offset;
     const auto index = static_cast<size_t>(&segment - segments_.data());
     const int64_t described = index > 0 ? slot_of_segment_[index - 1] : -1;
     const uint64_t slot_offset = described < 0 ? 0 : slots_[static_cast<size_t>(described)].offset;
@@ -158,7 +160,10 @@ void WriteJob::copy_header(Block& block, const Segment& segment, uint64_t begin,
         block.append(copy_piece(block, segment, begin, end, 0), end - begin);
         return;
     }
-    if (!block.is_arriving()) std::memcpy(target, source, end - begin);
+    CHECK(!block.is_direct());
+    std::byte* target = block.memory + (begin - block.begin);
+    const auto* source = reinterpret_cast<const std::byte*>(segment.address);
+    if (!block.is_arriving()) std::memcpy(target, source + (begin - segment.offset), end - begin);
     if (segments_[index - 1].offset < block.begin) {
         CHECK(!block.has_late());
         block.late_begin = begin;
@@ -254,7 +259,9 @@ void WriteJob::submit_ready_blocks() {
         const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
         block->op.kind = Op::Kind::write;
         block->op.fd = fd_;
-        block->op.data = block->memory;
+        block->op.data = block->is_direct()
+                             ? reinterpret_cast<std::byte*>(gds_->address(block->direct))
+                             : block->memory;
         block->op.nbytes = direct_ ? padded : nbytes;
         block->op.offset = file_offset_ + block->begin;
         block->op.direct = direct_;
@@ -278,9 +285,11 @@ void WriteJob::submit_ready_blocks() {
 }
 
 void WriteJob::on_written(Block& block) {
-    CHECK(block.state == State::sealed && block.memory != nullptr);
-    engine_.arena_.release(block.memory);
-    block.memory = nullptr;
+    CHECK(block.state == State::sealed && (block.memory != nullptr || block.is_direct()));
+    if (block.is_direct())
+        gds_->release(std::exchange(block.direct, GdsStage::kNone));
+    else
+        engine_.arena_.release(std::exchange(block.memory, nullptr));
     CHECK(blocks_held_ > 0);
     --blocks_held_;
 }

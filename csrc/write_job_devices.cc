@@ -14,6 +14,7 @@ namespace fastckpt {
 // checksums then wait until all has arrived.
 void WriteJob::gather(Block& block) {
     if (devices_.empty()) return;
+    if (block.is_direct()) return gather_direct(block);
     auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
                                     [](uint64_t at, const Segment& s) { return at < s.offset; });
     std::vector<const Segment*> on_host;

@@ -24,6 +24,7 @@ from fastckpt import file_save, pipeline
 from fastckpt.agreement import TIMEOUT_S
 from fastckpt.errors import RanksDisagree, StorageError
 from fastckpt.formats import torch_pickle
+from fastckpt.gds import STAGINGS
 from fastckpt.handle import SaveHandle
 from fastckpt.placing import Placing
 from fastckpt.reader import OtherByteOrder, VerifiedFile, open_verified
@@ -45,6 +46,7 @@ def save(
     backend: str = "auto",
     durable: bool = True,
     staging_bytes: int | None = None,
+    staging: str = "host",
     group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> SaveHandle:
@@ -71,6 +73,11 @@ def save(
         staging_bytes: the most staging memory this save may hold, at least one block of 8 MiB;
         default: the process's budget (half of the memory available at the first save, or
             $FASTCKPT_STAGING_BYTES). A save that needs more waits for its own writes.
+        staging: how tensors on a GPU go to the file. "host": through pinned memory. "gds": by
+            GPUDirect Storage, from 16 blocks in the GPU's memory, which hold up the caller once
+            they are full; what cuFile refuses goes through the host, with a warning. "auto":
+            through the host until both ways were measured on the file system, after the first
+            save, then the faster one. stats.staging and staging_why tell.
         group: a torch.distributed process group whose ranks all hold the same object and all call
             save() with the same path; each writes its part of the one file. Storages below 1 MiB
             and everything that is no tensor are taken from the group's first rank. That names,
@@ -85,14 +92,14 @@ def save(
     Raises:
         Exception: what torch.save raises for an object that cannot be pickled; nothing was written.
         CheckpointError: of an earlier save whose failure nobody asked for. This save was not begun.
-        ValueError, TypeError: an unknown fence or backend; staging_bytes < 1 or no integer; a group
-            this process is not in, or with a target or format that torch.save writes, or with
-            DTensors.
+        ValueError, TypeError: an unknown fence, backend or staging; staging_bytes < 1 or no
+            integer; a group this process is not in, or with a target or format that torch.save
+            writes, or with DTensors.
         The handle's result() may raise, with group: RanksDisagree on every rank, naming tensor and
             ranks; PeerFailed if another rank failed, is missing or saves something else.
     """
     started = time.perf_counter()
-    _check_arguments(fence, backend, staging_bytes, timeout_s)
+    _check_arguments(fence, backend, staging_bytes, timeout_s, staging)
     shared = file_save.together(group)
     current = pipeline.current()
     if group is None:
@@ -140,16 +147,22 @@ def save(
             backend=backend,
             durable=durable,
             staging_bytes=staging_bytes,
+            staging=staging,
         )
     del captured
     return current.save(job)
 
 
-def _check_arguments(fence: str, backend: str, staging_bytes: int | None, timeout_s: float) -> None:
-    if fence not in FENCES:
-        raise ValueError(f"fence is {fence!r}, must be one of {FENCES}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}, must be one of {BACKENDS}")
+def _check_arguments(
+    fence: str, backend: str, staging_bytes: int | None, timeout_s: float, staging: str
+) -> None:
+    for name, value, known in (
+        ("fence", fence, FENCES),
+        ("backend", backend, BACKENDS),
+        ("staging", staging, STAGINGS),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}, must be one of {known}")
     if staging_bytes is not None and operator.index(staging_bytes) < 1:
         raise ValueError(f"staging_bytes is {staging_bytes}, must be at least 1")
     if not timeout_s > 0:

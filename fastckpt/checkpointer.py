@@ -22,6 +22,7 @@ from fastckpt import pipeline
 from fastckpt.agreement import TIMEOUT_S, Round
 from fastckpt.coordinator import Coordinator
 from fastckpt.errors import CheckpointError
+from fastckpt.gds import STAGINGS
 from fastckpt.handle import SaveHandle
 from fastckpt.spread import Spread
 from fastckpt.staging import BACKENDS, FENCES
@@ -67,7 +68,7 @@ class Checkpointer:
         staging_bytes: the most staging memory a save may hold in this process; default: the
             process's budget (see fastckpt.save).
         codec: None, or "zstd": the shards are compressed, and `zstd -d` gives them back.
-        backend, durable: as fastckpt.save's.
+        staging, backend, durable: as fastckpt.save's.
         timeout_s: the longest that ranks wait for each other, in one save or restore.
 
     Raises:
@@ -85,6 +86,7 @@ class Checkpointer:
         fence: str = "call",
         staging_bytes: int | None = None,
         codec: str | None = None,
+        staging: str = "host",
         backend: str = "auto",
         durable: bool = True,
         timeout_s: float = TIMEOUT_S,
@@ -93,6 +95,7 @@ class Checkpointer:
             ("fence", fence, FENCES),
             ("backend", backend, BACKENDS),
             ("codec", codec, CODECS),
+            ("staging", staging, STAGINGS),
         ):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}, must be one of {known}")
@@ -111,7 +114,9 @@ class Checkpointer:
         self.group = _default_group() if group is None else group
         self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
         self._rank_of = _rank_of(self.group)
-        self._options = Options(backend, durable, staging_bytes, codec, keep_last, keep_every)
+        self._options = Options(
+            backend, durable, staging_bytes, codec, staging, keep_last, keep_every
+        )
         self._fence = fence
         self._timeout_s = timeout_s
         self._steps = Steps(pipeline.current().storage, self.root)

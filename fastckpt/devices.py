@@ -28,6 +28,7 @@ class Reads:
 
     Attributes:
         ranges: addresses of devices, ascending, and whose they are; for the engine.
+        device: the one that the first range is of; None if there is none.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class Reads:
         runtime: Any = None,
         queues: dict[int, _engine.DeviceQueue] | None = None,
         ranges: list[_engine.DeviceRange] | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        self.device = device
         self._runtime = runtime
         self._queues = queues or {}
         self.ranges = ranges or []
@@ -156,7 +159,8 @@ class Devices:
             for begin, end in _merged(bounds)
         ]
         kept = [_engine.DeviceRange(b, e, queues[ordinal]) for b, e, ordinal in sorted(ranges)]
-        return Reads(self._runtime, queues, kept)
+        first = next(ordinal for ordinal in queues if queues[ordinal] is kept[0].queue)
+        return Reads(self._runtime, queues, kept, torch.device(self._kind, first))
 
     def _queue(self, ordinal: int) -> _engine.DeviceQueue:
         with self._lock:
@@ -164,6 +168,11 @@ class Devices:
                 assert self._driver is not None
                 self._queues[ordinal] = _engine.DeviceQueue(self._driver, ordinal)
             return self._queues[ordinal]
+
+    def driver(self) -> _engine.CudaDriver:
+        """The driver; a device has been used."""
+        assert self._driver is not None
+        return self._driver
 
     def text(self, code: int) -> str:
         """What the driver says to one of its codes."""

@@ -27,6 +27,7 @@ from fastckpt.devices import Devices
 from fastckpt.fence import Watched, named_tensors
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.arrangement import arrange, nbytes_of
+from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
 from fastckpt.intervals import Checksums, Part, bounds
@@ -184,7 +185,7 @@ class FileSave(Job):
     Args:
         handle, agreement, fence: as Job's.
         plan: what is written.
-        backend, durable, staging_bytes: as fastckpt.save's.
+        backend, durable, staging_bytes, staging: as fastckpt.save's.
     """
 
     def __init__(
@@ -197,12 +198,14 @@ class FileSave(Job):
         backend: str,
         durable: bool,
         staging_bytes: int | None,
+        staging: str,
     ) -> None:
         super().__init__(handle, agreement, plan.reads, plan.watched, fence=fence, lane=handle.path)
         self.plan: Plan | None = plan
         self.backend = backend
         self.durable = durable
         self.staging_bytes = staging_bytes
+        self.staging = staging
         self.replaced: int | None = None
         self._sources: list[object] = []
 
@@ -235,9 +238,11 @@ class FileSave(Job):
             fetch = moving.enter_context(
                 Fetch(staging, pipeline.storage, gathered, path, self.reads)
             )
+            self.choice = Choice(pipeline.storage, staging, self.staging, self.reads)
+            direct = self.choice.direct(os.path.dirname(path), self.handle.stats)
             # One block of the budget is the tail's, which is staged before the body is written.
             transfer = moving.enter_context(
-                Transfer(staging, part.image, path, max(1, limit - 1), stagers, self.reads)
+                Transfer(staging, part.image, path, max(1, limit - 1), stagers, self.reads, direct)
             )
             self.transfers += [fetch.transfer, transfer]
             fd, name, route = self._open(pipeline, files, image, part)

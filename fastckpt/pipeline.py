@@ -22,6 +22,8 @@ from fastckpt.agreement import Round
 from fastckpt.devices import Devices, Reads
 from fastckpt.errors import CheckpointError, PeerFailed
 from fastckpt.fence import Watched
+from fastckpt.gds import Gds
+from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
 from fastckpt.staging import Staging
 from fastckpt.storage import Storage, close_inherited
@@ -38,8 +40,7 @@ class Pipeline:
 
     Args:
         storage: the seam to the file system.
-        budget_bytes: hard limit of staging memory (see Staging).
-        devices: GPUs (see Staging).
+        budget_bytes, devices, gds: as Staging's.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class Pipeline:
         storage: Storage | None = None,
         budget_bytes: int | None = None,
         devices: Devices | None = None,
+        gds: Gds | None = None,
     ) -> None:
         self.storage = storage or Storage()
-        self.staging = Staging(self.storage, budget_bytes, devices)
+        self.staging = Staging(self.storage, budget_bytes, devices, gds)
         self._slots = threading.BoundedSemaphore(IN_FLIGHT_MAX)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -137,6 +139,8 @@ class Pipeline:
                 job.end(self)
             if error is None:
                 self.staging.warm(job.staging_nbytes, job.reads)
+                if job.choice is not None:
+                    job.choice.learn()
         finally:
             with self._changed:
                 self._telling.discard(threading.get_ident())
@@ -202,7 +206,7 @@ class Pipeline:
             self._changed.wait_for(lambda: not self._in_flight)
 
     def close(self) -> None:
-        """Waits for every save in flight and frees threads, memory and descriptors."""
+        """Waits for every save in flight and frees everything."""
         self.drain()
         self.staging.close()
 
@@ -233,6 +237,7 @@ class Job:
         self.agreement = agreement
         self.reads = reads
         self.watched = watched
+        self.choice: Choice | None = None
         self.transfers: list[Transfer] = []  # all that read the state
         self.fence = fence
         self.lane = lane
@@ -263,9 +268,8 @@ class Job:
             self.commit(pipeline)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the state
-            # Those that still run hold the job, and with the handle, which has the error, make a
-            # circle: tensors and queues of devices must not wait for the garbage collector. Nothing
-            # is being copied any more.
+            # Those that still run hold the job, and with the handle's error make a circle: queues of
+            # devices must not wait for the garbage collector. Nothing is being copied any more.
             self.reads = Reads()
             self.agreement.fail(error)
             return error

@@ -21,6 +21,7 @@ from fastckpt import _engine
 from fastckpt.budget import default_budget_bytes
 from fastckpt.devices import Devices, Reads
 from fastckpt.errors import BackendUnavailable, CheckpointError
+from fastckpt.gds import Gds
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES
 from fastckpt.storage import Storage, reported
@@ -89,12 +90,18 @@ class Staging:
         budget_bytes: hard limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of
             the memory available when the first save begins.
         devices: whose memory is copied beside compute.
+        gds: writes from there without the host, where that is wanted.
     """
 
     def __init__(
-        self, storage: Storage, budget_bytes: int | None = None, devices: Devices | None = None
+        self,
+        storage: Storage,
+        budget_bytes: int | None = None,
+        devices: Devices | None = None,
+        gds: Gds | None = None,
     ) -> None:
         self.devices = devices or Devices()
+        self.gds = gds or Gds(self.devices)
         self._storage = storage
         self._budget_bytes = budget_bytes
         self._lock = threading.Lock()
@@ -315,7 +322,12 @@ class Staging:
         """Forgets everything without freeing it: in a forked child its threads did not come along,
         and at exit a daemon thread may be in it.
         """
-        kept = [self._engine, *self._backends.values(), *self.devices.abandon()]
+        kept = [
+            self._engine,
+            *self._backends.values(),
+            *self.gds.abandon(),
+            *self.devices.abandon(),
+        ]
         for thing in kept:  # a destructor would wait for threads that do not exist here
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
         self._engine, self._backends, self._unstaged = None, {}, []
@@ -336,6 +348,7 @@ class Staging:
             engine.close()
         for backend in backends.values():
             backend.close()
+        self.gds.close()
         self.devices.close()
 
 

@@ -27,6 +27,7 @@ from fastckpt.fence import Watched
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import ShardIndex, index_name, shard_name
+from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
 from fastckpt.pipeline import Job, Pipeline
@@ -73,6 +74,7 @@ class Options:
     durable: bool
     staging_bytes: int | None
     codec: str | None
+    staging: str
     keep_last: int | None
     keep_every: int | None
 
@@ -162,10 +164,20 @@ class StepSave(Job):
             fetch = moving.enter_context(
                 Fetch(pipeline.staging, pipeline.storage, samples, self.handle.path, self.reads)
             )
+            # What is compressed comes to the host.
+            way = self.options.staging if self.options.codec is None else "host"
+            self.choice = Choice(pipeline.storage, pipeline.staging, way, self.reads)
+            direct = self.choice.direct(self.steps.root, self.handle.stats)
             body = Image(tail_nbytes=0, tail=image.tail) if shard.is_empty else image
             transfer = moving.enter_context(
                 Transfer(
-                    pipeline.staging, body, self.handle.path, max(1, limit - 1), stagers, self.reads
+                    pipeline.staging,
+                    body,
+                    self.handle.path,
+                    max(1, limit - 1),
+                    stagers,
+                    self.reads,
+                    direct,
                 )
             )
             self.transfers += [fetch.transfer, transfer]

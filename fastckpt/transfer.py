@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from fastckpt.devices import Reads
 from fastckpt.errors import DeviceError, StorageError
+from fastckpt.gds import Direct
 from fastckpt.handle import SaveStats
 from fastckpt.image import BLOCK_BYTES, Image
 from fastckpt.staging import Route, Staging
@@ -99,6 +100,7 @@ class Transfer:
         blocks_limit: the most blocks of the budget it may hold, at least 1.
         stagers: the most threads that copy.
         reads: says which of its memory is on devices.
+        direct: writes what it can from a GPU straight to the file.
 
     Raises:
         StorageError, DeviceError: from any wait, when a write or a copy failed; the first failure.
@@ -112,9 +114,15 @@ class Transfer:
         blocks_limit: int,
         stagers: int,
         reads: Reads | None = None,
+        direct: Direct | None = None,
     ) -> None:
         self._path = path
         self._devices = staging.devices
+        self._gds = staging.gds
+        self._direct = direct
+        self._direct_fd: int | None = None  # registered
+        self._way = ""
+        self._stats: SaveStats | None = None
         self._image: Image | None = image  # keeps the sources until they were copied
         self._nbytes = image.body_nbytes
         self._job = None
@@ -125,6 +133,7 @@ class Transfer:
                 max(1, blocks_limit),
                 max(1, stagers),
                 [] if reads is None else reads.ranges,
+                None if direct is None else direct.stage,
             )
 
     def __enter__(self) -> Transfer:
@@ -135,12 +144,32 @@ class Transfer:
             self._job.cancel()
             while not self._job.wait_written(_WAIT_S):
                 pass
+            self._end_file()
         self._image = None
 
     def write_to(self, fd: int, offset: int, route: Route) -> None:
         """Says where the image goes; fd stays open until the context is left."""
-        if self._job is not None:
-            self._job.write_to(fd, offset, route.backend, route.direct)
+        if self._job is None:
+            return
+        backend = route.backend
+        if self._direct is not None:
+            self._way, self._direct_fd = self._direct.begin_file(fd), fd
+            backend = self._direct.backend
+        self._job.write_to(fd, offset, backend, route.direct)
+
+    def _end_file(self) -> None:
+        """When nothing is in flight: gives the file back, and notes how its bytes went."""
+        fd, self._direct_fd = self._direct_fd, None
+        if fd is None or self._direct is None:
+            return
+        nbytes, reason = self._direct.end_file(fd)
+        if reason:
+            self._gds.warn(reason)
+            self._way = reason
+        if self._stats is not None:
+            self._stats.staging_why = self._way
+            if not nbytes:
+                self._stats.staging = "host"
 
     def queued(self, timeout_s: float) -> bool:
         """Whether all that was not copied is for devices to copy, after waiting so long for it."""
@@ -170,6 +199,7 @@ class Transfer:
             return
         while not self._job.wait_written(_WAIT_S):
             pass
+        self._end_file()
         self._check()
         assert self._job.nbytes_written() == self._nbytes, "bytes written differ from the plan"
 
@@ -200,10 +230,13 @@ class Transfer:
             stats.staging_why = stats.staging_why or "nothing lies on a GPU"
             return
         pin_error = self._job.pin_error()
-        stats.staging, stats.staging_why = "pinned", "copied by GPUs to pinned host memory"
-        if pin_error:
-            stats.staging = "pageable"
-            stats.staging_why = self._devices.warn_unpinned(pin_error)
+        stats.staging, why = "pinned", "copied by GPUs to pinned host memory"
+        if self._direct is not None:
+            stats.staging, why, self._stats = "gds", self._way, stats
+        elif pin_error:
+            stats.staging, why = "pageable", self._devices.warn_unpinned(pin_error)
+        chosen = f"; {stats.staging_why}" if stats.staging_why not in why else ""
+        stats.staging_why = why + chosen
         before = (stats.d2h_s or 0.0) * (stats.d2h_gbps or 0.0)
         stats.d2h_s = (stats.d2h_s or 0.0) + seconds
         stats.d2h_gbps = (before + nbytes / 1e9) / stats.d2h_s if stats.d2h_s else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import subprocess
 import sys
 import types
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 from cuda_stub import CudaStub
 
-from fastckpt import pipeline
+from fastckpt import _engine, pipeline
 from fastckpt.devices import Devices
+from fastckpt.gds import Gds
 from fastckpt.pipeline import Pipeline
 from fastckpt.storage import Storage
 
@@ -128,11 +130,19 @@ def pieces_alive(library: Path) -> int:
 
 @contextlib.contextmanager
 def installed(
-    runtime: Runtime, driver: str, storage: Storage | None = None, budget_bytes: int = 256 << 20
+    runtime: Runtime,
+    driver: str,
+    storage: Storage | None = None,
+    budget_bytes: int = 256 << 20,
+    cufile: str = "libcufile-missing.so",
 ) -> Iterator[Pipeline]:
-    """fastckpt's functions go through a pipeline whose devices are the stub's."""
+    """fastckpt's functions go through a pipeline whose devices are the stub's, and whose cuFile is
+    the library of that name.
+    """
     devices = Devices(KIND, runtime, driver)
-    kept, pipeline._current = pipeline._current, Pipeline(storage, budget_bytes, devices)
+    gds = Gds(devices, cufile, lambda *args: _engine.CufileLibrary(*args, os.devnull))
+    made = Pipeline(storage, budget_bytes, devices, gds)
+    kept, pipeline._current = pipeline._current, made
     try:
         yield pipeline._current
     finally:

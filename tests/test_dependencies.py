@@ -43,7 +43,7 @@ LAYERS: list[set[str]] = [
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 # Only these speak to the extension module.
-ENGINE_USERS = {"devices", "staging", "storage"}
+ENGINE_USERS = {"devices", "gds", "staging", "storage"}
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
 PUBLIC_NAME_USERS = LAYERS[-1]
 
