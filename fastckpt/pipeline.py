@@ -268,8 +268,8 @@ class Job:
             self.commit(pipeline)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the state
-            # Those that still run hold the job, and with the handle's error make a circle: queues of
-            # devices must not wait for the garbage collector. Nothing is being copied any more.
+            # Those that still run hold the job, in a circle with the handle's error: a device must
+            # not wait for the garbage collector. Nothing is being copied any more.
             self.reads = Reads()
             self.agreement.fail(error)
             return error

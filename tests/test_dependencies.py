@@ -33,6 +33,8 @@ LAYERS: list[set[str]] = [
         "transfer",
         "commit",
         "codec",
+        "gds",
+        "gds_choice",
     },
     {"exchange", "reader", "steps", "placing"},
     {"retention"},
