@@ -238,7 +238,8 @@ def load(
     if group is not None:
         if mmap or not isinstance(f, str | os.PathLike):
             raise ValueError("group: ranks cannot load together with mmap, or a file-like object")
-        return _load_together(f, load_by_torch, verify, group, timeout_s)
+        load_shared = partial(_load_placed, load_by_torch=load_by_torch, map_location=map_location)
+        return _load_together(f, load_by_torch, load_shared, verify, group, timeout_s)
     opened = _open_regular(f)
     if opened is None:
         return load_by_torch(f)
@@ -250,15 +251,7 @@ def load(
             return load_by_torch(f)
         with file:
             if not maps:
-                devices = current.staging.devices
-                if not Placing.possible(devices, map_location):
-                    return _load_verified(f, file, load_by_torch)
-                try:
-                    place = Placing(file, devices, map_location)
-                    return _load_verified(f, file, partial(load_by_torch, place=place))
-                except OtherByteOrder:
-                    file.stop_deferring()
-                    return _load_verified(f, file, load_by_torch)
+                return _load_placed(f, file, load_by_torch, map_location)
             if not verify or not isinstance(f, str | os.PathLike):
                 return load_by_torch(f)
             file.verify_all()
@@ -266,6 +259,21 @@ def load(
             return load_by_torch(f"/proc/self/fd/{fd}")
     finally:
         current.storage.close(fd)
+
+
+def _load_placed(
+    f: Any, file: VerifiedFile, load_by_torch: Callable[..., Any], map_location: Any
+) -> Any:
+    """_load_verified(), with large storages read straight to where they belong, if they may be."""
+    devices = pipeline.current().staging.devices
+    if not Placing.possible(devices, map_location):
+        return _load_verified(f, file, load_by_torch)
+    try:
+        place = Placing(file, devices, map_location)
+        return _load_verified(f, file, partial(load_by_torch, place=place))
+    except OtherByteOrder:
+        file.stop_deferring()
+        return _load_verified(f, file, load_by_torch)
 
 
 def _load_verified(f: Any, file: VerifiedFile, load_by_torch: Callable[[Any], Any]) -> Any:
@@ -287,6 +295,7 @@ def _load_verified(f: Any, file: VerifiedFile, load_by_torch: Callable[[Any], An
 def _load_together(
     f: str | os.PathLike[str],
     load_by_torch: Callable[[Any], Any],
+    load_shared: Callable[[Any, VerifiedFile], Any],
     verify: bool,
     group: Any,
     timeout_s: float,
@@ -318,7 +327,7 @@ def _load_together(
         if file is None:
             return load_by_torch(f)
         with file:
-            return _load_verified(f, file, load_by_torch)
+            return load_shared(f, file)
 
 
 def _open_regular(f: Any) -> tuple[int, str] | None:

@@ -57,10 +57,12 @@ class Exchange:
         self._blocks = -(-nbytes // block_bytes)
         self._device = _device_of(group)
         self._free: list[torch.Tensor] = []
+        self._own: torch.Tensor | None = None  # for a block on its way to the device
         self._under_way: deque[tuple[int, torch.Tensor, Any]] = deque()
         self._next = 0  # the block whose broadcast begins next
-        self._current = -1  # the block in _memory
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._current = -1  # the block in _buffer
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._memory: torch.Tensor | None = None  # the same on the host, when it was asked for
         self._status = (_OK, 0, 0, 0)
         self._stopping = False
         self._loss = ""
@@ -70,6 +72,31 @@ class Exchange:
         """Numbers of the blocks that this rank reads."""
         blocks = -(-nbytes // block_bytes)
         return range(dist.get_rank(group), blocks, dist.get_world_size(group))
+
+    @property
+    def device(self) -> torch.device:
+        """Where blocks are when they have been broadcast."""
+        return self._device
+
+    def read_to(self, target: torch.Tensor, offset: int) -> bool:
+        """As readinto(), to bytes on `device`."""
+        done = 0
+        while done < len(target):
+            block, begin = divmod(offset + done, self._block_bytes)
+            nbytes = min(len(target) - done, self._nbytes_of(block) - begin)
+            part = target[done : done + nbytes]
+            if block < self._current:  # has gone by
+                again = torch.empty(nbytes, dtype=torch.uint8)
+                if not self.readinto(_bytes_of(again), offset + done):
+                    return False
+                part.copy_(again)
+            else:
+                while self._current < block:
+                    if not self._advance():
+                        return False
+                part.copy_(self._buffer[begin : begin + nbytes])
+            done += nbytes
+        return True
 
     def readinto(self, target: Any, offset: int) -> bool:
         """Copies bytes from offset on to target; False on failure() or a corrupt_block()."""
@@ -88,6 +115,8 @@ class Exchange:
                 while self._current < block:
                     if not self._advance():
                         return False
+                if self._memory is None:
+                    self._memory = self._buffer.cpu()
                 view[:nbytes] = _bytes_of(self._memory)[begin : begin + nbytes]
             view, offset = view[nbytes:], offset + nbytes
         return True
@@ -149,24 +178,31 @@ class Exchange:
             self._status = (_LOST, 0, 0, 0)
             self._under_way.clear()  # they fail alike, one time-out after the other
             return False
-        if self._memory.numel():
-            self._free.append(self._memory)
-        self._memory = buffer if buffer.device.type == "cpu" else buffer.cpu()
-        self._status = _STATUS.unpack(_bytes_of(self._memory)[-_STATUS.size :])
+        if self._buffer.numel():
+            self._free.append(self._buffer)
+        self._buffer = buffer
+        self._memory = buffer if buffer.device.type == "cpu" else None
+        closing = buffer[-_STATUS.size :].cpu()
+        self._status = _STATUS.unpack(_bytes_of(closing))
         self._current = block
         return self._status[0] == _OK
 
     def _begin(self, block: int) -> None:
         """Starts the broadcast of a block, having read it where that is this rank's."""
         reader = block % self._ranks
-        buffer = self._free.pop() if self._free and self._device.type == "cpu" else None
+        size = self._block_bytes + _STATUS.size
+        buffer = self._free.pop() if self._free else None
         if buffer is None:
-            buffer = torch.empty(self._block_bytes + _STATUS.size, dtype=torch.uint8)
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         if reader == self._rank:
-            status = self._read(block, buffer)
-            _bytes_of(buffer)[-_STATUS.size :] = _STATUS.pack(*status)
-        if self._device.type != "cpu":
-            buffer = buffer.to(self._device)
+            host = buffer
+            if self._device.type != "cpu":
+                if self._own is None:
+                    self._own = torch.empty(size, dtype=torch.uint8)
+                host = self._own
+            _bytes_of(host)[-_STATUS.size :] = _STATUS.pack(*self._read(block, host))
+            if host is not buffer:
+                buffer.copy_(host)
         source = dist.get_global_rank(self._group, reader)
         work = dist.broadcast(buffer, source, group=self._group, async_op=True)
         self._under_way.append((block, buffer, work))

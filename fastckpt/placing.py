@@ -59,10 +59,10 @@ class Placing:
             return _by_torch(storage, where)
         device = self._devices.target(where)
         if device is None:
-            self._file.read_at(offset, address, nbytes)
+            self._file.fill(storage, offset, ())
             return _by_torch(storage, where)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        self._file.read_at(offset, memory.data_ptr(), nbytes, self._devices.reads([memory]).ranges)
+        self._file.fill(memory, offset, self._devices.reads([memory]).ranges)
         return memory
 
 

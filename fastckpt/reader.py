@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -82,8 +84,8 @@ class VerifiedFile(io.RawIOBase):
         return self._position
 
     def defer(self) -> None:
-        """From now on leaves large storages to be asked for by deferred() and read_at()."""
-        if isinstance(self._stream, ReadStream):
+        """From now on leaves large storages to be asked for by deferred() and fill()."""
+        if isinstance(self._stream, ReadStream) or self._stream.device.type != "cpu":
             self._deferring_from = torch_zip.storages_offset(self._index)
 
     def stop_deferring(self) -> None:
@@ -105,11 +107,19 @@ class VerifiedFile(io.RawIOBase):
             raise OtherByteOrder
         return offset
 
-    def read_at(self, offset: int, address: int, nbytes: int, devices: Sequence[Any] = ()) -> None:
-        """Reads a range into memory; of a device, if that is among `devices` (see Reads.ranges)."""
-        assert isinstance(self._stream, ReadStream)
-        runs = array("Q", (offset, address, nbytes, 1, 0, 0))
-        if not self._stream.read_runs(runs, list(devices)):
+    def fill(self, storage: torch.UntypedStorage, offset: int, devices: Sequence[Any]) -> None:
+        """Reads a storage; from a GPU, if it is among `devices` (see Reads.ranges)."""
+        if isinstance(self._stream, ReadStream):
+            runs = array("Q", (offset, storage.data_ptr(), storage.nbytes(), 1, 0, 0))
+            whole = self._stream.read_runs(runs, list(devices))
+        else:
+            octets = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            there = self._stream.device
+            received = octets if octets.device == there else torch.empty_like(octets, device=there)
+            whole = self._stream.read_to(received, offset)
+            if received is not octets:
+                octets.copy_(received)
+        if not whole:
             self.error = self._failure()
             raise self.error
 
