@@ -45,6 +45,7 @@ constexpr int kCaptureModeRelaxed = 2;
     X(host_unregister, cuMemHostUnregister, (void* memory))                                    \
     X(stream_create, cuStreamCreate, (Stream * stream, unsigned flags))                        \
     X(stream_destroy, cuStreamDestroy_v2, (Stream stream))                                     \
+    X(stream_synchronize, cuStreamSynchronize, (Stream stream))                                \
     X(stream_wait_event, cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))      \
     X(stream_is_capturing, cuStreamIsCapturing, (Stream stream, int* status))                  \
     X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))                   \

@@ -176,6 +176,12 @@ cuda::Result DeviceQueue::wait(Mark mark) {
     return current.result() == cuda::kSuccess ? driver_->event_synchronize(mark) : current.result();
 }
 
+cuda::Result DeviceQueue::wait_all() {
+    const Current current(*this);
+    return current.result() == cuda::kSuccess ? driver_->stream_synchronize(stream_)
+                                              : current.result();
+}
+
 void DeviceQueue::discard(Mark mark) {
     const Current current(*this);
     const std::lock_guard lock(mu_);

@@ -96,6 +96,8 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     cuda::Result query(Mark mark);
     // Waits, asleep. On any error what was queued may never be done: the device is lost.
     cuda::Result wait(Mark mark);
+    // Waits for all that was queued, where no mark is to be had.
+    cuda::Result wait_all();
     // Gives the mark back.
     void discard(Mark mark);
     // From one mark, which was reached, to another.

@@ -24,10 +24,12 @@ void ReadStream::depart(Block& block) {
     for (DeviceQueue* queue : block.queues) {
         DeviceQueue::Mark mark = nullptr;
         const cuda::Result result = queue->mark(&mark);
-        if (result == cuda::kSuccess)
+        if (result == cuda::kSuccess) {
             block.departures.emplace_back(queue, mark);
-        else
+        } else {
+            queue->wait_all();  // before the block is another's
             fail(block.begin, result);
+        }
     }
     block.queues.clear();
 }

@@ -34,7 +34,10 @@ void WriteJob::gather(Block& block) {
             continue;
         }
         DeviceQueue* queue = device->queue.get();
-        if (!queueing.owns_lock()) queueing.lock();
+        if (!queueing.owns_lock()) {
+            block.pin_error = engine_.arena_.pin(block.memory, devices_.front().queue);
+            queueing.lock();
+        }
         const auto [target, source, nbytes] = place(*segment);
         Arrival* arrival = arrive_by(block, queue);
         if (arrival == nullptr) break;
@@ -44,6 +47,7 @@ void WriteJob::gather(Block& block) {
     }
     for (Arrival& arrival : block.arrivals) {
         const cuda::Result result = arrival.queue->mark(&arrival.end);
+        if (result != cuda::kSuccess) arrival.queue->wait_all();  // before the block is another's
         if (block.device_error == cuda::kSuccess) block.device_error = result;
     }
     if (block.arrivals.empty()) return;
@@ -58,8 +62,6 @@ void WriteJob::gather(Block& block) {
 WriteJob::Arrival* WriteJob::arrive_by(Block& block, DeviceQueue* queue) {
     for (Arrival& arrival : block.arrivals)
         if (arrival.queue == queue) return &arrival;
-    if (block.arrivals.empty())
-        block.pin_error = engine_.arena_.pin(block.memory, devices_.front().queue);
     Arrival arrival{queue, nullptr, nullptr, 0};
     if (block.begins_clock) block.device_error = queue->mark(&arrival.begin);
     if (block.device_error != cuda::kSuccess) return nullptr;

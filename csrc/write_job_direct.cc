@@ -58,6 +58,7 @@ void WriteJob::gather_direct(Block& block) {
         block.device_error =
             gds_->crc().queue(ranges.data(), ranges.size(), gds_->words(block.direct));
     const cuda::Result marked = queue.mark(&arrival.end);
+    if (marked != cuda::kSuccess) queue.wait_all();  // before the block is another's
     if (block.device_error == cuda::kSuccess) block.device_error = marked;
     block.arrivals.push_back(arrival);
 }

@@ -13,7 +13,9 @@ BUDGET_VARIABLE = "FASTCKPT_STAGING_BYTES"
 
 
 def default_budget_bytes() -> int:
-    """$FASTCKPT_STAGING_BYTES, else half of the memory available to this process now."""
+    """$FASTCKPT_STAGING_BYTES, else half of the memory available to this process now; where a
+    launcher says in $LOCAL_WORLD_SIZE how many of its kind are on the machine, its share of that.
+    """
     value = os.environ.get(BUDGET_VARIABLE)
     if value is not None:
         if not value.isdigit() or int(value) < BLOCK_BYTES:
@@ -21,7 +23,9 @@ def default_budget_bytes() -> int:
                 f"{BUDGET_VARIABLE}={value!r} is not a number of bytes >= {BLOCK_BYTES}"
             )
         return int(value)
-    return max(BLOCK_BYTES, min(_memory_available_bytes(), _cgroup_headroom_bytes()) // 2)
+    available = min(_memory_available_bytes(), _cgroup_headroom_bytes())
+    siblings = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(BLOCK_BYTES, available // 2 // max(1, int(siblings) if siblings.isdigit() else 1))
 
 
 def _memory_available_bytes() -> int:

@@ -62,6 +62,10 @@ class Reads:
             return False
         return True
 
+    def forget_waits(self) -> None:
+        """What stall_s() would tell is not wanted."""
+        self._waits.clear()
+
     def stall_s(self) -> float | None:
         """How long streams were kept waiting, in seconds; None while one still waits."""
         seconds = [wait.seconds() for wait in list(self._waits)]
@@ -87,7 +91,8 @@ class Devices:
         self._lock = threading.Lock()
         # State below is protected by _lock.
         self._driver: _engine.CudaDriver | None = None
-        self._refused = False
+        # On ROCm torch.cuda is another driver's.
+        self._refused = kind == "cuda" and torch.version.hip is not None
         self._queues: dict[int, _engine.DeviceQueue] = {}
         self._warned: set[str] = set()
 
@@ -95,16 +100,18 @@ class Devices:
         """Types of devices whose memory staging can copy by itself, "cpu" among them."""
         return frozenset(("cpu", self._kind) if self._loaded() else ("cpu",))
 
-    def available(self) -> bool:
-        """Whether this process may have such devices; looks, and initialises none."""
-        return not self._refused and bool(self._runtime.is_available())
+    def in_use(self) -> bool:
+        """Whether this process uses such devices already."""
+        return not self._refused and bool(self._runtime.is_initialized())
 
     def target(self, location: str) -> torch.device | None:
         """The device that torch.load means by a location, if memory of it can be copied to.
 
         Initialises it, as torch.load would.
         """
-        if not location.startswith(self._kind) or not self.available():
+        if not location.startswith(self._kind) or self._refused:
+            return None
+        if not self._runtime.is_available():
             return None
         try:
             device = torch.device(location)

@@ -38,18 +38,26 @@ class Watched:
         self._tensors = tensors
         self._obj = obj
         self._copied_nbytes = copied_nbytes
-        self._changed: str | None = None
+        self._changed: tuple[torch.Tensor, object] | None = None
 
     def look(self) -> None:
         """Compares version counters; from now on the tensors may change."""
         with self._lock:
-            for tensor, version in self._tensors:
-                if tensor._version != version and not _is_copied(tensor, self._copied_nbytes):
-                    self._changed = name_of(tensor, self._obj)
-                    break
-            # In place: the pickler's class refers to this list, in a circle.
+            try:
+                for tensor, version in self._tensors:
+                    if tensor._version != version and not _is_copied(tensor, self._copied_nbytes):
+                        self._changed = tensor, self._obj
+                        break
+            finally:
+                # In place: the pickler's class refers to this list, in a circle.
+                self._tensors.clear()
+                self._obj = None
+
+    def forget(self) -> None:
+        """Lets go of everything; nobody will ask any more."""
+        with self._lock:
             self._tensors.clear()
-            self._obj = None
+            self._obj = self._changed = None
 
     def check(self) -> None:
         """Looks if nobody has.
@@ -58,9 +66,10 @@ class Watched:
             StagingConflict: a tensor was changed in place before it was copied.
         """
         self.look()
-        if self._changed is not None:
+        changed, self._changed = self._changed, None
+        if changed is not None:
             raise StagingConflict(
-                f"{self._changed} was changed in place before the save had copied it, so "
+                f"{name_of(*changed)} was changed in place before the save had copied it, so "
                 "that checkpoint was not committed: update it in an optimizer step, call "
                 'wait_staged() first, or save with fence="call"'
             )
@@ -102,7 +111,10 @@ _LEAVES = (str, bytes, int, float, bool, type(None), type, torch.dtype)
 
 def name_of(tensor: torch.Tensor, obj: object) -> str:
     """Where a tensor stands in obj, as "tensor obj['model'].weight"."""
-    for name, value in named_tensors(obj):
-        if value is tensor:
-            return f"tensor {name}"
+    try:
+        for name, value in named_tensors(obj):
+            if value is tensor:
+                return f"tensor {name}"
+    except Exception:
+        pass  # the object is being changed meanwhile: it goes without a name
     return f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"

@@ -244,10 +244,11 @@ class FileSave(Job):
             transfer = moving.enter_context(
                 Transfer(staging, part.image, path, max(1, limit - 1), stagers, self.reads, direct)
             )
-            self.transfers += [fetch.transfer, transfer]
+            self.copying.transfers += [fetch.transfer, transfer]
+            self.copying.watch()
             fd, name, route = self._open(pipeline, files, image, part)
             transfer.write_to(fd, part.begin, route)
-            self.wait_staged()
+            self.copying.wait()
             fetch.fill()
             self._compare()
             agreement.put("crc", _packed(transfer.block_crcs(), transfer.slot_crcs()))
@@ -289,7 +290,7 @@ class FileSave(Job):
         if agreement.rank == 0:
             fd, name = files.enter_context(commit.temporary(storage, path))
         else:
-            name = os.fsdecode(self.while_staging("file"))
+            name = os.fsdecode(agreement.get("file"))
             name = os.path.join(os.path.dirname(path), name)
             with reported("open", name):
                 try:

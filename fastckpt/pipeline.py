@@ -27,11 +27,10 @@ from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
 from fastckpt.staging import Staging
 from fastckpt.storage import Storage, close_inherited
-from fastckpt.transfer import Transfer
+from fastckpt.transfer import Copying
 
 IN_FLIGHT_MAX = 16
 _HEAD_START_S = 0.001
-_POLL_S, _POLL_MAX_S = 0.001, 1.0
 _FREEING_S = 60.0  # longest wait for the blocks of replaced files
 
 
@@ -117,7 +116,11 @@ class Pipeline:
             # out.
             time.sleep(_HEAD_START_S)
         if self._claimed(job):
-            self._finish(job, job.run(self))
+            try:
+                error = job.run(self)
+            except BaseException as unforeseen:  # or whoever waits would wait for ever
+                error = unforeseen
+            self._finish(job, error)
 
     def _finish(self, job: Job, error: BaseException | None) -> None:
         handle = job.handle
@@ -236,9 +239,8 @@ class Job:
         self.handle = handle
         self.agreement = agreement
         self.reads = reads
-        self.watched = watched
+        self.copying = Copying(handle, reads, watched, self.forget)
         self.choice: Choice | None = None
-        self.transfers: list[Transfer] = []  # all that read the state
         self.fence = fence
         self.lane = lane
         self.previous: SaveHandle | None = None
@@ -270,56 +272,14 @@ class Job:
             traceback.clear_frames(error.__traceback__)  # they hold the state
             # Those that still run hold the job, in a circle with the handle's error: a device must
             # not wait for the garbage collector. Nothing is being copied any more.
-            self.reads = Reads()
+            self.reads, self.choice = Reads(), None
             self.agreement.fail(error)
             return error
         finally:
-            self.transfers.clear()
-            for watched in self.watched:
-                watched.look()  # at what has failed nobody looks, but it is let go
+            self.copying.close()
             self.release()
             self.previous = None
         return None
-
-    def order(self) -> bool:
-        """Lets the calling thread go on to change the state, in the order of its streams."""
-        for watched in self.watched:
-            watched.look()
-        return self.reads.lead()
-
-    def wait_staged(self) -> None:
-        """Waits until everything was copied, and checks that nothing changed too early."""
-        if self.handle.is_staged():
-            return
-        if self.reads.ranges:
-            for transfer in self.transfers:
-                transfer.wait_queued()
-            self.handle.mark_queued(self.order)
-        for transfer in self.transfers:
-            transfer.wait_staged()
-            transfer.account(self.handle.stats)
-        for watched in self.watched:
-            watched.check()
-        self.forget()
-        self.handle.mark_staged()
-
-    def while_staging(self, key: str) -> bytes:
-        """Waits for the first rank's record, and on the way lets the caller go on as soon as it
-        may: who waits for no more than staging need not wait for another rank.
-        """
-        delay_s = _POLL_S
-        while delay_s < _POLL_MAX_S:
-            record = self.agreement.poll(key)
-            if record is not None:
-                return record
-            if self.reads.ranges and not self.handle.is_queued():
-                if all(transfer.queued(delay_s) for transfer in self.transfers):
-                    self.handle.mark_queued(self.order)
-            elif all(transfer.staged(delay_s) for transfer in self.transfers):
-                self.wait_staged()
-                break
-            delay_s *= 1.5
-        return self.agreement.get(key)
 
     def conclude(self, record: bytes, publish: Callable[[list[bytes]], None]) -> None:
         """Commits once every rank is done, or nowhere: the same outcome on every rank.

@@ -44,7 +44,9 @@ class Placing:
             return False
         if isinstance(map_location, str | torch.device):
             return devices.target(str(map_location)) is not None
-        return devices.available()
+        # The file says where to. Asking whether there are devices would be felt by child processes,
+        # so it is done for a process that uses them anyway.
+        return devices.in_use()
 
     def __call__(self, storage: torch.UntypedStorage, location: str) -> Any:
         where = self._map_location
@@ -52,17 +54,27 @@ class Placing:
             where = location
         elif isinstance(where, dict):
             where = where.get(location, location)
-        where = str(where)
+        elif isinstance(where, torch.device):
+            where = str(where)
         address, nbytes = storage.data_ptr(), storage.nbytes()
         offset = self._file.deferred(address, nbytes) if nbytes else None
         if offset is None:
             return _by_torch(storage, where)
-        device = self._devices.target(where)
+        device = self._devices.target(where) if isinstance(where, str) else None
         if device is None:
             self._file.fill(storage, offset, ())
             return _by_torch(storage, where)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        self._file.fill(memory, offset, self._devices.reads([memory]).ranges)
+        reads = self._devices.reads([memory])
+        led = False
+        try:
+            self._file.fill(memory, offset, reads.ranges)
+        finally:
+            # What is unpickled may compute with the storage at once, or let go of its memory.
+            led = reads.lead()
+            reads.forget_waits()
+        if not led:
+            self._file.arrive()
         return memory
 
 

@@ -157,6 +157,10 @@ class VerifiedFile(io.RawIOBase):
         """
         self.seek(self._index.body_nbytes - 1)
         self.readinto(bytearray(1))
+        self.arrive()
+
+    def arrive(self) -> None:
+        """Waits for what is on its way to devices."""
         if isinstance(self._stream, ReadStream) and not self._stream.arrive():
             self.error = self._failure()
             raise self.error

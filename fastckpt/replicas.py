@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fastckpt.errors import RanksDisagree
 
 SAMPLED_BYTES = 64 << 10  # of all tensors, each save
-_RANGE_BYTES = 16
+_RANGE_BYTES = 128  # few and long, since a GPU is asked for each
 _RANGES_MAX = 4  # of one tensor
 _SAMPLED_MAX = SAMPLED_BYTES // _RANGE_BYTES  # tensors
 _NAMED_MAX = 3  # differences in one message

@@ -13,6 +13,7 @@ import torch
 from fastckpt.formats import safetensors
 from fastckpt.formats.shard_index import PER_RANK, Piece, ShardIndex, entry_name
 from fastckpt.image import BLOCK_BYTES
+from fastckpt.replicas import Sampled
 from fastckpt.shards import Held, plan
 from fastckpt.tree import Leaf
 
@@ -83,3 +84,12 @@ class Shard:
 def held_of(leaf: Leaf) -> Held:
     """A leaf as the planner sees it."""
     return Held(leaf.key, leaf.local.element_size(), leaf.shape, leaf.box, leaf.holders)
+
+
+def comparable(leaves: Sequence[Leaf], world_size: int) -> list[Sampled]:
+    """Tensors that all ranks hold whole, or say so."""
+    return [
+        Sampled(leaf.key, leaf.local.data_ptr(), leaf.local.numel() * leaf.local.element_size())
+        for leaf in leaves
+        if len(leaf.holders) == world_size > 1
+    ]

@@ -31,9 +31,9 @@ from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
 from fastckpt.pipeline import Job, Pipeline
-from fastckpt.replicas import Description, Sampled, disagreement
+from fastckpt.replicas import Description, disagreement
 from fastckpt.retention import retain, supersede
-from fastckpt.shard import Shard
+from fastckpt.shard import Shard, comparable
 from fastckpt.staging import Route, stager_count
 from fastckpt.steps import Begun, Steps
 from fastckpt.storage import reported
@@ -156,7 +156,7 @@ class StepSave(Job):
         self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
         stagers = stager_count() - (self.fence == "step")
         content.description.sample(
-            _comparable(content.leaves, agreement.world_size), zlib.crc32(agreement.label.encode())
+            comparable(content.leaves, agreement.world_size), zlib.crc32(agreement.label.encode())
         )
         # Whatever happens, blocks in flight arrive before the files they go to are closed.
         with ExitStack() as files, ExitStack() as moving:
@@ -180,18 +180,23 @@ class StepSave(Job):
                     direct,
                 )
             )
-            self.transfers += [fetch.transfer, transfer]
+            self.copying.transfers += [fetch.transfer, transfer]
+            objects = self._stage_objects(pipeline, moving) if limit > 1 else None
+            if limit > 1:
+                self.copying.watch()
             place = self._place()
             self.name, nonce = place["name"], place["nonce"]
             self.handle.path = self.steps.path(self.name)
             file = self._open_shard(pipeline, files, body) if body.body_nbytes else None
             if file is not None:
                 transfer.write_to(file.fd, 0, file.route)
-            transfer.wait_queued()
-            staged = self._stage_objects(pipeline, files, transfer, limit)
-            self.wait_staged()
+            if limit == 1:  # of which the objects need that one block
+                transfer.wait_written()
+                objects = self._stage_objects(pipeline, moving)
+            objects_fd = self._write_objects(pipeline, files, objects)
+            self.copying.wait()
             fetch.fill()
-            objects = None if staged is None else self._finish_objects(pipeline, staged)
+            written = self._finish_objects(pipeline, objects, objects_fd)
             self._compare(content)
             transfer.wait_written()
             stats = self.handle.stats
@@ -208,12 +213,12 @@ class StepSave(Job):
                 index = shard.index(nonce, self._shard_name(), transfer.block_crcs(), frames)
                 record = self._write_index(pipeline, index)
                 self._sync_own_directory(pipeline)
-        self.conclude(record, lambda records: self._publish(nonce, objects, records))
+        self.conclude(record, lambda records: self._publish(nonce, written, records))
 
     def _place(self) -> dict[str, Any]:
         """The directory and the nonce of this save, which the first rank decides on."""
         if self.agreement.rank != 0:
-            place: dict[str, Any] = json.loads(self.while_staging("place"))
+            place: dict[str, Any] = json.loads(self.agreement.get("place"))
             return place
         self.made = self.steps.begin(self.step)
         self.name = self.made.name
@@ -272,29 +277,38 @@ class StepSave(Job):
         assert self.content is not None
         self.content.leaves.clear()
 
-    def _stage_objects(
-        self, pipeline: Pipeline, files: ExitStack, body: Transfer, limit: int
-    ) -> _Objects | None:
-        """On the first rank, begins to write what is not in shards."""
+    def _stage_objects(self, pipeline: Pipeline, moving: ExitStack) -> _Objects | None:
+        """On the first rank, begins to stage what is not in shards."""
         assert self.content is not None
         captured, self.content.objects = self.content.objects, None
         if captured is None:
             return None
-        if limit == 1:
-            body.wait_written()
-        path, staging, image = self._path(OBJECTS), pipeline.staging, torch_zip.layout(captured)
+        image = torch_zip.layout(captured)
+        path = os.path.join(self.handle.path, OBJECTS)
+        transfer = Transfer(pipeline.staging, image, path, 1, 1, self.reads)
+        self.copying.transfers.append(moving.enter_context(transfer))
+        return _Objects(image, transfer)
+
+    def _write_objects(
+        self, pipeline: Pipeline, files: ExitStack, objects: _Objects | None
+    ) -> tuple[int, Route] | None:
+        """Makes their file, and writes to it what has been staged."""
+        if objects is None:
+            return None
+        path = self._path(OBJECTS)
         fd = self._create(pipeline, OBJECTS)
         files.callback(close_quietly, pipeline.storage, fd)
-        route = staging.route(fd, path, self.options.backend, writing=True)
-        transfer = files.enter_context(Transfer(staging, image, path, 1, 1, self.reads))
-        transfer.write_to(fd, 0, route)
-        self.transfers.append(transfer)
-        return _Objects(fd, route, image, transfer)
+        route = pipeline.staging.route(fd, path, self.options.backend, writing=True)
+        objects.transfer.write_to(fd, 0, route)
+        return fd, route
 
-    def _finish_objects(self, pipeline: Pipeline, objects: _Objects) -> ObjectsFile:
+    def _finish_objects(
+        self, pipeline: Pipeline, objects: _Objects | None, file: tuple[int, Route] | None
+    ) -> ObjectsFile | None:
         """Writes what depends on their checksums, when they were staged."""
-        fd, route, image, transfer = objects
-        path = self._path(OBJECTS)
+        if objects is None or file is None:
+            return None
+        (image, transfer), (fd, route), path = objects, file, self._path(OBJECTS)
         tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
         transfer.wait_written()
         with Transfer(pipeline.staging, Image.of_bytes(tail), path, 1, 1) as end:
@@ -349,9 +363,7 @@ class StepSave(Job):
 
     def end(self, pipeline: Pipeline) -> None:
         super().end(pipeline)
-        if self.agreement.rank != 0:
-            return
-        if self.made is None:
+        if self.agreement.rank != 0 or self.made is None:
             return
         try:
             self.steps.remove_dead()
@@ -374,10 +386,8 @@ class _ShardFile(NamedTuple):
 
 
 class _Objects(NamedTuple):
-    """The file of what is not in shards, while it is written."""
+    """What is not in shards, while it is staged and written."""
 
-    fd: int
-    route: Route
     image: Image
     transfer: Transfer
 
@@ -387,12 +397,3 @@ def _cut(pipeline: Pipeline, fd: int, path: str, route: Route, nbytes: int) -> N
     if route.direct:
         with reported("truncate", path):
             pipeline.storage.truncate(fd, nbytes)
-
-
-def _comparable(leaves: list[Leaf], world_size: int) -> list[Sampled]:
-    """Tensors that all ranks hold whole, or say so."""
-    return [
-        Sampled(leaf.key, leaf.local.data_ptr(), leaf.local.numel() * leaf.local.element_size())
-        for leaf in leaves
-        if len(leaf.holders) == world_size > 1
-    ]

@@ -1,4 +1,4 @@
-"""One image on its way from memory into a file.
+"""Images on their way from memory into files, and when their sources may change.
 
 Responsible for waiting on the engine and for turning its failures into errors; and for the little
 that goes into memory instead. It must not know
@@ -8,12 +8,15 @@ what the image is of, nor how the file is named or committed.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from fastckpt.devices import Reads
 from fastckpt.errors import DeviceError, StorageError
+from fastckpt.fence import Watched
 from fastckpt.gds import Direct
-from fastckpt.handle import SaveStats
+from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.image import BLOCK_BYTES, Image
 from fastckpt.staging import Route, Staging
 from fastckpt.storage import Storage, reported
@@ -244,3 +247,93 @@ class Transfer:
     def staged_bytes_max(self) -> int:
         """An upper bound of the staging memory held at a time."""
         return 0 if self._job is None else self._job.blocks_held_max() * BLOCK_BYTES
+
+
+class Copying:
+    """What of one save is still read, and who may go on meanwhile.
+
+    Args:
+        handle: is told.
+        reads: what is read of devices.
+        watched: what must not change before it was copied.
+        forget: drops references to what was copied; called once, when all was.
+
+    Attributes:
+        transfers: all that read the state; complete before watch().
+    """
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        reads: Reads,
+        watched: Sequence[Watched],
+        forget: Callable[[], None],
+    ) -> None:
+        self.transfers: list[Transfer] = []
+        self._handle = handle
+        self._reads = reads
+        self._watched = watched
+        self._forget = forget
+        self._watcher: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None  # under _lock
+
+    def watch(self) -> None:
+        """From now on lets the caller go on as soon as it may, whatever the save waits for: a slow
+        metadata server, or another rank.
+        """
+        watcher = threading.Thread(target=self._watch, name=f"{threading.current_thread().name}-w")
+        try:
+            watcher.start()
+        except RuntimeError:
+            return  # no thread is to be had: then the caller waits longer
+        self._watcher = watcher
+
+    def _watch(self) -> None:
+        with suppress(Exception):  # kept, and raised where the save waits
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until everything was copied, and checks that nothing changed too early.
+
+        Raises:
+            StorageError, DeviceError, StagingConflict.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._handle.is_staged():
+                return
+            try:
+                self._wait()
+            except BaseException as error:
+                self._error = error
+                raise
+
+    def _wait(self) -> None:
+        if self._reads.ranges:
+            for transfer in self.transfers:
+                transfer.wait_queued()
+            self._handle.mark_queued(self._order)
+        for transfer in self.transfers:
+            transfer.wait_staged()
+            transfer.account(self._handle.stats)
+        for watched in self._watched:
+            watched.check()
+        self._forget()
+        self._handle.mark_staged()
+
+    def _order(self) -> bool:
+        """Lets the calling thread go on to change the state, in the order of its streams."""
+        for watched in self._watched:
+            watched.look()
+        return self._reads.lead()
+
+    def close(self) -> None:
+        """Lets go of everything; nothing is in flight."""
+        if self._watcher is not None:
+            self._watcher.join()
+        for watched in self._watched:
+            watched.forget()
+        self.transfers.clear()
+        self._error, self._reads, self._forget = None, Reads(), lambda: None

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import logging
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,7 +25,7 @@ import pytest
 import torch
 from accelerator import KIND, Runtime
 from cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub
-from doubles import FailAlways
+from doubles import Delay, FailAlways
 from ranks.group_crew import Crew, Member, Nursery, Outcome, attempt
 from test_process import run_python
 
@@ -632,6 +633,54 @@ def test_a_second_step_waits_no_longer_than_the_first(
     assert copied_us == pytest.approx(2 * LATENCY_US + 4 * MIB / BYTES_PER_US)
     assert stats.gpu_stall_s == pytest.approx(copied_us / 1e6, rel=1e-3)
     assert [t.eq(1).all() for t in fastckpt.load(disk / "a.pt", map_location="cpu")]
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+@pytest.mark.parametrize("device", ["cpu", KIND])
+def test_a_slow_file_system_holds_nobody_up(
+    gpu: CudaStub, runtime: Runtime, disk: Path, fence: str, device: str
+) -> None:
+    """Neither the call nor the step waits for a file to be made."""
+    gate = threading.Event()
+    with accelerator.installed(runtime, gpu.path, Delay("create", gate)):
+        weight = torch.nn.Parameter(torch.ones(3 * MIB, device=device))
+        weight.grad = torch.ones_like(weight)
+        handle = fastckpt.save({"w": weight}, disk / "a.pt", fence=fence)
+        torch.optim.SGD([weight], lr=1.0).step()
+        handle.wait_staged(WAIT_S)
+        assert not gate.is_set() and not handle.done()
+        gate.set()
+        handle.result(WAIT_S)
+        assert fastckpt.load(disk / "a.pt", map_location="cpu")["w"].eq(1).all()
+        assert weight.eq(0).all()
+
+
+def test_an_object_that_changes_does_not_keep_a_conflict_from_being_told(
+    gpu: CudaStub, disk: Path
+) -> None:
+    """The tensor is looked for by name in a dict that another thread adds to all the while."""
+    log = {number: 0.0 for number in range(100_000)}
+    tensor = torch.ones(MIB, device=KIND)
+    gpu.hold(True)
+    handle = fastckpt.save({"t": tensor, "log": log}, disk / "a.pt", fence="step")
+    with torch.no_grad():
+        tensor.add_(1)
+    stop = threading.Event()
+
+    def grow() -> None:
+        while not stop.is_set():
+            log[len(log)] = 0.0
+
+    growing = threading.Thread(target=grow)
+    growing.start()
+    gpu.hold(False)
+    try:
+        with pytest.raises(StagingConflict):
+            handle.result(WAIT_S)
+    finally:
+        stop.set()
+        growing.join()
+    fastckpt.save({"t": tensor}, disk / "a.pt").result(WAIT_S)
 
 
 # --- several ranks

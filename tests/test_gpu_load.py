@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator import KIND
+from accelerator import KIND, Runtime
 from cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
 
 import fastckpt
@@ -126,3 +126,40 @@ def test_restore_in_place(gpu: CudaStub, disk: Path) -> None:
         assert torch.equal(value.cpu(), saved[key]), key
     copied = sum(op.nbytes for op in gpu.log() if op.kind == TO_DEVICE)
     assert copied == sum(weights[f"w{i}"].nbytes for i in range(4))
+
+
+class Summed:
+    """Computes with its tensor as soon as it is unpickled."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.weight = state["weight"]
+        self.total = float(self.weight.cpu().double().sum())
+
+
+def test_what_is_unpickled_may_compute_at_once(gpu: CudaStub, disk: Path) -> None:
+    """The caller's stream comes after the copies, storage by storage."""
+    objects = [Summed(torch.ones(2 << 20, device=KIND)) for _ in range(3)]
+    fastckpt.save(objects, disk / "a.pt").result(60)
+    gpu.hold(True)
+    letting = threading.Timer(0.3, lambda: gpu.hold(False))
+    letting.start()
+    loaded = fastckpt.load(disk / "a.pt", weights_only=False)
+    letting.join()
+    assert [each.total for each in loaded] == [float(2 << 20)] * 3
+
+
+def test_a_process_that_uses_no_device_is_not_asked_for_one(
+    gpu: CudaStub, runtime: Runtime, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.cuda.is_available() is felt by child processes, so torch.load does not call it."""
+    fastckpt.save({"w": torch.ones(1 << 20)}, disk / "a.pt").result(60)
+    runtime.initialized = False
+    monkeypatch.setattr(runtime, "is_available", None)
+    for where in (None, "cpu", {"cpu": "cpu"}, torch.device("cpu")):
+        assert fastckpt.load(disk / "a.pt", map_location=where)["w"].eq(1).all()

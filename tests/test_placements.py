@@ -22,9 +22,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastckpt.replicas import Description, disagreement
+from fastckpt.shard import comparable
 from fastckpt.shards import Box
 from fastckpt.step_capture import _texts
-from fastckpt.step_save import _comparable
 from fastckpt.template import Template
 from fastckpt.tree import Flat, flatten
 
@@ -306,7 +306,7 @@ def test_other_objects_are_left_to_pickle() -> None:
 
 def described(flat: Flat, world_size: int) -> Description:
     description = Description(_texts(flat))
-    description.sample(_comparable(flat.leaves, world_size), 5)
+    description.sample(comparable(flat.leaves, world_size), 5)
     for address, memory in description.samples():
         memory[:] = ctypes.string_at(address, len(memory))
     return description

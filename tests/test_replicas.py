@@ -94,7 +94,7 @@ def test_samples_are_few(count: int) -> None:
     description.sample(parts, seed=5)
     read = [(begin, len(content)) for begin, content in description.samples()]
     assert sum(nbytes for _, nbytes in read) <= SAMPLED_BYTES == 65536
-    assert len(read) >= min(count, SAMPLED_BYTES // 16 // 2)
+    assert len(read) >= min(count, SAMPLED_BYTES // 128 // 2)
     assert all(address <= begin and begin + nbytes <= address + MIB for begin, nbytes in read)
 
 
@@ -119,7 +119,7 @@ def test_every_tensor_has_its_turn() -> None:
     memory = bytearray(64)
     parts = [Sampled(f"w{number}", address_of(memory), 64) for number in range(10_000)]
     seen: set[str] = set()
-    for seed in range(3):
+    for seed in range(20):
         one, other = Description([]), Description([])
         take(one, parts, seed)
         memory[:] = bytes(64)

@@ -290,6 +290,12 @@ EXPORT int cuStreamCreate(void** stream, unsigned) {
     return kSuccess;
 }
 
+EXPORT int cuStreamSynchronize(void* stream) {
+    if (const int result = enter("cuStreamSynchronize")) return result;
+    drain(of(stream));
+    return kSuccess;
+}
+
 EXPORT int cuStreamDestroy_v2(void* stream) {
     if (const int result = enter("cuStreamDestroy_v2")) return result;
     {
