@@ -75,9 +75,10 @@ def save(
             $FASTCKPT_STAGING_BYTES). A save that needs more waits for its own writes.
         staging: how tensors on a GPU go to the file. "host": through pinned memory. "gds": by
             GPUDirect Storage, from 16 blocks in the GPU's memory, which hold up the caller once
-            they are full; what cuFile refuses goes through the host, with a warning. "auto":
-            through the host until both ways were measured on the file system, after the first
-            save, then the faster one. stats.staging and staging_why tell.
+            they are full (the first time also until the GPU has done what it was given); what
+            cuFile refuses goes through the host, with a warning. "auto": through the host until
+            both ways were measured on the file system, after the first save, then the faster one.
+            stats.staging and staging_why tell.
         group: a torch.distributed process group whose ranks all hold the same object and all call
             save() with the same path; each writes its part of the one file. Storages below 1 MiB
             and everything that is no tensor are taken from the group's first rank. That names,
@@ -92,6 +93,8 @@ def save(
     Raises:
         Exception: what torch.save raises for an object that cannot be pickled; nothing was written.
         CheckpointError: of an earlier save whose failure nobody asked for. This save was not begun.
+        KeyboardInterrupt: if not everything was copied by then, nothing is committed.
+        DeviceError: a GPU refuses, or its current stream is being captured into a graph.
         ValueError, TypeError: an unknown fence, backend or staging; staging_bytes < 1 or no
             integer; a group this process is not in, or with a target or format that torch.save
             writes, or with DTensors.

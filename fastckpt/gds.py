@@ -42,12 +42,11 @@ class Direct:
         name, why = self.backend.mode(fd)
         return f"cuFile, {name} mode: {why}"
 
-    def end_file(self, fd: int) -> tuple[int, str]:
-        """After the last transfer: bytes that cuFile moved, and why not all, or nothing."""
-        by_cufile, through_host, reason = self.backend.end_file(fd)
-        if reason:
-            reason = f"{reason} ({through_host} bytes of the GPU's went through the host)"
-        return by_cufile, reason
+    def end_file(self, fd: int) -> tuple[int, int, str]:
+        """After the last transfer: bytes that cuFile moved, bytes of the GPU's that went through
+        the host, and why these did, or nothing.
+        """
+        return self.backend.end_file(fd)
 
     def close(self) -> None:
         self.backend.close()
@@ -100,10 +99,13 @@ class Gds:
         return direct, refusal
 
     def undecided(self, staging: str, reads: Reads, file_system: int) -> bool:
-        """Whether both ways are to be measured for a file system."""
+        """Whether both ways are to be measured for a file system; who is told so does it."""
+        if staging != "auto" or not reads.ranges:
+            return False
         with self._lock:
             known = file_system in self._verdicts
-        return staging == "auto" and bool(reads.ranges) and not known
+            self._verdicts.setdefault(file_system, (False, "not measured yet"))
+        return not known
 
     def decide(
         self,
@@ -123,6 +125,8 @@ class Gds:
         if direct is not None:
             by_gpu, by_host = [], []
             for _ in range(3):
+                if not threading.main_thread().is_alive():
+                    return  # a process that ends saves no more
                 by_host.append(seconds(None))
                 by_gpu.append(seconds(direct))
             refused = direct.backend.fallback_reason()
@@ -131,6 +135,10 @@ class Gds:
                 f"GPUDirect Storage takes {sorted(by_gpu)[1] / sorted(by_host)[1]:.2f} times what "
                 "the way through the host takes, measured here"
             )
+        self.note(file_system, faster, why)
+
+    def note(self, file_system: int, faster: bool, why: str) -> None:
+        """Keeps a verdict on a file system."""
         with self._lock:
             self._verdicts[file_system] = faster, why
         log.info("staging by %s: %s", "GPUDirect Storage" if faster else "the host", why)

@@ -7,8 +7,8 @@ cuFile, or what saves write.
 
 from __future__ import annotations
 
-import logging
 import os
+import threading
 import time
 
 import torch
@@ -22,8 +22,6 @@ from fastckpt.image import BLOCK_BYTES, Image
 from fastckpt.staging import Staging, stager_count
 from fastckpt.storage import Storage, reported
 from fastckpt.transfer import Transfer
-
-log = logging.getLogger("fastckpt")
 
 TRIAL_BLOCKS = 32  # 256 MiB, six times
 _NAME = "fastckpt-trial"
@@ -67,15 +65,17 @@ class Choice:
     def learn(self) -> None:
         """When the save is over: measures what later ones go by, if nobody has."""
         undecided, device = self._undecided, self._reads.device
-        if undecided is None or device is None:
+        self._undecided, self._reads = None, Reads()
+        if undecided is None or device is None or not threading.main_thread().is_alive():
             return
         directory, number = undecided
-        content = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device=device)
-        trial = _Trial(self._storage, self._staging, os.path.join(directory, _NAME), content)
+        gds = self._staging.gds
         try:
-            self._staging.gds.decide(number, trial.reads.ranges[0].queue, trial.seconds)
-        except (CheckpointError, OSError) as error:
-            log.info("GPUDirect Storage was not compared with the way through the host: %s", error)
+            content = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device=device)
+            trial = _Trial(self._storage, self._staging, os.path.join(directory, _NAME), content)
+            gds.decide(number, trial.reads.ranges[0].queue, trial.seconds)
+        except (CheckpointError, OSError, RuntimeError, MemoryError) as error:
+            gds.note(number, False, f"it could not be measured: {error}")
 
 
 class _Trial:

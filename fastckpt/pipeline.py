@@ -90,7 +90,12 @@ class Pipeline:
                 self.staging.close()
                 handle.result()
         if job.fence == "call":
-            handle.pass_fence()
+            try:
+                handle.pass_fence()
+            except BaseException:  # the caller goes on, and may change what was not copied yet
+                job.copying.interrupt()
+                handle.reported = True
+                raise
         handle.stats.stall_s = handle.elapsed_s()
         return handle
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from fastckpt.devices import Reads
-from fastckpt.errors import DeviceError, StorageError
+from fastckpt.errors import CheckpointError, DeviceError, StorageError
 from fastckpt.fence import Watched
 from fastckpt.gds import Direct
 from fastckpt.handle import SaveHandle, SaveStats
@@ -21,6 +21,7 @@ from fastckpt.image import BLOCK_BYTES, Image
 from fastckpt.staging import Route, Staging
 from fastckpt.storage import Storage, reported
 
+_ON_HOST = "nothing lies on a GPU"
 _WAIT_S = 3600.0  # one wait on the engine, repeated: a slow disk is not an error
 
 
@@ -165,10 +166,10 @@ class Transfer:
         fd, self._direct_fd = self._direct_fd, None
         if fd is None or self._direct is None:
             return
-        nbytes, reason = self._direct.end_file(fd)
+        nbytes, through_host, reason = self._direct.end_file(fd)
         if reason:
             self._gds.warn(reason)
-            self._way = reason
+            self._way = f"{reason}; {through_host} bytes of the GPU's went through the host"
         if self._stats is not None:
             self._stats.staging_why = self._way
             if not nbytes:
@@ -230,7 +231,7 @@ class Transfer:
         nbytes, seconds = (0, 0.0) if self._job is None else self._job.device_copies()
         if self._job is None or not nbytes:
             stats.staging = stats.staging or "host"
-            stats.staging_why = stats.staging_why or "nothing lies on a GPU"
+            stats.staging_why = stats.staging_why or _ON_HOST
             return
         pin_error = self._job.pin_error()
         stats.staging, why = "pinned", "copied by GPUs to pinned host memory"
@@ -238,7 +239,8 @@ class Transfer:
             stats.staging, why, self._stats = "gds", self._way, stats
         elif pin_error:
             stats.staging, why = "pageable", self._devices.warn_unpinned(pin_error)
-        chosen = f"; {stats.staging_why}" if stats.staging_why not in why else ""
+        told = stats.staging_why in (_ON_HOST, "") or stats.staging_why in why
+        chosen = "" if told else f"; {stats.staging_why}"
         stats.staging_why = why + chosen
         before = (stats.d2h_s or 0.0) * (stats.d2h_gbps or 0.0)
         stats.d2h_s = (stats.d2h_s or 0.0) + seconds
@@ -277,6 +279,7 @@ class Copying:
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
         self._error: BaseException | None = None  # under _lock
+        self._interrupted = False
 
     def watch(self) -> None:
         """From now on lets the caller go on as soon as it may, whatever the save waits for: a slow
@@ -320,6 +323,11 @@ class Copying:
             transfer.account(self._handle.stats)
         for watched in self._watched:
             watched.check()
+        if self._interrupted:
+            raise CheckpointError(
+                f"save to {self._handle.path!r} was interrupted before everything was copied; "
+                "nothing was committed"
+            )
         self._forget()
         self._handle.mark_staged()
 
@@ -328,6 +336,10 @@ class Copying:
         for watched in self._watched:
             watched.look()
         return self._reads.lead()
+
+    def interrupt(self) -> None:
+        """The caller did not wait: unless all was copied by now, the save fails."""
+        self._interrupted = True
 
     def close(self) -> None:
         """Lets go of everything; nothing is in flight."""

@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import errno
 import logging
+import os
+import signal
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -653,6 +655,29 @@ def test_a_slow_file_system_holds_nobody_up(
         handle.result(WAIT_S)
         assert fastckpt.load(disk / "a.pt", map_location="cpu")["w"].eq(1).all()
         assert weight.eq(0).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", KIND])
+def test_an_interrupted_call_commits_nothing_that_was_changed(
+    gpu: CudaStub, runtime: Runtime, disk: Path, device: str
+) -> None:
+    """save() did not return, so the caller waits for nothing: the old file stays."""
+    with accelerator.installed(runtime, gpu.path, budget_bytes=2 * BLOCK):
+        path = disk / "a.pt"
+        state = {"w": torch.ones(9 * BLOCK, dtype=torch.uint8, device=device)}
+        fastckpt.save({"w": torch.zeros(3)}, path).result(WAIT_S)
+        gate = threading.Event()  # until then only two blocks can be copied
+        pipeline.current().storage = Delay("create", gate)
+        interrupting = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            fastckpt.save(state, path)
+        state["w"].fill_(2)
+        gate.set()
+        pipeline.current().drain()
+        assert fastckpt.load(path)["w"].eq(0).all()
+        fastckpt.save(state, path).result(WAIT_S)
+        assert fastckpt.load(path, map_location="cpu")["w"].eq(2).all()
 
 
 def test_an_object_that_changes_does_not_keep_a_conflict_from_being_told(
