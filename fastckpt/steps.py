@@ -94,7 +94,7 @@ class Steps:
         self._lock = threading.Lock()
         # Held while a directory is removed, which has no manifest then and seems dead: a save that
         # begins took its name, and lost what it made there.
-        self._removing = threading.Lock()
+        self._removing = threading.RLock()
         self._sequence = 0  # of the last commit that was begun here
         self._failed: dict[int, int] = {}  # attempts at a step that failed here
         self._damaged: set[str] = set()  # names
@@ -179,9 +179,10 @@ class Steps:
             StorageError: the root or the directory cannot be made.
         """
         self._make_root()
-        if not self._cleaned:  # what earlier jobs left may be what the disk is full of
-            self._cleaned = True
-            self.remove_dead()
+        with self._removing:  # saves that begin at once find what is left removed, or not begun
+            if not self._cleaned:  # what earlier jobs left may be what the disk is full of
+                self._cleaned = True
+                self.remove_dead()
         # Not the name of an attempt that failed: a rank that is late may still write there.
         for attempt in range(self._failed.get(step, 0), _ATTEMPTS_MAX):
             name = step_name(step, attempt)
@@ -336,7 +337,8 @@ class Steps:
 
     def remove_dead(self) -> list[str]:
         """Removes every directory that is surely dead; returns their names."""
-        return [name for name in self.incomplete() if self.remove_if_dead(name)]
+        with self._removing:
+            return [name for name in self.incomplete() if self.remove_if_dead(name)]
 
     def note_damaged(self, name: str) -> None:
         """Remembers that a step could not be restored."""
