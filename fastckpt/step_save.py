@@ -182,9 +182,11 @@ class StepSave(Job):
             )
             self.copying.transfers += [fetch.transfer, transfer]
             objects = self._stage_objects(pipeline, moving) if limit > 1 else None
-            if limit > 1:
+            if limit > 1 and agreement.rank != 0:
                 self.copying.watch()
             place = self._place()
+            if limit > 1 and agreement.rank == 0:  # saves make their directories in order
+                self.copying.watch()
             self.name, nonce = place["name"], place["nonce"]
             self.handle.path = self.steps.path(self.name)
             file = self._open_shard(pipeline, files, body) if body.body_nbytes else None
@@ -283,8 +285,7 @@ class StepSave(Job):
         captured, self.content.objects = self.content.objects, None
         if captured is None:
             return None
-        image = torch_zip.layout(captured)
-        path = os.path.join(self.handle.path, OBJECTS)
+        image, path = torch_zip.layout(captured), os.path.join(self.handle.path, OBJECTS)
         transfer = Transfer(pipeline.staging, image, path, 1, 1, self.reads)
         self.copying.transfers.append(moving.enter_context(transfer))
         return _Objects(image, transfer)
