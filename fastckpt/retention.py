@@ -21,11 +21,13 @@ def retain(steps: Steps, keep: str, keep_last: int, keep_every: int | None) -> l
     """
     found, _faults = steps.committed()
     own = next((item.manifest.sequence for item in found if item.name == keep), 0)
-    whole = 0
+    whole: set[int] = set()  # attempts at a step count once, however saves overlap
     removed = []
     for item in found:
-        kept = whole < keep_last or item.manifest.sequence >= own
-        whole += not steps.is_damaged(item)
+        again = item.manifest.step in whole
+        kept = (len(whole) < keep_last and not again) or item.manifest.sequence >= own
+        if not steps.is_damaged(item):
+            whole.add(item.manifest.step)
         if kept or (keep_every and item.manifest.step % keep_every == 0):
             continue
         if steps.remove_unread(item.name):
