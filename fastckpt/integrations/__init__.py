@@ -1,0 +1,34 @@
+"""Frameworks that save through fastckpt, one module for each; this one imports none of them.
+
+Responsible for telling which versions of a framework a module is made for. It must not know what
+the modules do, nor be known to the core.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from torch.torch_version import TorchVersion
+
+
+def require(package: str, at_least: str, below: str, module: str) -> str:
+    """The installed version of a framework, if it is one that a module was made for.
+
+    Args:
+        package: the distribution's name, as pip has it.
+        at_least, below: the versions supported: at_least <= version < below.
+        module: who asks, for the message: "fastckpt.integrations.lightning".
+
+    Raises:
+        ImportError: it is missing, too old or too new.
+    """
+    supported = f"{module} needs {package} >= {at_least}, < {below}"
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(
+            f"{supported}, which is not installed: pip install '{package}>={at_least},<{below}'"
+        ) from None
+    if not at_least <= TorchVersion(version) < below:
+        raise ImportError(f"{supported}; {version} is installed")
+    return version

@@ -1,0 +1,50 @@
+"""What holds for every integration: the core imports none, and each names the versions it knows."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+from fastckpt.integrations import require
+
+FRAMEWORKS = ("megatron", "deepspeed", "lightning", "pytorch_lightning", "transformers")
+FRAMEWORKS += ("accelerate", "torch.distributed.checkpoint")
+MODULE = "fastckpt.integrations.example"
+
+
+def test_importing_fastckpt_imports_no_framework() -> None:
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+import fastckpt, fastckpt.integrations
+new = set(sys.modules) - before
+print([name for name in {FRAMEWORKS!r} if name in new])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_version_in_range_is_returned() -> None:
+    assert require("numpy", "1.0", "1000", MODULE) == importlib.metadata.version("numpy")
+
+
+def test_a_missing_framework_is_named_with_the_versions_supported() -> None:
+    expected = f"{MODULE} needs no-such-framework >= 1.2, < 3, which is not installed: pip install"
+    with pytest.raises(ImportError, match=expected):
+        require("no-such-framework", "1.2", "3", MODULE)
+
+
+@pytest.mark.parametrize(("at_least", "below"), [("1000", "2000"), ("0.1", "0.2")])
+def test_a_version_out_of_range_is_told_with_those_supported(at_least: str, below: str) -> None:
+    installed = importlib.metadata.version("numpy")
+    expected = f"needs numpy >= {at_least}, < {below}; {installed} is installed"
+    with pytest.raises(ImportError, match=expected):
+        require("numpy", at_least, below, MODULE)
+
+
+def test_versions_are_ordered_by_number_and_not_by_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _package: "0.16.1")
+    assert require("megatron-core", "0.9", "0.17", MODULE) == "0.16.1"
