@@ -259,14 +259,14 @@ void bind_engine(py::module_& m) {
             "read",
             [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
                std::shared_ptr<Backend> backend, bool direct, size_t window_blocks,
-               std::vector<uint32_t> wanted) {
+               std::vector<uint32_t> wanted, std::shared_ptr<GdsStage> gds) {
                 py::gil_scoped_release release;
                 return engine.read(fd, nbytes, std::move(crcs), std::move(wanted),
-                                   std::move(backend), direct, window_blocks);
+                                   std::move(backend), direct, window_blocks, std::move(gds));
             },
             py::arg("fd"), py::arg("nbytes"), py::arg("crcs"), py::arg("backend"),
             py::arg("direct"), py::arg("window_blocks"),
-            py::arg("wanted") = std::vector<uint32_t>())
+            py::arg("wanted") = std::vector<uint32_t>(), py::arg("gds") = nullptr)
         .def(
             "prefault",
             [](Engine& engine, size_t begin, size_t end, unsigned threads,

@@ -61,10 +61,11 @@ std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset, std::vecto
 std::shared_ptr<ReadStream> Engine::read(int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
                                          std::vector<uint32_t> wanted,
                                          std::shared_ptr<Backend> backend, bool direct,
-                                         size_t window_blocks) {
+                                         size_t window_blocks, std::shared_ptr<GdsStage> gds) {
+    CHECK(gds == nullptr || gds->block_bytes() == block_bytes());
     std::shared_ptr<ReadStream> stream(new ReadStream(*this, fd, nbytes, std::move(crcs),
                                                       std::move(wanted), backend.get(), direct,
-                                                      window_blocks));
+                                                      window_blocks, std::move(gds)));
     std::lock_guard lock(mu_);
     CHECK(!closing_);
     keep(backend);

@@ -228,7 +228,8 @@ class ReadStream {
     friend class Engine;
     struct Block;
     ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-               std::vector<uint32_t> wanted, Backend* backend, bool direct, size_t window_blocks);
+               std::vector<uint32_t> wanted, Backend* backend, bool direct, size_t window_blocks,
+               std::shared_ptr<GdsStage> gds);
     size_t block_count() const;
     size_t index_at(size_t place) const;
     size_t place_of(size_t index) const;
@@ -242,10 +243,12 @@ class ReadStream {
     void move_window(size_t first);
     void drop(size_t place);
     std::byte* acquire();
+    void release(std::byte* memory);
     bool drop_last_ready();
     void fill_window();
     void on_read(Block& block);
-    void verify(Block& block) const;
+    void verify(Block& block);
+    void verify_direct(Block& block);
     void settle(Block& block);
     void copy_out(std::unique_lock<std::mutex>& lock, std::byte* target, const std::byte* source,
                   size_t nbytes);
@@ -258,13 +261,14 @@ class ReadStream {
     Backend* const backend_;              // owned by the engine
     const bool direct_;
     const size_t window_blocks_;
+    std::shared_ptr<GdsStage> gds_;  // null: blocks are the arena's; given up by close()
 
     // State below is protected by the engine's mutex.
     // By place, which is the block's number among the wanted ones; null outside the window.
     std::vector<std::unique_ptr<Block>> blocks_;
     size_t window_first_ = 0;  // a place
     uint64_t nbytes_read_ = 0;
-    size_t held_ = 0;         // blocks of the arena
+    size_t held_ = 0;         // blocks
     size_t outstanding_ = 0;  // of these, in transfer or being verified
     struct Departing;
     std::deque<Departing> departing_;  // of these, read by devices, in the order of their marks
@@ -296,10 +300,12 @@ class Engine {
 
     // Starts to read [0, nbytes) of fd; crcs holds the CRC-32 of every block, or is empty; `wanted`
     // holds the numbers of the blocks that will be asked for, ascending, or is empty for all. fd
-    // stays open until close().
+    // stays open until close(). With `gds`, blocks are its device's, all that is asked for goes
+    // there, and the backend can read them; they are as long as this engine's.
     std::shared_ptr<ReadStream> read(int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
                                      std::vector<uint32_t> wanted, std::shared_ptr<Backend> backend,
-                                     bool direct, size_t window_blocks);
+                                     bool direct, size_t window_blocks,
+                                     std::shared_ptr<GdsStage> gds);
 
     // Backs bytes [begin, end) of the arena with pages, and pins them where a pinner is given;
     // false if that was refused.

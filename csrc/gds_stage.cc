@@ -26,6 +26,12 @@ void GdsStage::release(size_t number) {
     free_.push_back(number);
 }
 
+size_t GdsStage::number(const std::byte* block) const {
+    const auto within = static_cast<size_t>(block - blocks_->base());
+    CHECK(within % block_bytes() == 0 && within / block_bytes() < blocks_->count());
+    return within / block_bytes();
+}
+
 uint32_t* GdsStage::words(size_t number) const {
     return reinterpret_cast<uint32_t*>(words_.data()) + number * kWords;
 }

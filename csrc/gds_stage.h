@@ -1,6 +1,7 @@
-// Blocks of device memory that a job stages in instead of the arena's: a copy within the device
-// frees the tensor, checksums are computed where the block lies, and cuFile writes it. Knows which
-// blocks are free; it does not know what is staged in them, and it does not lock (the engine does).
+// Blocks of device memory that a job stages in, or a stream reads into, instead of the arena's: a
+// copy within the device frees the tensor or fills it, checksums are computed where the block lies,
+// and cuFile moves it. Knows which blocks are free; it does not know what is staged in them, and it
+// does not lock (the engine does).
 #pragma once
 
 #include <cstddef>
@@ -30,6 +31,8 @@ class GdsStage {
     void release(size_t number);
 
     uint64_t address(size_t number) const { return blocks_->address(number); }
+    // The block that begins at an address.
+    size_t number(const std::byte* block) const;
     // Where the words of a block's checksums arrive.
     uint32_t* words(size_t number) const;
     size_t block_bytes() const { return blocks_->block_bytes(); }

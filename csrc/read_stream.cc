@@ -29,7 +29,7 @@ void advise_huge(std::byte* target, uint64_t nbytes) {
 
 ReadStream::ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
                        std::vector<uint32_t> wanted, Backend* backend, bool direct,
-                       size_t window_blocks)
+                       size_t window_blocks, std::shared_ptr<GdsStage> gds)
     : engine_(engine),
       fd_(fd),
       nbytes_(nbytes),
@@ -37,7 +37,8 @@ ReadStream::ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint
       wanted_(std::move(wanted)),
       backend_(backend),
       direct_(direct),
-      window_blocks_(std::max<size_t>(1, window_blocks)) {
+      window_blocks_(std::max<size_t>(1, window_blocks)),
+      gds_(std::move(gds)) {
     blocks_.resize(wanted_.empty() ? block_count() : wanted_.size());
     CHECK(fd_ >= 0 && backend_ != nullptr);
     CHECK(crcs_.empty() || crcs_.size() == block_count());
@@ -114,7 +115,8 @@ void ReadStream::on_read(Block& block) {
 }
 
 // Without the mutex: the block is this stager's until it is settled.
-void ReadStream::verify(Block& block) const {
+void ReadStream::verify(Block& block) {
+    if (gds_ != nullptr) return verify_direct(block);
     block.corrupt =
         crc32(0, block.memory, block.nbytes) != crcs_[block.begin / engine_.block_bytes()];
 }
@@ -137,8 +139,7 @@ void ReadStream::drop(size_t place) {
         return;
     }
     if (block->departures.empty()) {
-        engine_.arena_.release(block->memory);
-        --held_;
+        release(block->memory);
     } else {
         departing_.push_back({block->memory, block->begin, std::move(block->departures)});
     }
@@ -150,9 +151,23 @@ void ReadStream::drop(size_t place) {
 // promised.
 std::byte* ReadStream::acquire() {
     if (held_ == window_blocks_) return nullptr;
-    std::byte* memory = engine_.arena_.acquire();
+    std::byte* memory = nullptr;
+    if (gds_ == nullptr) {
+        memory = engine_.arena_.acquire();
+    } else if (const size_t number = gds_->acquire(); number != GdsStage::kNone) {
+        memory = reinterpret_cast<std::byte*>(gds_->address(number));
+    }
     if (memory != nullptr) ++held_;
     return memory;
+}
+
+void ReadStream::release(std::byte* memory) {
+    if (gds_ == nullptr) {
+        engine_.arena_.release(memory);
+    } else {
+        gds_->release(gds_->number(memory));
+    }
+    --held_;
 }
 
 bool ReadStream::drop_last_ready() {
@@ -221,6 +236,7 @@ bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<Devic
     for (const Run& run : runs) {
         const DeviceRange* device = range_of(devices, run.address);
         if (run.nbytes == 0 || run.count == 0) continue;
+        CHECK(gds_ == nullptr || (device != nullptr && device->queue == gds_->queue()));
         CHECK(run.nbytes <= nbytes_ && run.offset <= nbytes_ - run.nbytes);
         CHECK(run.count == 1 ||
               run.offset_stride <= (nbytes_ - run.nbytes - run.offset) / (run.count - 1));
@@ -302,6 +318,8 @@ void ReadStream::close() {
     CHECK(engine_.streams_open_ > 0);
     --engine_.streams_open_;
     engine_.changed_.notify_all();
+    const auto gds = std::move(gds_);  // whoever holds the stream holds no memory of a device
+    lock.unlock();
 }
 
 }  // namespace fastckpt

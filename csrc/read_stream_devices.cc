@@ -1,5 +1,6 @@
 // ReadStream's blocks on their way to devices: a block stays until nobody copies from it, while the
-// next ones are read. See engine.h for the contract.
+// next ones are read; and those that were read there in the first place. See engine.h for the
+// contract.
 #include <algorithm>
 
 #include "check.h"
@@ -10,13 +11,37 @@ namespace fastckpt {
 // Queues a copy from a block that the reader holds.
 bool ReadStream::send(Block& block, const std::shared_ptr<DeviceQueue>& queue, uint64_t target,
                       const std::byte* source, uint64_t nbytes) {
-    engine_.arena_.pin(block.memory, queue);  // refused: the copy is slower, and as right
-    const cuda::Result result = queue->copy_to_device(target, source, nbytes);
+    cuda::Result result = cuda::kSuccess;
+    if (gds_ != nullptr) {
+        result = queue->copy_on_device(target, reinterpret_cast<uint64_t>(source), nbytes);
+    } else {
+        engine_.arena_.pin(block.memory, queue);  // refused: the copy is slower, and as right
+        result = queue->copy_to_device(target, source, nbytes);
+    }
     if (std::find(block.queues.begin(), block.queues.end(), queue.get()) == block.queues.end())
         block.queues.push_back(queue.get());
     if (result == cuda::kSuccess) return true;
     fail(block.begin, result);
     return false;
+}
+
+// Without the mutex, as verify(): the device sums up, and this waits.
+void ReadStream::verify_direct(Block& block) {
+    DeviceQueue& queue = *gds_->queue();
+    const size_t number = gds_->number(block.memory);
+    const Crc32Gpu::Range range{gds_->address(number), block.nbytes};
+    cuda::Result result = gds_->crc().queue(&range, 1, gds_->words(number));
+    DeviceQueue::Mark mark = nullptr;
+    if (result == cuda::kSuccess) result = queue.mark(&mark);
+    if (result == cuda::kSuccess) result = queue.wait(mark);
+    if (mark != nullptr) queue.discard(mark);
+    if (result == cuda::kSuccess) {
+        const uint32_t crc = Crc32Gpu::crc(range, gds_->words(number));
+        block.corrupt = crc != crcs_[block.begin / engine_.block_bytes()];
+        return;
+    }
+    queue.wait_all();  // before the words are another block's
+    fail(block.begin, result);
 }
 
 // Notes where in their queues the copies from a block end, which the reader is done with for now.
@@ -55,8 +80,7 @@ bool ReadStream::reclaim(std::unique_lock<std::mutex>& lock, bool wait) {
             lock.lock();
         }
         finish(first.begin, first.departures);
-        engine_.arena_.release(first.memory);
-        --held_;
+        release(first.memory);
         departing_.pop_front();
         any = true;
     }

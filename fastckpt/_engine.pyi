@@ -93,6 +93,7 @@ class Engine:
         direct: bool,
         window_blocks: int,
         wanted: list[int] = ...,
+        gds: GdsStage | None = ...,
     ) -> ReadStream: ...
     def prefault(
         self, begin: int, end: int, threads: int, pinner: DeviceQueue | None = ...

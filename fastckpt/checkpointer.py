@@ -207,7 +207,8 @@ class Checkpointer:
             rank = self._coordinator.rank
             own = reader.per_rank(rank, weights_only)
             template = Template(state, reader.objects(weights_only), own, reader.find)
-            reader.read(spread.mine(template.targets, reader.find))
+            mine = spread.mine(template.targets, reader.find)
+            reader.read(mine, self._options.staging)
             return template.put
 
         with self._restoring() as agreement:

@@ -104,11 +104,13 @@ class Devices:
         """Whether this process uses such devices already."""
         return not self._refused and bool(self._runtime.is_initialized())
 
-    def target(self, location: str) -> torch.device | None:
-        """The device that torch.load means by a location, if memory of it can be copied to.
+    def target(self, location: str | None = None) -> torch.device | None:
+        """The device that torch.load means by a location, if memory of it can be copied to; without
+        one, the current device.
 
         Initialises it, as torch.load would.
         """
+        location = self._kind if location is None else location
         if not location.startswith(self._kind) or self._refused:
             return None
         if not self._runtime.is_available():
@@ -168,6 +170,17 @@ class Devices:
         kept = [_engine.DeviceRange(b, e, queues[ordinal]) for b, e, ordinal in sorted(ranges)]
         first = next(ordinal for ordinal in queues if queues[ordinal] is kept[0].queue)
         return Reads(self._runtime, queues, kept, torch.device(self._kind, first))
+
+    def queue(self, device: torch.device) -> _engine.DeviceQueue:
+        """What copies for a device that target() gave.
+
+        Raises:
+            DeviceError: the device refuses.
+        """
+        try:
+            return self._queue(device.index)
+        except _engine.DeviceError as error:
+            raise DeviceError(f"{error}: nothing was loaded") from None
 
     def _queue(self, ordinal: int) -> _engine.DeviceQueue:
         with self._lock:

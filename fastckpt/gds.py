@@ -49,7 +49,9 @@ class Direct:
         return self.backend.end_file(fd)
 
     def close(self) -> None:
+        """An error of a load, kept by somebody, may keep this: not the GPU's memory, too."""
         self.backend.close()
+        del self.backend, self.stage, self.queue
 
 
 class Gds:
@@ -78,22 +80,24 @@ class Gds:
         self._verdicts: dict[int, tuple[bool, str]] = {}  # by file system: st_dev
         self._warned: set[str] = set()
 
-    def way(self, staging: str, reads: Reads, file_system: int) -> tuple[Direct | None, str]:
-        """How what is read of GPUs goes to a file: None for through the host; and why.
+    def way(
+        self, staging: str, queue: _engine.DeviceQueue | None, file_system: int
+    ) -> tuple[Direct | None, str]:
+        """How bytes go between a GPU and a file: None for through the host; and why.
 
         Args:
             staging: "host", "gds" or "auto".
-            reads: what is read.
-            file_system: where to, as stat(2) numbers them.
+            queue: of the GPU; None if there is none.
+            file_system: the file's, as stat(2) numbers them.
         """
-        if staging == "host" or not reads.ranges:
+        if staging == "host" or queue is None:
             return None, ""
         if staging == "auto":
             with self._lock:
                 faster, why = self._verdicts.get(file_system, (False, "not measured yet"))
             if not faster:
                 return None, why
-        direct, refusal = self._of(reads.ranges[0].queue)
+        direct, refusal = self._of(queue)
         if direct is None:
             self.warn(refusal)
         return direct, refusal

@@ -57,7 +57,7 @@ class Choice:
         gds = self._staging.gds
         if status is not None and gds.undecided(self._way, self._reads, number):
             self._undecided = directory, number
-        direct, why = gds.way(self._way, self._reads, number)
+        direct, why = gds.way(self._way, self._reads.ranges[0].queue, number)
         if direct is None:
             stats.staging_why = why
         return direct

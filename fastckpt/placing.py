@@ -48,6 +48,15 @@ class Placing:
         # so it is done for a process that uses them anyway.
         return devices.in_use()
 
+    @staticmethod
+    def queue(devices: Devices, map_location: Any) -> Any:
+        """Of the device that storages are likely to go to; None if there is none."""
+        if not Placing.possible(devices, map_location):
+            return None
+        named = isinstance(map_location, str | torch.device)
+        device = devices.target(str(map_location) if named else None)
+        return None if device is None else devices.queue(device)
+
     def __call__(self, storage: torch.UntypedStorage, location: str) -> Any:
         where = self._map_location
         if where is None:

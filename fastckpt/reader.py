@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fastckpt.divided import Divided
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -26,8 +27,9 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.exchange import Exchange
-from fastckpt.formats import torch_zip
-from fastckpt.image import Index
+from fastckpt.formats import torch_zip, zip_contents
+from fastckpt.gds import Direct
+from fastckpt.image import BLOCK_BYTES, Index, block_count
 from fastckpt.staging import ReadStream, Staging
 from fastckpt.storage import Storage, reported
 
@@ -48,7 +50,12 @@ class VerifiedFile(io.RawIOBase):
     """
 
     def __init__(
-        self, storage: Storage, fd: int, path: str, index: Index, stream: ReadStream | Exchange
+        self,
+        storage: Storage,
+        fd: int,
+        path: str,
+        index: Index,
+        stream: ReadStream | Divided | Exchange,
     ) -> None:
         super().__init__()
         self.error: CheckpointError | None = None
@@ -85,8 +92,8 @@ class VerifiedFile(io.RawIOBase):
 
     def defer(self) -> None:
         """From now on leaves large storages to be asked for by deferred() and fill()."""
-        if isinstance(self._stream, ReadStream) or self._stream.device.type != "cpu":
-            self._deferring_from = torch_zip.storages_offset(self._index)
+        if not isinstance(self._stream, Exchange) or self._stream.device.type != "cpu":
+            self._deferring_from = zip_contents.storages_offset(self._index)
 
     def stop_deferring(self) -> None:
         """Begins anew, reading all that is asked for when it is."""
@@ -109,7 +116,7 @@ class VerifiedFile(io.RawIOBase):
 
     def fill(self, storage: torch.UntypedStorage, offset: int, devices: Sequence[Any]) -> None:
         """Reads a storage; from a GPU, if it is among `devices` (see Reads.ranges)."""
-        if isinstance(self._stream, ReadStream):
+        if not isinstance(self._stream, Exchange):
             runs = array("Q", (offset, storage.data_ptr(), storage.nbytes(), 1, 0, 0))
             whole = self._stream.read_runs(runs, list(devices))
         else:
@@ -161,7 +168,7 @@ class VerifiedFile(io.RawIOBase):
 
     def arrive(self) -> None:
         """Waits for what is on its way to devices."""
-        if isinstance(self._stream, ReadStream) and not self._stream.arrive():
+        if not isinstance(self._stream, Exchange) and not self._stream.arrive():
             self.error = self._failure()
             raise self.error
 
@@ -184,7 +191,7 @@ class VerifiedFile(io.RawIOBase):
         failure = self._stream.failure()
         if failure is not None:
             op, offset, number = failure
-            if op == "copy" and isinstance(self._stream, ReadStream):
+            if op == "copy" and not isinstance(self._stream, Exchange):
                 return DeviceError(
                     f"copying {self._path!r} to a GPU, at offset {offset}, failed: "
                     f"{self._stream.device_text(number)}; nothing was loaded"
@@ -193,7 +200,7 @@ class VerifiedFile(io.RawIOBase):
         begin = self._stream.corrupt_block() * self._index.block_bytes
         end = min(begin + self._index.block_bytes, self._index.body_nbytes)
         try:
-            names = torch_zip.damaged_records(self._read_at, self._index, begin, end)
+            names = zip_contents.damaged_records(self._read_at, self._index, begin, end)
         except (OSError, struct.error, IndexError):
             names = []  # a bad disk or a forged directory: the damage stands, only its name is lost
         what = f"record {', '.join(names[:5])}" if names else "a zip header or padding"
@@ -209,7 +216,13 @@ class VerifiedFile(io.RawIOBase):
 
 
 def open_verified(
-    storage: Storage, staging: Staging, fd: int, path: str, verify: bool, group: Any = None
+    storage: Storage,
+    staging: Staging,
+    fd: int,
+    path: str,
+    verify: bool,
+    group: Any = None,
+    direct: Direct | None = None,
 ) -> VerifiedFile | None:
     """The file behind fd for verified reading; None if fastckpt did not write it.
 
@@ -220,6 +233,7 @@ def open_verified(
             without it such a file is left to torch.
         group: a torch.distributed process group whose ranks all do the same: each reads a share of
             the blocks, and they exchange them.
+        direct: reads what goes to its GPU; not with a group.
 
     Raises:
         CorruptCheckpoint: fastckpt wrote it, and its end is missing or damaged.
@@ -253,8 +267,16 @@ def open_verified(
     nbytes, block_bytes = index.body_nbytes, index.block_bytes
     crcs = index.block_crcs if verify else ()
     if group is None:
+
+        def stream(wanted: Sequence[int] = (), direct: Direct | None = None) -> ReadStream:
+            return staging.read(fd, path, nbytes, block_bytes, crcs, wanted, direct=direct)
+
+        if direct is None or block_bytes != BLOCK_BYTES:
+            return VerifiedFile(storage, fd, path, index, stream())
+        large = zip_contents.blocks_of_large(index, DEFERRED_BYTES)
+        blocks = range(block_count(nbytes, block_bytes))
         return VerifiedFile(
-            storage, fd, path, index, staging.read(fd, path, nbytes, block_bytes, crcs)
+            storage, fd, path, index, Divided(stream, blocks, block_bytes, large, direct)
         )
     mine = list(Exchange.mine(group, nbytes, block_bytes)) or [0]
     exchange = Exchange(

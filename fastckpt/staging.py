@@ -21,7 +21,7 @@ from fastckpt import _engine
 from fastckpt.budget import default_budget_bytes
 from fastckpt.devices import Devices, Reads
 from fastckpt.errors import BackendUnavailable, CheckpointError
-from fastckpt.gds import Gds
+from fastckpt.gds import BLOCKS, Direct, Gds
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES
 from fastckpt.storage import Storage, reported
@@ -244,6 +244,7 @@ class Staging:
         crcs: tuple[int, ...],
         wanted: Sequence[int] = (),
         route: Route | None = None,
+        direct: Direct | None = None,
     ) -> ReadStream:
         """Starts to read [0, nbytes) of fd, verifying blocks against crcs unless that is empty.
 
@@ -253,11 +254,14 @@ class Staging:
             crcs: of every block.
             wanted: numbers of the blocks that will be asked for, ascending; default: all.
             route: how its bytes come; default: decided here.
+            direct: reads all of them to its GPU. The blocks are of BLOCK_BYTES then.
         """
         # Through a description of its own, which O_DIRECT does not take from the caller's.
         with reported("open", path):
             own_fd = self._storage.open(f"/proc/self/fd/{fd}")
         try:
+            if direct is not None:
+                return self._read_direct(own_fd, path, nbytes, crcs, wanted, direct)
             if route is None:
                 fd, route = own_fd, self.route(own_fd, path, "auto", writing=False)
             engine, own = self.engine(), None
@@ -274,6 +278,34 @@ class Staging:
             self._storage.close(own_fd)
             raise
         return ReadStream(stream, own, lambda: self._storage.close(own_fd), self.devices.text)
+
+    def _read_direct(
+        self,
+        fd: int,
+        path: str,
+        nbytes: int,
+        crcs: tuple[int, ...],
+        wanted: Sequence[int],
+        direct: Direct,
+    ) -> ReadStream:
+        """A stream to a GPU, whose blocks there it shares with saves and one more stream."""
+        with reported("read", path):
+            refusal = self._storage.set_direct(fd, writing=False)
+        log.info("reading %r by %s", path, direct.begin_file(fd))
+
+        def close() -> None:
+            _nbytes, _through_host, reason = direct.end_file(fd)
+            if reason:
+                self.gds.warn(reason)
+            self._storage.close(fd)
+
+        try:
+            way = (direct.backend, refusal is None, BLOCKS // 2, list(wanted), direct.stage)
+            stream = self.engine().read(fd, nbytes, list(crcs), *way)
+        except BaseException:
+            direct.end_file(fd)
+            raise
+        return ReadStream(stream, None, close, self.devices.text)
 
     def warm(self, nbytes: int, reads: Reads) -> None:
         """Backs as much of the arena with memory, so that the next save need not wait for pages;

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from fastckpt.codec import FrameReader
 from fastckpt.devices import Reads
+from fastckpt.divided import Divided, blocks_of, whole_blocks
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -28,7 +29,8 @@ from fastckpt.errors import (
 from fastckpt.formats import safetensors, torch_pickle
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_hold
 from fastckpt.formats.shard_index import ShardIndex
-from fastckpt.image import address_of
+from fastckpt.gds import Direct
+from fastckpt.image import BLOCK_BYTES, address_of
 from fastckpt.placements import PLAIN_TENSORS
 from fastckpt.reader import open_verified
 from fastckpt.shards import Box, CopyRow, copies, covers, intersect, span
@@ -206,8 +208,12 @@ class StepReader:
                 raise CorruptCheckpoint(f"{self._path('')!r} does not hold all of {key!r} once")
         return {key: dtype for key, (dtype, _shape) in found.items()}
 
-    def read(self, targets: Sequence[Target]) -> int:
+    def read(self, targets: Sequence[Target], staging: str = "host") -> int:
         """Reads parts of tensors into their memory, converting dtypes where they differ.
+
+        Args:
+            targets: what goes where.
+            staging: how to a GPU: "host", "gds" or "auto", as fastckpt.save's.
 
         Returns:
             How many bytes were needed. Raises what find() does, and CorruptCheckpoint or
@@ -224,8 +230,8 @@ class StepReader:
                 continue
             dtype = found[target.key]
             tensor = target.tensor.detach()
-            direct = tensor.dtype == dtype and _is_plain_memory(tensor, readable)
-            if not direct or (tensor.device.type != "cpu" and self._in_bits(target)):
+            as_it_lies = tensor.dtype == dtype and _is_plain_memory(tensor, readable)
+            if not as_it_lies or (tensor.device.type != "cpu" and self._in_bits(target)):
                 tensor = torch.empty(target.box.sizes, dtype=dtype)
             assert tuple(tensor.shape) == target.box.sizes
             buffers.setdefault(target.key, []).append((target, tensor))
@@ -233,6 +239,7 @@ class StepReader:
         reads = self._staging.devices.reads(
             tensor.untyped_storage() for pairs in buffers.values() for _, tensor in pairs
         )
+        direct = self._direct(staging, reads)
         for index in self._needed(places):
             rows: list[CopyRow] = []
             for piece in index.pieces:
@@ -241,7 +248,7 @@ class StepReader:
                         piece.box, piece.begin, target.box, tensor.data_ptr(), tensor.element_size()
                     )
             if rows:
-                self._read_file(index, sorted(rows), reads)
+                self._read_file(index, sorted(rows), reads, direct)
         # What was read went past autograd, which is to notice all the same.
         increment_version([t.tensor for t in targets if not t.tensor.is_inference()])
         with torch.no_grad():
@@ -250,6 +257,14 @@ class StepReader:
                     if tensor.data_ptr() != target.tensor.data_ptr():
                         target.tensor.copy_(tensor)
         return needed
+
+    def _direct(self, staging: str, reads: Reads) -> Direct | None:
+        if staging == "host" or not reads.ranges:
+            return None
+        with reported("stat", self._path("")):
+            status = self._storage.status(self._path(""))
+        queue, number = reads.ranges[0].queue, 0 if status is None else status.st_dev
+        return self._staging.gds.way(staging, queue, number)[0]
 
     def _in_bits(self, target: Target) -> bool:
         """Whether a part comes in so many small runs that a device is better given it whole."""
@@ -291,18 +306,34 @@ class StepReader:
         return self._indexes[writer.rank]
 
     def _read_file(
-        self, index: ShardIndex, rows: Sequence[CopyRow], reads: Reads | None = None
+        self,
+        index: ShardIndex,
+        rows: Sequence[CopyRow],
+        reads: Reads | None = None,
+        direct: Direct | None = None,
     ) -> None:
-        """Moves rows of a shard, ascending, to memory; of devices, where `reads` says so."""
+        """Moves rows of a shard, ascending, to memory; of devices, where `reads` says so, and
+        through the host unless `direct` can.
+        """
         devices = [] if reads is None else reads.ranges
         path = self._path(index.file)
         with self._opened(index.file, index.file_nbytes) as fd:
             nbytes, block_bytes, crcs = index.nbytes, index.block_bytes, index.block_crcs
-            wanted = _blocks_of(rows, block_bytes)
+            wanted = blocks_of(rows, block_bytes)
             if index.codec is None:
-                stream = self._staging.read(fd, path, nbytes, block_bytes, crcs, wanted)
-                self._run(stream, index, path, rows, devices)
-                return
+
+                def opened(wanted: Sequence[int], direct: Direct | None = None) -> ReadStream:
+                    return self._staging.read(
+                        fd, path, nbytes, block_bytes, crcs, wanted, direct=direct
+                    )
+
+                stream: ReadStream | Divided
+                if direct is None or block_bytes != BLOCK_BYTES:
+                    stream = opened(wanted)
+                else:
+                    whole = whole_blocks(rows, block_bytes, direct.queue, devices)
+                    stream = Divided(opened, wanted, block_bytes, whole, direct)
+                return self._run(stream, index, path, rows, devices)
             frames = FrameReader(self._storage, fd, path, nbytes, block_bytes, index.frames)
             with self._staging.through(fd, frames.transfer) as route:
                 stream = self._staging.read(fd, path, nbytes, block_bytes, crcs, wanted, route)
@@ -310,7 +341,7 @@ class StepReader:
 
     def _run(
         self,
-        stream: ReadStream,
+        stream: ReadStream | Divided,
         index: ShardIndex,
         path: str,
         rows: Sequence[CopyRow],
@@ -325,7 +356,9 @@ class StepReader:
         finally:
             stream.close()
 
-    def _failure(self, stream: ReadStream, index: ShardIndex, path: str) -> CheckpointError:
+    def _failure(
+        self, stream: ReadStream | Divided, index: ShardIndex, path: str
+    ) -> CheckpointError:
         failure = stream.failure()
         if failure is not None:
             op, offset, number = failure
@@ -360,20 +393,6 @@ def _is_plain_memory(tensor: torch.Tensor, types: frozenset[str]) -> bool:
         and not tensor.is_neg()
         and not tensor.is_conj()
     )
-
-
-def _blocks_of(rows: Iterable[CopyRow], block_bytes: int) -> list[int]:
-    """Numbers of the blocks that rows lie in, ascending."""
-    blocks: set[int] = set()
-    for offset, _address, nbytes, count, stride, _address_stride in rows:
-        if stride <= block_bytes:
-            end = offset + (count - 1) * stride + nbytes
-            blocks.update(range(offset // block_bytes, (end - 1) // block_bytes + 1))
-            continue
-        for number in range(count):
-            begin = offset + number * stride
-            blocks.update(range(begin // block_bytes, (begin + nbytes - 1) // block_bytes + 1))
-    return sorted(blocks)
 
 
 def _listed(keys: Sequence[str]) -> str:

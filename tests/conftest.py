@@ -19,10 +19,12 @@ from typing import Any
 
 import accelerator
 import cuda_stub
+import cufile_stub
 import pytest
 import torch
 from accelerator import Runtime
 from cuda_stub import CudaStub
+from cufile_stub import CufileStub
 
 import fastckpt
 
@@ -289,3 +291,23 @@ def nothing_stays_behind(real_disk: Path) -> Iterator[None]:
         time.sleep(0.05)
     assert not saving_threads()
     assert not descriptors_below(real_disk)
+
+
+@pytest.fixture(scope="session")
+def cufile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cufile_stub.built(tmp_path_factory.mktemp("cufile"))
+
+
+@pytest.fixture
+def cufile(driver: CudaStub, runtime: Runtime, cufile_path: Path) -> Iterator[CufileStub]:
+    """fastckpt's pipeline knows the device, and cuFile; nothing of either is alive afterwards."""
+    driver.configure()
+    runtime.driver = driver
+    stub = CufileStub(cufile_path, driver.path)
+    before = driver.alive(), driver.memory() if hasattr(driver, "memory") else None
+    with accelerator.installed(runtime, driver.path, cufile=str(cufile_path)):
+        yield stub
+        driver.configure()
+        runtime.reset()
+    assert (driver.alive(), driver.memory() if hasattr(driver, "memory") else None) == before
+    assert stub.alive().buffers == stub.alive().files == 0

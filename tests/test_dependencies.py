@@ -36,7 +36,7 @@ LAYERS: list[set[str]] = [
         "gds",
         "gds_choice",
     },
-    {"exchange", "reader", "steps", "placing"},
+    {"exchange", "reader", "steps", "placing", "divided"},
     {"retention"},
     {"pipeline", "file_save", "step_save", "step_load", "step_choice", "template"}
     | {"step_capture", "spread"},

@@ -6,12 +6,11 @@ On the devices of tests/accelerator.py, with a stub of cuFile. Must not know how
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import accelerator
-import cufile_stub
 import pytest
 import torch
 from accelerator import KIND, Runtime
@@ -28,26 +27,6 @@ from fastckpt.image import BLOCK_BYTES
 
 MIB = 1 << 20
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def cufile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cufile_stub.built(tmp_path_factory.mktemp("cufile"))
-
-
-@pytest.fixture
-def cufile(driver: CudaStub, runtime: Runtime, cufile_path: Path) -> Iterator[CufileStub]:
-    """fastckpt's pipeline knows the device, and cuFile; nothing of either is alive afterwards."""
-    driver.configure()
-    runtime.driver = driver
-    stub = CufileStub(cufile_path, driver.path)
-    before = driver.alive(), driver.memory() if hasattr(driver, "memory") else None
-    with accelerator.installed(runtime, driver.path, cufile=str(cufile_path)):
-        yield stub
-        driver.configure()
-        runtime.reset()
-    assert (driver.alive(), driver.memory() if hasattr(driver, "memory") else None) == before
-    assert stub.alive().buffers == stub.alive().files == 0
 
 
 def octets(nbytes: int, seed: int = 0) -> torch.Tensor:

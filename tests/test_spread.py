@@ -67,8 +67,8 @@ def go(member: Member, root: Path, make: Callable[[int], Any], shared: bool) -> 
     read: list[int] = []
 
     class Counting(StepReader):
-        def read(self, targets: Any) -> int:
-            read.append(super().read(targets))
+        def read(self, targets: Any, staging: str = "host") -> int:
+            read.append(super().read(targets, staging))
             return read[-1]
 
     def run() -> tuple[int, bool, bool]:

@@ -13,9 +13,8 @@ import re
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import torch
@@ -362,38 +361,3 @@ def _check_version(version: Any) -> None:
 
 def _json_end(tail: bytes) -> int:
     return tail.find(b"}") + 1
-
-
-def damaged_records(
-    read_at: Callable[[int, int], bytes], index: Index, begin: int, end: int
-) -> list[str]:
-    """Names the records whose own CRC-32 fails, of those that lie in a damaged range of a file.
-
-    Args:
-        read_at: (offset, nbytes) -> that much of the file, unverified.
-        index: the file's index.
-        begin, end: the range whose block checksum is wrong.
-
-    Returns:
-        Names as "data/3"; empty if the damage is in a zip header or in padding.
-    """
-    names = []
-    directory_end = len(index.tail) - END_BYTES
-    for entry in zip_records.directory(index.tail, directory_end):
-        if entry.offset >= end or entry.nbytes > index.body_nbytes:
-            continue
-        data = zip_records.data_offset(read_at(entry.offset, zip_records.LOCAL_BYTES), entry.offset)
-        if data is None or data >= end or data + entry.nbytes <= begin:
-            continue
-        crc = 0
-        for at in range(data, data + entry.nbytes, BLOCK_BYTES):
-            crc = zlib.crc32(read_at(at, min(BLOCK_BYTES, data + entry.nbytes - at)), crc)
-        if crc != entry.crc:
-            names.append(entry.name.split("/", 1)[-1])
-    return names
-
-
-def storages_offset(index: Index) -> int:
-    """From where on the body holds no record that is large and no storage: behind data.pkl."""
-    entries = [*islice(zip_records.directory(index.tail, len(index.tail) - END_BYTES), 2)]
-    return entries[1].offset if len(entries) == 2 and entries[0].name.endswith("data.pkl") else 0
