@@ -26,6 +26,10 @@ Driver::Driver(const std::string& path) {
 #define FASTCKPT_CUDA_FIND(name, symbol, arguments) find(library, path, #symbol, name);
     FASTCKPT_CUDA_FUNCTIONS(FASTCKPT_CUDA_FIND)
 #undef FASTCKPT_CUDA_FIND
+#define FASTCKPT_CUDA_FIND(name, symbol, arguments) \
+    name = reinterpret_cast<decltype(name)>(dlsym(library, #symbol));
+    FASTCKPT_CUDA_LATER_FUNCTIONS(FASTCKPT_CUDA_FIND)
+#undef FASTCKPT_CUDA_FIND
     const Result result = init(0);
     if (result != kSuccess) throw Unavailable(path + ": cuInit failed: " + text(result));
 }

@@ -28,6 +28,15 @@ constexpr unsigned kEventBlockingSync = 1;  // who waits sleeps instead of spinn
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;  // for the contexts of all devices
 constexpr int kCaptureModeRelaxed = 2;
+constexpr int kSourceInStreamOrder = 1;     // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+constexpr unsigned kCopyBesideCompute = 1;  // CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+
+// CUmemcpyAttributes. Locations are hints, which only managed memory needs.
+struct CopyAttributes {
+    int source_order;
+    int source_hint[2], target_hint[2];
+    unsigned flags;
+};
 
 // Name here, name in the library, arguments. All return a Result.
 #define FASTCKPT_CUDA_FUNCTIONS(X)                                                             \
@@ -72,6 +81,14 @@ constexpr int kCaptureModeRelaxed = 2;
        unsigned block_y, unsigned block_z, unsigned shared_nbytes, Stream stream,              \
        void** parameters, void** extra))
 
+// As above, of drivers since CUDA 12.8; null in older ones. Later headers have another function by
+// this name, and the libraries still this one.
+#define FASTCKPT_CUDA_LATER_FUNCTIONS(X)                                                          \
+    X(copy_batch, cuMemcpyBatchAsync,                                                             \
+      (DeviceAddress * targets, DeviceAddress * sources, size_t* sizes, size_t count,             \
+       CopyAttributes* attributes, size_t* first_copies, size_t attributes_count, size_t* failed, \
+       Stream stream))
+
 // No driver, or none that can be used: what was looked for and why it is not there.
 class Unavailable : public std::runtime_error {
   public:
@@ -93,6 +110,7 @@ class Driver {
 
 #define FASTCKPT_CUDA_MEMBER(name, symbol, arguments) Result(*name) arguments = nullptr;
     FASTCKPT_CUDA_FUNCTIONS(FASTCKPT_CUDA_MEMBER)
+    FASTCKPT_CUDA_LATER_FUNCTIONS(FASTCKPT_CUDA_MEMBER)
 #undef FASTCKPT_CUDA_MEMBER
 };
 

@@ -133,6 +133,36 @@ cuda::Result DeviceQueue::copy_to_host(std::byte* target, uint64_t source, size_
     return driver_->copy_to_host(target, source, nbytes, stream_);
 }
 
+cuda::Result DeviceQueue::copy_to_host(const std::vector<CopyToHost>& copies) {
+    if (copies.size() > 1 && driver_->copy_batch != nullptr && batches_) {
+        // Memory that is not pinned, a driver's limit: one by one they may be possible, and what
+        // was copied already is copied once more.
+        if (batch(copies) == cuda::kSuccess) return cuda::kSuccess;
+        batches_ = false;
+    }
+    cuda::Result result = cuda::kSuccess;
+    for (const CopyToHost& copy : copies)
+        if (result == cuda::kSuccess) result = copy_to_host(copy.target, copy.source, copy.nbytes);
+    return result;
+}
+
+cuda::Result DeviceQueue::batch(const std::vector<CopyToHost>& copies) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    std::vector<cuda::DeviceAddress> targets, sources;
+    std::vector<size_t> sizes;
+    for (const CopyToHost& copy : copies) {
+        targets.push_back(reinterpret_cast<uint64_t>(copy.target));
+        sources.push_back(copy.source);
+        sizes.push_back(copy.nbytes);
+    }
+    cuda::CopyAttributes attributes{
+        cuda::kSourceInStreamOrder, {0, 0}, {0, 0}, cuda::kCopyBesideCompute};
+    size_t first = 0, failed = 0;
+    return driver_->copy_batch(targets.data(), sources.data(), sizes.data(), copies.size(),
+                               &attributes, &first, 1, &failed, stream_);
+}
+
 cuda::Result DeviceQueue::copy_to_device(uint64_t target, const std::byte* source, size_t nbytes) {
     const Current current(*this);
     if (current.result() != cuda::kSuccess) return current.result();

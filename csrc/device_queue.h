@@ -83,8 +83,16 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     // caller does not wait. Throws DeviceError; StreamCaptured.
     std::unique_ptr<Wait> lead(uint64_t stream);
 
+    struct CopyToHost {
+        std::byte* target;
+        uint64_t source;
+        size_t nbytes;
+    };
+
     // These report the driver's result. Host memory stays valid until a later mark is reached.
     cuda::Result copy_to_host(std::byte* target, uint64_t source, size_t nbytes);
+    // In one call where the driver has one for that: small copies cost less than their calls.
+    cuda::Result copy_to_host(const std::vector<CopyToHost>& copies);
     cuda::Result copy_to_device(uint64_t target, const std::byte* source, size_t nbytes);
     cuda::Result copy_on_device(uint64_t target, uint64_t source, size_t nbytes);
     // Parameters are copied before this returns.
@@ -117,6 +125,7 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     void require_uncaptured(cuda::Stream stream) const;
     void record(cuda::Stream stream, Mark* made);
     cuda::Result take(Mark* mark);
+    cuda::Result batch(const std::vector<CopyToHost>& copies);
 
     const std::shared_ptr<const cuda::Driver> driver_;
     const int ordinal_;
@@ -126,6 +135,7 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     std::mutex mu_;
     std::vector<Mark> idle_;  // under mu_
     std::atomic<bool> closed_{false};
+    std::atomic<bool> batches_{true};  // until the driver refuses one
 };
 
 }  // namespace fastckpt

@@ -26,6 +26,7 @@ struct WriteJob::Arrival {
     DeviceQueue::Mark begin;  // null where it is the end of what was queued before
     DeviceQueue::Mark end;    // null if the device refused it
     uint64_t nbytes;
+    std::vector<DeviceQueue::CopyToHost> copies;  // until they are queued
 };
 
 // A block's way: claimed (memory taken), copied by a stager, sealed in file order, written,

@@ -41,11 +41,13 @@ void WriteJob::gather(Block& block) {
         const auto [target, source, nbytes] = place(*segment);
         Arrival* arrival = arrive_by(block, queue);
         if (arrival == nullptr) break;
-        block.device_error = queue->copy_to_host(target, source, nbytes);
+        arrival->copies.push_back({target, source, nbytes});
         arrival->nbytes += nbytes;
-        if (block.device_error != cuda::kSuccess) break;
     }
     for (Arrival& arrival : block.arrivals) {
+        if (block.device_error == cuda::kSuccess)
+            block.device_error = arrival.queue->copy_to_host(arrival.copies);
+        arrival.copies = {};
         const cuda::Result result = arrival.queue->mark(&arrival.end);
         if (result != cuda::kSuccess) arrival.queue->wait_all();  // before the block is another's
         if (block.device_error == cuda::kSuccess) block.device_error = result;
@@ -62,7 +64,7 @@ void WriteJob::gather(Block& block) {
 WriteJob::Arrival* WriteJob::arrive_by(Block& block, DeviceQueue* queue) {
     for (Arrival& arrival : block.arrivals)
         if (arrival.queue == queue) return &arrival;
-    Arrival arrival{queue, nullptr, nullptr, 0};
+    Arrival arrival{queue, nullptr, nullptr, 0, {}};
     if (block.begins_clock) block.device_error = queue->mark(&arrival.begin);
     if (block.device_error != cuda::kSuccess) return nullptr;
     block.arrivals.push_back(arrival);

@@ -42,6 +42,7 @@ struct Work {
     Event* event = nullptr;
     uint64_t number = 0;
     bool pinned = true;
+    bool follows = false;  // another one of its batch
     std::function<void()> launched = {};
 };
 
@@ -134,7 +135,8 @@ struct Stream {
         if (work.kind == kToHost || work.kind == kToDevice) {
             begin = std::max(begin, link_free_us[work.kind]);
             const double rate = work.pinned ? bytes_per_us : bytes_per_us / 2;
-            took = latency_us + (rate > 0 ? static_cast<double>(work.nbytes) / rate : 0);
+            took = (work.follows ? 0 : latency_us) +
+                   (rate > 0 ? static_cast<double>(work.nbytes) / rate : 0);
             link_free_us[work.kind] = begin + took;
         }
         if (work.kind == kWait || work.kind == kRecord) return;
@@ -388,6 +390,32 @@ EXPORT int cuMemcpyDtoHAsync_v2(void* target, unsigned long long source, size_t 
                                 void* stream) {
     return copy("cuMemcpyDtoHAsync_v2", kToHost, target, reinterpret_cast<const void*>(source),
                 nbytes, stream);
+}
+
+struct CopyAttributes {
+    int source_order, hints[4];
+    unsigned flags;
+};
+
+EXPORT int cuMemcpyBatchAsync(unsigned long long* targets, unsigned long long* sources,
+                              size_t* sizes, size_t count, CopyAttributes* attributes,
+                              size_t* first_copies, size_t attributes_count, size_t* failed,
+                              void* stream) {
+    if (const int result = enter("cuMemcpyBatchAsync")) return result;
+    if (stream == nullptr || count == 0 || attributes_count != 1 || first_copies[0] != 0 ||
+        attributes->source_order != 1 || attributes->flags > 1)
+        return kInvalidValue;
+    for (*failed = 0; *failed < count; ++*failed) {
+        auto* target = reinterpret_cast<std::byte*>(targets[*failed]);
+        if (!is_pinned(target, sizes[*failed])) return kInvalidValue;
+        Work work{kToHost};
+        work.target = target;
+        work.source = reinterpret_cast<const std::byte*>(sources[*failed]);
+        work.nbytes = sizes[*failed];
+        work.follows = *failed > 0;
+        queue(stream, work);
+    }
+    return kSuccess;
 }
 
 EXPORT int cuMemcpyHtoDAsync_v2(unsigned long long target, const void* source, size_t nbytes,

@@ -3,6 +3,7 @@
 // as wide as our integers.
 #include <cuda.h>
 
+#include <cstddef>
 #include <type_traits>
 
 #include "cuda_shim.h"
@@ -54,5 +55,19 @@ static_assert(kCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
                                 static_cast<decltype(&::symbol)>(nullptr)), \
                   #symbol " is declared otherwise");
 FASTCKPT_CUDA_FUNCTIONS(SAME)
+
+#if CUDA_VERSION >= 12080
+static_assert(kSourceInStreamOrder == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM);
+static_assert(kCopyBesideCompute == CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE);
+static_assert(sizeof(CopyAttributes) == sizeof(CUmemcpyAttributes));
+static_assert(offsetof(CopyAttributes, source_order) ==
+              offsetof(CUmemcpyAttributes, srcAccessOrder));
+static_assert(offsetof(CopyAttributes, source_hint) == offsetof(CUmemcpyAttributes, srcLocHint));
+static_assert(offsetof(CopyAttributes, target_hint) == offsetof(CUmemcpyAttributes, dstLocHint));
+static_assert(offsetof(CopyAttributes, flags) == offsetof(CUmemcpyAttributes, flags));
+#endif
+#if CUDA_VERSION >= 12080 && CUDA_VERSION < 13000
+FASTCKPT_CUDA_LATER_FUNCTIONS(SAME)
+#endif
 
 }  // namespace
