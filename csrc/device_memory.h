@@ -2,9 +2,10 @@
 // is taken and given back; it does not know what is kept there.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <new>
 #include <utility>
@@ -43,13 +44,16 @@ class HostMemory {
     HostMemory(std::shared_ptr<DeviceQueue> queue, size_t nbytes)
         : queue_(std::move(queue)),
           nbytes_((nbytes + kPage - 1) / kPage * kPage),
-          data_(static_cast<std::byte*>(std::aligned_alloc(kPage, nbytes_))) {
-        if (data_ == nullptr) throw std::bad_alloc();
+          data_(static_cast<std::byte*>(
+              mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))) {
+        if (data_ == MAP_FAILED) throw std::bad_alloc();
+        // As the arena: a child's copy-on-write would move what a device writes to.
+        madvise(data_, nbytes_, MADV_DONTFORK);
         pinned_ = queue_->pin(data_, nbytes_) == cuda::kSuccess;
     }
     ~HostMemory() {
         if (pinned_) queue_->unpin(data_);
-        std::free(data_);
+        munmap(data_, nbytes_);
     }
     HostMemory(const HostMemory&) = delete;
     HostMemory& operator=(const HostMemory&) = delete;

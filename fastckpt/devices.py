@@ -159,9 +159,9 @@ class Devices:
             for ordinal, queue in queues.items():
                 queue.follow(self._runtime.current_stream(ordinal).cuda_stream)
         except _engine.StreamCaptured as error:
-            raise DeviceError(f"{error}: call save() outside of the capture") from None
+            raise DeviceError(f"{error}: save and load outside of the capture") from None
         except _engine.DeviceError as error:
-            raise DeviceError(f"{error}: nothing was saved") from None
+            raise DeviceError(f"{error}: nothing was copied") from None
         ranges = [
             (begin, end, ordinal)
             for ordinal, bounds in found.items()

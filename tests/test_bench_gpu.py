@@ -67,7 +67,7 @@ def test_record_has_its_shape(run: tuple[str, dict[str, Any]]) -> None:
         assert peers >= OURS | THEIRS
         assert "dcp-async-pinned" in record["tables"][name][0]
     loads = {row["peer"] for row in record["results"]["load"]["rows"]}
-    assert loads == {"fastckpt.load", "torch.load", "safetensors"}
+    assert loads == {"fastckpt.load", "fastckpt.load, gds", "torch.load", "safetensors"}
 
 
 @pytest.mark.slow

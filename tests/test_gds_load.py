@@ -317,8 +317,12 @@ def test_every_byte_comes_once_and_only_whole_blocks_by_the_gpu(
                 expected[address + number * nbytes + i] = content[begin + i]
     log: list[Any] = []
     whole = whole_blocks(runs, 16, queue, devices)
+
+    def opened(wanted: Any, direct: Any) -> Any:
+        return Memory(content, list(wanted), direct is not None, log)
+
     divided = Divided(
-        lambda wanted, direct: Memory(content, list(wanted), direct is not None, log),  # type: ignore[arg-type,return-value]
+        opened,
         blocks_of(runs, 16),
         16,
         whole,

@@ -519,7 +519,7 @@ def test_a_device_that_cannot_be_begun_is_told(gpu: CudaStub, way: Callable[...,
     saves = way()
     for name in ("cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuStreamCreate"):
         gpu.fail(name, OUT_OF_MEMORY)
-        with pytest.raises(DeviceError, match=r"OUT_OF_MEMORY.*nothing was saved"):
+        with pytest.raises(DeviceError, match=r"OUT_OF_MEMORY.*nothing was copied"):
             saves.save(0, {"w": octets(MIB)})
         gpu.configure()
         assert gpu.alive().contexts == gpu.alive().streams == 0, name
