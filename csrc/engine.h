@@ -35,7 +35,8 @@ struct Segment {
 
 // Four bytes of the image that hold the little-endian CRC-32 of an earlier segment. They lie in a
 // later segment than the one they describe, and their place in that segment's memory is not read.
-// A slot beyond the image is reported and filled in nowhere.
+// Slots of one segment follow each other. A slot beyond the image is reported and filled in
+// nowhere.
 struct Slot {
     uint64_t offset;
     uint64_t segment;
@@ -140,6 +141,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     void copied(Block& block);
     uint32_t copy_piece(Block& block, const Segment& segment, uint64_t begin, uint64_t end,
                         uint32_t crc) const;
+    void describe(int64_t slot, uint32_t crc);
+    bool holds_slot(size_t index, uint64_t begin, uint64_t end) const;
     void copy_header(Block& block, const Segment& segment, uint64_t begin, uint64_t end);
     void seal_ready_blocks();
     void submit_ready_blocks();
@@ -157,7 +160,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     const unsigned stagers_limit_;
     bool several_queues_ = false;
     uint64_t nbytes_ = 0;
-    std::vector<int64_t> slot_of_segment_;  // -1: none
+    std::vector<int64_t> slot_of_segment_;  // the first one; -1: none
 
     // State below is protected by the engine's mutex, but for slot_crcs_ of segments that lie in
     // one block: those are written by that block's stager before it takes the mutex.

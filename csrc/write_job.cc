@@ -38,8 +38,9 @@ WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Sl
     slot_crcs_.resize(slots_.size());
     slot_of_segment_.assign(segments_.size(), -1);
     for (size_t i = 0; i < slots_.size(); ++i) {
-        CHECK(slot_of_segment_[slots_[i].segment] < 0);
-        slot_of_segment_[slots_[i].segment] = static_cast<int64_t>(i);
+        int64_t& first = slot_of_segment_[slots_[i].segment];
+        CHECK(first < 0 || slots_[i - 1].segment == slots_[i].segment);
+        if (first < 0) first = static_cast<int64_t>(i);
     }
     // A described segment is copied as it is: it cannot hold the slot of the one before it.
     for (const Slot& slot : slots_)
@@ -142,7 +143,7 @@ void WriteJob::copy(Block& block) {
         const bool goes_on = segment_end > block.end;
         if (began_earlier) block.head_crc = crc;
         if (goes_on) block.tail_crc = crc;
-        if (!began_earlier && !goes_on) slot_crcs_[static_cast<size_t>(slot)] = crc;
+        if (!began_earlier && !goes_on) describe(slot, crc);
     }
     if (block.is_direct()) return;  // is of whole pages
     // A direct write, which is decided on later, takes whole pages: not of what was here before.
@@ -151,12 +152,28 @@ void WriteJob::copy(Block& block) {
     std::memset(block.memory + nbytes, 0, padded - nbytes);
 }
 
+// Notes the CRC of a segment for all of its slots, the first of which this is.
+void WriteJob::describe(int64_t slot, uint32_t crc) {
+    const uint64_t segment = slots_[static_cast<size_t>(slot)].segment;
+    for (auto i = static_cast<size_t>(slot); i < slots_.size() && slots_[i].segment == segment; ++i)
+        slot_crcs_[i] = crc;
+}
+
+// Whether a slot of the segment before this one overlaps [begin, end).
+bool WriteJob::holds_slot(size_t index, uint64_t begin, uint64_t end) const {
+    const int64_t first = index > 0 ? slot_of_segment_[index - 1] : -1;
+    if (first < 0) return false;
+    for (auto i = static_cast<size_t>(first); i < slots_.size(); ++i) {
+        if (slots_[i].segment != index - 1) return false;
+        if (slots_[i].offset < end && slots_[i].offset + kSlotBytes > begin) return true;
+    }
+    return false;
+}
+
 // Copies a piece of a segment that no slot describes, and which therefore may hold slots itself.
 void WriteJob::copy_header(Block& block, const Segment& segment, uint64_t begin, uint64_t end) {
     const auto index = static_cast<size_t>(&segment - segments_.data());
-    const int64_t described = index > 0 ? slot_of_segment_[index - 1] : -1;
-    const uint64_t slot_offset = described < 0 ? 0 : slots_[static_cast<size_t>(described)].offset;
-    if (described < 0 || slot_offset >= end || slot_offset + kSlotBytes <= begin) {
+    if (!holds_slot(index, begin, end)) {
         block.append(copy_piece(block, segment, begin, end, 0), end - begin);
         return;
     }
@@ -202,8 +219,7 @@ void WriteJob::seal(Block& block) {
     if (first_is_open) {
         const uint64_t nbytes = std::min(first_end, block.end) - block.begin;
         open_segment_crc_ = crc32_combine(open_segment_crc_, block.head_crc, nbytes);
-        if (first_end <= block.end)
-            slot_crcs_[static_cast<size_t>(slot_of_segment_[first])] = open_segment_crc_;
+        if (first_end <= block.end) describe(slot_of_segment_[first], open_segment_crc_);
     }
     if (!first_is_open || first_end <= block.end) open_segment_crc_ = block.tail_crc;
     // A segment that ends exactly with the block was not open and is complete; one that goes on

@@ -43,8 +43,8 @@ class Image:
 
     Attributes:
         segments: offset, nbytes, address of each segment.
-        slots: offset, segment number of each checksum slot. The slot of segment i lies in segment i
-            + 1.
+        slots: offset, segment number of each checksum slot. The slots of segment i lie in segment
+            i + 1 and follow each other.
         tail_nbytes: size of the tail, known beforehand so that the file can be allocated at once.
         tail: makes the tail from (CRC-32 of each block of the body, CRC-32 of each slot's segment).
         sources: objects that own the memory of the segments; kept until the body is staged.
