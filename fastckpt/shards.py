@@ -8,7 +8,7 @@ or how ranks reach each other.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, repeat
 from math import inf, nextafter, prod
 from operator import add, mul
@@ -124,7 +124,7 @@ def mesh_holders(
         ValueError: the arguments' lengths differ, or a coordinate is out of range.
     """
     _check_coordinate(mesh_shape, coordinate, placements)
-    strides = _strides(mesh_shape)
+    strides = row_major(mesh_shape)
     if len(mesh) != prod(mesh_shape):
         raise ValueError(f"{len(mesh)} ranks do not make a mesh of shape {tuple(mesh_shape)}")
     places = [0]
@@ -214,12 +214,31 @@ def copies(piece: Box, file_offset: int, target: Box, address: int, itemsize: in
     common = intersect(piece, target)
     if common is None:
         return []
-    nbytes = file_stride = address_stride = itemsize
+    file_strides, address_strides = row_major(piece.sizes), row_major(target.sizes)
+    for dim, begin in enumerate(common.offsets):
+        file_offset += (begin - piece.offsets[dim]) * file_strides[dim] * itemsize
+        address += (begin - target.offsets[dim]) * address_strides[dim] * itemsize
+    return strided_copies(
+        common.sizes, file_offset, file_strides, address, address_strides, itemsize
+    )
+
+
+def strided_copies(
+    sizes: Sequence[int],
+    file_offset: int,
+    file_strides: Sequence[int],
+    address: int,
+    address_strides: Sequence[int],
+    itemsize: int,
+) -> list[CopyRow]:
+    """The rows of copies() for a rectangle of these sizes, at least 1 each, which lies with strides
+    in elements in the file, from file_offset on, and with others in memory, from address on.
+    """
+    nbytes = itemsize
     steps: list[tuple[int, int, int]] = []  # count, file stride, address stride; innermost first
-    for dim in reversed(range(len(common.sizes))):
-        size = common.sizes[dim]
-        file_offset += (common.offsets[dim] - piece.offsets[dim]) * file_stride
-        address += (common.offsets[dim] - target.offsets[dim]) * address_stride
+    for dim in reversed(range(len(sizes))):
+        size = sizes[dim]
+        file_stride, address_stride = file_strides[dim] * itemsize, address_strides[dim] * itemsize
         if size > 1:
             count, file_step, address_step = steps[-1] if steps else (nbytes, 1, 1)
             if file_stride == count * file_step and address_stride == count * address_step:
@@ -230,8 +249,6 @@ def copies(piece: Box, file_offset: int, target: Box, address: int, itemsize: in
                     nbytes *= size
             else:
                 steps.append((size, file_stride, address_stride))
-        file_stride *= piece.sizes[dim]
-        address_stride *= target.sizes[dim]
     row, outer = (steps[0], steps[1:]) if steps else ((1, nbytes, nbytes), [])
     starts = [(file_offset, address)]
     for count, file_step, address_step in reversed(outer):
@@ -241,6 +258,20 @@ def copies(piece: Box, file_offset: int, target: Box, address: int, itemsize: in
             for i in range(count)
         ]
     return [(in_file, in_memory, nbytes, *row) for in_file, in_memory in starts]
+
+
+def blocks_of(rows: Iterable[CopyRow], block_bytes: int) -> list[int]:
+    """Numbers of the blocks that rows lie in, ascending."""
+    blocks: set[int] = set()
+    for offset, _address, nbytes, count, stride, _address_stride in rows:
+        if stride <= block_bytes:
+            end = offset + (count - 1) * stride + nbytes
+            blocks.update(range(offset // block_bytes, (end - 1) // block_bytes + 1))
+            continue
+        for number in range(count):
+            begin = offset + number * stride
+            blocks.update(range(begin // block_bytes, (begin + nbytes - 1) // block_bytes + 1))
+    return sorted(blocks)
 
 
 def covers(target: Box, parts: Sequence[Box]) -> bool:
@@ -292,7 +323,7 @@ def span(box: Box, shape: Sequence[int]) -> tuple[float, float]:
     """
     if box.numel == 0:
         return 0.0, 0.0
-    strides = _strides(shape)
+    strides = row_major(shape)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     extent = sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
     numel, last = prod(shape), first + extent + 1
@@ -319,7 +350,7 @@ def _check_coordinate(
         raise ValueError(f"{tuple(coordinate)} is not in a mesh of shape {tuple(mesh_shape)}")
 
 
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
     """Elements from one index to the next, for each dimension of a row-major array."""
     return tuple(accumulate(reversed(sizes[1:]), mul, initial=1))[::-1] if sizes else ()
 
@@ -378,7 +409,7 @@ def _rectangles(box: Box, begin: int, end: int) -> Iterator[tuple[Box, int]]:
     if end - begin == box.numel:
         yield box, begin
         return
-    strides = _strides(box.sizes)
+    strides = row_major(box.sizes)
     while begin < end:
         dim = next(
             dim

@@ -33,7 +33,7 @@ from fastckpt.gds import Direct
 from fastckpt.image import BLOCK_BYTES, address_of
 from fastckpt.placements import PLAIN_TENSORS
 from fastckpt.reader import open_verified
-from fastckpt.shards import Box, CopyRow, copies, covers, intersect, span
+from fastckpt.shards import Box, CopyRow, blocks_of, copies, covers, intersect, span
 from fastckpt.staging import ReadStream, Staging
 from fastckpt.steps import Steps, naming
 from fastckpt.storage import Storage, reported
