@@ -39,7 +39,7 @@ LAYERS: list[set[str]] = [
     {"exchange", "reader", "steps", "placing", "divided"},
     {"retention"},
     {"pipeline", "file_save", "step_save", "step_load", "step_choice", "template"}
-    | {"step_capture", "spread"},
+    | {"step_capture", "spread", "distcp_save", "distcp_load"},
     {"api", "checkpointer"},
     {"integrations", "cli", "__main__"},
 ]

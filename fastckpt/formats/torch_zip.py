@@ -47,7 +47,7 @@ HEADER_BYTES_MAX = 2 * PAGE_BYTES
 
 
 @cache
-def _container_version() -> bytes:
+def container_version() -> bytes:
     """The content of torch's `version` record, taken from a file stock torch makes."""
     buffer = io.BytesIO()
     torch.save(None, buffer)
@@ -207,7 +207,7 @@ class _Tail:
         self.central = central
         self.awaiting = awaiting
         blocks = block_count(body_nbytes, BLOCK_BYTES)
-        self.closing = [(b"version", _container_version()), *closing]
+        self.closing = [(b"version", container_version()), *closing]
         self.nbytes = len(self._joined([0] * blocks, central)) + _CRC_DIGITS
 
     def build(self, block_crcs: Sequence[int], slot_crcs: Sequence[int]) -> bytes:
@@ -240,7 +240,7 @@ class _Tail:
         parts, entries = [opening], [*central, entry]
         offset = self.body_nbytes + len(opening)
         for name, data in self.closing:
-            record, its_entry = _record(name, data, offset)
+            record, its_entry = whole_record(name, data, offset)
             parts.append(record)
             entries.append(its_entry)
             offset += len(record)
@@ -250,7 +250,7 @@ class _Tail:
 
     def _closing(self, entries: Sequence[bytes], identity: bytes, offset: int) -> bytes:
         """What stands behind the other records: the id, the directory, the end records."""
-        identity, identity_entry = _record(b".data/serialization_id", identity, offset)
+        identity, identity_entry = whole_record(b".data/serialization_id", identity, offset)
         entries = [*entries, identity_entry]
         directory = b"".join(entries)
         return b"".join(
@@ -264,7 +264,7 @@ class _Tail:
         )
 
 
-def _record(short: bytes, data: bytes | bytearray, offset: int) -> tuple[bytes, bytes]:
+def whole_record(short: bytes, data: bytes | bytearray, offset: int) -> tuple[bytes, bytes]:
     """A whole record at an offset, and its entry in the directory."""
     name, crc = ARCHIVE.encode() + b"/" + short, zlib.crc32(data)
     header = zip_records.local_header(name, offset, len(data), TORCH_ALIGNMENT)

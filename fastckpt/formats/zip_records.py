@@ -23,7 +23,8 @@ _UTF8, _DESCRIPTOR_FOLLOWS = 0x0800, 0x0008
 LOCAL_BYTES = _LOCAL.size
 END_BYTES = _END.size
 _CENTRAL_MAGIC = 0x02014B50
-_CRC_AT = 16  # in a central header
+CRC_AT = 16  # in a central header
+DESCRIPTOR_CRC_AT = 4
 
 
 class Entry(NamedTuple):
@@ -112,12 +113,12 @@ def end_offset(name: bytes, offset: int, nbytes: int, alignment: int) -> int:
 
 def crc_of(central: bytes) -> int:
     """The CRC-32 in a central header."""
-    return int.from_bytes(central[_CRC_AT : _CRC_AT + 4], "little")
+    return int.from_bytes(central[CRC_AT : CRC_AT + 4], "little")
 
 
 def with_crc(central: bytes, crc: int) -> bytes:
     """A central header with its CRC-32 replaced."""
-    return central[:_CRC_AT] + struct.pack("<I", crc) + central[_CRC_AT + 4 :]
+    return central[:CRC_AT] + struct.pack("<I", crc) + central[CRC_AT + 4 :]
 
 
 def end_records(offset: int, nbytes: int, entries: int, comment_nbytes: int) -> bytes:

@@ -1,0 +1,369 @@
+"""A file of items, end to end: torch zips of single tensors, and bytes; plus block checksums.
+
+Responsible for the bytes of a `.distcp` file of torch.distributed.checkpoint as fastckpt writes it
+(docs/format.md), and for where in what torch.save writes of a tensor its elements lie. It must not
+know which item is of which state, files, or who reads what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.formats import torch_pickle, torch_zip, zip_records
+from fastckpt.formats.strict_json import check_block_bytes, check_members, decode, encode
+from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, Index, address_of, block_count
+
+VERSION = 1
+ITEM_ALIGNMENT = torch_zip.TORCH_ALIGNMENT
+# What a file ends in: version, first byte and CRC-32 of the tail, the CRC's own digits excluded.
+_END = re.compile(rb"fastckpt distcp (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
+END_BYTES = len(f"fastckpt distcp {1:02d} {0:016x} {0:08x}")
+_CRC_DIGITS = 8
+_SEPARATE_BYTES = 1 << 20  # bytes of this size and more are not copied when they are laid out
+_KINDS = {"version": int, "body_bytes": int, "block_bytes": int, "crc32": str, "items": list}
+_KINDS["item_crc32"] = str
+DTYPES = {str(v)[6:]: v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+
+
+class Item(NamedTuple):
+    """One item of a file.
+
+    `offset` and `nbytes` are the whole item's. From byte `data` of the file on lie `data_nbytes` of
+    elements in row-major order, of the type that `dtype` names and with that CRC-32; or all of the
+    item, of which nothing more is known: then `dtype` is "".
+    """
+
+    offset: int
+    nbytes: int
+    data: int
+    data_nbytes: int
+    dtype: str
+    crc: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A written file: how to verify it, and its items in their order."""
+
+    index: Index
+    items: tuple[Item, ...]
+
+
+class _Shell(NamedTuple):
+    """What torch.save writes around the elements of one tensor; its CRC-32 stands in `back`, at two
+    places.
+    """
+
+    front: bytes
+    back: bytes
+    crc_places: tuple[int, ...]
+
+
+class _NoData:
+    """Stands for the storage of a tensor while that is pickled."""
+
+
+class _TensorPickler(pickle.Pickler):
+    """Pickles what torch's __reduce_ex__ says of a tensor, as torch.save does."""
+
+    def __init__(self, file: io.BytesIO, storage: tuple[object, ...]) -> None:
+        super().__init__(file, protocol=2)
+        self._storage = storage
+
+    def persistent_id(self, obj: object) -> tuple[object, ...] | None:
+        return self._storage if isinstance(obj, _NoData) else None
+
+
+class _Rebuilt:
+    """Pickled as a call of `function`."""
+
+    def __init__(self, function: Any, arguments: tuple[object, ...]) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def _pickled(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
+    """data.pkl of a contiguous tensor on the CPU."""
+    empty: Any = torch.empty(0, dtype=dtype)
+    rebuild, (storage, offset, _sizes, _strides, *more) = empty.__reduce_ex__(2)
+    strides, step = [0] * len(sizes), 1
+    for dim in reversed(range(len(sizes))):
+        strides[dim], step = step, step * max(1, sizes[dim])
+    numel, kind = prod(sizes), torch.UntypedStorage
+    if isinstance(storage, torch.UntypedStorage):
+        numel *= dtype.itemsize
+    else:
+        kind = getattr(torch, storage._pickle_storage_type())
+    file = io.BytesIO()
+    arguments = (_NoData(), offset, sizes, tuple(strides), *more)
+    persistent = ("storage", kind, "0", "cpu", numel)
+    _TensorPickler(file, persistent).dump(_Rebuilt(rebuild, arguments))
+    return file.getvalue()
+
+
+@lru_cache(1)
+def _small_records() -> tuple[tuple[str, bytes], ...]:
+    """The records that this torch writes between data.pkl and the elements."""
+    captured = torch_pickle.capture(torch.empty(0), pickle, 2, False, False)
+    small = ((name, content) for name, content in captured.records if isinstance(content, bytes))
+    return tuple(
+        (name, str(ITEM_ALIGNMENT).encode() if name == ".storage_alignment" else content)
+        for name, content in small
+        if name != "data.pkl"
+    )
+
+
+@lru_cache(4096)
+def _shell(
+    dtype: torch.dtype, sizes: tuple[int, ...], small: tuple[tuple[str, bytes], ...]
+) -> _Shell:
+    front, entries = bytearray(), []
+    for short, content in (("data.pkl", _pickled(dtype, sizes)), *small):
+        record, entry = torch_zip.whole_record(short.encode(), content, len(front))
+        front += record
+        entries.append(entry)
+    name, begin, nbytes = f"{torch_zip.ARCHIVE}/data/0".encode(), len(front), prod(sizes)
+    nbytes *= dtype.itemsize
+    front += zip_records.local_header(name, begin, nbytes, ITEM_ALIGNMENT)
+    back = bytearray(zip_records.descriptor(begin, nbytes, 0))
+    entries.append(zip_records.central_header(name, begin, nbytes, 0))
+    base = len(front) + nbytes
+    identity = f"{0:020d}{zlib.crc32(front):020d}".encode()
+    closing = ((b"version", torch_zip.container_version()), (b".data/serialization_id", identity))
+    for short_name, content in closing:
+        record, entry = torch_zip.whole_record(short_name, content, base + len(back))
+        back += record
+        entries.append(entry)
+    directory, at = b"".join(entries), len(back)
+    in_directory = at + sum(map(len, entries[: len(small) + 1])) + zip_records.CRC_AT
+    back += directory
+    back += zip_records.end_records(base + at, len(directory), len(entries), 0)
+    places = (zip_records.DESCRIPTOR_CRC_AT, in_directory) if nbytes else ()
+    return _Shell(bytes(front), bytes(back), places)
+
+
+def fronts(dtype: torch.dtype, sizes: tuple[int, ...]) -> Iterator[bytes]:
+    """What stands before the elements of a contiguous tensor that torch.save wrote: this torch
+    first, then those before it.
+    """
+    small = _small_records()
+    yield _shell(dtype, sizes, small).front
+    # torch 2.6 and before
+    older = tuple(record for record in small if record[0] == "byteorder")
+    if older != small:
+        yield _shell(dtype, sizes, older).front
+
+
+def layout(contents: Sequence[torch.Tensor | bytes]) -> tuple[Image, list[tuple[int, int]]]:
+    """Lays items out, one at least: of a tensor, contiguous, what torch.save would write, of bytes
+    these.
+
+    Returns:
+        The image, and offset and size of each item.
+    """
+    builder = _Builder()
+    for content in contents:
+        if isinstance(content, bytes):
+            builder.add_bytes(content)
+        else:
+            builder.add_tensor(content)
+    return builder.finish(), [item[:2] for item in builder.items]
+
+
+class _Builder:
+    """The state of one layout()."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._offset = 0
+        self._headers = bytearray()
+        self._header_begin = 0
+        # Segments in order: a tensor, bytes, or a range of the headers, whose address is known at
+        # the end.
+        self._parts: list[torch.Tensor | bytes | tuple[int, int]] = []
+        self._slots: list[tuple[int, int]] = []
+        self._awaiting: list[int] = []  # numbers of items whose CRC is in a slot, and of that slot
+        self._small = _small_records()
+
+    def add_bytes(self, content: bytes) -> None:
+        begin = self._align(ITEM_ALIGNMENT)
+        if len(content) < _SEPARATE_BYTES:
+            self._put(content)
+        else:
+            self._put_part(content, len(content))
+        nbytes = len(content)
+        self.items.append(Item(begin, nbytes, begin, nbytes, "", zlib.crc32(content)))
+
+    def add_tensor(self, tensor: torch.Tensor) -> None:
+        assert tensor.is_contiguous()
+        begin, nbytes = self._align(ITEM_ALIGNMENT), tensor.numel() * tensor.element_size()
+        shell = _shell(tensor.dtype, tuple(tensor.shape), self._small)
+        self._put(shell.front)
+        data = self._offset
+        if nbytes:
+            self._put_part(tensor, nbytes)
+            self._awaiting.extend((len(self.items), len(self._slots)))
+            segment = len(self._parts) - 1
+            self._slots += [(self._offset + place, segment) for place in shell.crc_places]
+        self._put(shell.back)
+        name = str(tensor.dtype)[6:]
+        self.items.append(Item(begin, self._offset - begin, data, nbytes, name, 0))
+
+    def _align(self, alignment: int) -> int:
+        self._put(bytes(-self._offset % alignment))
+        return self._offset
+
+    def _put(self, data: bytes) -> None:
+        self._headers += data
+        self._offset += len(data)
+
+    def _put_part(self, part: torch.Tensor | bytes, nbytes: int) -> None:
+        self._close_header()
+        self._parts.append(part)
+        self._offset += nbytes
+
+    def _close_header(self) -> None:
+        if len(self._headers) > self._header_begin:
+            self._parts.append((self._header_begin, len(self._headers)))
+            self._header_begin = len(self._headers)
+
+    def finish(self) -> Image:
+        self._align(PAGE_BYTES)
+        self._close_header()
+        awaiting = iter(self._awaiting)
+        tail = _Tail(self._offset, self.items, dict(zip(awaiting, awaiting, strict=True)))
+        image = Image(tail_nbytes=tail.nbytes, tail=tail.build)
+        image.sources.append(self._headers)
+        base = address_of(self._headers)
+        for part in self._parts:
+            if isinstance(part, tuple):
+                image.append(base + part[0], part[1] - part[0])
+                continue
+            image.sources.append(part)
+            if isinstance(part, bytes):
+                address = ctypes.cast(ctypes.c_char_p(part), ctypes.c_void_p).value
+                image.append(address or 0, len(part))
+            else:
+                image.append(part.data_ptr(), part.numel() * part.element_size())
+        for slot in self._slots:
+            image.slots.extend(slot)
+        assert image.body_nbytes == self._offset and self._offset % PAGE_BYTES == 0
+        return image
+
+
+class _Tail:
+    """What stands behind the body: checksums, the list of items, and how the file ends."""
+
+    def __init__(self, body_nbytes: int, items: list[Item], slot_of: dict[int, int]) -> None:
+        self._body_nbytes = body_nbytes
+        self._items = items
+        self._slot_of = slot_of
+        blocks = block_count(body_nbytes, BLOCK_BYTES)
+        self.nbytes = len(self._content([0] * blocks, [0] * len(items))) + END_BYTES
+
+    def _content(self, block_crcs: Sequence[int], item_crcs: Sequence[int]) -> bytes:
+        described = {
+            "version": VERSION,
+            "body_bytes": self._body_nbytes,
+            "block_bytes": BLOCK_BYTES,
+            "crc32": _digits(block_crcs),
+            "items": [list(item[:5]) for item in self._items],
+            "item_crc32": _digits(item_crcs),
+        }
+        validate(described, self._body_nbytes)
+        return encode(described).encode()
+
+    def build(self, block_crcs: Sequence[int], slot_crcs: Sequence[int]) -> bytes:
+        crcs = [item.crc for item in self._items]
+        for item, slot in self._slot_of.items():
+            crcs[item] = slot_crcs[slot]
+        tail = self._content(block_crcs, crcs)
+        tail += f"fastckpt distcp {VERSION:02d} {self._body_nbytes:016x} ".encode()
+        tail += f"{zlib.crc32(tail):08x}".encode()
+        assert len(tail) == self.nbytes
+        return tail
+
+
+def validate(described: Any, body_nbytes: int) -> None:
+    """The one check of what a tail says, by writer and reader. Raises ValueError saying what is
+    wrong.
+    """
+    check_members(described, _KINDS, "the tail")
+    if described["version"] != VERSION:
+        raise ValueError(f"version is {described['version']}")
+    block_bytes, items = described["block_bytes"], described["items"]
+    check_block_bytes(block_bytes)
+    if described["body_bytes"] != body_nbytes or body_nbytes <= 0 or body_nbytes % PAGE_BYTES:
+        raise ValueError(f"body_bytes is {described['body_bytes']}, the body has {body_nbytes}")
+    counts = {"crc32": block_count(body_nbytes, block_bytes), "item_crc32": len(items)}
+    for key, count in counts.items():
+        if re.fullmatch(f"[0-9a-f]{{{_CRC_DIGITS * count}}}", described[key]) is None:
+            raise ValueError(f"{key} is not {count} CRC-32s in hex digits")
+    end = 0
+    for item in items:
+        if type(item) is not list or [type(value) for value in item] != [int] * 4 + [str]:
+            raise ValueError("an item is not four numbers and a type")
+        offset, nbytes, data, data_nbytes, dtype = item
+        if not end <= offset <= data <= data + data_nbytes <= offset + nbytes <= body_nbytes:
+            raise ValueError(f"an item at {offset} lies outside of the body or in another one")
+        if dtype and (dtype not in DTYPES or data_nbytes % DTYPES[dtype].itemsize):
+            raise ValueError(f"an item at {offset} has the type {dtype!r}")
+        end = offset + nbytes
+
+
+def tail_offset(end: bytes, nbytes: int) -> int | None:
+    """Where the tail of a file of nbytes begins, from its last bytes; None if it does not end as
+    files of ours do.
+    """
+    match = _END.search(end)
+    offset = 0 if match is None else int(match[2], 16)
+    return offset if 0 < offset < nbytes else None
+
+
+def parse(tail: bytes, body_nbytes: int) -> Contents:
+    """Verifies a file's tail, which begins at body_nbytes.
+
+    Raises:
+        CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: a newer format.
+    """
+    match = _END.search(tail)
+    if match is None or zlib.crc32(tail[:-_CRC_DIGITS]) != int(match[3], 16):
+        raise CorruptCheckpoint("its closing bytes (checksums and list of items) are damaged")
+    if int(match[1]) > VERSION:
+        raise IncompatibleCheckpoint(
+            f"it has format version {int(match[1])}, this fastckpt reads up to {VERSION}: update it"
+        )
+    try:
+        described: Any = decode(tail[:-END_BYTES])
+        validate(described, body_nbytes)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"its list of items is malformed: {error}") from None
+    crcs = _numbers(described["item_crc32"])
+    items = tuple(
+        Item(o, n, d, m, t, crc)
+        for (o, n, d, m, t), crc in zip(described["items"], crcs, strict=True)
+    )
+    block_crcs = tuple(_numbers(described["crc32"]))
+    return Contents(Index(body_nbytes, described["block_bytes"], block_crcs, tail), items)
+
+
+def _digits(crcs: Sequence[int]) -> str:
+    return "".join(f"{crc:08x}" for crc in crcs)
+
+
+def _numbers(digits: str) -> list[int]:
+    return [int(digits[i : i + _CRC_DIGITS], 16) for i in range(0, len(digits), _CRC_DIGITS)]
