@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from fastckpt.gds import Direct
+from fastckpt.shards import CopyRow
 from fastckpt.staging import ReadStream
-
-Row = tuple[int, int, int, int, int, int]  # as the engine's Run
 
 _RUN = 6
 
@@ -133,7 +132,7 @@ def goes_to(queue: Any, address: int, devices: Sequence[Any]) -> bool:
 
 
 def whole_blocks(
-    rows: Sequence[Row], block_bytes: int, queue: Any, devices: Sequence[Any]
+    rows: Sequence[CopyRow], block_bytes: int, queue: Any, devices: Sequence[Any]
 ) -> set[int]:
     """Blocks of which all that is wanted goes to one device, in one piece for each row.
 
@@ -151,17 +150,3 @@ def whole_blocks(
         goes = count == 1 and goes_to(queue, address, devices)
         (whole if goes else others).update(touched)
     return whole - others
-
-
-def blocks_of(rows: Iterable[Row], block_bytes: int) -> list[int]:
-    """Numbers of the blocks that rows lie in, ascending."""
-    blocks: set[int] = set()
-    for offset, _address, nbytes, count, stride, _address_stride in rows:
-        if stride <= block_bytes:
-            end = offset + (count - 1) * stride + nbytes
-            blocks.update(range(offset // block_bytes, (end - 1) // block_bytes + 1))
-            continue
-        for number in range(count):
-            begin = offset + number * stride
-            blocks.update(range(begin // block_bytes, (begin + nbytes - 1) // block_bytes + 1))
-    return sorted(blocks)

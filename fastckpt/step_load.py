@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from fastckpt.codec import FrameReader
 from fastckpt.devices import Reads
-from fastckpt.divided import Divided, blocks_of, whole_blocks
+from fastckpt.divided import Divided, whole_blocks
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,

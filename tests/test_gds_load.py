@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 import fastckpt
 from fastckpt import errors, pipeline
-from fastckpt.divided import Divided, blocks_of, whole_blocks
+from fastckpt.divided import Divided, whole_blocks
 from fastckpt.gds import BLOCKS
 from fastckpt.image import BLOCK_BYTES
+from fastckpt.shards import blocks_of
 
 MIB = 1 << 20
 WAIT_S = 60.0
