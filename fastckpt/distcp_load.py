@@ -24,7 +24,8 @@ from fastckpt.errors import CheckpointError, CorruptCheckpoint, DeviceError, Sto
 from fastckpt.formats import distcp, torch_pickle
 from fastckpt.image import BLOCK_BYTES, address_of
 from fastckpt.placements import PLAIN_TENSORS
-from fastckpt.shards import CopyRow, blocks_of, row_major, strided_copies
+from fastckpt.rows import CopyRow, blocks_of, strided_copies
+from fastckpt.shards import row_major
 from fastckpt.staging import ReadStream, Staging
 from fastckpt.storage import Storage, reported
 

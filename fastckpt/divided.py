@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from fastckpt.gds import Direct
-from fastckpt.shards import CopyRow
+from fastckpt.rows import CopyRow
 from fastckpt.staging import ReadStream
 
 _RUN = 6

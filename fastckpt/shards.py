@@ -8,7 +8,7 @@ or how ranks reach each other.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, repeat
 from math import inf, nextafter, prod
 from operator import add, mul
@@ -16,16 +16,14 @@ from random import SystemRandom
 from typing import NamedTuple
 from zlib import crc32
 
+from fastckpt.rows import CopyRow, strided_copies
+
 # A tensor below this is written by one rank: cutting it would cost more in indexes than it saves.
 UNCUT_BYTES = 64 << 10
 # Cuts move by at most half of this fraction of what a rank writes, to end where a row ends.
 ROUNDING = 1000
 
 _FIELD = (1 << 127) - 1  # a prime
-
-# File offset, address, bytes of a run, number of runs, and from one run to the next the step in the
-# file and the step in memory.
-CopyRow = tuple[int, int, int, int, int, int]
 
 
 class Box(NamedTuple):
@@ -221,57 +219,6 @@ def copies(piece: Box, file_offset: int, target: Box, address: int, itemsize: in
     return strided_copies(
         common.sizes, file_offset, file_strides, address, address_strides, itemsize
     )
-
-
-def strided_copies(
-    sizes: Sequence[int],
-    file_offset: int,
-    file_strides: Sequence[int],
-    address: int,
-    address_strides: Sequence[int],
-    itemsize: int,
-) -> list[CopyRow]:
-    """The rows of copies() for a rectangle of these sizes, at least 1 each, which lies with strides
-    in elements in the file, from file_offset on, and with others in memory, from address on.
-    """
-    nbytes = itemsize
-    steps: list[tuple[int, int, int]] = []  # count, file stride, address stride; innermost first
-    for dim in reversed(range(len(sizes))):
-        size = sizes[dim]
-        file_stride, address_stride = file_strides[dim] * itemsize, address_strides[dim] * itemsize
-        if size > 1:
-            count, file_step, address_step = steps[-1] if steps else (nbytes, 1, 1)
-            if file_stride == count * file_step and address_stride == count * address_step:
-                # This dimension goes on where the one inside it ends, here and there.
-                if steps:
-                    steps[-1] = (count * size, file_step, address_step)
-                else:
-                    nbytes *= size
-            else:
-                steps.append((size, file_stride, address_stride))
-    row, outer = (steps[0], steps[1:]) if steps else ((1, nbytes, nbytes), [])
-    starts = [(file_offset, address)]
-    for count, file_step, address_step in reversed(outer):
-        starts = [
-            (in_file + i * file_step, in_memory + i * address_step)
-            for in_file, in_memory in starts
-            for i in range(count)
-        ]
-    return [(in_file, in_memory, nbytes, *row) for in_file, in_memory in starts]
-
-
-def blocks_of(rows: Iterable[CopyRow], block_bytes: int) -> list[int]:
-    """Numbers of the blocks that rows lie in, ascending."""
-    blocks: set[int] = set()
-    for offset, _address, nbytes, count, stride, _address_stride in rows:
-        if stride <= block_bytes:
-            end = offset + (count - 1) * stride + nbytes
-            blocks.update(range(offset // block_bytes, (end - 1) // block_bytes + 1))
-            continue
-        for number in range(count):
-            begin = offset + number * stride
-            blocks.update(range(begin // block_bytes, (begin + nbytes - 1) // block_bytes + 1))
-    return sorted(blocks)
 
 
 def covers(target: Box, parts: Sequence[Box]) -> bool:

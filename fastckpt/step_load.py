@@ -33,7 +33,8 @@ from fastckpt.gds import Direct
 from fastckpt.image import BLOCK_BYTES, address_of
 from fastckpt.placements import PLAIN_TENSORS
 from fastckpt.reader import open_verified
-from fastckpt.shards import Box, CopyRow, blocks_of, copies, covers, intersect, span
+from fastckpt.rows import CopyRow, blocks_of
+from fastckpt.shards import Box, copies, covers, intersect, span
 from fastckpt.staging import ReadStream, Staging
 from fastckpt.steps import Steps, naming
 from fastckpt.storage import Storage, reported
@@ -323,9 +324,8 @@ class StepReader:
             if index.codec is None:
 
                 def opened(wanted: Sequence[int], direct: Direct | None = None) -> ReadStream:
-                    return self._staging.read(
-                        fd, path, nbytes, block_bytes, crcs, wanted, direct=direct
-                    )
+                    file = (fd, path, nbytes, block_bytes, crcs)
+                    return self._staging.read(*file, wanted, direct=direct)
 
                 stream: ReadStream | Divided
                 if direct is None or block_bytes != BLOCK_BYTES:

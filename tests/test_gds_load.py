@@ -24,7 +24,7 @@ from fastckpt import errors, pipeline
 from fastckpt.divided import Divided, whole_blocks
 from fastckpt.gds import BLOCKS
 from fastckpt.image import BLOCK_BYTES
-from fastckpt.shards import blocks_of
+from fastckpt.rows import blocks_of
 
 MIB = 1 << 20
 WAIT_S = 60.0

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import pairwise, product
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,11 +23,11 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fastckpt import shards
+from fastckpt import rows, shards
+from fastckpt.rows import CopyRow
 from fastckpt.shards import (
     UNCUT_BYTES,
     Box,
-    CopyRow,
     Held,
     Piece,
     copies,
@@ -678,8 +679,9 @@ def test_spans_of_neighbours_touch_where_that_is_exact() -> None:
     assert span(Box((0, 0), (3, 0)), (3, 0)) == (0, 0)
 
 
-def test_it_imports_nothing_but_the_standard_library() -> None:
-    tree = ast.parse(Path(shards.__file__).read_text("utf-8"))
+@pytest.mark.parametrize("module", [shards, rows])
+def test_it_imports_nothing_but_the_standard_library(module: ModuleType) -> None:
+    tree = ast.parse(Path(str(module.__file__)).read_text("utf-8"))
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {
         alias.name
@@ -687,4 +689,5 @@ def test_it_imports_nothing_but_the_standard_library() -> None:
         if isinstance(node, ast.Import)
         for alias in node.names
     }
+    modules.discard("fastckpt.rows")
     assert {name.partition(".")[0] for name in modules} <= set(sys.stdlib_module_names)

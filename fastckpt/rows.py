@@ -1,0 +1,66 @@
+"""Rows: what the engine moves between a file and memory, as runs of bytes with strides.
+
+Arithmetic only. Responsible for making few and long runs of a rectangle, and for the blocks that
+they lie in; must not know tensors, files or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+# File offset, address, bytes of a run, number of runs, and from one run to the next the step in the
+# file and the step in memory.
+CopyRow = tuple[int, int, int, int, int, int]
+
+
+def strided_copies(
+    sizes: Sequence[int],
+    file_offset: int,
+    file_strides: Sequence[int],
+    address: int,
+    address_strides: Sequence[int],
+    itemsize: int,
+) -> list[CopyRow]:
+    """The rows that move a rectangle of these sizes, at least 1 each, which lies with strides in
+    elements in the file, from file_offset on, and with others in memory, from address on.
+
+    Runs are as long as they can be, and no two rows share one.
+    """
+    nbytes = itemsize
+    steps: list[tuple[int, int, int]] = []  # count, file stride, address stride; innermost first
+    for dim in reversed(range(len(sizes))):
+        size = sizes[dim]
+        file_stride, address_stride = file_strides[dim] * itemsize, address_strides[dim] * itemsize
+        if size > 1:
+            count, file_step, address_step = steps[-1] if steps else (nbytes, 1, 1)
+            if file_stride == count * file_step and address_stride == count * address_step:
+                # This dimension goes on where the one inside it ends, here and there.
+                if steps:
+                    steps[-1] = (count * size, file_step, address_step)
+                else:
+                    nbytes *= size
+            else:
+                steps.append((size, file_stride, address_stride))
+    row, outer = (steps[0], steps[1:]) if steps else ((1, nbytes, nbytes), [])
+    starts = [(file_offset, address)]
+    for count, file_step, address_step in reversed(outer):
+        starts = [
+            (in_file + i * file_step, in_memory + i * address_step)
+            for in_file, in_memory in starts
+            for i in range(count)
+        ]
+    return [(in_file, in_memory, nbytes, *row) for in_file, in_memory in starts]
+
+
+def blocks_of(rows: Iterable[CopyRow], block_bytes: int) -> list[int]:
+    """Numbers of the blocks that rows lie in, ascending."""
+    blocks: set[int] = set()
+    for offset, _address, nbytes, count, stride, _address_stride in rows:
+        if stride <= block_bytes:
+            end = offset + (count - 1) * stride + nbytes
+            blocks.update(range(offset // block_bytes, (end - 1) // block_bytes + 1))
+            continue
+        for number in range(count):
+            begin = offset + number * stride
+            blocks.update(range(begin // block_bytes, (begin + nbytes - 1) // block_bytes + 1))
+    return sorted(blocks)
