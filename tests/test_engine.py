@@ -140,11 +140,12 @@ class Plan:
     def add(self, nbytes: int, source: int) -> None:
         self.segments.append((self.nbytes, nbytes, source % (len(POOL) - nbytes)))
 
-    def add_described(self, nbytes: int, source: int, holder_nbytes: int, slot_at: int) -> None:
-        """A segment, and the next one, which holds its CRC-32 `slot_at` bytes from its begin."""
+    def add_described(self, nbytes: int, source: int, holder_nbytes: int, *slots_at: int) -> None:
+        """A segment, and the next one, which holds its CRC-32 so many bytes from its begin."""
         self.add(nbytes, source)
         self.add(holder_nbytes, source + nbytes)
-        self.slots.append((self.segments[-1][0] + slot_at, len(self.segments) - 2))
+        begin = self.segments[-1][0]
+        self.slots += [(begin + slot_at, len(self.segments) - 2) for slot_at in slots_at]
 
     def columns(self) -> tuple[array[int], array[int]]:
         rows = ((offset, nbytes, POOL_ADDRESS + source) for offset, nbytes, source in self.segments)
@@ -180,7 +181,10 @@ def plans(draw: st.DrawFn, block_bytes: int) -> Plan:
             slot_at = draw(
                 st.sampled_from([0, holder_nbytes - 4]) | st.integers(0, holder_nbytes - 4)
             )
-            plan.add_described(draw(sizes), source, holder_nbytes, slot_at)
+            places = [slot_at]
+            if slot_at >= 4:
+                places = [*draw(st.lists(st.integers(0, slot_at - 4), max_size=1)), slot_at]
+            plan.add_described(draw(sizes), source, holder_nbytes, *places)
         else:
             plan.add(draw(sizes), source)
     return plan
@@ -300,6 +304,29 @@ def test_slot_across_a_block_boundary(
             plan.add_described(described_nbytes, 1_000, gap + 4 + before, gap)
             plan.add_described(PAGE - 2, 5_000, PAGE, PAGE - 4)
             assert plan.slots[0][0] == boundary - before
+            check_written(
+                disk / "image",
+                engine,
+                backend,
+                plan,
+                offset=0,
+                direct=False,
+                limit=limit,
+                stagers=3,
+            )
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+@pytest.mark.parametrize("described_nbytes", DESCRIBED)
+def test_slots_of_one_segment_on_both_sides_of_a_block_boundary(
+    backend: Backend, disk: Path, described_nbytes: int, limit: int
+) -> None:
+    boundary = 5 * PAGE
+    with engine_of(4, PAGE, 3) as engine:
+        for before in range(-1, 7):  # bytes of the holder left of the boundary
+            plan = Plan()
+            plan.add(boundary - before - described_nbytes, 17)
+            plan.add_described(described_nbytes, 1_000, 2 * PAGE, 0, 4, 30, 2 * PAGE - 4)
             check_written(
                 disk / "image",
                 engine,
