@@ -105,8 +105,9 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
         body = content[:-_END_BYTES]
         if int(match[2], 16) != len(body) or int(match[3], 16) != zlib.crc32(body):
             raise CorruptCheckpoint(f"{path!r} is damaged: its CRC-32 is another")
+    file = io.BytesIO(content)
     try:
-        value = _loads(content) if weights_only else pickle.loads(content)
+        value = _load(file) if weights_only else pickle.load(file)
     except pickle.UnpicklingError as error:
         if not weights_only:
             raise
@@ -116,16 +117,18 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
         ) from None
     except (EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise CorruptCheckpoint(f"{path!r} is truncated or damaged: {error}") from None
+    if match is None and file.read(1):
+        raise CorruptCheckpoint(f"{path!r} is damaged: more than a checksum follows the pickle")
     if not isinstance(value, Metadata):
         raise CorruptCheckpoint(f"{path!r} holds a {type(value).__name__}, no Metadata")
     return value
 
 
-def _loads(content: bytes) -> Any:
+def _load(file: io.BytesIO) -> Any:
     """Unpickles; a pickle that sets attributes of the classes themselves has no effect."""
     kinds = {kind: dict(vars(kind)) for kind in {*_CLASSES.values()} if isinstance(kind, type)}
     try:
-        return _Unpickler(io.BytesIO(content)).load()
+        return _Unpickler(file).load()
     finally:
         changed = False
         for kind, before in kinds.items():
