@@ -732,3 +732,15 @@ def test_the_commit_needs_nobody_and_is_told_at_once(
     crew: Callable[[int], Crew], tmp_path: Path
 ) -> None:
     assert crew(2)(bodies.hang_before_commit, str(tmp_path)) == [[True, True]] * 2
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", ["ours", "writer", "torch"])
+def test_planners_and_tensors_of_megatron_core(
+    how: str, crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    pytest.importorskip("megatron.core")
+    for seed in (1, 2):
+        crew(2)(bodies.save_megatron, str(tmp_path), seed, how)
+    for reader in ("torch", "ours"):
+        assert crew(2)(bodies.load_megatron, str(tmp_path), 2, reader) == [True, True]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks.dcp_states import is_same, sharded
+from ranks.dcp_states import is_same, numbers, sharded
 from ranks.group_crew import Member, Outcome, attempt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -264,3 +264,65 @@ def hang_before_commit(member: Member, path: str) -> list[bool]:
         while not told and time.monotonic() < end:
             time.sleep(0.01)
         return [bool(told), os.path.exists(os.path.join(path, ".metadata"))]
+
+
+def megatron_state(member: Member, seed: int, loading: bool) -> dict[str, Any]:
+    """What Megatron-core makes of its own: shards, several of them on a rank, prepended axes."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.torch import mcore_to_pyt_state_dict
+
+    rank, size = member.rank, member.world_size
+
+    def values(number: int, *sizes: int) -> torch.Tensor:
+        return torch.zeros(*sizes) if loading else numbers(seed * 100 + number, *sizes)
+
+    def of(key: str, data: torch.Tensor, *offsets: Any, axes: int = 0) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, data, *offsets, prepend_axis_num=axes)
+
+    state = {
+        "rows": [of("rows", values(rank, 8, 6), (0, rank, size))],
+        "two": [
+            of("two", values(10 + 2 * rank + part, 4, 6), (0, 2 * rank + part, 2 * size))
+            for part in range(2)
+        ],
+        "layers": [of("layers", values(20 + rank, 5, 7), (0, rank, size), axes=1)],
+        "object": [ShardedObject("object", {"seed": seed}, (size,), (rank,))],
+    }
+    state[f"object/shard_{rank}_{size}"] = state.pop("object")
+    return mcore_to_pyt_state_dict(state, loading)
+
+
+def save_megatron(member: Member, path: str, seed: int, how: str) -> None:
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+
+    with quiet():
+        state = megatron_state(member, seed, False)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        if how == "ours":
+            ours.async_save(state, checkpoint_id=path, planner=planner).result(60)
+        elif how == "writer":
+            dcp.save(state, storage_writer=ours.Writer(path), planner=planner)
+        else:
+            dcp.save(state, checkpoint_id=path, planner=planner)
+
+
+def load_megatron(member: Member, path: str, seed: int, how: str) -> bool:
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreLoadPlanner,
+        _unwrap_pyt_sharded_tensor,
+    )
+
+    with quiet():
+        state = megatron_state(member, seed, True)
+        expected = megatron_state(member, seed, False)
+        reader = dcp.FileSystemReader(path) if how == "torch" else ours.Reader(path)
+        dcp.load(state, storage_reader=reader, planner=MCoreLoadPlanner())
+        for key, value in expected.items():
+            if key.startswith("object"):
+                if state[key] != [{"seed": seed}]:
+                    return False
+            elif not is_same(
+                _unwrap_pyt_sharded_tensor(state[key]), _unwrap_pyt_sharded_tensor(value)
+            ):
+                return False
+        return True
