@@ -312,3 +312,24 @@ def test_demo_proves_its_claims(tmp_path: Path) -> None:
     for kind in kinds:
         assert any(line.startswith(f"  {kind}  ") for line in output.splitlines()), output
     assert not list(tmp_path.glob("fastckpt*")), "the demonstration left files behind"
+
+
+def test_dcp_fsdp2_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """With torch.distributed.checkpoint on fastckpt's engine, bit by bit on as many ranks."""
+    with Job("dcp_fsdp2.py", 2, tmp_path / "whole", "--every", 3) as job:
+        expected = job.losses()
+    killed = tmp_path / "killed"
+    with Job("dcp_fsdp2.py", 2, killed, "--every", 3) as job:
+        while job.process.poll() is None and not [*killed.glob("run/step-*/.metadata")]:
+            time.sleep(0.005)
+        job.kill()
+    (killed / "losses").unlink()
+    begins = max(int(p.parent.name[5:]) for p in killed.glob("run/step-*/.metadata"))
+    with Job("dcp_fsdp2.py", 2, killed, "--every", 3) as job:
+        assert job.process.wait(timeout=200) == 0, job.output()
+    if begins < STEPS:  # else it had come to its end before it was killed
+        assert losses(killed / "losses") == expected[begins:]
+    assert f"restored step {begins} on 2 ranks" in (killed / "output").read_text()
+    with Job("dcp_fsdp2.py", 1, killed, "--steps", STEPS + 2) as job:
+        assert job.process.wait(timeout=200) == 0, job.output()
+        assert f"restored step {STEPS} on 1 ranks" in job.output()
