@@ -1,0 +1,402 @@
+"""DeepSpeed's checkpoints: files written in the background, and `latest` when all ranks' are there.
+
+Responsible for DeepSpeed's CheckpointEngine protocol, for the files of a tag taking their names
+together, and for `latest`. It must not know what DeepSpeed puts into a file, nor how ranks talk.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+import fastckpt
+from fastckpt import pipeline
+from fastckpt.agreement import TIMEOUT_S, Round
+from fastckpt.commit import close_quietly, publish, settle, temporary
+from fastckpt.coordinator import Coordinator
+from fastckpt.errors import CheckpointError, PeerFailed
+from fastckpt.handle import SaveHandle
+from fastckpt.integrations import require
+from fastckpt.storage import reported
+
+require("deepspeed", "0.19.0", "0.20", __name__)
+
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine  # noqa: E402
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (  # noqa: E402
+    CheckpointCommitInfo,
+    CheckpointEngine,
+)
+
+log = logging.getLogger("fastckpt")
+
+ON_ERROR = ("raise", "warn")
+
+
+def install(
+    engine: Any,
+    *,
+    on_error: str = "raise",
+    durable: bool = True,
+    staging: str = "host",
+    staging_bytes: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> FastckptCheckpointEngine:
+    """Makes a DeepSpeed engine save and load through fastckpt; all ranks call it.
+
+    engine.save_checkpoint() returns when this rank's state was copied. The files are what stock
+    DeepSpeed writes and reads. They take their names, and then `latest` is moved, when every rank's
+    are durable, in the background: no further step is needed. At the next save_checkpoint(), the
+    one before is waited for. engine.load_checkpoint() waits for what is being saved.
+
+    Args:
+        engine: what deepspeed.initialize() returned, of any ZeRO stage, with neither a checkpoint
+            writer nor DataStates in its configuration.
+        on_error: a tag that could not be saved is logged, and `latest` stays. "raise": the next
+            save_checkpoint(), or engine.destroy(), raises the error, on all ranks; that save is not
+            begun. "warn": it is logged again, and training goes on.
+        durable, staging, staging_bytes: as fastckpt.save's.
+        timeout_s: the longest that ranks wait for each other's files.
+
+    Returns:
+        The checkpoint engine; its wait() returns when the last tag is committed.
+
+    Raises:
+        ValueError, TypeError: an unknown on_error, a timeout that is not positive; an engine that
+            saves by other means than torch.save, or by fastckpt already.
+    """
+    saves_by = getattr(engine, "checkpoint_engine", None)
+    if type(saves_by) is not TorchCheckpointEngine:
+        raise ValueError(
+            f"engine saves by {type(saves_by).__name__}, not by DeepSpeed's default: install() "
+            "once, with neither checkpoint.writer nor datastates_ckpt in the configuration"
+        )
+    saving = FastckptCheckpointEngine(on_error, durable, staging, staging_bytes, timeout_s)
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+
+    # The protocol does not tell where a checkpoint ends, or that DeepSpeed failed in its midst.
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **options: Any) -> Any:
+        with saving.whole_tag():
+            return save(*args, **options)
+
+    # What DeepSpeed reads first is `latest`, and files of other ranks.
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **options: Any) -> Any:
+        saving.drain()
+        return load(*args, **options)
+
+    engine.checkpoint_engine = saving
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    return saving
+
+
+class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """DeepSpeed's CheckpointEngine over fastckpt; install() plugs it in.
+
+    There is no step fence: ZenFlow, SuperOffload and NVMe swapping change states outside of
+    optimizer steps, and DeepSpeed writes through `.data`, which version counters do not see.
+
+    Attributes:
+        handle: of the tag saved last, or None. result() returns its SaveStats when `latest` names
+            it, or, with save_latest=False, when all its files are there.
+    """
+
+    def __init__(
+        self,
+        on_error: str,
+        durable: bool,
+        staging: str,
+        staging_bytes: int | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__()
+        if on_error not in ON_ERROR:
+            raise ValueError(f"on_error is {on_error!r}, must be one of {ON_ERROR}")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
+        self.name = "fastckpt"
+        self.handle: SaveHandle | None = None
+        self._on_error, self._durable, self._timeout_s = on_error, durable, timeout_s
+        self._options: dict[str, Any] = {
+            "durable": durable,
+            "staging": staging,
+            "staging_bytes": staging_bytes,
+        }
+        self._coordinator: Coordinator | None = None
+        self._open: _Tag | None = None
+        self._last: _Tag | None = None
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """DeepSpeed begins to save a tag, on all ranks; the one before is waited for.
+
+        Raises:
+            CheckpointError: with on_error="raise", of the tag before.
+        """
+        self._seal(CheckpointError(f"given up for tag {info.tag!r}"))
+        self.drain()
+        self._tell_failure()
+        if self._coordinator is None:
+            self._coordinator = Coordinator.of_group(dist.group.WORLD, "deepspeed")
+        directory = os.path.realpath(info.save_dir)
+        path = os.path.join(directory, info.tag)
+        agreement = self._coordinator.begin(f"save of tag {path!r}", self._timeout_s)
+        self._open = self._last = _Tag(path, directory, info, agreement, self._durable)
+        self.handle = self._open.handle
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Begins to save a file of the tag; returns when it was copied. Outside of a tag, when the
+        file is durable and committed.
+        """
+        if self._open is None:
+            fastckpt.save(state_dict, path, **self._options).result()
+        else:
+            self._open.save(state_dict, os.path.realpath(path), self._options)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Loads a file that fastckpt or torch wrote; every byte that fastckpt wrote is checked.
+
+        As DeepSpeed's own loads, this unpickles whatever the file holds (weights_only=False), since
+        its states hold objects: load only what you trust.
+
+        Raises:
+            CorruptCheckpoint: the file is damaged. FileNotFoundError: there is none.
+        """
+        return fastckpt.load(path, map_location, weights_only=False)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Waits until all that was begun with create() is committed on all ranks.
+
+        DeepSpeed calls it for save_16bit_model(), which is therefore synchronous, and never for a
+        checkpoint, which is committed in the background.
+
+        Returns:
+            Whether it was; False with on_error="warn" only.
+        """
+        self._seal()
+        self.drain()
+        self._tell_failure()
+        return self._last is None or self._last.handle.failure() is None
+
+    def is_decoupled(self) -> bool:
+        """Yes: save_checkpoint() neither commits nor moves `latest`, and destroy() cleans up."""
+        return True
+
+    def get_commit_info(self) -> None:
+        """None: nothing is left for engine.step() to commit."""
+        return None
+
+    def preserves_storage_sharing(self) -> bool:
+        """Yes, as torch.save: of a view the whole storage would be saved, so DeepSpeed clones."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the tag saved last is committed on all ranks.
+
+        Args:
+            timeout: seconds, None for ever.
+
+        Raises:
+            CheckpointError: it could not be saved. PeerFailed: because of another rank.
+            TimeoutError: it was not within `timeout`.
+        """
+        if self.handle is not None:
+            self.handle.result(timeout)
+
+    def drain(self) -> None:
+        """Waits for the tag that is being saved, whatever comes of it."""
+        if self._last is not None and self._last is not self._open:
+            self._last.handle.wait_done()
+
+    def cleanup(self) -> None:
+        """Waits for the tag that is being saved and frees the connection; engine.destroy() calls
+        it. Idempotent; what is saved afterwards opens another.
+
+        Raises:
+            CheckpointError: with on_error="raise", of the last tag, if nobody has asked for it.
+        """
+        self._seal(CheckpointError("given up: the engine is being destroyed"))
+        if self._last is not None:
+            self._last.join()
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is not None:
+            coordinator.close()
+        self._tell_failure()
+
+    @contextmanager
+    def whole_tag(self) -> Iterator[None]:
+        """The body is one save_checkpoint(): when it ends, the tag has all its files; if it raises,
+        the tag has failed.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._open is not None:
+                self._open.handle.reported = True
+            self._seal(error)
+            raise
+        self._seal()
+
+    def _seal(self, error: BaseException | None = None) -> None:
+        tag, self._open = self._open, None
+        if tag is not None:
+            tag.conclude(error)
+
+    def _tell_failure(self) -> None:
+        """Raises or logs that the last tag failed, once."""
+        handle = self.handle
+        if handle is None or handle.reported or handle.failure() is None:
+            return
+        if self._on_error == "raise":
+            handle.result()
+        log.warning("%s", handle.exception())
+
+
+class _Tag:
+    """The files of one tag that this rank saves, and their commit with those of the others.
+
+    Each is saved under a hidden name. When all ranks' are durable they are renamed, so a save that
+    fails leaves what the tag had before; then the first rank moves `latest`.
+
+    Args:
+        path: the tag's directory. directory: the one with `latest`.
+        info: DeepSpeed's.
+        agreement: the round of this tag.
+        durable: as fastckpt.save's.
+    """
+
+    def __init__(
+        self, path: str, directory: str, info: Any, agreement: Round, durable: bool
+    ) -> None:
+        self.handle = SaveHandle(path, time.perf_counter())
+        self._directory, self._agreement, self._durable = directory, agreement, durable
+        self._latest: str | None = info.tag if info.save_latest else None
+        self._files: list[tuple[SaveHandle, str]] = []
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def save(self, state_dict: Any, path: str, options: dict[str, Any]) -> None:
+        """Begins to save a file; errors of the world are kept for the end."""
+        directory, name = os.path.split(path)
+        try:
+            handle = fastckpt.save(
+                state_dict, os.path.join(directory, f".{name}.saving"), **options
+            )
+        except CheckpointError as error:  # raised here, it would leave the others at a barrier
+            self._error = self._error or error
+        else:
+            self._files.append((handle, path))
+
+    def conclude(self, error: BaseException | None) -> None:
+        """Commits in the background. With an error, which the caller knows, fails everywhere."""
+        self._error = self._error or error
+        self.handle.mark_staged()
+        self.handle.stats.stall_s = self.handle.elapsed_s()
+        name = f"fastckpt-tag-{os.path.basename(self.handle.path)}"
+        self._thread = threading.Thread(target=self._run, name=name)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter is exiting: no thread is to be had
+            self._thread = None
+            self._run()
+
+    def join(self) -> None:
+        """Waits until nothing is left to do."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            try:
+                self._commit()
+            except BaseException as error:
+                self._agreement.fail(error)
+                self._discard()
+                log.error("tag %r was not saved: %s", self.handle.path, error)
+                self.handle.set_exception(error)
+            else:
+                self._take_stock()
+                self.handle.set_result(self.handle.stats)
+        finally:
+            self._agreement.close()
+
+    def _commit(self) -> None:
+        agreement = self._agreement
+        if self._error is not None:
+            raise self._error
+        for handle, _path in self._files:
+            handle.result()
+        self.handle.stats.written_s = self.handle.elapsed_s()
+        agreement.put("written", b"")
+        if agreement.rank == 0:
+            agreement.gather("written")
+            agreement.put("go", b"")
+        agreement.get("go")
+        for handle, path in self._files:
+            self._publish(handle.path, path)
+        agreement.put("named", b"")
+        if agreement.rank != 0:
+            failure = agreement.get("outcome")
+            if failure:
+                raise PeerFailed(failure.decode(errors="replace"), (0,))
+            return
+        agreement.gather("named")
+        agreement.decide()
+        try:
+            self._move_latest()
+        except BaseException as error:
+            text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
+            agreement.put("outcome", text.encode(errors="replace"))
+            raise
+        agreement.put("outcome", b"")
+
+    def _publish(self, name: str, path: str) -> None:
+        storage = pipeline.current().storage
+        replaced = publish(storage, name, path, self._durable)
+        if replaced is not None:
+            close_quietly(storage, replaced)
+
+    def _move_latest(self) -> None:
+        """Makes `latest` name the tag, atomically; what it names is durable by its name, too."""
+        storage = pipeline.current().storage
+        above, top = os.path.dirname(self.handle.path), os.path.dirname(self._directory)
+        while self._durable and os.access(above, os.R_OK):  # else it was not made by this job
+            with reported("sync directory", above):
+                storage.sync_directory(above)
+            if above in (top, os.sep):
+                break
+            above = os.path.dirname(above)
+        if self._latest is None:
+            return
+        path = os.path.join(self._directory, "latest")
+        with temporary(storage, path) as (fd, name):
+            with reported("write", path):
+                storage.write_at(fd, self._latest.encode(), 0)
+            settle(storage, fd, path, self._durable)
+            self._publish(name, path)
+
+    def _discard(self) -> None:
+        """Removes what has no name yet; the errors of files are this tag's error."""
+        storage = pipeline.current().storage
+        for handle, _path in self._files:
+            if handle.exception() is None:
+                try:
+                    storage.remove(handle.path)
+                except OSError:
+                    pass  # has its name already, or is replaced by the next save of this tag
+
+    def _take_stock(self) -> None:
+        stats = self.handle.stats
+        stats.nbytes = sum(handle.stats.nbytes for handle, _path in self._files)
+        stats.staged_bytes_max = sum(h.stats.staged_bytes_max for h, _path in self._files)
+        for handle, _path in self._files[:1]:
+            stats.backend, stats.direct = handle.stats.backend, handle.stats.direct
+            stats.why, stats.staging = handle.stats.why, handle.stats.staging
+        stats.committed_s = self.handle.elapsed_s()
