@@ -102,7 +102,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """DeepSpeed's CheckpointEngine over fastckpt; install() plugs it in.
 
     There is no step fence: ZenFlow, SuperOffload and NVMe swapping change states outside of
-    optimizer steps, and DeepSpeed writes through `.data`, which version counters do not see.
+    optimizer steps, and DeepSpeed writes through `.data`, which version counters do not see. Of a
+    view the whole storage would be saved, as torch.save does, so DeepSpeed clones where it has to.
 
     Attributes:
         handle: of the tag saved last, or None. result() returns its SaveStats when `latest` names
@@ -193,10 +194,6 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """None: nothing is left for engine.step() to commit."""
         return None
 
-    def preserves_storage_sharing(self) -> bool:
-        """Yes, as torch.save: of a view the whole storage would be saved, so DeepSpeed clones."""
-        return True
-
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the tag saved last is committed on all ranks.
 
@@ -237,6 +234,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         try:
             yield
+            if self._open is not None:
+                self._open.raise_mistake()
         except BaseException as error:
             if self._open is not None:
                 self._open.handle.reported = True
@@ -283,16 +282,23 @@ class _Tag:
         self._thread: threading.Thread | None = None
 
     def save(self, state_dict: Any, path: str, options: dict[str, Any]) -> None:
-        """Begins to save a file; errors of the world are kept for the end."""
+        """Begins to save a file. An error is kept: raised here, it would leave the other ranks at
+        DeepSpeed's barrier.
+        """
         directory, name = os.path.split(path)
         try:
             handle = fastckpt.save(
                 state_dict, os.path.join(directory, f".{name}.saving"), **options
             )
-        except CheckpointError as error:  # raised here, it would leave the others at a barrier
+        except Exception as error:
             self._error = self._error or error
         else:
             self._files.append((handle, path))
+
+    def raise_mistake(self) -> None:
+        """Raises an error that is the caller's, as torch.save would: what cannot be pickled."""
+        if self._error is not None and not isinstance(self._error, CheckpointError):
+            raise self._error
 
     def conclude(self, error: BaseException | None) -> None:
         """Commits in the background. With an error, which the caller knows, fails everywhere."""
@@ -322,7 +328,10 @@ class _Tag:
                 log.error("tag %r was not saved: %s", self.handle.path, error)
                 self.handle.set_exception(error)
             else:
-                self._take_stock()
+                stats, files = self.handle.stats, [handle.stats for handle, _path in self._files]
+                stats.nbytes = sum(file.nbytes for file in files)
+                stats.staged_bytes_max = sum(file.staged_bytes_max for file in files)
+                stats.committed_s = self.handle.elapsed_s()
                 self.handle.set_result(self.handle.stats)
         finally:
             self._agreement.close()
@@ -391,12 +400,3 @@ class _Tag:
                     storage.remove(handle.path)
                 except OSError:
                     pass  # has its name already, or is replaced by the next save of this tag
-
-    def _take_stock(self) -> None:
-        stats = self.handle.stats
-        stats.nbytes = sum(handle.stats.nbytes for handle, _path in self._files)
-        stats.staged_bytes_max = sum(h.stats.staged_bytes_max for h, _path in self._files)
-        for handle, _path in self._files[:1]:
-            stats.backend, stats.direct = handle.stats.backend, handle.stats.direct
-            stats.why, stats.staging = handle.stats.why, handle.stats.staging
-        stats.committed_s = self.handle.elapsed_s()
