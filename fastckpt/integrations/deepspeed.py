@@ -126,11 +126,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.name = "fastckpt"
         self.handle: SaveHandle | None = None
         self._on_error, self._durable, self._timeout_s = on_error, durable, timeout_s
-        self._options: dict[str, Any] = {
-            "durable": durable,
-            "staging": staging,
-            "staging_bytes": staging_bytes,
-        }
+        self._options: Any = dict(durable=durable, staging=staging, staging_bytes=staging_bytes)
         self._coordinator: Coordinator | None = None
         self._open: _Tag | None = None
         self._last: _Tag | None = None
@@ -293,6 +289,7 @@ class _Tag:
         except Exception as error:
             self._error = self._error or error
         else:
+            handle.reported = True  # its error is the tag's
             self._files.append((handle, path))
 
     def raise_mistake(self) -> None:

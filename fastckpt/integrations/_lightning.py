@@ -1,0 +1,197 @@
+"""What a Lightning CheckpointIO does with files, for both packages that Lightning comes in.
+
+Responsible for saves in the background, for files being removed only once a newer one has committed
+and for errors being told. It must import neither package, nor know how a file is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import fastckpt
+from fastckpt import SaveHandle
+
+log = logging.getLogger("fastckpt")
+
+ON_ERROR = ("raise", "warn")
+
+
+class BackgroundFiles:
+    """The methods of a CheckpointIO, to be put before the stock one among the bases.
+
+    The stock one, `_stock`, does what concerns no file of this machine's file systems.
+    """
+
+    _stock: ClassVar[Any]
+
+    def __init__(
+        self, *, asynchronous: bool = True, on_error: str = "raise", durable: bool = True
+    ) -> None:
+        super().__init__()
+        if on_error not in ON_ERROR:
+            raise ValueError(f"on_error is {on_error!r}, must be one of {ON_ERROR}")
+        self._asynchronous, self._on_error, self._durable = asynchronous, on_error, durable
+        self._handles: list[SaveHandle] = []  # in flight or failed, and the last two
+        self._removals: dict[str, Future[None]] = {}
+        self._is_saving = False
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Saves to a file; returns when everything was copied, or, if it has to, committed.
+
+        Raises:
+            CheckpointError: of an earlier save, with on_error="raise" (this one was not begun), or
+                of this one, if it is waited for.
+            TypeError: there are storage_options. ValueError: path is no local one.
+            Exception: what torch.save raises for what cannot be pickled.
+        """
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} takes no storage_options")
+        local = _local(path)
+        if local is None:
+            raise ValueError(f"{path!r} is not on a file system: fastckpt cannot save there")
+        if self._is_saving:  # a signal handler has come between: what it interrupts holds locks
+            self._stock.save_checkpoint(self, checkpoint, path)
+            return
+        self._is_saving = True
+        try:
+            self._save(checkpoint, local)
+        finally:
+            self._is_saving = False
+
+    def _save(self, checkpoint: dict[str, Any], path: str) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        removal = self._removals.pop(path, None)
+        if removal is not None and not removal.cancel():
+            wait([removal])
+        links = _has_links(os.path.dirname(path))
+        _unlink_softly(path)
+        handle = fastckpt.save(checkpoint, path, durable=self._durable)
+        handle.reported = self._on_error == "warn"
+        earlier = self._handles
+        self._handles = [h for h in earlier[:-1] if not _is_settled(h)] + earlier[-1:] + [handle]
+        handle.add_done_callback(self._log_failure)
+        if links:
+            handle.result()
+        elif not self._asynchronous or os.path.basename(path).startswith("hpc_ckpt_"):
+            handle.wait_done()
+            if self._on_error == "raise":
+                handle.result()
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = "cpu",
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Loads what fastckpt, Lightning or torch saved; waits for a save to path in this process.
+
+        Args:
+            path: a file, or what else Lightning loads from (a URL).
+            map_location, weights_only: as torch.load's.
+
+        Raises:
+            CorruptCheckpoint: the file is damaged. FileNotFoundError: there is none.
+        """
+        local = _local(path)
+        if local is None:
+            return self._stock.load_checkpoint(self, path, map_location, weights_only)
+        return fastckpt.load(local, map_location, weights_only=weights_only)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Removes a checkpoint, when the save that was begun last has committed (that to path
+        itself not counting); if that fails, path stays, with a warning.
+        """
+        local = _local(path)
+        if local is None:
+            self._stock.remove_checkpoint(self, path)
+            return
+        real = os.path.realpath(local)
+        own = next((h for h in reversed(self._handles) if h.path == real), None)
+        newest = next((h for h in reversed(self._handles) if h.path != real), None)
+        removal: Future[None] = Future()
+        self._removals = {p: r for p, r in self._removals.items() if not r.done()}
+        self._removals[local] = removal
+
+        def remove(_own: Any = None) -> None:
+            if newest is not None and newest.failure() is not None:
+                removal.cancel()
+                log.warning("%r is kept, as the save to %r failed", local, newest.path)
+            if not removal.set_running_or_notify_cancel():
+                return
+            try:
+                self._stock.remove_checkpoint(self, local)
+            except Exception as error:
+                log.warning("%r could not be removed: %s", local, error)
+            removal.set_result(None)
+
+        def remove_after_own(_newest: Any = None) -> None:
+            if own is None:
+                remove()
+            else:
+                own.add_done_callback(remove)
+
+        if newest is None:
+            remove_after_own()
+        else:
+            newest.add_done_callback(remove_after_own)
+
+    def teardown(self) -> None:
+        """Waits for all that is being saved and removed; Lightning calls it at the end of a fit.
+
+        Raises:
+            CheckpointError: with on_error="raise", the first failure that was not raised before.
+        """
+        for handle in self._handles:
+            handle.wait_done()
+        wait(self._removals.values())
+        self._removals.clear()
+        failed = [h for h in self._handles if h.failure() is not None and not h.reported]
+        for handle in failed[:1]:
+            handle.result()
+
+    def _log_failure(self, handle: Any) -> None:
+        if handle.failure() is not None:
+            log.error("checkpoint %r was not saved: %s", handle.path, handle.failure())
+
+
+def _local(path: str | os.PathLike[str]) -> str | None:
+    """The path in a file system, absolute; None if it is elsewhere."""
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme not in ("file", "local"):
+        return None
+    return os.path.abspath(os.path.expanduser(rest if separator else text))
+
+
+def _is_settled(handle: SaveHandle) -> bool:
+    """Whether nothing is left to tell of a save."""
+    return handle.done() and (handle.reported or handle.failure() is None)
+
+
+def _has_links(directory: str) -> bool:
+    """Whether a symbolic link names a file beside it, as ModelCheckpoint(save_last="link") makes
+    one right after the call: what it will name has to be there.
+    """
+    with os.scandir(directory) as entries:
+        links = [entry.path for entry in entries if entry.is_symlink()]
+    return any(os.path.dirname(os.readlink(link)) in ("", os.curdir) for link in links)
+
+
+def _unlink_softly(path: str) -> None:
+    """Puts a file in place of a symbolic link to it, by a second name: a save would go through the
+    link, and replace another checkpoint.
+    """
+    if os.path.islink(path):
+        spare = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
+        try:
+            os.link(os.path.realpath(path), spare)
+            os.rename(spare, path)
+        except OSError:
+            with suppress(FileNotFoundError):
+                os.unlink(path)  # it names nothing, or what can have one name only

@@ -1,0 +1,20 @@
+"""The CheckpointIO of fastckpt.integrations.lightning, for the package `pytorch_lightning`.
+
+Responsible for the class that this package accepts, whose classes are others than those of
+`lightning`. It must not know what that does with files.
+"""
+
+from __future__ import annotations
+
+from fastckpt.integrations import require
+from fastckpt.integrations._lightning import BackgroundFiles
+
+require("pytorch-lightning", "2.6", "3", __name__)
+
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
+
+
+class FastckptCheckpointIO(BackgroundFiles, TorchCheckpointIO):  # type: ignore[misc]
+    """For pytorch_lightning.Trainer(plugins=[...]): see fastckpt.integrations.lightning."""
+
+    _stock = TorchCheckpointIO
