@@ -37,6 +37,7 @@ class BackgroundFiles:
         self._asynchronous, self._on_error, self._durable = asynchronous, on_error, durable
         self._handles: list[SaveHandle] = []  # in flight or failed, and the last two
         self._removals: dict[str, Future[None]] = {}
+        self._kept: list[str] = []  # to be removed when there is something newer
         self._is_saving = False
 
     def save_checkpoint(
@@ -76,6 +77,10 @@ class BackgroundFiles:
         earlier = self._handles
         self._handles = [h for h in earlier[:-1] if not _is_settled(h)] + earlier[-1:] + [handle]
         handle.add_done_callback(self._log_failure)
+        kept, self._kept = self._kept, []
+        for other in kept:
+            if other != path:
+                self.remove_checkpoint(other)
         if links:
             handle.result()
         elif not self._asynchronous or os.path.basename(path).startswith("hpc_ckpt_"):
@@ -105,7 +110,7 @@ class BackgroundFiles:
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint, when the save that was begun last has committed (that to path
-        itself not counting); if that fails, path stays, with a warning.
+        itself not counting); if that fails, when a later one has.
         """
         local = _local(path)
         if local is None:
@@ -119,9 +124,8 @@ class BackgroundFiles:
         self._removals[local] = removal
 
         def remove(_own: Any = None) -> None:
-            if newest is not None and newest.failure() is not None:
-                removal.cancel()
-                log.warning("%r is kept, as the save to %r failed", local, newest.path)
+            if newest is not None and newest.failure() is not None and removal.cancel():
+                self._kept.append(local)
             if not removal.set_running_or_notify_cancel():
                 return
             try:
