@@ -156,7 +156,7 @@ def test_a_save_that_fails_leaves_what_the_same_tag_had(
 
 def test_destroy_waits_and_raises(call: Callable[..., list[Any]], disk: Path) -> None:
     first, second = call(bodies.destroy_after_failure, str(disk))
-    assert isinstance(first, PeerFailed) and isinstance(second, StorageError)
+    assert isinstance(first, OSError) and isinstance(second, PeerFailed)
     assert not (disk / "latest").exists()
 
 

@@ -1,7 +1,7 @@
 """DeepSpeed's checkpoints: files written in the background, and `latest` when all ranks' are there.
 
-Responsible for DeepSpeed's CheckpointEngine protocol, for the files of a tag taking their names
-together, and for `latest`. It must not know what DeepSpeed puts into a file, nor how ranks talk.
+Responsible for DeepSpeed's CheckpointEngine protocol, and for knowing where a checkpoint begins and
+ends. It must not know what DeepSpeed puts into a file, nor how the files of all ranks commit.
 """
 
 from __future__ import annotations
@@ -9,23 +9,18 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
 
 import fastckpt
-from fastckpt import pipeline
-from fastckpt.agreement import TIMEOUT_S, Round
-from fastckpt.commit import close_quietly, publish, settle, temporary
+from fastckpt import CheckpointError, SaveHandle
+from fastckpt.agreement import TIMEOUT_S
 from fastckpt.coordinator import Coordinator
-from fastckpt.errors import CheckpointError, PeerFailed
-from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
-from fastckpt.storage import reported
+from fastckpt.integrations._tag import Tag
 
 require("deepspeed", "0.19.0", "0.20", __name__)
 
@@ -80,6 +75,7 @@ def install(
         )
     saving = FastckptCheckpointEngine(on_error, durable, staging, staging_bytes, timeout_s)
     save, load = engine.save_checkpoint, engine.load_checkpoint
+    copy = engine._copy_recovery_script
 
     # The protocol does not tell where a checkpoint ends, or that DeepSpeed failed in its midst.
     @functools.wraps(save)
@@ -93,7 +89,14 @@ def install(
         saving.drain()
         return load(*args, **options)
 
+    # Rank 0 alone copies it, and the others would wait for ever if its disk were full.
+    @functools.wraps(copy)
+    def copy_recovery_script(*args: Any) -> None:
+        with saving.keeping():
+            copy(*args)
+
     engine.checkpoint_engine = saving
+    engine._copy_recovery_script = copy_recovery_script
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
     return saving
 
@@ -125,11 +128,11 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
         self.name = "fastckpt"
         self.handle: SaveHandle | None = None
-        self._on_error, self._durable, self._timeout_s = on_error, durable, timeout_s
+        self._on_error, self._timeout_s = on_error, timeout_s
         self._options: Any = dict(durable=durable, staging=staging, staging_bytes=staging_bytes)
         self._coordinator: Coordinator | None = None
-        self._open: _Tag | None = None
-        self._last: _Tag | None = None
+        self._open: Tag | None = None
+        self._last: Tag | None = None
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """DeepSpeed begins to save a tag, on all ranks; the one before is waited for.
@@ -143,10 +146,10 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._coordinator is None:
             self._coordinator = Coordinator.of_group(dist.group.WORLD, "deepspeed")
         directory = os.path.realpath(info.save_dir)
-        path = os.path.join(directory, info.tag)
-        agreement = self._coordinator.begin(f"save of tag {path!r}", self._timeout_s)
-        self._open = self._last = _Tag(path, directory, info, agreement, self._durable)
-        self.handle = self._open.handle
+        label = f"save of tag {os.path.join(directory, info.tag)!r}"
+        agreement = self._coordinator.begin(label, self._timeout_s)
+        self._open = Tag(directory, info.tag, agreement, info.save_latest, self._options)
+        self._last, self.handle = self._open, self._open.handle
 
     def save(self, state_dict: Any, path: str) -> None:
         """Begins to save a file of the tag; returns when it was copied. Outside of a tag, when the
@@ -155,7 +158,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._open is None:
             fastckpt.save(state_dict, path, **self._options).result()
         else:
-            self._open.save(state_dict, os.path.realpath(path), self._options)
+            self._open.save(state_dict, os.path.realpath(path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Loads a file that fastckpt or torch wrote; every byte that fastckpt wrote is checked.
@@ -239,6 +242,10 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise
         self._seal()
 
+    def keeping(self) -> AbstractContextManager[None]:
+        """An error of the body is the open tag's."""
+        return nullcontext() if self._open is None else self._open.keeping()
+
     def _seal(self, error: BaseException | None = None) -> None:
         tag, self._open = self._open, None
         if tag is not None:
@@ -252,148 +259,3 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._on_error == "raise":
             handle.result()
         log.warning("%s", handle.exception())
-
-
-class _Tag:
-    """The files of one tag that this rank saves, and their commit with those of the others.
-
-    Each is saved under a hidden name. When all ranks' are durable they are renamed, so a save that
-    fails leaves what the tag had before; then the first rank moves `latest`.
-
-    Args:
-        path: the tag's directory. directory: the one with `latest`.
-        info: DeepSpeed's.
-        agreement: the round of this tag.
-        durable: as fastckpt.save's.
-    """
-
-    def __init__(
-        self, path: str, directory: str, info: Any, agreement: Round, durable: bool
-    ) -> None:
-        self.handle = SaveHandle(path, time.perf_counter())
-        self._directory, self._agreement, self._durable = directory, agreement, durable
-        self._latest: str | None = info.tag if info.save_latest else None
-        self._files: list[tuple[SaveHandle, str]] = []
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def save(self, state_dict: Any, path: str, options: dict[str, Any]) -> None:
-        """Begins to save a file. An error is kept: raised here, it would leave the other ranks at
-        DeepSpeed's barrier.
-        """
-        directory, name = os.path.split(path)
-        try:
-            handle = fastckpt.save(
-                state_dict, os.path.join(directory, f".{name}.saving"), **options
-            )
-        except Exception as error:
-            self._error = self._error or error
-        else:
-            handle.reported = True  # its error is the tag's
-            self._files.append((handle, path))
-
-    def raise_mistake(self) -> None:
-        """Raises an error that is the caller's, as torch.save would: what cannot be pickled."""
-        if self._error is not None and not isinstance(self._error, CheckpointError):
-            raise self._error
-
-    def conclude(self, error: BaseException | None) -> None:
-        """Commits in the background. With an error, which the caller knows, fails everywhere."""
-        self._error = self._error or error
-        self.handle.mark_staged()
-        self.handle.stats.stall_s = self.handle.elapsed_s()
-        name = f"fastckpt-tag-{os.path.basename(self.handle.path)}"
-        self._thread = threading.Thread(target=self._run, name=name)
-        try:
-            self._thread.start()
-        except RuntimeError:  # the interpreter is exiting: no thread is to be had
-            self._thread = None
-            self._run()
-
-    def join(self) -> None:
-        """Waits until nothing is left to do."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            try:
-                self._commit()
-            except BaseException as error:
-                self._agreement.fail(error)
-                self._discard()
-                log.error("tag %r was not saved: %s", self.handle.path, error)
-                self.handle.set_exception(error)
-            else:
-                stats, files = self.handle.stats, [handle.stats for handle, _path in self._files]
-                stats.nbytes = sum(file.nbytes for file in files)
-                stats.staged_bytes_max = sum(file.staged_bytes_max for file in files)
-                stats.committed_s = self.handle.elapsed_s()
-                self.handle.set_result(self.handle.stats)
-        finally:
-            self._agreement.close()
-
-    def _commit(self) -> None:
-        agreement = self._agreement
-        if self._error is not None:
-            raise self._error
-        for handle, _path in self._files:
-            handle.result()
-        self.handle.stats.written_s = self.handle.elapsed_s()
-        agreement.put("written", b"")
-        if agreement.rank == 0:
-            agreement.gather("written")
-            agreement.put("go", b"")
-        agreement.get("go")
-        for handle, path in self._files:
-            self._publish(handle.path, path)
-        agreement.put("named", b"")
-        if agreement.rank != 0:
-            failure = agreement.get("outcome")
-            if failure:
-                raise PeerFailed(failure.decode(errors="replace"), (0,))
-            return
-        agreement.gather("named")
-        agreement.decide()
-        try:
-            self._move_latest()
-        except BaseException as error:
-            text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
-            agreement.put("outcome", text.encode(errors="replace"))
-            raise
-        agreement.put("outcome", b"")
-
-    def _publish(self, name: str, path: str) -> None:
-        storage = pipeline.current().storage
-        replaced = publish(storage, name, path, self._durable)
-        if replaced is not None:
-            close_quietly(storage, replaced)
-
-    def _move_latest(self) -> None:
-        """Makes `latest` name the tag, atomically; what it names is durable by its name, too."""
-        storage = pipeline.current().storage
-        above, top = os.path.dirname(self.handle.path), os.path.dirname(self._directory)
-        while self._durable and os.access(above, os.R_OK):  # else it was not made by this job
-            with reported("sync directory", above):
-                storage.sync_directory(above)
-            if above in (top, os.sep):
-                break
-            above = os.path.dirname(above)
-        if self._latest is None:
-            return
-        path = os.path.join(self._directory, "latest")
-        with temporary(storage, path) as (fd, name):
-            with reported("write", path):
-                storage.write_at(fd, self._latest.encode(), 0)
-            settle(storage, fd, path, self._durable)
-            self._publish(name, path)
-
-    def _discard(self) -> None:
-        """Removes what has no name yet; the errors of files are this tag's error."""
-        storage = pipeline.current().storage
-        for handle, _path in self._files:
-            if handle.exception() is None:
-                try:
-                    storage.remove(handle.path)
-                except OSError:
-                    pass  # has its name already, or is replaced by the next save of this tag
