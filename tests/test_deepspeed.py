@@ -176,7 +176,7 @@ def test_the_end_of_the_process_waits(nursery: Nursery, disk: Path) -> None:
     with nursery.crew(RANKS, orderly=True) as crew:
         crew(bodies.save_and_end, str(disk))
     assert (disk / "latest").read_text() == "only"
-    assert len(list((disk / "only").glob("*.pt"))) == 4
+    assert len(list((disk / "only").glob("*.pt"))) == 3
 
 
 @pytest.mark.parametrize("durable", [False, True])
