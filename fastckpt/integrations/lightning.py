@@ -17,10 +17,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
 class FastckptCheckpointIO(BackgroundFiles, TorchCheckpointIO):  # type: ignore[misc]
     """Saves the checkpoints of a Trainer or a Fabric in the background, atomically and durably.
 
-    It concerns strategies that save one file (one device, DDP); Lightning's FSDP, ModelParallel and
-    DeepSpeed strategies do not use a CheckpointIO. The files are what Lightning and torch.load
-    read. A file that ModelCheckpoint removes stays until a newer one has committed; fit() ends when
-    all are there.
+    It concerns strategies that save one file (one device, DDP): sharded checkpoints of Lightning's
+    FSDP and ModelParallel strategies, and all of its DeepSpeed strategy, go past it. The files are
+    what Lightning and torch.load read. A file that ModelCheckpoint removes stays until a newer one
+    has committed; fit() ends when all are there.
 
     Args:
         asynchronous: a save returns when everything was copied. False: when the file is durable and
