@@ -191,6 +191,24 @@ def test_killed_ranks_resume_from_the_last_tag_that_all_had_saved(
     assert (tmp_path / "latest").read_text() == "c"
 
 
+def test_a_rank_that_is_lost_is_named_and_its_tag_does_not_count(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    with nursery.crew(RANKS) as crew:
+        error, died = crew(bodies.lose_a_rank, str(tmp_path))
+    assert isinstance(died, RankDied)
+    assert isinstance(error, PeerFailed) and error.ranks == (1,)
+    assert (tmp_path / "latest").read_text() == "a"
+    # Rank 0's file, which was durable, is gone; what rank 1 had begun stays, out of sight.
+    assert not [path for path in (tmp_path / "b").glob("*") if path.name[0] != "."]
+
+
+def test_engines_do_not_get_into_each_others_way(
+    call: Callable[..., list[Any]], disk: Path
+) -> None:
+    assert call(bodies.two_engines, str(disk)) == [["a", "b"]] * RANKS
+
+
 def test_damage_is_named(call: Callable[..., list[Any]], disk: Path) -> None:
     call(bodies.save_once, str(disk))
     path = disk / "a/zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -283,6 +283,30 @@ def save_and_die(member: Member, root: str, durable: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def lose_a_rank(member: Member, root: str) -> BaseException | None:
+    """Rank 1 is killed while it saves the second tag; what the other one is told."""
+    engine, saving = installed(2, timeout_s=1.0)
+    engine.save_checkpoint(root, "a")
+    saving.wait()
+    with held_up(member.rank == 1):
+        engine.save_checkpoint(root, "b")
+        if member.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return attempt(lambda: saving.wait(WAIT_S)).error
+
+
+def two_engines(member: Member, root: str) -> list[str]:
+    """Two engines that save at a time, one of which is destroyed before the other saves again."""
+    pairs = [installed(stage) for stage in (1, 2)]
+    for number, (engine, _saving) in enumerate(pairs):
+        engine.save_checkpoint(f"{root}/{number}", "a")
+    pairs[0][0].destroy()
+    train(pairs[1][0], 0, 1)
+    pairs[1][0].save_checkpoint(f"{root}/1", "b")
+    pairs[1][0].destroy()
+    return [latest(f"{root}/{number}") for number in range(2)]
+
+
 def resume(member: Member, root: str) -> tuple[int, list[str]]:
     """Goes on where `latest` says, up to step 4; also what a run without a break makes of it."""
     engine, saving = installed(2)
