@@ -74,6 +74,15 @@ def is_of_this_host(temporary: str) -> bool:
     return match is not None and match["host"] == _host()
 
 
+def is_of_dead(temporary: str) -> bool:
+    """Whether its name says that a process of this host made it which is gone."""
+    match = _SUFFIX.search(os.path.basename(temporary))
+    if match is None or match["host"] != _host():
+        return False
+    alive = _started(int(match["pid"]))
+    return alive is None or alive != int(match["started"])
+
+
 def remove_debris(storage: Storage, path: str) -> list[str]:
     """Removes temporaries of saves to path whose process is surely dead; returns their paths.
 
@@ -89,10 +98,7 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
         return []  # a directory that may be written to but not listed: debris stays
     for name in names:
         match = _SUFFIX.search(name)
-        if match is None or name[: match.start()] != prefix or match["host"] != _host():
-            continue
-        alive = _started(int(match["pid"]))
-        if alive is not None and alive == int(match["started"]):
+        if match is None or name[: match.start()] != prefix or not is_of_dead(name):
             continue
         debris = os.path.join(directory, name)
         try:

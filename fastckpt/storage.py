@@ -8,10 +8,12 @@ record, fail, shorten or forget what they are told.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +22,8 @@ from typing import NamedTuple
 from fastckpt import _engine
 from fastckpt.errors import StorageError
 from fastckpt.image import PAGE_BYTES
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 
 class Policy(NamedTuple):
@@ -198,6 +202,22 @@ class Storage:
 
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
+
+    def exchange(self, one: str, other: str) -> None:
+        """Swaps what two paths name, at once: renameat2(2), which not every file system has."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        names = (os.fsencode(one), os.fsencode(other))
+        if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def remove_tree(self, path: str) -> None:
+        """Removes a directory with all that is in it."""
+        shutil.rmtree(path)
+
+    def touch(self, path: str) -> None:
+        """Makes now the time at which path was modified last."""
+        os.utime(path)
 
     def sync_directory(self, path: str) -> None:
         """Makes the entries of a directory durable."""

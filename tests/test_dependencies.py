@@ -36,10 +36,11 @@ LAYERS: list[set[str]] = [
         "gds",
         "gds_choice",
     },
-    {"exchange", "reader", "steps", "placing", "divided"},
+    {"exchange", "reader", "steps", "placing", "divided", "draft"},
     {"retention"},
     {"pipeline", "file_save", "step_save", "step_load", "step_choice", "template"}
-    | {"step_capture", "spread", "distcp_save", "distcp_load"},
+    | {"step_capture", "spread", "distcp_save", "distcp_load"}
+    | {"directory_save", "directory_check"},
     {"api", "checkpointer"},
     {"integrations", "cli", "__main__"},
 ]

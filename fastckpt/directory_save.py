@@ -1,0 +1,370 @@
+"""Saves of a directory of files in formats of others, visible under its name when all is there.
+
+Responsible for the order of the stages: whoever calls fills a directory under another name, partly
+at once and partly in the background; then every file is durable, ranks bring theirs together, a
+list of the files is written, and one rename commits. It must not know what the files mean, nor
+which directories stay.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from itertools import chain
+from typing import Any, NamedTuple
+
+from fastckpt import commit, file_save, pipeline
+from fastckpt.agreement import TIMEOUT_S, Round
+from fastckpt.commit import close_quietly, settle
+from fastckpt.directory_check import crc32_of
+from fastckpt.draft import Draft, Pending
+from fastckpt.errors import CheckpointError
+from fastckpt.formats import file_list
+from fastckpt.formats.file_list import File
+from fastckpt.handle import SaveHandle
+from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
+from fastckpt.pipeline import Job, Pipeline
+from fastckpt.staging import FENCES, Route, combine_crcs, stager_count
+from fastckpt.storage import Storage, reported
+from fastckpt.transfer import Transfer
+
+log = logging.getLogger("fastckpt")
+
+ON_ERROR = ("raise", "warn")
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+
+
+def save_directory(
+    path: str,
+    fill: Callable[[Draft], None],
+    *,
+    group: Any = None,
+    beside: str | None = None,
+    fence: str = "call",
+    durable: bool = True,
+    on_error: str = "raise",
+    timeout_s: float = TIMEOUT_S,
+    retain: Callable[[], None] | None = None,
+) -> SaveHandle:
+    """Saves a directory in the background and commits it atomically.
+
+    Until the commit, path stays what it was; a crash leaves that or the new directory, never a part
+    of it. Directories with the same parent commit in the order of these calls.
+
+    Args:
+        path: of the directory; what it holds is replaced as a whole.
+        fill: called before this returns, with the Draft to put files into.
+        group: a torch.distributed process group whose ranks all call this with the same path, each
+            with files of its own; of files with the same name the lowest rank's counts. Ranks talk
+            over the job's store; no collective runs. None: this process alone.
+        beside: a directory of the same file system where it is put together, under a hidden name;
+            default: the one that path lies in.
+        fence, durable, timeout_s: as fastckpt.save's.
+        on_error: "raise": an error before this returns is raised, and one that comes later by
+            result(), or else by the next save. "warn": both are logged; the handle has them.
+        retain: called in the background on the first rank once this has been committed; removes
+            what is no longer needed.
+
+    Returns:
+        A SaveHandle; result() returns its SaveStats when the directory is committed on all ranks.
+
+    Raises:
+        ValueError: an unknown fence or on_error; a group that this process is not in.
+        CheckpointError: with on_error="raise", of an earlier save whose failure nobody asked for.
+        Exception: with on_error="raise", what fill() raises, or of what cannot be pickled.
+    """
+    if fence not in FENCES or on_error not in ON_ERROR:
+        raise ValueError(f"fence is {fence!r}, of {FENCES}, and on_error {on_error!r}, {ON_ERROR}")
+    path = os.path.realpath(path)
+    handle = SaveHandle(path, time.perf_counter())
+    agreement = file_save.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
+    try:
+        job = _begun(handle, agreement, fill, beside, fence, durable, on_error, retain)
+    except Exception as error:
+        if on_error == "raise":
+            raise
+        handle.mark_staged()
+        handle.set_exception(error)
+        _warn(handle)
+        return handle
+    if on_error == "warn":
+        handle.add_done_callback(lambda _future: _warn(handle))
+    return pipeline.current().save(job)
+
+
+def _begun(
+    handle: SaveHandle,
+    agreement: Round,
+    fill: Callable[[Draft], None],
+    beside: str | None,
+    fence: str,
+    durable: bool,
+    on_error: str,
+    retain: Callable[[], None] | None,
+) -> DirectorySave:
+    """What is done before the caller may go on: everything by which state is captured."""
+    with agreement.failing():
+        current = pipeline.current()
+        if on_error == "raise":
+            current.raise_unreported()
+        draft = Draft(current.storage, current.staging.devices, handle.path, beside, fence)
+        try:
+            fill(draft)
+            if not current.storage.is_directory(draft.directory):
+                raise CheckpointError(f"nothing was put into {draft.directory!r}")
+            return DirectorySave(handle, agreement, draft, durable, retain, fence)
+        except BaseException:
+            draft.discard()
+            raise
+
+
+def _warn(handle: SaveHandle) -> None:
+    error = handle.exception(0)  # counts as asked for
+    if error is not None:
+        log.warning("%r was not saved: %s: %s", handle.path, type(error).__name__, error)
+
+
+class _Moving(NamedTuple):
+    """A file on its way."""
+
+    name: str
+    path: str
+    image: Image
+    transfer: Transfer
+
+
+class DirectorySave(Job):
+    """One directory. Each rank runs its own, for the same one.
+
+    Args:
+        handle, agreement, fence: as Job's.
+        draft: what this rank puts into it.
+        durable, retain: as save_directory's.
+    """
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        agreement: Round,
+        draft: Draft,
+        durable: bool,
+        retain: Callable[[], None] | None,
+        fence: str,
+    ) -> None:
+        lane = os.path.dirname(handle.path)
+        super().__init__(handle, agreement, draft.reads(), draft.watched, fence=fence, lane=lane)
+        self.draft = draft
+        self.durable = durable
+        self.retain = retain
+        self.committed = False
+        self._pending: list[Pending] = draft.pending
+        self._sources: list[list[object]] = []
+
+    def forget(self) -> None:
+        for pending in self._pending:
+            pending.forget()
+        for sources in self._sources:
+            sources.clear()
+
+    def release(self) -> None:
+        self.forget()
+        self._pending, self._sources = [], []
+
+    def end(self, pipeline: Pipeline) -> None:
+        self.draft.discard()
+        if self.committed and self.retain is not None:
+            try:
+                self.retain()
+            except Exception as error:
+                log.warning("after %r nothing older was removed: %s", self.handle.path, error)
+        super().end(pipeline)
+
+    def commit(self, pipeline: Pipeline) -> None:
+        storage, directory = pipeline.storage, self.draft.directory
+        files = self._written(pipeline)
+        for name in _names(storage, directory):
+            if name not in files:
+                files[name] = self._settled(storage, name)
+        self.handle.stats.written_s = self.handle.elapsed_s()
+        if self.agreement.rank == 0:
+            self.agreement.put("place", os.fsencode(self.draft.name))
+            record = b""
+        else:
+            record = self._brought(storage, files)
+        self.conclude(record, lambda records: self._publish(storage, files, records))
+        self.committed = self.agreement.rank == 0
+
+    def _written(self, pipeline: Pipeline) -> dict[str, File]:
+        """Stages and writes what fill() left to the background."""
+        staging = pipeline.staging
+        limit = staging.blocks_limit(None)
+        # With the step fence one CPU is left to the training that goes on meanwhile.
+        stagers = max(1, stager_count() - (self.fence == "step"))
+        # Whatever happens, blocks in flight arrive before the files they go to are closed.
+        with ExitStack() as files, ExitStack() as moving:
+            way: list[_Moving] = []
+            for pending in self._pending:
+                image, path = pending.layout(), os.path.join(self.draft.directory, pending.name)
+                self._sources.append(image.sources)
+                transfer = Transfer(staging, image, path, max(1, limit - 1), stagers, self.reads)
+                way.append(_Moving(pending.name, path, image, moving.enter_context(transfer)))
+            nbytes = sum(item.image.nbytes for item in way)
+            self.staging_nbytes = min(limit, block_count(nbytes, BLOCK_BYTES) + 1) * BLOCK_BYTES
+            self.handle.stats.nbytes = nbytes
+            self.copying.transfers += [item.transfer for item in way]
+            self.copying.watch()
+            opened = [self._opened(pipeline, files, item) for item in way]
+            self.copying.wait()
+            found = {
+                item.name: self._finished(pipeline, item, *target)
+                for item, target in zip(way, opened, strict=True)
+            }
+            held = sum(item.transfer.staged_bytes_max() for item in way)
+            self.handle.stats.staged_bytes_max = min(held, limit * BLOCK_BYTES)
+            return found
+
+    def _opened(self, pipeline: Pipeline, files: ExitStack, item: _Moving) -> tuple[int, Route]:
+        """Makes a file, decides how it is written, and lets what was staged go there."""
+        storage, nbytes = pipeline.storage, item.image.nbytes
+        with reported("open", item.path):
+            storage.make_directories(os.path.dirname(item.path))
+            fd = storage.create(item.path, 0o666)
+        files.callback(close_quietly, storage, fd)
+        route = pipeline.staging.route(fd, item.path, "auto", writing=True)
+        stats = self.handle.stats
+        stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
+        padded = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        with reported("allocate", item.path):
+            pipeline.allocate(fd, padded if route.direct else nbytes)
+        item.transfer.write_to(fd, 0, route)
+        return fd, route
+
+    def _finished(self, pipeline: Pipeline, item: _Moving, fd: int, route: Route) -> File:
+        """Writes what depends on checksums; returns when the file is durable."""
+        image, transfer = item.image, item.transfer
+        blocks, left, crc = transfer.block_crcs(), image.body_nbytes, 0
+        for block in blocks:
+            crc = combine_crcs(crc, block, min(left, BLOCK_BYTES))
+            left -= BLOCK_BYTES
+        transfer.wait_written()
+        if image.tail_nbytes:
+            tail = bytearray(image.tail(blocks, transfer.slot_crcs()))
+            with Transfer(pipeline.staging, Image.of_bytes(tail), item.path, 1, 1) as end:
+                end.write_to(fd, image.body_nbytes, route)
+                end.wait_written()
+            crc = combine_crcs(crc, zlib.crc32(tail), len(tail))
+        if route.direct:
+            with reported("truncate", item.path):
+                pipeline.storage.truncate(fd, image.nbytes)
+        settle(pipeline.storage, fd, item.path, self.durable)
+        return File(image.nbytes, crc)
+
+    def _settled(self, storage: Storage, name: str) -> File:
+        """Makes a file durable that fill() has written by itself."""
+        path = os.path.join(self.draft.directory, name)
+        with reported("open", path):
+            fd = storage.open(path)
+        try:
+            settle(storage, fd, path, self.durable)
+        finally:
+            close_quietly(storage, fd)
+        return crc32_of(storage, path, name)
+
+    def _brought(self, storage: Storage, files: Mapping[str, File]) -> bytes:
+        """Moves this rank's files to where the first rank has its own; tells which."""
+        inner = os.path.basename(self.draft.directory)
+        target = os.path.join(self.draft.beside, os.fsdecode(self.agreement.get("place")), inner)
+        brought = {}
+        for name, file in files.items():
+            path = os.path.join(target, name)
+            try:
+                with reported("rename", path):
+                    if storage.status(path) is not None:
+                        continue  # written by every rank: the first one's counts
+                    if "/" in name:
+                        storage.make_directories(os.path.dirname(path))
+                    storage.rename(os.path.join(self.draft.directory, name), path)
+            except CheckpointError:
+                self.agreement.check()  # if the save has failed meanwhile, that is why
+                raise
+            brought[name] = file
+        if self.durable:
+            _sync_directories(storage, target)
+        return file_list.to_record(brought)
+
+    def _publish(self, storage: Storage, files: Mapping[str, File], records: list[bytes]) -> None:
+        """THE commit: the directory, whose files are durable by now, gets its name."""
+        directory, path = self.draft.directory, self.handle.path
+        brought = [file_list.from_record(record) for record in records[1:]]
+        merged = dict(chain(*(found.items() for found in [*reversed(brought), files])))
+        listed = os.path.join(directory, file_list.NAME)
+        with reported("write", listed):
+            with suppress(FileNotFoundError):  # only an earlier list that fill() has copied
+                storage.remove(listed)
+            fd = storage.create(listed, 0o666)
+            try:
+                storage.write_at(fd, file_list.to_bytes(merged), 0)
+                settle(storage, fd, listed, self.durable)
+            finally:
+                close_quietly(storage, fd)
+        if self.durable:
+            _sync_directories(storage, directory)
+        with reported("rename", path):
+            storage.touch(directory)  # so that times are in the order of the commits
+            self._name_it(storage)
+        if self.durable:
+            for changed in {os.path.dirname(path), self.draft.beside, *self.draft.grown}:
+                with reported("sync directory", changed):
+                    storage.sync_directory(changed)
+
+    def _name_it(self, storage: Storage) -> None:
+        directory, path = self.draft.directory, self.handle.path
+        if storage.status(path) is None:
+            storage.rename(directory, path)
+            return
+        try:
+            storage.exchange(directory, path)  # what was there is removed with the draft
+        except OSError as error:
+            if error.errno not in _NO_EXCHANGE:
+                raise
+            storage.rename(path, os.path.join(self.draft.root, "replaced"))
+            storage.rename(directory, path)
+
+
+def _names(storage: Storage, directory: str, under: str = "") -> Iterator[str]:
+    """Files in a directory and those below it, relative to it, symbolic links left out."""
+    for name in sorted(storage.names(os.path.join(directory, under))):
+        relative = f"{under}/{name}" if under else name
+        path = os.path.join(directory, relative)
+        if storage.is_directory(path):
+            yield from _names(storage, directory, relative)
+        elif relative != file_list.NAME and not os.path.islink(path):
+            yield relative
+
+
+def _sync_directories(storage: Storage, directory: str) -> None:
+    """Makes the entries of a directory and of those below it durable."""
+    for name in storage.names(directory):
+        path = os.path.join(directory, name)
+        if storage.is_directory(path):
+            _sync_directories(storage, path)
+    with reported("sync directory", directory):
+        storage.sync_directory(directory)
+
+
+def wait_for_directories(parent: str) -> None:
+    """Waits for saves of directories in this one, and for what they remove afterwards."""
+    pipeline.current().wait_for(os.path.realpath(parent), ended=True)
+
+
+def remove_directory(path: str) -> None:
+    """Removes a directory. A crash leaves it whole, or under a name that nobody takes for it."""
+    storage, hidden = pipeline.current().storage, commit.temporary_path(os.path.realpath(path))
+    with reported("remove", path):
+        storage.rename(path, hidden)
+        storage.remove_tree(hidden)

@@ -1,0 +1,90 @@
+"""The list of what a checkpoint directory holds, in a file of its own beside that.
+
+Responsible for the bytes of `fastckpt.json` (docs/format.md). It must not know what the files are,
+how they are written, nor who reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.formats.strict_json import check_members, check_text, decode, encode, shown
+
+NAME = "fastckpt.json"
+VERSION = 1
+NBYTES_MAX = 64 << 20
+_CRC_END = 1 << 32
+
+
+class File(NamedTuple):
+    """A file of the directory: its size and the CRC-32 of all its bytes."""
+
+    nbytes: int
+    crc32: int
+
+
+def to_bytes(files: Mapping[str, File]) -> bytes:
+    """The list as it is stored.
+
+    Args:
+        files: by their names relative to the directory, with slashes.
+
+    Raises:
+        ValueError: a name that no file in the directory can have.
+    """
+    members = {name: {"nbytes": f.nbytes, "crc32": f.crc32} for name, f in sorted(files.items())}
+    content = {"fastckpt": VERSION, "files": members}
+    validate(content)
+    return encode(content).encode() + b"\n"
+
+
+def from_bytes(content: bytes) -> dict[str, File]:
+    """The list as it was stored.
+
+    Raises:
+        CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: a newer fastckpt wrote it.
+    """
+    try:
+        if len(content) > NBYTES_MAX:
+            raise ValueError(f"it has more than {NBYTES_MAX} bytes")
+        value = decode(content)
+        if isinstance(value, dict) and isinstance(value.get("fastckpt"), int):
+            version: int = value["fastckpt"]
+            if version > VERSION:
+                raise IncompatibleCheckpoint(
+                    f"{NAME} is of version {version}, and this fastckpt knows {VERSION}"
+                )
+        validate(value)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{NAME} is malformed: {error}") from None
+    assert isinstance(value, dict)
+    return {name: File(**members) for name, members in value["files"].items()}
+
+
+def validate(value: object) -> None:
+    """The one check of a list, by writer and reader. Raises ValueError saying what is wrong."""
+    check_members(value, {"fastckpt": int, "files": dict}, "the list")
+    assert isinstance(value, dict)
+    if value["fastckpt"] != VERSION:
+        raise ValueError(f"its version is {value['fastckpt']}")
+    for name, members in value["files"].items():
+        check_text(name)
+        parts = name.split("/")
+        if name == NAME or "\0" in name or any(part in ("", ".", "..") for part in parts):
+            raise ValueError(f"{shown(name)} is no name of a file in the directory")
+        check_members(members, {"nbytes": int, "crc32": int}, shown(name))
+        if members["crc32"] >= _CRC_END:
+            raise ValueError(f"the crc32 of {shown(name)} has more than 32 bits")
+
+
+def to_record(files: Mapping[str, File]) -> bytes:
+    """What a rank tells the first one of the files that it has written."""
+    return json.dumps({name: [*file] for name, file in files.items()}).encode()
+
+
+def from_record(record: bytes) -> dict[str, File]:
+    """What another rank of the same job has told by to_record()."""
+    return {name: File(*numbers) for name, numbers in json.loads(record).items()}

@@ -1,0 +1,256 @@
+"""Checkpoints of transformers' Trainer, written in the background and committed atomically.
+
+    from fastckpt.integrations.transformers import AsyncTrainer
+    trainer = AsyncTrainer(model=..., args=..., train_dataset=...)  # as Trainer
+    trainer.train(resume_from_checkpoint=True)
+
+Responsible for what a Trainer does when it saves and resumes: the Trainer decides what a checkpoint
+holds, and is told where to put it. The directories are the stock Trainer's, which resumes from them
+without this module. It must not know how a directory is written or committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from functools import partial
+from typing import Any
+
+import safetensors.torch
+import torch.distributed as dist
+
+from fastckpt.agreement import TIMEOUT_S
+from fastckpt.directory_check import newest_whole
+from fastckpt.directory_save import (
+    ON_ERROR,
+    remove_directory,
+    save_directory,
+    wait_for_directories,
+)
+from fastckpt.draft import Draft
+from fastckpt.handle import SaveHandle
+from fastckpt.integrations import require
+from fastckpt.integrations.calls import replaced
+from fastckpt.staging import FENCES
+
+require("transformers", "5.23", "6", __name__)
+
+from transformers import Trainer, modeling_utils  # noqa: E402
+from transformers.trainer import (  # noqa: E402
+    OPTIMIZER_NAME,
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+)
+from transformers.trainer_utils import (  # noqa: E402
+    PREFIX_CHECKPOINT_DIR,
+    HubStrategy,
+    sort_checkpoints,
+)
+from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available  # noqa: E402
+
+log = logging.getLogger("fastckpt")
+
+_NAME = re.compile(rf"{re.escape(PREFIX_CHECKPOINT_DIR)}-(\d+)\Z")
+
+
+class AsyncTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer whose checkpoints are written in the background.
+
+    To extend another subclass of Trainer: `class Mine(AsyncTrainer, SFTTrainer): pass`.
+
+    A checkpoint holds what the Trainer would write, in the same formats. It gets its name,
+    `checkpoint-N`, only once every file of every rank is durable; until then it is in a hidden
+    directory beside. `save_total_limit` removes older ones after that. `fastckpt.json` among the
+    files says what they were: they are verified before training resumes. A damaged checkpoint is
+    passed over for the one before, with a warning, for resume_from_checkpoint=True, and refused
+    where it was named.
+
+    train() returns when all checkpoints are there. Callbacks' `on_save` is called when one was
+    begun: its directory is not there yet.
+
+    Args:
+        args, kwargs: as Trainer's.
+        fence: "call": training goes on when everything was copied. "step": at once; the next
+            optimizer step waits until it was.
+        on_error: what it means that a save failed, whose checkpoint is not there then. "raise":
+            training ends with that error, at the next save or at the end. "warn": it is logged.
+        durable: sync to the device before a checkpoint counts.
+        verify: read a checkpoint as a whole before training resumes from it, or before the best one
+            is loaded at the end.
+        timeout_s: the longest that ranks wait for each other, in seconds.
+
+    Raises:
+        ValueError: an unknown fence or on_error; or what would have files written in other ways:
+            DeepSpeed, FSDP, models that transformers itself has sharded, XLA, SageMaker, pushing
+            checkpoints to the Hub, enable_jit_checkpoint, save_on_each_node on several ranks.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        fence: str = "call",
+        on_error: str = "raise",
+        durable: bool = True,
+        verify: bool = True,
+        timeout_s: float = TIMEOUT_S,
+        **kwargs: Any,
+    ) -> None:
+        if fence not in FENCES or on_error not in ON_ERROR:
+            raise ValueError(f"fence is {fence!r}, of {FENCES}; on_error {on_error!r}, {ON_ERROR}")
+        self._draft: Draft | None = None
+        self._saves: list[tuple[SaveHandle, str]] = []  # since the last wait, and where
+        self._saving: dict[str, Any] = {
+            "fence": fence,
+            "on_error": on_error,
+            "durable": durable,
+            "timeout_s": timeout_s,
+        }
+        self._verify = verify
+        super().__init__(*args, **kwargs)
+        self._refuse_others()
+
+    def _refuse_others(self) -> None:
+        args = self.args
+        refused = {
+            "DeepSpeed": self.is_deepspeed_enabled,
+            "FSDP (use fastckpt.Checkpointer)": self.is_fsdp_enabled,
+            "a model that transformers has sharded": self.is_distributed_loading_by_transformers,
+            "XLA": is_torch_xla_available(),
+            "SageMaker model parallelism": is_sagemaker_mp_enabled(),
+            "push_to_hub with a hub_strategy other than 'end'": args.push_to_hub
+            and args.hub_strategy != HubStrategy.END,
+            "enable_jit_checkpoint": args.enable_jit_checkpoint,
+            "save_on_each_node": args.save_on_each_node and args.world_size > 1,
+        }
+        for what, is_so in refused.items():
+            if is_so:
+                raise ValueError(f"{type(self).__name__} cannot save checkpoints with {what}")
+
+    def wait_for_checkpoints(self) -> None:
+        """Waits until every checkpoint that was begun is there, and those it replaces are gone.
+
+        Raises:
+            CheckpointError: with on_error="raise", the first failure that was not raised before.
+        """
+        saves, self._saves = self._saves, []
+        for parent in {os.path.dirname(handle.path) for handle, _ in saves}:
+            wait_for_directories(parent)
+        failed = [(handle, path) for handle, path in saves if handle.failure() is not None]
+        for handle, path in failed:
+            if not handle.reported:
+                handle.result()
+            if self.state.best_model_checkpoint == path:
+                log.warning("%r was the best checkpoint, but could not be saved: it is none", path)
+                self.state.best_model_checkpoint = None
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """As Trainer's; returns when all checkpoints are there.
+
+        Raises:
+            CorruptCheckpoint: of the checkpoints to resume from none is whole.
+            CheckpointError: with on_error="raise", a checkpoint could not be saved.
+        """
+        self.wait_for_checkpoints()  # among them may be the one to resume from
+        if resume_from_checkpoint and self._verify:
+            resume_from_checkpoint = self._whole(resume_from_checkpoint)
+        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        self.wait_for_checkpoints()
+        return output
+
+    def _whole(self, resume_from: str | bool) -> str | bool:
+        """What to resume from: verified, or for Trainer to complain about."""
+        directory, candidates = self.args.output_dir, [str(resume_from)]
+        if resume_from is True:
+            names = os.listdir(directory) if os.path.isdir(directory) else []
+            found = {int(match[1]): name for name in names if (match := _NAME.match(name))}
+            candidates = [os.path.join(directory, found[number]) for number in sorted(found)[::-1]]
+        there = [path for path in candidates if os.path.isdir(path)]
+        return newest_whole(there, _group(), self._saving["timeout_s"]) or resume_from
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run_dir = super()._get_output_dir(trial)
+        path = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        state = self.state
+        best: str | None = state.best_model_checkpoint
+
+        def fill(draft: Draft) -> None:
+            nonlocal best
+            best_step = state.best_global_step
+            # Told of a best step, Trainer has all ranks meet to see whether its directory is there.
+            self._draft, state.best_global_step = draft, None
+            try:
+                super(AsyncTrainer, self)._save_checkpoint(model, trial)
+            finally:
+                self._draft, state.best_global_step = None, best_step
+            if best_step == state.global_step:
+                best = state.best_model_checkpoint = path
+            if best_step is not None and self.args.should_save:
+                state.save_to_json(os.path.join(draft.directory, TRAINER_STATE_NAME))
+
+        def retain() -> None:
+            _rotate(os.path.realpath(run_dir), self.args.save_total_limit, best)
+
+        handle = save_directory(path, fill, group=_group(), retain=retain, **self._saving)
+        self._saves = [save for save in self._saves if not save[0].done() or save[0].failure()]
+        self._saves.append((handle, path))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        # While a checkpoint is being saved, this is asked where to.
+        directory: str = super()._get_output_dir(trial)
+        return directory if self._draft is None else self._draft.root
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self._draft is None:
+            super()._save(output_dir, state_dict)
+            return
+        write = partial(_into, self._draft)
+        with (
+            replaced(modeling_utils, "safe_save_file", write),  # by save_pretrained()
+            replaced(safetensors.torch, "save_file", write),  # of a model that has none
+        ):
+            super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._draft is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            self._draft.add(self.optimizer.state_dict(), OPTIMIZER_NAME)
+            self._draft.add(self.lr_scheduler.state_dict(), SCHEDULER_NAME)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.wait_for_checkpoints()  # the best one is loaded, others are removed
+        return super()._finalize_training(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        if self._verify:
+            newest_whole([self.state.best_model_checkpoint], _group(), self._saving["timeout_s"])
+        super()._load_best_model()
+
+
+def _group() -> Any:
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
+
+
+def _into(draft: Draft, by_itself: Any, tensors: Any, filename: Any, metadata: Any = None) -> None:
+    """safetensors.torch.save_file(), for a file in the draft."""
+    name = os.path.relpath(filename, draft.directory)
+    if name.startswith(os.pardir) or not draft.add_tensors(tensors, name, metadata or {}):
+        by_itself(tensors, filename, metadata=metadata)
+
+
+def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:
+    """What Trainer does after a save; but no checkpoint is there by half meanwhile."""
+    if limit is None or limit <= 0:
+        return
+    checkpoints = [os.path.realpath(path) for path in sort_checkpoints(run_dir, use_mtime=True)]
+    kept = {*checkpoints[-1:], *([] if best is None else [os.path.realpath(best)])}
+    surplus = len(checkpoints) - max(limit, len(kept))
+    for path in [path for path in checkpoints if path not in kept][: max(0, surplus)]:
+        remove_directory(path)
