@@ -362,9 +362,16 @@ def wait_for_directories(parent: str) -> None:
     pipeline.current().wait_for(os.path.realpath(parent), ended=True)
 
 
-def remove_directory(path: str) -> None:
-    """Removes a directory. A crash leaves it whole, or under a name that nobody takes for it."""
-    storage, hidden = pipeline.current().storage, commit.temporary_path(os.path.realpath(path))
+def remove_directory(path: str, beside: str | None = None) -> None:
+    """Removes a directory. A crash leaves it whole, or under a name that nobody takes for it.
+
+    Args:
+        path: of the directory.
+        beside: where it gets that name, as save_directory's, whose next call finds it there.
+    """
+    storage, path = pipeline.current().storage, os.path.realpath(path)
+    beside = beside or os.path.dirname(path)
+    hidden = commit.temporary_path(os.path.join(beside, os.path.basename(path)))
     with reported("remove", path):
         storage.rename(path, hidden)
         storage.remove_tree(hidden)

@@ -127,13 +127,13 @@ class Draft:
         self.directory = os.path.join(self.root, os.path.basename(path))
         with reported("make directory", self.root):
             storage.make_directory(self.root)
+            self._lock: int | None = None
             try:
                 self._lock = storage.open(self.root)
                 storage.lock(self._lock)
                 storage.make_directory(self.directory)
             except BaseException:
-                with suppress(OSError):  # the error that brought us here is the one that counts
-                    storage.remove_tree(self.root)
+                self.discard()
                 raise
 
     def add(self, obj: object, name: str) -> None:
@@ -194,7 +194,8 @@ class Draft:
         """Removes what is left of it: all, or after the commit what it replaced."""
         with suppress(OSError):  # another rank may put a file in just now: it stays as debris
             self._storage.remove_tree(self.root)
-        commit.close_quietly(self._storage, self._lock)
+        if self._lock is not None:
+            commit.close_quietly(self._storage, self._lock)
 
 
 def _remove_dead(storage: Storage, beside: str) -> None:

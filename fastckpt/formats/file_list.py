@@ -61,7 +61,10 @@ def from_bytes(content: bytes) -> dict[str, File]:
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{NAME} is malformed: {error}") from None
     assert isinstance(value, dict)
-    return {name: File(**members) for name, members in value["files"].items()}
+    files = {name: File(**members) for name, members in value["files"].items()}
+    if to_bytes(files) != content:
+        raise CorruptCheckpoint(f"{NAME} is damaged: it is not as it was written")
+    return files
 
 
 def validate(value: object) -> None:

@@ -1,0 +1,222 @@
+"""Accelerate's save_state(), written in the background and committed atomically.
+
+    from fastckpt.integrations.accelerate import load_state, save_state
+    handle = save_state(accelerator, "run/step-100")  # as accelerator.save_state("run/step-100")
+    load_state(accelerator, "run/step-100")  # accelerator.load_state(), after verifying it
+
+Responsible for what an Accelerator does when it saves and loads: it decides what a checkpoint
+holds, and is told where to put it. Stock accelerator.load_state() reads the directories. It must
+not know how a directory is written or committed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from fastckpt.agreement import TIMEOUT_S
+from fastckpt.directory_check import newest_whole
+from fastckpt.directory_save import remove_directory, save_directory, wait_for_directories
+from fastckpt.draft import Draft
+from fastckpt.handle import SaveHandle
+from fastckpt.integrations import require
+from fastckpt.integrations.calls import replaced
+
+require("accelerate", "1.15", "2", __name__)
+
+from accelerate import Accelerator, checkpointing  # noqa: E402
+from accelerate.utils import clean_state_dict_for_safetensors  # noqa: E402
+
+# Those whose models and optimizers Accelerate hands to others, who write their files themselves.
+_WRITTEN_BY_OTHERS = {
+    "FSDP": "DCP's FileSystemWriter, or torch.save of gathered weights: save its parts with "
+    "fastckpt.Checkpointer and torch.distributed.checkpoint.state_dict",
+    "DEEPSPEED": "DeepSpeed",
+    "MEGATRON_LM": "Megatron",
+    "XLA": "torch_xla",
+}
+_NAME = re.compile(r"checkpoint_(\d+)\Z")
+
+
+def save_state(
+    accelerator: Accelerator,
+    output_dir: str | os.PathLike[str] | None = None,
+    *,
+    safe_serialization: bool = True,
+    fence: str = "call",
+    on_error: str = "raise",
+    durable: bool = True,
+    timeout_s: float = TIMEOUT_S,
+) -> SaveHandle:
+    """Saves what accelerator.save_state() does, in the same files, in the background.
+
+    Models, optimizers, schedulers, samplers and objects that were registered for checkpointing are
+    captured now and written later; generators, stateful dataloaders, the scaler, and whatever
+    save_state_pre_hooks write, are small and written before this returns. The directory is there
+    once every file of every rank is durable; what it held before stays until then. Every process
+    calls this, as accelerator.save_state().
+
+    Args:
+        accelerator: of one process or several, without FSDP, DeepSpeed, Megatron-LM and XLA.
+        output_dir: the directory. None with automatic_checkpoint_naming, which gives it the name
+            `checkpoints/checkpoint_N` in the project's directory and keeps as many as total_limit.
+        safe_serialization: models as safetensors (without those names of shared tensors that
+            Accelerate drops), or as torch zips.
+        fence: "call": returns when everything was copied. "step": at once; the next optimizer step
+            waits until it was.
+        on_error: what it means that a save failed, whose directory is as it was before. "raise": an
+            error is raised by this call, by result(), or else by the next save. "warn": it is
+            logged.
+        durable: sync to the device before the checkpoint counts.
+        timeout_s: the longest that processes wait for each other, in seconds.
+
+    Returns:
+        A SaveHandle; result() returns its SaveStats when the directory is committed.
+
+    Raises:
+        ValueError: an accelerator of another kind; save_on_each_node with several processes; no
+            output_dir, or, with automatic naming, one that exists.
+        CheckpointError: with on_error="raise", of an earlier save whose failure nobody asked for.
+    """
+    _refuse_others(accelerator)
+    project = accelerator.project_configuration
+    path, beside = _place(accelerator, output_dir)
+
+    def fill(draft: Draft) -> None:
+        automatic, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
+        try:
+            with replaced(checkpointing, "save", partial(_into, draft, accelerator)):
+                accelerator.save_state(draft.directory, safe_serialization=safe_serialization)
+        finally:
+            project.automatic_checkpoint_naming = automatic
+
+    def retain() -> None:
+        if beside is not None and project.total_limit is not None:
+            for _number, old in _numbered(os.path.dirname(path))[: -max(1, project.total_limit)]:
+                remove_directory(old, beside)
+
+    return save_directory(
+        path,
+        fill,
+        group=_group(),
+        beside=beside,
+        fence=fence,
+        durable=durable,
+        on_error=on_error,
+        timeout_s=timeout_s,
+        retain=retain,
+    )
+
+
+def load_state(
+    accelerator: Accelerator,
+    input_dir: str | os.PathLike[str] | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    **arguments: Any,
+) -> None:
+    """accelerator.load_state(), once the directory was read as a whole and found undamaged.
+
+    Waits for saves of this process to it. Every process calls this. As Accelerate does, it lets
+    objects registered for checkpointing be unpickled, which may run code from the file.
+
+    Args:
+        accelerator: as save_state's.
+        input_dir: the directory. None with automatic_checkpoint_naming: the newest that is not
+            damaged, with a warning for each that is newer.
+        timeout_s: the longest that processes wait for each other, in seconds.
+        arguments: others of accelerator.load_state.
+
+    Raises:
+        CorruptCheckpoint: it is damaged, or all are. PeerFailed: another process found that.
+        ValueError, FileNotFoundError: as accelerator.load_state, if there is none.
+    """
+    _refuse_others(accelerator)
+    if input_dir is not None:
+        candidates = [os.path.realpath(os.path.expanduser(input_dir))]
+        wait_for_directories(os.path.dirname(candidates[0]))
+    else:
+        directory = _automatic(accelerator)
+        wait_for_directories(directory)
+        candidates = [path for _number, path in reversed(_numbered(directory))]
+    there = [path for path in candidates if os.path.isdir(path)]
+    found = newest_whole(there, _group(), timeout_s) or input_dir
+    if found is None:
+        raise FileNotFoundError(f"{_automatic(accelerator)!r} holds no checkpoint")
+    accelerator.load_state(os.fspath(found), **arguments)
+
+
+def _refuse_others(accelerator: Accelerator) -> None:
+    kind = accelerator.distributed_type.value
+    if kind in _WRITTEN_BY_OTHERS:
+        raise ValueError(
+            f"with {kind} a state is written by {_WRITTEN_BY_OTHERS[kind]}; "
+            f"{__name__} can neither save nor load it"
+        )
+    if accelerator.project_configuration.save_on_each_node and accelerator.num_processes > 1:
+        raise ValueError(f"{__name__} cannot save with save_on_each_node: all ranks see one file")
+
+
+def _place(
+    accelerator: Accelerator, output_dir: str | os.PathLike[str] | None
+) -> tuple[str, str | None]:
+    """Where to, and where it is put together: not where Accelerate looks for the newest."""
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ValueError("output_dir is None, and the project has no automatic naming")
+        return os.path.expanduser(output_dir), None
+    directory = _automatic(accelerator)
+    path = os.path.join(directory, f"checkpoint_{project.iteration}")
+    if os.path.exists(path):
+        raise ValueError(f"{path!r} exists: set project_configuration.iteration to go on from")
+    return path, os.path.dirname(directory)
+
+
+def _automatic(accelerator: Accelerator) -> str:
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ValueError("no directory was given, and the project has no automatic naming")
+    return os.path.realpath(os.path.join(accelerator.project_dir, "checkpoints"))
+
+
+def _numbered(directory: str) -> list[tuple[int, str]]:
+    """Checkpoints that were named automatically, the oldest first."""
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    matches = ((name, _NAME.match(name)) for name in names)
+    return sorted(
+        (int(match[1]), os.path.join(directory, name)) for name, match in matches if match
+    )
+
+
+def _group() -> Any:
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
+
+
+def _into(
+    draft: Draft,
+    accelerator: Accelerator,
+    by_itself: Any,
+    obj: Any,
+    f: Any,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """accelerate.utils.save(), for a file in the draft."""
+    name = os.path.relpath(f, draft.directory)
+    if name.startswith(os.pardir):
+        by_itself(obj, f, save_on_each_node, safe_serialization)
+    elif not accelerator.is_main_process:
+        pass  # as by_itself(): its file is the same
+    elif not safe_serialization:
+        draft.add(obj, name)
+    else:
+        if isinstance(obj, OrderedDict):
+            obj = clean_state_dict_for_safetensors(obj)
+        if not draft.add_tensors(obj, name, {"format": "pt"}):
+            by_itself(obj, f, save_on_each_node, safe_serialization)
