@@ -137,12 +137,15 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         for parent in {os.path.dirname(handle.path) for handle, _ in saves}:
             wait_for_directories(parent)
         failed = [(handle, path) for handle, path in saves if handle.failure() is not None]
-        for handle, path in failed:
-            if not handle.reported:
-                handle.result()
+        unreported = [handle for handle, _ in failed if not handle.reported]
+        for _handle, path in failed:
             if self.state.best_model_checkpoint == path:
                 log.warning("%r was the best checkpoint, but could not be saved: it is none", path)
                 self.state.best_model_checkpoint = None
+        for handle in unreported[1:]:
+            log.warning("another save failed too: %s", handle.exception(0))
+        if unreported:
+            unreported[0].result()
 
     def train(
         self,
