@@ -68,19 +68,26 @@ def joined() -> Iterator[Rank]:
         dist.destroy_process_group()
 
 
-def train_step(model: nn.Module, preset: Preset, inputs: Tensor, targets: Tensor) -> float:
+def train_step(
+    model: nn.Module,
+    preset: Preset,
+    inputs: Tensor,
+    targets: Tensor,
+    group: dist.ProcessGroup | None = None,
+) -> float:
     """Forward and backward: leaves the gradients in the model, returns the loss of the batch.
 
-    Both DDP and FSDP average gradients over the ranks. Shares may differ by a window, so each rank
-    takes its part of the batch's mean, times the number of ranks.
+    Both DDP and FSDP average gradients over the ranks that share the batch, which are those of the
+    group, or all. Shares may differ by a window, so each rank takes its part of the batch's mean,
+    times the number of ranks.
     """
     model.zero_grad()  # before the forward pass, in which FSDP puts other parameters in place
     logits = model(inputs).flatten(0, 1)
     loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
     loss = loss / (preset.batch * preset.context)
-    (loss * dist.get_world_size()).backward()
+    (loss * dist.get_world_size(group)).backward()
     total = loss.detach()
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     return total.item()
 
 

@@ -1,4 +1,5 @@
-"""Train the GPT of train_gpt.py with FSDP2 and a fastckpt.Checkpointer, on any number of ranks.
+"""Train the GPT of train_gpt.py with FSDP2, and tensor parallelism if asked for, and a
+fastckpt.Checkpointer, on any number of ranks.
 
 This file is responsible for a complete training script whose model is sharded: each rank saves its
 own part, and the job goes on from the last committed step, on as many ranks as it is started with.
@@ -7,6 +8,10 @@ It must not know how a step reaches the disk, nor who kills it.
     torchrun --standalone --nproc-per-node 2 train_fsdp2.py --steps 100 --root run    # train
     torchrun --standalone --nproc-per-node 3 train_fsdp2.py --steps 200 --root run    # go on
     python train_fsdp2.py --steps 300 --root run                                      # alone
+    torchrun --standalone --nproc-per-node 4 train_fsdp2.py --steps 400 --root run --tp 2
+
+With --tp 2, two ranks at a time divide the layers of the perceptrons among them, and FSDP divides
+all weights once more among the pairs. A step restores on any other mesh.
 
 It may be killed at any time. With --max-restarts 3 torchrun starts it again by itself; set
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 then, or the new ranks look for the dead ones' addresses.
@@ -16,13 +21,23 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from ranks import Rank, arguments, joined, loss_log, preset_of, report, report_saves, train_step
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.optim.lr_scheduler import LinearLR
 from train_gpt import Preset, load_text, make_model
 
@@ -32,19 +47,81 @@ import fastckpt
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
+class Replicated(ParallelStyle):
+    """A module whose weights all ranks of the mesh hold and use alike.
+
+    What a plan of tensor parallelism leaves out would stay on the mesh of FSDP alone, and no
+    Checkpointer could know that its other ranks hold the same.
+    """
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def distributed(_module: nn.Module, inputs: tuple[Tensor, ...], _mesh: Any) -> Any:
+            alike = [Replicate()]
+            return tuple(DTensor.from_local(each, mesh, alike, run_check=False) for each in inputs)
+
+        def local(_module: nn.Module, output: DTensor, _mesh: Any) -> Tensor:
+            return output.to_local()
+
+        return distribute_module(module, mesh, None, distributed, local)
+
+
+BLOCK_PLAN = {
+    "attention_norm": Replicated(),
+    "qkv": Replicated(),
+    "projection": Replicated(),
+    "mlp_norm": Replicated(),
+    "mlp.0": ColwiseParallel(),
+    "mlp.2": RowwiseParallel(),
+}
+PLAN = {
+    "token": RowwiseParallel(input_layouts=Replicate()),
+    "position": Replicated(),
+    "norm": Replicated(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+class Training:
+    """Model and optimizer with the names of parameters in the place of their numbers, so that what
+    is stored depends on neither mesh nor order.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
 class OwnState:
     """What each rank has of its own: how far it has read its share of the text, and its generators.
 
-    The values mean nothing to a job of another number of ranks, which divides the text in another
-    way: there, they stay as they are, and `start_at` sets them.
+    The values mean nothing to a job on another mesh, which divides the text in another way: there,
+    they stay as they are, and `start_at` sets them.
+
+    Args:
+        rank: this rank among those that share a batch; several may be the same.
+        mesh: sizes of the mesh.
     """
 
-    def __init__(self, rank: Rank, text: Tensor, preset: Preset, seed: int) -> None:
+    def __init__(
+        self, rank: Rank, mesh: tuple[int, ...], text: Tensor, preset: Preset, seed: int
+    ) -> None:
         self.rank, self.text, self.preset, self.seed = rank, text, preset, seed
+        self.mesh = list(mesh)
         self.start_at(0)
 
     def start_at(self, batches: int) -> None:
-        """As if so many batches had been read; with random numbers that no other rank has."""
+        """As if so many batches had been read; with random numbers that no other share has."""
         self.batches = batches
         torch.manual_seed((self.seed * 1_000_003 + batches) * 1_009 + self.rank.number)
 
@@ -54,14 +131,14 @@ class OwnState:
         return self.rank.share(self.text, self.preset, self.seed, self.batches - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"world_size": self.rank.world_size, "batches": self.batches}
+        state: dict[str, Any] = {"mesh": self.mesh, "batches": self.batches}
         state["rng"] = torch.get_rng_state()
         if self.rank.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(self.rank.device)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["world_size"] != self.rank.world_size:
+        if state["mesh"] != self.mesh:
             return
         self.batches = state["batches"]
         torch.set_rng_state(state["rng"])
@@ -70,29 +147,41 @@ class OwnState:
 
 
 def make_sharded(
-    preset: Preset, seed: int, ballast_mib: int, rank: Rank
+    preset: Preset, seed: int, ballast_mib: int, mesh: DeviceMesh, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer, LinearLR]:
     """The model, of which each rank keeps a part, its optimizer and the warm-up of its rate."""
     model, _ = make_model(preset, seed, ballast_mib)  # the same on all ranks
-    model.to(rank.device)
+    model.to(device)
+    if mesh["tp"].size() > 1:
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], BLOCK_PLAN)
+        parallelize_module(model, mesh["tp"], PLAN)
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return model, optimizer, LinearLR(optimizer, start_factor=0.1, total_iters=20)
 
 
 def main() -> int:
     parser = arguments("Train a small GPT with FSDP2 and fastckpt checkpoints.")
-    parser.add_argument("--root", type=Path, default=Path("run"), help="where the steps are kept")
+    add = parser.add_argument
+    add("--root", type=Path, default=Path("run"), help="where the steps are kept")
+    add("--tp", type=int, default=1, metavar="RANKS", help="so many divide each layer")
     args = parser.parse_args()
     with joined() as rank:
         preset = preset_of(args, rank)
-        model, optimizer, scheduler = make_sharded(preset, args.seed, args.ballast, rank)
-        own = OwnState(rank, load_text(), preset, args.seed)
+        if rank.world_size % args.tp:
+            raise SystemExit(f"{rank.world_size} ranks cannot be divided into groups of {args.tp}")
+        sizes = (rank.world_size // args.tp, args.tp)
+        mesh = init_device_mesh(rank.device.type, sizes, mesh_dim_names=("dp", "tp"))
+        model, optimizer, scheduler = make_sharded(
+            preset, args.seed, args.ballast, mesh, rank.device
+        )
+        reader = replace(rank, number=mesh["dp"].get_local_rank(), world_size=sizes[0])
+        own = OwnState(reader, sizes, load_text(), preset, args.seed)
         state = {
-            "model": model,  # DTensors: each rank saves its part
-            "optimizer": optimizer,
+            "training": Training(model, optimizer),  # DTensors: each rank saves its part
             "scheduler": scheduler,  # the same on all ranks: taken from the first
             "own": fastckpt.PerRank(own),
         }
@@ -102,12 +191,12 @@ def main() -> int:
             loss_log(args.loss_log, rank) as log,
         ):
             first = checkpointer.restore(state) or 0
-            if own.batches != first:  # the step was saved by another number of ranks
+            if own.batches != first:  # the step was saved on another mesh
                 own.start_at(first)
             if first:
                 rank.print(f"restored step {first} on {rank.world_size} ranks")
             for step in range(first, args.steps):
-                loss = train_step(model, preset, *own.next_share())
+                loss = train_step(model, preset, *own.next_share(), mesh["dp"].get_group())
                 optimizer.step()  # waits here until the save before has copied everything
                 scheduler.step()
                 report(log, rank, step, loss, last=step == args.steps - 1)

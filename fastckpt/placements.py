@@ -106,7 +106,8 @@ class Parts:
             if sorted(ranks) != list(self.everybody):
                 raise TypeError(
                     f"{key!r} is spread over a mesh of {len(ranks)} ranks that are not the "
-                    f"{len(self.everybody)} ranks of the group which saves it"
+                    f"{len(self.everybody)} ranks of the group which saves it: distribute it over "
+                    "all dimensions of the mesh, as Replicate where ranks hold the same"
                 )
             self._ranks[mesh] = tuple(ranks)
         sizes = tuple(mesh.mesh.shape)

@@ -281,6 +281,26 @@ def test_fsdp2_goes_on_with_other_ranks(disk: Path, expected: dict[int, str]) ->
     shutil.rmtree(begun.cwd)  # nobody goes on here
 
 
+@pytest.mark.slow
+def test_fsdp2_with_tensor_parallelism_goes_on_with_other_meshes(
+    disk: Path, expected: dict[int, str]
+) -> None:
+    options = ("--every", EVERY)
+    with Job("train_fsdp2.py", 4, disk / "saved", *options, "--tp", 2) as saved:
+        assert_near(saved.losses(), expected, 0)
+    first = STEPS - EVERY
+    shutil.rmtree(disk / "saved" / "run" / f"step-{STEPS:08}")
+    for ranks, tp in ((4, 2), (2, 2), (1, 1)):  # (4, 1): tests/test_meshes.py
+        here = disk / f"{ranks}-{tp}"
+        shutil.copytree(disk / "saved" / "run", here / "run")
+        with Job("train_fsdp2.py", ranks, here, *options, "--tp", tp) as resumed:
+            logged = resumed.losses()
+            assert_near(logged, expected, first)
+            assert f"restored step {first} on {ranks} ranks" in resumed.output()
+        if ranks == 4:
+            assert logged == losses(disk / "saved" / "losses")[first:]
+
+
 def test_ddp_goes_on(disk: Path, expected: dict[int, str]) -> None:
     with Job("train_ddp.py", 2, disk / "whole", "--every", 0) as whole:
         uninterrupted = whole.losses()

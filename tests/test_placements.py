@@ -92,6 +92,16 @@ def test_fsdp_over_tp_is_a_rectangle(rows: int) -> None:
     on_ranks(4, work)
 
 
+def test_a_mesh_of_some_ranks_is_refused_with_what_to_do() -> None:
+    def work(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        tensor = held(torch.zeros(2, 3), mesh["dp"], PLACES, (4, 3))
+        with pytest.raises(TypeError, match=r"2 ranks that are not the 4.*as Replicate"):
+            flatten({"y": tensor}, rank, 4)
+
+    on_ranks(4, work)
+
+
 def test_what_is_no_rectangle_is_refused() -> None:
     full = torch.arange(24.0).reshape(4, 6)
 
