@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastckpt.agreement import TIMEOUT_S
-from fastckpt.errors import CorruptCheckpoint, StorageError
+from fastckpt.errors import CorruptCheckpoint
 from fastckpt.file_save import together
 from fastckpt.formats import file_list
 from fastckpt.image import BLOCK_BYTES
@@ -38,19 +38,13 @@ def check(path: str, storage: Storage | None = None) -> bool:
             which. IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: a read failed.
     """
     storage = storage or Storage()
-    listed = os.path.join(path, file_list.NAME)
     with reported("open", path):
         if not storage.is_directory(os.path.realpath(path)):
             raise NotADirectoryError(errno.ENOTDIR, "not a directory")
     try:
-        with reported("read", listed):
-            content = storage.read_file(listed, file_list.NBYTES_MAX + 1)
-    except StorageError as error:
-        if error.errno == errno.ENOENT:
+        if not (files := list_of(path, storage)):
             return False
-        raise
-    try:
-        for name, file in file_list.from_bytes(content).items():
+        for name, file in files.items():
             found = crc32_of(storage, os.path.join(path, name), name)
             if found != file:
                 raise CorruptCheckpoint(
@@ -60,6 +54,21 @@ def check(path: str, storage: Storage | None = None) -> bool:
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"{path!r} is damaged: {error}") from None
     return True
+
+
+def list_of(path: str, storage: Storage) -> dict[str, file_list.File]:
+    """The list of a checkpoint directory; of no files if there is none.
+
+    Raises:
+        As check().
+    """
+    listed = os.path.join(path, file_list.NAME)
+    with reported("read", listed):
+        try:
+            content = storage.read_file(listed, file_list.NBYTES_MAX + 1)
+        except FileNotFoundError:
+            return {}
+    return file_list.from_bytes(content)
 
 
 def crc32_of(storage: Storage, path: str, name: str) -> file_list.File:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from fastckpt import commit, file_save, pipeline
 from fastckpt.agreement import TIMEOUT_S, Round
 from fastckpt.commit import close_quietly, settle
-from fastckpt.directory_check import crc32_of
+from fastckpt.directory_check import crc32_of, list_of
 from fastckpt.draft import Draft, Pending
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import file_list
@@ -57,7 +57,8 @@ def save_directory(
     of it. Directories with the same parent commit in the order of these calls.
 
     Args:
-        path: of the directory; what it holds is replaced as a whole.
+        path: of the directory, which is replaced as a whole, but only if what it holds is known to
+            be of a checkpoint: it is in the list there, or has the name of a file that is saved.
         fill: called before this returns, with the Draft to put files into.
         group: a torch.distributed process group whose ranks all call this with the same path, each
             with files of its own; of files with the same name the lowest rank's counts. Ranks talk
@@ -314,6 +315,7 @@ class DirectorySave(Job):
                 close_quietly(storage, fd)
         if self.durable:
             _sync_directories(storage, directory)
+        self._refuse_others(storage, merged)
         with reported("rename", path):
             storage.touch(directory)  # so that times are in the order of the commits
             self._name_it(storage)
@@ -321,6 +323,22 @@ class DirectorySave(Job):
             for changed in {os.path.dirname(path), self.draft.beside, *self.draft.grown}:
                 with reported("sync directory", changed):
                     storage.sync_directory(changed)
+
+    def _refuse_others(self, storage: Storage, files: Mapping[str, File]) -> None:
+        """Raises CheckpointError if what is there holds files that would be lost."""
+        path = self.handle.path
+        if not storage.is_directory(path):
+            return
+        with reported("list", path):
+            others = {*_names(storage, path, links=True)} - files.keys()
+        if others:
+            with suppress(CheckpointError):  # a list that is damaged tells nothing
+                others -= list_of(path, storage).keys()
+        if others:
+            raise CheckpointError(
+                f"{path!r} holds files that are of no checkpoint ({', '.join(sorted(others)[:5])}) "
+                "and is not replaced: save to a directory of its own"
+            )
 
     def _name_it(self, storage: Storage) -> None:
         directory, path = self.draft.directory, self.handle.path
@@ -336,14 +354,16 @@ class DirectorySave(Job):
             storage.rename(directory, path)
 
 
-def _names(storage: Storage, directory: str, under: str = "") -> Iterator[str]:
-    """Files in a directory and those below it, relative to it, symbolic links left out."""
+def _names(
+    storage: Storage, directory: str, under: str = "", *, links: bool = False
+) -> Iterator[str]:
+    """Files in a directory and those below it, relative to it; with `links` symbolic ones too."""
     for name in sorted(storage.names(os.path.join(directory, under))):
         relative = f"{under}/{name}" if under else name
         path = os.path.join(directory, relative)
         if storage.is_directory(path):
-            yield from _names(storage, directory, relative)
-        elif relative != file_list.NAME and not os.path.islink(path):
+            yield from _names(storage, directory, relative, links=links)
+        elif relative != file_list.NAME and (links or not os.path.islink(path)):
             yield relative
 
 

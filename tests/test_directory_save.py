@@ -25,6 +25,7 @@ from fastckpt.directory_check import check, newest_whole
 from fastckpt.directory_save import remove_directory, save_directory, wait_for_directories
 from fastckpt.draft import Draft
 from fastckpt.errors import (
+    CheckpointError,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
     StagingConflict,
@@ -176,6 +177,28 @@ def test_without_exchange_it_is_replaced_by_two_renames(disk: Path) -> None:
             wait_for_directories(str(disk))
             assert step_in(disk / "a") == step
     assert os.listdir(disk) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "deep/mine.txt", "link"])
+def test_files_of_others_are_not_replaced(disk: Path, name: str) -> None:
+    path, mine = disk / "a", disk / "a" / name
+    with through(Storage()) as pipeline:
+        save_directory(str(path), fill_with(1)).result(WAIT_S)
+        mine.parent.mkdir(exist_ok=True)
+        if name == "link":
+            mine.symlink_to("notes.txt")
+        else:
+            mine.write_text("mine")
+        handle = save_directory(str(path), fill_with(2))
+        with pytest.raises(CheckpointError, match=f"of no checkpoint \\({name}\\)"):
+            handle.result(WAIT_S)
+        pipeline.drain()
+        assert mine.exists() and os.listdir(disk) == ["a"]
+        mine.unlink()
+        assert step_in(path) == 1
+        (path / "fastckpt.json").unlink()  # as others write the same files
+        save_directory(str(path), fill_with(3)).result(WAIT_S)
+        assert step_in(path) == 3
 
 
 def test_directories_commit_in_the_order_of_their_saves(disk: Path) -> None:
