@@ -176,6 +176,7 @@ void bind_jobs(py::module_& m) {
             },
             py::arg("runs"), py::arg("devices") = std::vector<DeviceRange>())
         .def("arrive", &ReadStream::arrive, nogil)
+        .def("beside", &ReadStream::beside, nogil)
         .def("nbytes_read", &ReadStream::nbytes_read)
         .def("failure", [](ReadStream& stream) { return failure_or_none(stream.failure()); })
         .def("corrupt_block", &ReadStream::corrupt_block)

@@ -225,6 +225,9 @@ class ReadStream {
     int64_t corrupt_block();
     // Bytes of the file that were read so far, or are being read.
     uint64_t nbytes_read();
+    // Both streams are one reader's, which asks one of them at a time: while it waits for memory,
+    // the other's is given back, to be read again when it is asked for. Until either is closed.
+    void beside(ReadStream& other);
     void close();
 
   private:
@@ -248,6 +251,7 @@ class ReadStream {
     std::byte* acquire();
     void release(std::byte* memory);
     bool drop_last_ready();
+    bool give_way(std::unique_lock<std::mutex>& lock);
     void fill_window();
     void on_read(Block& block);
     void verify(Block& block);
@@ -275,6 +279,7 @@ class ReadStream {
     size_t outstanding_ = 0;  // of these, in transfer or being verified
     struct Departing;
     std::deque<Departing> departing_;  // of these, read by devices, in the order of their marks
+    std::vector<ReadStream*> beside_;  // of the same reader
     bool closed_ = false;
     Failure failure_;
     int64_t corrupt_block_ = -1;

@@ -76,7 +76,8 @@ class GdsBackend final : public Backend {
     // Before the first op of a descriptor with data in the blocks: registers it. Where that is
     // refused, or the file was not opened with O_DIRECT, its ops go through the host.
     void begin_file(int fd);
-    // After the last such op has finished, and before the descriptor is closed.
+    // After the last such op has finished, and before the descriptor is closed. Of a descriptor
+    // that was not begun there is nothing to report.
     GdsReport end_file(int fd);
     // What cuFile refused first, of all files; empty if nothing.
     std::string fallback_reason() const;

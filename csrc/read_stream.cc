@@ -180,6 +180,22 @@ bool ReadStream::drop_last_ready() {
     return false;
 }
 
+// Gives back all that is not in transfer, and what is when it arrives. True if there was any.
+bool ReadStream::give_way(std::unique_lock<std::mutex>& lock) {
+    const size_t held = held_;
+    const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
+    for (size_t place = window_first_; place < end; ++place) drop(place);
+    while (!departing_.empty()) reclaim(lock, true);
+    return held_ < held;
+}
+
+void ReadStream::beside(ReadStream& other) {
+    const std::lock_guard lock(engine_.mu_);
+    CHECK(&engine_ == &other.engine_ && this != &other && !closed_ && !other.closed_);
+    beside_.push_back(&other);
+    other.beside_.push_back(this);
+}
+
 void ReadStream::move_window(size_t first) {
     const size_t old_end = std::min(blocks_.size(), window_first_ + window_blocks_);
     for (size_t place = window_first_; place < old_end; ++place)
@@ -205,6 +221,12 @@ ReadStream::Block* ReadStream::pin(std::unique_lock<std::mutex>& lock, uint64_t 
         if (failure_.error != 0 || (block != nullptr && block->state == Block::State::ready)) break;
         // A device that has copied tells nobody: where its blocks are what lacks, it is waited for.
         if (block == nullptr && reclaim(lock, true)) continue;
+        // Nor is memory held by a reader that waits for some: two of them might wait for each
+        // other.
+        bool gave_way = false;
+        if (block == nullptr)
+            for (ReadStream* other : beside_) gave_way |= other->give_way(lock);
+        if (gave_way) continue;
         engine_.changed_.wait(lock);
     }
     if (failure_.error != 0) return nullptr;
@@ -311,6 +333,9 @@ void ReadStream::close() {
     std::unique_lock lock(engine_.mu_);
     if (closed_) return;
     closed_ = true;
+    for (ReadStream* other : beside_)
+        other->beside_.erase(std::find(other->beside_.begin(), other->beside_.end(), this));
+    beside_.clear();
     for (size_t place = 0; place < blocks_.size(); ++place) drop(place);
     engine_.changed_.notify_all();
     engine_.changed_.wait(lock, [&] { return outstanding_ == 0; });

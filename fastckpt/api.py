@@ -29,7 +29,7 @@ from fastckpt.handle import SaveHandle
 from fastckpt.placing import Placing
 from fastckpt.reader import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.staging import BACKENDS, FENCES
-from fastckpt.storage import is_written_through
+from fastckpt.storage import is_written_through, reported
 
 DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL
 
@@ -280,7 +280,8 @@ def _direct(
     if staging == "host":
         return None
     queue = Placing.queue(current.staging.devices, map_location)
-    status = current.storage.status(os.path.dirname(path))
+    with reported("stat", path):
+        status = current.storage.status(os.path.dirname(path))
     return current.staging.gds.way(staging, queue, 0 if status is None else status.st_dev)[0]
 
 

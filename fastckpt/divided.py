@@ -48,7 +48,10 @@ class Divided:
         key = whole, to_gpu
         if key not in self._streams:
             wanted = sorted(self._whole) if whole else self._rest
-            self._streams[key] = self._open(wanted, self._direct if to_gpu else None)
+            stream = self._open(wanted, self._direct if to_gpu else None)
+            others, self._streams[key] = [*self._streams.values()], stream
+            for other in others:
+                stream.beside(other)
         return self._streams[key]
 
     def _pieces(self, offset: int, nbytes: int) -> Iterator[tuple[bool, int, int]]:

@@ -72,6 +72,10 @@ class ReadStream:
         """As exchange.Exchange's: nobody else takes part in this one."""
         return None
 
+    def beside(self, other: ReadStream) -> None:
+        """The same reader asks both: what one waits for is no memory that the other holds."""
+        self._stream.beside(other._stream)
+
     def abandon(self) -> None:
         self.close()
 
@@ -291,7 +295,6 @@ class Staging:
         """A stream to a GPU, whose blocks there it shares with saves and one more stream."""
         with reported("read", path):
             refusal = self._storage.set_direct(fd, writing=False)
-        log.info("reading %r by %s", path, direct.begin_file(fd))
 
         def close() -> None:
             _nbytes, _through_host, reason = direct.end_file(fd)
@@ -299,13 +302,17 @@ class Staging:
                 self.gds.warn(reason)
             self._storage.close(fd)
 
+        stream = None
         try:
+            log.info("reading %r by %s", path, direct.begin_file(fd))
             way = (direct.backend, refusal is None, BLOCKS // 2, list(wanted), direct.stage)
             stream = self.engine().read(fd, nbytes, list(crcs), *way)
-        except BaseException:
+            return ReadStream(stream, None, close, self.devices.text)
+        except BaseException:  # the number of the descriptor is soon another file's
+            if stream is not None:
+                stream.close()
             direct.end_file(fd)
             raise
-        return ReadStream(stream, None, close, self.devices.text)
 
     def warm(self, nbytes: int, reads: Reads) -> None:
         """Backs as much of the arena with memory, so that the next save need not wait for pages;

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator import KIND
+from accelerator import KIND, Runtime, installed
 from cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
 from cufile_stub import FILE_SYSTEM, CufileStub
 from hypothesis import HealthCheck, given, settings
@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 import fastckpt
 from fastckpt import errors, pipeline
 from fastckpt.divided import Divided, whole_blocks
+from fastckpt.formats import zip_contents, zip_records
+from fastckpt.formats.zip_records import Entry
 from fastckpt.gds import BLOCKS
-from fastckpt.image import BLOCK_BYTES
+from fastckpt.image import BLOCK_BYTES, Index
 from fastckpt.rows import blocks_of
 
 MIB = 1 << 20
@@ -247,6 +249,74 @@ def test_loads_and_saves_share_the_blocks(cufile: CufileStub, disk: Path) -> Non
     assert found == [True] * 5
 
 
+@pytest.mark.parametrize(("blocks", "loads"), [(1, 1), (2, 3)])
+def test_loads_by_several_streams_do_not_wait_for_each_other(
+    cufile: CufileStub, driver: CudaStub, runtime: Runtime, disk: Path, blocks: int, loads: int
+) -> None:
+    """Of staging memory there is less than all their streams would keep."""
+    state = {str(i): octets(17 * MIB, i).to(KIND if i % 2 else "cpu") for i in range(4)}
+    fastckpt.save(state, disk / "a.pt").result(WAIT_S)
+    found: list[bool] = []
+
+    def load() -> None:
+        found.append(same(fastckpt.load(disk / "a.pt", staging="gds"), state))
+
+    with installed(runtime, driver.path, None, blocks * BLOCK_BYTES, cufile.path):
+        threads = [threading.Thread(target=load, daemon=True) for _ in range(loads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert found == [True] * loads
+
+
+class Interrupting(logging.Handler):
+    """Ctrl-C while a load that has told cuFile its file says so."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "cuFile" in record.getMessage():
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_load_leaves_no_file_with_cufile(
+    cufile: CufileStub, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next load opens its file by the same number."""
+    state = saved(disk / "a.pt", w=40 * MIB)
+    assert same(fastckpt.load(disk / "a.pt", KIND, staging="gds"), state)
+    logger, handler = logging.getLogger("fastckpt"), Interrupting()
+    with caplog.at_level(logging.INFO, "fastckpt"):
+        logger.addHandler(handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                fastckpt.load(disk / "a.pt", KIND, staging="gds")
+        finally:
+            logger.removeHandler(handler)
+    assert cufile.alive().files == 0
+    assert same(fastckpt.load(disk / "a.pt", KIND, staging="gds"), state)
+
+
+def test_a_directory_that_cannot_be_looked_at(
+    cufile: CufileStub, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(disk / "a.pt", w=20 * MIB)
+
+    def status(_path: str) -> None:
+        raise OSError(EIO, "input/output error")
+
+    monkeypatch.setattr(pipeline.current().storage, "status", status)
+    with pytest.raises(errors.StorageError, match="stat"):
+        fastckpt.load(disk / "a.pt", KIND, staging="gds")
+
+
+def test_records_beyond_the_end_are_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a forged directory: the engine is asked for no block that the file does not have."""
+    entry = Entry("a/data/0", 100 * BLOCK_BYTES, 2 * BLOCK_BYTES, 0)
+    monkeypatch.setattr(zip_records, "directory", lambda _data, _end: iter([entry]))
+    index = Index(3 * BLOCK_BYTES, BLOCK_BYTES, (0, 0, 0), b"")
+    assert zip_contents.blocks_of_large(index, MIB) == set()
+
+
 def test_auto_goes_the_way_that_saves_found_faster(cufile: CufileStub, disk: Path) -> None:
     state = saved(disk / "a.pt", w=60 * MIB)
     assert same(fastckpt.load(disk / "a.pt", KIND, staging="auto"), state)
@@ -279,6 +349,9 @@ class Memory:
                 target = address + number * address_stride
                 self.log.append((self.to_gpu, target, self.content[begin : begin + nbytes]))
         return True
+
+    def beside(self, other: Memory) -> None:
+        assert other is not self
 
 
 class Range:

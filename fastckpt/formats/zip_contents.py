@@ -59,7 +59,7 @@ def blocks_of_large(index: Index, nbytes_min: int) -> set[int]:
     found: set[int] = set()
     size = index.block_bytes
     for entry in zip_records.directory(index.tail, len(index.tail) - torch_zip.END_BYTES):
-        if nbytes_min <= entry.nbytes <= index.body_nbytes:
+        if nbytes_min <= entry.nbytes <= index.body_nbytes - entry.offset:
             first = -(-(entry.offset + _HEADER_BYTES_MAX) // size)
             found.update(range(first, (entry.offset + entry.nbytes) // size))
     return found
