@@ -90,7 +90,7 @@ class ItemsFile:
         self._items: dict[int, distcp.Item] = {}
         self._older: int | None = None  # which of distcp.fronts() this file has
         with reported("open", path):
-            self._fd = storage.open_regular(path)
+            self._fd = storage.open(path)
         try:
             self._nbytes = self._find_contents()
             end = max(request.offset + request.nbytes for request in requests)

@@ -32,6 +32,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import dcp_bodies as bodies
 from ranks.dcp_states import blank, is_same, numbers, plain, whole
 from ranks.group_crew import Crew, Nursery, RankDied
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -175,6 +176,27 @@ def test_subclasses_sparse_and_conjugated_tensors(tmp_path: Path) -> None:
     assert torch.equal(back["conjugated"], state["conjugated"])
     assert torch.equal(back["negative"], state["negative"])
     assert torch.equal(back["subclass"].as_subclass(torch.Tensor), numbers(1, 4))
+
+
+def test_what_went_through_an_extension_of_torch(tmp_path: Path) -> None:
+    if not ZStandard.is_available():
+        pytest.skip("torch's extension needs a package that is not here")
+    writer = dcp.FileSystemWriter(tmp_path, _extensions=[ZStandard()])
+    dcp.save({"a": numbers(1, 300), "n": 5}, storage_writer=writer)
+    assert torch.equal(load({"a": torch.zeros(300)}, tmp_path)["a"], numbers(1, 300))
+    error = failure_of(lambda: load({"n": 0}, tmp_path))
+    assert isinstance(error, pickle.UnpicklingError)
+    state = {"n": 0}
+    dcp.load(state, storage_reader=Reader(tmp_path, weights_only=False))
+    assert state == {"n": 5}
+
+
+def test_files_behind_symbolic_links(tmp_path: Path) -> None:
+    save({"a": numbers(1, 300)}, checkpoint_id=tmp_path / "real")
+    (tmp_path / "linked").mkdir()
+    for file in (tmp_path / "real").iterdir():
+        (tmp_path / "linked" / file.name).symlink_to(file)
+    assert torch.equal(load({"a": torch.zeros(300)}, tmp_path / "linked")["a"], numbers(1, 300))
 
 
 def test_a_large_object(tmp_path: Path) -> None:

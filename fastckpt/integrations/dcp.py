@@ -177,7 +177,8 @@ def async_save(
     try:
         agreement = shared.coordinator.begin(f"dcp save to {writer.path!r}", timeout_s)
         with agreement.failing():
-            pipeline.current().raise_unreported()
+            if on_error == "raise":
+                pipeline.current().raise_unreported()
             if shared.failed is not None:
                 log.warning("saving on after the failure of %r", shared.failed.path)
                 shared.failed = None

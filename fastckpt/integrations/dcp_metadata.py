@@ -25,7 +25,6 @@ from fastckpt.errors import CorruptCheckpoint
 from fastckpt.storage import Storage, reported
 
 NAME = ".metadata"
-_BYTES_MAX = 1 << 36
 # Behind the pickle, where readers of it stop: version, size and CRC-32 of it.
 _END = re.compile(rb"fastckpt metadata (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
 _END_BYTES = len(f"fastckpt metadata {1:02d} {0:016x} {0:08x}")
@@ -99,7 +98,11 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
     if storage.status(path) is None:
         raise FileNotFoundError(f"{path!r} does not exist: no checkpoint was committed there")
     with reported("read", path):
-        content = storage.read_file(path, _BYTES_MAX)
+        fd = storage.open(path)
+        try:
+            content = storage.read_at(fd, storage.size(fd), 0)
+        finally:
+            storage.close(fd)
     match = _END.search(content[-_END_BYTES:])
     if match is not None:
         body = content[:-_END_BYTES]

@@ -176,7 +176,8 @@ class Writer(StorageWriter):
     ) -> ItemsSave:
         devices = pipeline.current().staging.devices
         content = _content(plan, planner, devices, fence == "step")
-        rank = int(plan.storage_data.prefix.strip("_"))
+        prefix = getattr(plan.storage_data, "prefix", f"__{self.rank or 0}_")
+        rank = int(prefix.strip("_"))
         return ItemsSave(handle, agreement, content, self.options, conclude, fence=fence, rank=rank)
 
 
