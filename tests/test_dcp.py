@@ -29,6 +29,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerator import KIND
+from cuda_stub import CudaStub
 from ranks import dcp_bodies as bodies
 from ranks.dcp_states import blank, is_same, numbers, plain, whole
 from ranks.group_crew import Crew, Nursery, RankDied
@@ -360,6 +362,31 @@ def test_a_change_behind_the_step_fence_is_told(tmp_path: Path) -> None:
         conflicts += 1
     assert conflicts
     assert len(data_files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_tensors_on_a_gpu(fence: str, gpu: CudaStub, disk: Path) -> None:
+    """On the device of tests/accelerator.py, whose copies are made in the order of streams."""
+    expected = {
+        "big": numbers(1, 5 << 20),
+        "view": numbers(1, 5 << 20)[77:999_999],
+        "permuted": numbers(2, 40, 50).t(),
+        "small": numbers(3, 9),
+        "host": numbers(4, 300),
+        "n": 5,
+    }
+    state = {k: v.to(KIND) if isinstance(v, torch.Tensor) else v for k, v in expected.items()}
+    state |= {"view": state["big"][77:999_999], "host": expected["host"]}
+    saving = async_save(state, checkpoint_id=disk / "c", fence=fence)
+    saving.result(60)
+    assert saving.stats.staging == "pinned"
+    for reader in (Reader, dcp.FileSystemReader):
+        assert is_same(load(blank(expected), disk / "c", reader), expected)
+    empty = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in state.items()}
+    assert empty["big"].device.type == KIND
+    back = load(empty, disk / "c")
+    back = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in back.items()}
+    assert is_same(back, expected)
 
 
 # Reading

@@ -61,7 +61,8 @@ class Saving(SaveHandle):
 
         Returns:
             The Metadata, which on other ranks than the first is read from the checkpoint then;
-                None there if the checkpoint was removed or replaced meanwhile.
+                None there if the checkpoint was removed or replaced meanwhile, or holds what a
+                Reader refuses.
 
         Raises:
             CheckpointError: the checkpoint was not committed. TimeoutError.
@@ -71,7 +72,7 @@ class Saving(SaveHandle):
             try:
                 storage = pipeline.current().storage
                 path = os.path.join(self.path, dcp_metadata.NAME)
-                metadata = dcp_metadata.read(storage, path, False)
+                metadata = dcp_metadata.read(storage, path, True)
             except (OSError, CheckpointError, pickle.UnpicklingError):
                 return None
             files = {info.relative_path for info in metadata.storage_data.values()}
