@@ -2,6 +2,7 @@
 #include "gds_file.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -16,6 +17,11 @@ constexpr size_t kDirectAlign = 4096;
 constexpr size_t kDevicePage = 65536;  // what a GPU pins memory by
 constexpr size_t kBufferBytes = size_t{8} << 20;
 constexpr int kInterruptionsMax = 8;
+
+bool ends_at(int fd, uint64_t offset) {
+    struct stat status{};
+    return fstat(fd, &status) == 0 && static_cast<uint64_t>(status.st_size) == offset;
+}
 
 uint64_t number(const std::byte* data) { return reinterpret_cast<uint64_t>(data); }
 
@@ -185,10 +191,15 @@ ssize_t GdsBackend::by_cufile(cufile::Handle handle, const Op& op, std::byte* da
                                  : library.read(handle, blocks_->base(), nbytes, at, within);
     const int error = errno;
     const bool at_end = result == 0 && !write;
-    if (at_end || (result > 0 && static_cast<size_t>(result) <= nbytes)) return result;
+    // Whoever reads directly takes a part of a page for the end of the file.
+    const bool torn = result > 0 && static_cast<size_t>(result) < nbytes &&
+                      result % kDirectAlign != 0 && !ends_at(op.fd, offset + result);
+    if (!torn && (at_end || (result > 0 && static_cast<size_t>(result) <= nbytes))) return result;
     if (result == -1 && error == EINTR && op.retries < kInterruptionsMax) return -EINTR;
     *refusal = std::string(write ? "cuFileWrite: " : "cuFileRead: ") +
-               (result > 0 ? "more bytes than asked for" : library.transfer_text(result, error));
+               (torn         ? "part of a page"
+                : result > 0 ? "more bytes than asked for"
+                             : library.transfer_text(result, error));
     return 0;
 }
 

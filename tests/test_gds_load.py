@@ -179,8 +179,10 @@ def test_what_cufile_refuses_comes_through_the_host(
     assert len(caplog.records) == int(refused)
 
 
-def test_short_reads(cufile: CufileStub, disk: Path) -> None:
-    cufile.at_most(MIB + 4096)
+@pytest.mark.parametrize("nbytes", [MIB + 4096, MIB + 100])
+def test_short_reads(cufile: CufileStub, disk: Path, nbytes: int) -> None:
+    """Whole pages, and parts of one, which are no end of the file."""
+    cufile.at_most(nbytes)
     state = saved(disk / "a.pt", w=50 * MIB)
     assert same(fastckpt.load(disk / "a.pt", KIND, staging="gds"), state)
 
