@@ -235,7 +235,7 @@ def test_what_cannot_be_installed_is_refused(call: Callable[..., list[Any]]) -> 
         assert isinstance(twice, ValueError) and "FastckptCheckpointEngine" in str(twice)
 
 
-def example(cwd: Path, *options: object, timeout_s: float = 90) -> str:
+def example(cwd: Path, *options: object, timeout_s: float = 140) -> str:
     """Output of the example on two ranks, which log their losses."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={RANKS}", str(ROOT / "examples" / "deepspeed_zero.py")]
