@@ -191,8 +191,8 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
                 super(AsyncTrainer, self)._save_checkpoint(model, trial)
             finally:
                 self._draft, state.best_global_step = None, best_step
-            if best_step == state.global_step:
-                best = state.best_model_checkpoint = path
+                if best_step == state.global_step:  # if it fails, wait_for_checkpoints() sees to it
+                    best = state.best_model_checkpoint = path
             if best_step is not None and self.args.should_save:
                 state.save_to_json(os.path.join(draft.directory, TRAINER_STATE_NAME))
 
