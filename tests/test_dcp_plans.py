@@ -1,0 +1,121 @@
+"""Plans that ranks make over a store: when they are exchanged, and what each rank is given.
+
+Ranks are threads here, over a store in memory. Must not know what is planned for.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from fastckpt import PeerFailed
+from fastckpt.coordinator import Coordinator
+from fastckpt.integrations import dcp_plans
+from fastckpt.integrations.dcp_plans import Plans
+
+RANKS = 3
+
+
+class Job:
+    """Ranks that plan together, one call of plan() after the other."""
+
+    def __init__(self) -> None:
+        store = dist.HashStore()
+        self.coordinators = [Coordinator(store, rank, RANKS, "plans") for rank in range(RANKS)]
+        self.plans = [Plans() for _ in range(RANKS)]
+        self.seen: list[list[SavePlan]] = []
+
+    def plan(self, names: list[str], settings: object = 0) -> list[tuple[SavePlan, object]]:
+        """What each rank is given that has one item of this name."""
+
+        def plan_all(locals_: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+            self.seen.append(locals_)
+            central = [replace(its, planner_data=len(self.seen)) for its in locals_]
+            return central, Metadata({}, planner_data=len(self.seen))
+
+        def run(rank: int) -> tuple[SavePlan, object]:
+            agreement = self.coordinators[rank].begin("plan", 20.0)
+            with agreement.failing():
+                given = self.plans[rank].central(
+                    agreement, settings, plan_of(names[rank]), plan_all
+                )
+            if rank == 0:
+                agreement.put("over", b"")
+            else:
+                agreement.get("over")
+            agreement.close()
+            return given
+
+        with ThreadPoolExecutor(RANKS) as threads:
+            return [*threads.map(run, range(RANKS))]
+
+
+def plan_of(name: str) -> SavePlan:
+    if name == "bad":
+        return SavePlan([], planner_data=lambda: None)  # no other rank can be told of it
+    return SavePlan([WriteItem(MetadataIndex(name, torch.Size([0])), WriteItemType.TENSOR)])
+
+
+def names_of(given: list[tuple[SavePlan, object]]) -> list[str]:
+    return [plan.items[0].index.fqn for plan, _metadata in given]
+
+
+def made(given: list[tuple[SavePlan, object]]) -> set[int]:
+    """Which of the central plans the ranks were given."""
+    return {plan.planner_data for plan, _metadata in given}
+
+
+def test_plans_are_used_again_until_one_of_them_changes() -> None:
+    job = Job()
+    first, second = ["a", "b", "c"], ["a", "B", "c"]
+    for names, exchanges, number in (
+        (first, 1, 1),
+        (first, 1, 1),
+        (second, 2, 2),  # two ranks are asked for what they thought to be known
+        (second, 2, 2),
+        (first, 2, 1),  # in turn, as a model and an optimizer may be saved
+        (second, 2, 2),
+        (["A", "B", "C"], 3, 3),
+    ):
+        given = job.plan(names)
+        assert names_of(given) == names and made(given) == {number}
+        assert len(job.seen) == exchanges == job.plans[0].exchanges
+        metadata = given[0][1]
+        assert isinstance(metadata, Metadata) and metadata.planner_data == number
+        assert [its for _plan, its in given[1:]] == [None, None]
+
+
+def test_other_settings_are_another_plan() -> None:
+    job = Job()
+    assert made(job.plan(["a", "b", "c"], settings=1)) == {1}
+    assert made(job.plan(["a", "b", "c"], settings=2)) == {2}
+    assert made(job.plan(["a", "b", "c"], settings=1)) == {1}
+
+
+def test_only_the_last_few_are_kept() -> None:
+    job = Job()
+    for number in range(6):
+        job.plan([f"a{number}", "b", "c"])
+    assert made(job.plan(["a5", "b", "c"])) == {6}
+    assert made(job.plan(["a0", "b", "c"])) == {7}
+
+
+def test_a_rank_that_fails_is_told_of_and_the_next_plan_works() -> None:
+    job = Job()
+    job.plan(["a", "b", "c"])
+    with pytest.raises(PeerFailed, match="rank 1 failed"):  # says rank 0
+        job.plan(["a", "bad", "c"])
+    given = job.plan(["a", "b", "d"])
+    assert names_of(given) == ["a", "b", "d"]
+
+
+def test_large_plans_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_plans, "_PART_BYTES", 50)
+    given = Job().plan(["x" * 10, "".join(map(chr, range(40, 400))), "z"])
+    assert names_of(given)[1] == "".join(map(chr, range(40, 400)))
