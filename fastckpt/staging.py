@@ -392,6 +392,7 @@ class Staging:
 
 
 combine_crcs = _engine.crc32_combine  # (crc of a, crc of b, len(b)) -> crc of a + b
+crc32_kernel = _engine.crc32_kernel  # () -> name of the one that this CPU is best at
 
 
 def stager_count() -> int:

@@ -1,0 +1,227 @@
+"""Short measurements for `fastckpt advise --measure`: what this node writes to a directory, and how
+fast it copies.
+
+Responsible for what is written there and for leaving nothing of it. It must not know the model that
+the rates go into.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+import fastckpt
+from fastckpt.cli.quantities import shown_rate, shown_size
+
+_MIB = 1 << 20
+_BYTES_FIRST, _BYTES_MIN, _BYTES_MAX = 16 * _MIB, 64 * _MIB, 512 * _MIB
+_SAVE_S = 1.5  # what one save is meant to take
+_WRITERS_MAX = 8
+_START_S, _WRITE_S = 10.0, 5.0  # until all processes are there, and until all have written
+# Saves once, for its staging memory; says that it is there, waits until all are, saves, and says
+# when that was.
+_WRITER = """
+import sys, time, torch, fastckpt
+path, nbytes = sys.argv[1], int(sys.argv[2])
+state = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+fastckpt.save(state, path).result()
+print("ready", flush=True)
+sys.stdin.readline()
+begun = time.perf_counter()
+fastckpt.save(state, path).result()
+print(begun, time.perf_counter(), flush=True)
+"""
+
+
+class Measured(NamedTuple):
+    """Rates in bytes per second by the input of a Job that they stand for, and what was done."""
+
+    rates: dict[str, float]
+    notes: list[str]
+
+
+def measure(directory: str) -> Measured:
+    """Writes to a directory by one process and by several, and copies in memory; at most about 20
+    seconds.
+
+    Raises:
+        OSError: the directory does not exist or is full. CheckpointError: a save failed.
+    """
+    found = Measured({}, [])
+    with _removed(os.path.realpath(directory)) as own:
+        one, nbytes = _one_writer(own)
+        found.rates["writer_rate"] = one
+        found.notes.append(
+            f"one process writes {shown_rate(one)} to {directory}: {shown_size(nbytes)}, durable"
+        )
+        _measure_several(own, nbytes, one, found)
+    _measure_copies(found)
+    return found
+
+
+@contextmanager
+def _removed(directory: str) -> Iterator[Path]:
+    """A directory of our own in the given one, gone when the body ends, by a signal too."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    earlier = signal.signal(signal.SIGTERM, stop)
+    own = Path(tempfile.mkdtemp(prefix="fastckpt-measure-", dir=directory))
+    try:
+        yield own
+    finally:
+        shutil.rmtree(own)
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def _check_room(directory: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < 2 * nbytes:
+        raise OSError(
+            f"{directory.parent} has {shown_size(free)} free: too little to measure with"
+            f" {shown_size(nbytes)}"
+        )
+
+
+def _one_writer(directory: Path) -> tuple[float, int]:
+    """What one process writes, and the bytes of a save that takes a good second."""
+    path, nbytes = directory / "one.pt", _BYTES_FIRST
+    _check_room(directory, nbytes)
+    rate = _saved(path, nbytes)  # the first save also takes its staging memory
+    for _ in range(2):
+        if nbytes / rate > 2 * _SAVE_S:
+            break  # so slow that this is long enough
+        nbytes = min(_BYTES_MAX, max(_BYTES_FIRST, int(rate * _SAVE_S) // _MIB * _MIB))
+        _check_room(directory, nbytes)
+        rate = _saved(path, nbytes)
+    path.unlink()
+    return rate, nbytes
+
+
+def _saved(path: Path, nbytes: int) -> float:
+    state = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    begun = time.perf_counter()
+    fastckpt.save(state, path).result()
+    return nbytes / (time.perf_counter() - begun)
+
+
+def _measure_several(directory: Path, nbytes: int, one: float, found: Measured) -> None:
+    """What the node writes, by one process for each CPU."""
+    count = min(_WRITERS_MAX, len(os.sched_getaffinity(0)))
+    if count < 2 or nbytes < _BYTES_MIN:
+        found.rates["network_rate"] = one
+        why = "one CPU" if count < 2 else "a slow disk"
+        found.notes.append(f"{why}: what one process writes stands for the node")
+        return
+    share = max(_BYTES_FIRST, nbytes // count // _MIB * _MIB)
+    _check_room(directory, share * count)
+    rate = _written_at_once(directory, count, share)
+    if rate is None:
+        found.rates["network_rate"] = one
+        found.notes.append(
+            f"{count} processes did not start and write within {_START_S + _WRITE_S:.0f} s: what "
+            "one writes stands for the node"
+        )
+        return
+    found.rates["network_rate"] = max(rate, one)
+    found.notes.append(
+        f"{count} processes write {shown_rate(rate)} together, {shown_size(share)} each; the node "
+        "is taken to do what is more"
+    )
+
+
+def _written_at_once(directory: Path, count: int, nbytes: int) -> float | None:
+    """What so many processes write together; None if they took too long."""
+    command = [sys.executable, "-c", _WRITER]
+    root = str(Path(fastckpt.__file__).parents[1])
+    writers: list[subprocess.Popen[str]] = []
+    try:
+        for number in range(count):
+            writers.append(
+                subprocess.Popen(
+                    [*command, str(directory / f"{number}.pt"), str(nbytes)],
+                    cwd=root,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        told = _lines_of(writers, _START_S)
+        if told is None:
+            return None
+        for writer in writers:
+            assert writer.stdin is not None
+            writer.stdin.write("\n")
+            writer.stdin.flush()
+        told = _lines_of(writers, _WRITE_S)
+        if told is None:
+            return None
+        times = [tuple(map(float, line.split())) for line in told]
+        return count * nbytes / (max(end for _, end in times) - min(begin for begin, _ in times))
+    finally:
+        for writer in writers:
+            writer.kill()
+        for writer in writers:
+            writer.communicate()
+
+
+def _lines_of(writers: list[subprocess.Popen[str]], within_s: float) -> list[str] | None:
+    """A line from each, in the order they are in; None if one is late.
+
+    Raises:
+        OSError: one ended without; what it said of that is on stderr.
+    """
+    late = time.monotonic() + within_s
+    lines = []
+    for writer in writers:
+        assert writer.stdout is not None
+        if not _readable(writer.stdout.fileno(), late - time.monotonic()):
+            return None
+        line = writer.stdout.readline()
+        if not line:
+            raise OSError("a process that was to write ended before it had")
+        lines.append(line)
+    return lines
+
+
+def _readable(fd: int, within_s: float) -> bool:
+    return bool(select.select([fd], [], [], max(0.0, within_s))[0])
+
+
+def _measure_copies(found: Measured) -> None:
+    """Copies in memory, and from a GPU if there is one: staging is one of both."""
+    source = torch.ones(256 * _MIB, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    memory = max(_copied(target, source) for _ in range(3))
+    note = f"memory is copied at {shown_rate(memory)}"
+    if not torch.cuda.is_available():
+        found.rates["d2h_rate"] = memory
+        found.notes.append(f"{note}, which stands for copies from a GPU: there is none here")
+        return
+    pinned = torch.zeros(256 * _MIB, dtype=torch.uint8, pin_memory=True)
+    device = torch.ones(256 * _MIB, dtype=torch.uint8, device="cuda")
+    rate = max(_copied(pinned, device) for _ in range(3))
+    found.rates["d2h_rate"] = rate
+    found.notes.append(f"{note}; one GPU is copied to pinned memory at {shown_rate(rate)}")
+
+
+def _copied(target: torch.Tensor, source: torch.Tensor) -> float:
+    if source.is_cuda:
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    target.copy_(source)  # of a GPU, too, it returns when all has arrived
+    return source.nbytes / (time.perf_counter() - begun)

@@ -1,0 +1,96 @@
+"""Sizes, rates and times as people write them, read and shown.
+
+Responsible for "4.3TiB", "75GB/s" and "3h". It must not know what any of them is of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from math import isfinite
+
+_NUMBER = re.compile(
+    r"\s*([0-9][0-9_]*\.?[0-9_]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*\Z", re.ASCII
+)
+_PREFIXES = ("k", "M", "G", "T", "P")
+_BYTES = {
+    "": 1.0,
+    "b": 1.0,
+    **{f"{p.lower()}b": 1000.0**n for n, p in enumerate(_PREFIXES, 1)},
+    **{f"{p.lower()}ib": 1024.0**n for n, p in enumerate(_PREFIXES, 1)},
+}
+_SECONDS = {
+    "": 1.0,
+    "us": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    **dict.fromkeys(("m", "min"), 60.0),
+    "h": 3600.0,
+    "d": 86400.0,
+}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def size(text: str) -> float:
+    """Bytes: "4.3TiB" (powers of 1024), "24 GB" (of 1000), "1e9"."""
+    return _read(text, _BYTES, "a size", "4.3TiB or 24GB")
+
+
+def rate(text: str) -> float:
+    """Bytes per second: "75GB/s", "6 GiB/s"; "/s" may be left out."""
+    stem = text.strip()
+    stem = stem[:-2] if stem.endswith("/s") else stem
+    return _read(stem, _BYTES, "a rate", "75GB/s", told=text)
+
+
+def time(text: str) -> float:
+    """Seconds: "3h", "5min", "1.5s", "20ms", "2d"; a number alone is of seconds."""
+    return _read(text, _SECONDS, "a time", "3h, 5min, 1.5s or 20ms")
+
+
+def count(text: str) -> float:
+    """A number: "340e9", "340B" (thousand millions), "70M"."""
+    return _read(text, _COUNTS, "a number", "340e9 or 340B")
+
+
+def _read(
+    text: str, units: Mapping[str, float], what: str, example: str, told: str | None = None
+) -> float:
+    match = _NUMBER.match(text)
+    factor = units.get(match[2].lower()) if match else None
+    if match is None or factor is None or not isfinite(float(match[1]) * factor):
+        shown = text if told is None else told
+        raise argparse.ArgumentTypeError(f"{shown!r} is not {what} such as {example}")
+    return float(match[1]) * factor
+
+
+def shown_size(nbytes: float) -> str:
+    """ "4.30 TiB" """
+    return _shown(nbytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def shown_rate(rate: float) -> str:
+    """ "75.0 GB/s" """
+    return _shown(rate, 1000.0, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
+
+
+def shown_time(seconds: float) -> str:
+    """ "16.4 s", "3.1 h" """
+    for unit, factor in (("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0)):
+        limit = {"ms": 1.0, "s": 120.0, "min": 7200.0, "h": 172800.0}[unit]
+        if seconds < limit:
+            return f"{_three(seconds / factor)} {unit}"
+    return f"{_three(seconds / 86400)} d"
+
+
+def _shown(value: float, base: float, units: tuple[str, ...]) -> str:
+    power = 0
+    while value >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    return f"{_three(value)} {units[power]}"
+
+
+def _three(value: float) -> str:
+    """About three digits, never an exponent."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"

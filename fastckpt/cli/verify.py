@@ -1,0 +1,229 @@
+"""`fastckpt verify`: whether every byte of files and steps is what was written.
+
+Responsible for finding what a path holds, for reading all of it against its checksums, and for
+saying what is damaged. It must not know what the bytes are of: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any
+
+from fastckpt import pipeline
+from fastckpt.cli.quantities import shown_size
+from fastckpt.codec import FrameReader
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.formats import distcp
+from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
+from fastckpt.reader import open_verified
+from fastckpt.staging import ReadStream
+from fastckpt.steps import Steps, naming
+from fastckpt.storage import reported
+
+_SCRATCH_BYTES = 8 << 20
+_DISTCP = ".distcp"
+
+
+def add_arguments(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="read checkpoints and compare all checksums",
+        description="Reads every byte of what PATHs hold and compares checksums. Exit status 0 if "
+        "all is as it was written, 1 if something is damaged, has no checksums, or cannot be read.",
+    )
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a file of fastckpt.save, a step, a Checkpointer's root, a .distcp file or a "
+        "directory of them",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    status = 0
+    for path in arguments.paths:
+        for name, check in _parts(os.path.realpath(path)):
+            try:
+                print(f"ok       {name}: {shown_size(check())}", flush=True)
+            except (CheckpointError, OSError) as error:
+                kind = "damaged" if isinstance(error, CorruptCheckpoint) else "FAILED"
+                print(f"{kind:8} {name}: {error}", flush=True)
+                status = 1
+    return status
+
+
+def _parts(path: str) -> Iterator[tuple[str, Callable[[], int]]]:
+    """What a path holds: for each its name, and what verifies it and tells how many bytes it has.
+
+    The oldest steps first; those without a manifest are no steps, and left out.
+    """
+    if not os.path.exists(path):
+        yield path, partial(_refuse, f"{path!r} does not exist")
+        return
+    if not os.path.isdir(path):
+        yield path, partial(_verify_file, path)
+        return
+    parent, name = os.path.split(path)
+    if os.path.exists(os.path.join(path, MANIFEST)):
+        yield path, partial(_verify_step, _steps(parent), name)
+        return
+    steps = _steps(path)
+    incomplete = set(steps.incomplete())
+    found = [name for name in sorted(steps.names()) if name not in incomplete]
+    for name in found:
+        yield os.path.join(path, name), partial(_verify_step, steps, name)
+    files = sorted(name for name in os.listdir(path) if name.endswith(_DISTCP))
+    for name in files:
+        yield os.path.join(path, name), partial(_verify_file, os.path.join(path, name))
+    if not found and not files:
+        why = f"{path!r} holds no committed step and no {_DISTCP} file"
+        yield path, partial(_refuse, why)
+
+
+def _refuse(why: str) -> int:
+    raise CheckpointError(why)
+
+
+def _steps(root: str) -> Steps:
+    return Steps(pipeline.current().storage, root)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    storage = pipeline.current().storage
+    with reported("open", path):
+        fd = storage.open_regular(path)
+    try:
+        yield fd
+    finally:
+        storage.close(fd)
+
+
+def _verify_file(path: str) -> int:
+    """A file that one save made: a torch zip, or a .distcp of items."""
+    with _opened(path) as fd:
+        if path.endswith(_DISTCP):
+            return _verify_distcp(fd, path)
+        closing_crc, nbytes = _verify_zip(fd, path)
+        if closing_crc is None:
+            raise CheckpointError(f"{path!r} was not written by fastckpt: it has no checksums")
+        return nbytes
+
+
+def _verify_zip(fd: int, path: str) -> tuple[int | None, int]:
+    """What the file ends in, or None if it is none of ours; and its size."""
+    current = pipeline.current()
+    file = open_verified(current.storage, current.staging, fd, path, True)
+    if file is None:
+        return None, 0
+    with file:
+        file.verify_all()
+        return file.closing_crc, file.tell()
+
+
+def _verify_distcp(fd: int, path: str) -> int:
+    current = pipeline.current()
+    with reported("read", path):
+        nbytes = current.storage.size(fd)
+        end = current.storage.read_at(fd, distcp.END_BYTES, max(0, nbytes - distcp.END_BYTES))
+        offset = distcp.tail_offset(end, nbytes)
+        if offset is None:
+            raise CorruptCheckpoint(
+                f"{path!r} does not end in checksums: it is truncated, or not of fastckpt"
+            )
+        tail = current.storage.read_at(fd, nbytes - offset, offset)
+    with naming(path):
+        index = distcp.parse(tail, offset).index
+    blocks = (offset, index.block_bytes, index.block_crcs)
+    with closing(current.staging.read(fd, path, *blocks)) as stream:
+        _read_all(stream, path, offset, index.block_bytes)
+    return nbytes
+
+
+def _verify_step(steps: Steps, name: str) -> int:
+    """Every file that the manifest names, while nobody may remove the step."""
+    with steps.hold(name):
+        manifest = steps.read(name)
+        checks = [partial(_verify_objects, steps.path(name), *manifest.objects)]
+        checks += [partial(_verify_writer, steps, name, manifest, w) for w in manifest.writers]
+        nbytes, damage = 0, []
+        for check in checks:
+            try:
+                nbytes += check()
+            except CorruptCheckpoint as error:
+                damage.append(str(error))
+        if damage:
+            raise CorruptCheckpoint("; ".join(damage))
+        return nbytes
+
+
+def _verify_objects(directory: str, file: str, nbytes: int, crc: int) -> int:
+    path = os.path.join(directory, file)
+    with _sized(path, nbytes) as fd:
+        found, _nbytes = _verify_zip(fd, path)
+        if found != crc:
+            raise CorruptCheckpoint(f"{path!r} is of another save than the manifest")
+    return nbytes
+
+
+def _verify_writer(steps: Steps, name: str, manifest: Manifest, writer: Writer) -> int:
+    """The index of one writer and the file that it is of."""
+    current = pipeline.current()
+    path = steps.path(name, writer.index)
+    with _sized(path, writer.index_nbytes) as fd, reported("read", path):
+        content = current.storage.read_at(fd, writer.index_nbytes, 0)
+    with naming(path):
+        index = writer.parse_index(content, manifest.nonce)
+    path = steps.path(name, writer.file)
+    blocks = (index.nbytes, index.block_bytes, index.block_crcs)
+    with _sized(path, writer.nbytes) as fd:
+        if index.codec is None:
+            with closing(current.staging.read(fd, path, *blocks)) as stream:
+                _read_all(stream, path, index.nbytes, index.block_bytes)
+        else:
+            frames = FrameReader(current.storage, fd, path, *blocks[:2], index.frames)
+            with (
+                current.staging.through(fd, frames.transfer) as route,
+                closing(current.staging.read(fd, path, *blocks, route=route)) as stream,
+            ):
+                _read_all(stream, path, index.nbytes, index.block_bytes)
+    return writer.index_nbytes + writer.nbytes
+
+
+@contextmanager
+def _sized(path: str, nbytes: int) -> Iterator[int]:
+    """A file of a step, which has the size that the manifest says."""
+    try:
+        with _opened(path) as fd:
+            found = pipeline.current().storage.size(fd)
+            if found != nbytes:
+                raise CorruptCheckpoint(f"{path!r} has {found} bytes, must have {nbytes}")
+            yield fd
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise CorruptCheckpoint(f"{path!r} is missing: the step is not whole") from None
+        raise
+
+
+def _read_all(stream: ReadStream, path: str, nbytes: int, block_bytes: int) -> None:
+    """Reads a stream to its end, keeping nothing."""
+    scratch = memoryview(bytearray(min(_SCRATCH_BYTES, max(1, nbytes))))
+    for at in range(0, nbytes, len(scratch)):
+        if not stream.readinto(scratch[: min(len(scratch), nbytes - at)], at):
+            raise _failure(stream, path, nbytes, block_bytes)
+
+
+def _failure(stream: ReadStream, path: str, nbytes: int, block_bytes: int) -> CheckpointError:
+    failure: Sequence[Any] | None = stream.failure()
+    if failure is not None:
+        op, offset, number = failure
+        return StorageError(op, path, number, offset)
+    begin = stream.corrupt_block() * block_bytes
+    end = min(begin + block_bytes, nbytes)
+    return CorruptCheckpoint(f"{path!r}: CRC-32 mismatch in bytes {begin} to {end}")
