@@ -238,10 +238,8 @@ def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
 
 
 def test_measured_rates_take_the_place_of_assumed_ones(disk: Path) -> None:
-    begun = time.monotonic()
     done = run("advise", *JOB, "--measure", ".", "--d2h", "20GB/s", "--json", cwd=disk)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - begun < 60  # on a machine that others load, too
     told = json.loads(done.stdout)
     sources, inputs = told["sources"], told["inputs"]
     assert sources["writer_rate"] == sources["network_rate"] == "measured"
