@@ -1,0 +1,235 @@
+"""How the ranks of a job divide what they save: the planner of a save, for torch's DCP.
+
+Responsible for each element being written once, by a rank that holds it: tensors that data
+parallel replicas hold alike are cut into bands of rows, one for each of them, so that all write as
+many bytes. Must not know files, processes, nor how plans travel between ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from fastckpt import IncompatibleCheckpoint
+
+# Below this a shard is written whole: cutting it gains less than another item costs.
+CUT_BYTES_MIN = 1 << 20
+
+# What a rank holds of a checkpoint, in the order in which it is best written: shards by key and
+# offset, and the bytes of objects by unique key.
+Holdings = Mapping[Any, "ShardedTensor | io.BytesIO"]
+
+
+def may_write(replica_id: int | tuple[int, ...]) -> bool:
+    """Whether a replica holds the same bytes as the main one.
+
+    Only the last coordinate, the data parallel one, may differ: what replicas of other kinds hold
+    is equal in theory, and the main one's bits are what Megatron itself would save.
+    """
+    return isinstance(replica_id, int) or all(number == 0 for number in replica_id[:-1])
+
+
+class Division(SavePlanner):
+    """Plans a save of Holdings; every rank offers all that it may write."""
+
+    def set_up_planner(
+        self,
+        state_dict: Any,
+        storage_meta: Any = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self._held: Holdings = state_dict
+        self._shards: dict[str, list[ShardedTensor]] = {}
+        for held in self._held.values():
+            if isinstance(held, ShardedTensor):
+                self._shards.setdefault(held.key, []).append(held)
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(
+            [
+                _item(held)
+                if isinstance(held, ShardedTensor)
+                else WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+                for key, held in self._held.items()
+            ]
+        )
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return divide(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        key, data = write_item.index.fqn, write_item.tensor_data
+        if data is not None:
+            return _part(self._shards[key], data.chunk)
+        content = self._held[key]
+        assert isinstance(content, io.BytesIO)
+        return content
+
+
+def divide(offers: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Who writes what, from what each rank offers to write.
+
+    Returns:
+        A plan for each rank, and the description of all tensors and objects.
+
+    Raises:
+        IncompatibleCheckpoint: shards overlap or leave holes, or ranks offer one tensor in
+            different shapes or dtypes.
+    """
+    holders: dict[MetadataIndex, list[int]] = {}
+    offered: dict[MetadataIndex, WriteItem] = {}
+    for rank, plan in enumerate(offers):
+        for item in plan.items:
+            holders.setdefault(item.index, []).append(rank)
+            offered.setdefault(item.index, item)
+    loads = [0] * len(offers)
+    # The largest are given away first, so that small ones even out what is left; written they are
+    # in the order of the offer, for what lies side by side in memory will be wanted together.
+    places = [{item.index: at for at, item in enumerate(plan.items)} for plan in offers]
+    parts: list[list[tuple[int, WriteItem]]] = [[] for _ in offers]
+    for index in sorted(offered, key=lambda index: -_nbytes(offered[index])):
+        for rank, part in _assigned(offered[index], holders[index], loads):
+            loads[rank] += max(_nbytes(part), 1)
+            parts[rank].append((places[rank][index], part))
+    written = [[part for _, part in sorted(each, key=lambda pair: pair[0])] for each in parts]
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    plans = [
+        dataclasses.replace(plan, items=[_noted(item, described) for item in items])
+        for plan, items in zip(offers, written, strict=True)
+    ]
+    for key, tensor in described.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            _check_cover(key, tensor)
+    return plans, Metadata(described)
+
+
+def _item(shard: ShardedTensor) -> WriteItem:
+    offset = torch.Size(shard.global_offset)
+    sizes = torch.Size((1,) * shard.prepend_axis_num + tuple(shard.local_shape))
+    return WriteItem(
+        MetadataIndex(shard.key, offset),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offset, sizes=sizes),
+            properties=TensorProperties(dtype=shard.dtype),
+            size=torch.Size(shard.global_shape),
+        ),
+    )
+
+
+def _assigned(
+    item: WriteItem, ranks: list[int], loads: list[int]
+) -> Iterator[tuple[int, WriteItem]]:
+    """Parts of an item and who writes them: a band of rows each, or all by the least loaded."""
+    if item.tensor_data is None or _nbytes(item) < CUT_BYTES_MIN:
+        yield min(ranks, key=lambda rank: loads[rank]), item
+        return
+    chunk = item.tensor_data.chunk
+    axis = next((axis for axis, size in enumerate(chunk.sizes) if size > 1), 0)
+    rows, begin = chunk.sizes[axis], 0
+    for number, rank in enumerate(sorted(ranks), 1):
+        end = rows * number // len(ranks)
+        if end > begin:
+            yield rank, _band(item, axis, begin, end)
+        begin = end
+
+
+def _band(item: WriteItem, axis: int, begin: int, end: int) -> WriteItem:
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    offset, sizes = list(chunk.offsets), list(chunk.sizes)
+    offset[axis] += begin
+    sizes[axis] = end - begin
+    band = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(sizes))
+    return dataclasses.replace(
+        item,
+        index=dataclasses.replace(item.index, offset=band.offsets),
+        tensor_data=dataclasses.replace(item.tensor_data, chunk=band),
+    )
+
+
+def _noted(
+    item: WriteItem, described: dict[str, TensorStorageMetadata | BytesStorageMetadata]
+) -> WriteItem:
+    """Enters an item in the description; returns it with its place there."""
+    key, data = item.index.fqn, item.tensor_data
+    if data is None:
+        if key in described:
+            raise IncompatibleCheckpoint(f"{key!r} is both an object and a tensor")
+        described[key] = BytesStorageMetadata()
+        return item
+    fresh = TensorStorageMetadata(properties=data.properties, size=data.size, chunks=[])
+    tensor = described.setdefault(key, fresh)
+    if not isinstance(tensor, TensorStorageMetadata):
+        raise IncompatibleCheckpoint(f"{key!r} is both an object and a tensor")
+    if tensor.size != data.size or tensor.properties.dtype != data.properties.dtype:
+        raise IncompatibleCheckpoint(
+            f"{key!r} is {tuple(tensor.size)} {tensor.properties.dtype} on one rank, "
+            f"{tuple(data.size)} {data.properties.dtype} on another"
+        )
+    tensor.chunks.append(data.chunk)
+    place = dataclasses.replace(item.index, index=len(tensor.chunks) - 1)
+    return dataclasses.replace(item, index=place)
+
+
+def _check_cover(key: str, tensor: TensorStorageMetadata) -> None:
+    """Chunks must cover their tensor once. All are inside and none starts where another does (an
+    index is written once), so a wrong sum is what holes and overlaps would show.
+    """
+    for chunk in tensor.chunks:
+        ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(end > size for end, size in zip(ends, tensor.size, strict=True)):
+            raise IncompatibleCheckpoint(f"a shard of {key!r} reaches beyond {tuple(tensor.size)}")
+    covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    if covered != math.prod(tensor.size):
+        raise IncompatibleCheckpoint(
+            f"the ranks hold {covered} elements of {key!r}, which has {math.prod(tensor.size)}"
+        )
+
+
+def _nbytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    dtype: torch.dtype = item.tensor_data.properties.dtype
+    return math.prod(item.tensor_data.chunk.sizes) * dtype.itemsize
+
+
+def _part(shards: list[ShardedTensor], chunk: ChunkStorageMetadata) -> torch.Tensor:
+    """The elements of a chunk, from the shard that has them all."""
+    for shard in shards:
+        part: torch.Tensor = shard.data.detach().view(
+            (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+        )
+        begins = [at - base for at, base in zip(chunk.offsets, shard.global_offset, strict=True)]
+        if all(
+            begin >= 0 and begin + size <= whole
+            for begin, size, whole in zip(begins, chunk.sizes, part.shape, strict=True)
+        ):
+            for axis, (begin, size) in enumerate(zip(begins, chunk.sizes, strict=True)):
+                part = part.narrow(axis, begin, size)
+            return part
+    raise AssertionError(f"no shard holds {chunk}")

@@ -1,0 +1,133 @@
+"""Reads of chosen parts of a DCP directory: boxes of stored chunks, and the bytes of objects.
+
+Responsible for asking a reader for exactly these, without a collective. Must not know what they
+are parts of.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.safe_globals import SAFE_GLOBALS, _reconstruct
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from fastckpt import IncompatibleCheckpoint
+from fastckpt.integrations import dcp
+
+# What Megatron allows in common.pt; numpy 2 moved the one that makes its arrays.
+_ALLOWED: list[Any] = [
+    *SAFE_GLOBALS,
+    *((_reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+]
+
+
+def box_item(
+    target: str,
+    to: Sequence[int],
+    key: str,
+    chunk: ChunkStorageMetadata,
+    at: Sequence[int],
+    lengths: Sequence[int],
+) -> ReadItem:
+    """One box: from a place in a stored chunk of `key` to a place in the tensor called `target`."""
+    return ReadItem(
+        LoadItemType.TENSOR,
+        MetadataIndex(target),
+        torch.Size(to),
+        MetadataIndex(key, chunk.offsets),
+        torch.Size(at),
+        torch.Size(lengths),
+    )
+
+
+def read_boxes(
+    directory: str, items: Iterable[ReadItem], targets: Mapping[str, torch.Tensor]
+) -> None:
+    """Reads boxes into tensors; see read()."""
+    chosen = _Chosen(list(items), targets)
+    if chosen.items:
+        read(directory, chosen, {})
+
+
+def read_objects(
+    directory: str, keys: Iterable[str], weights_only: bool = True
+) -> dict[str, io.BytesIO]:
+    """The bytes of objects, by key; see read()."""
+    none = torch.Size([0])
+    indices = [MetadataIndex(key) for key in keys]
+    chosen = _Chosen(
+        [ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none) for index in indices], {}
+    )
+    if chosen.items:
+        read(directory, chosen, {}, weights_only=weights_only)
+    return chosen.contents
+
+
+def read(
+    directory: str, planner: LoadPlanner, state: dict[str, Any], *, weights_only: bool = True
+) -> None:
+    """Reads what a planner asks for; as torch.distributed.checkpoint.load by this rank alone.
+
+    Raises:
+        CorruptCheckpoint: bytes are not those that were written. KeyError: a key is missing.
+        IncompatibleCheckpoint: weights_only, and an object needs more than Megatron allows.
+    """
+    reader = dcp.Reader(directory, weights_only=weights_only)
+    try:
+        with _allowed():
+            metadata = reader.read_metadata()
+            planner.set_up_planner(state, metadata, True)
+            reader.set_up_storage_reader(metadata, True)
+            plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+            reader.read_data(plan, planner).wait()
+    except pickle.UnpicklingError as error:
+        raise IncompatibleCheckpoint(str(error)) from error
+
+
+def _allowed() -> Any:
+    """Inside, what Megatron allows is allowed. Leaving it takes away what it added, no more: what
+    others have allowed, or an outer one of these, stays.
+    """
+    known = torch.serialization.get_safe_globals()
+    return torch.serialization.safe_globals([each for each in _ALLOWED if each not in known])
+
+
+def unpickled(content: io.BytesIO, name: str, weights_only: bool = True) -> Any:
+    """What torch.save wrote, with the classes allowed that Megatron allows."""
+    try:
+        with _allowed():
+            return torch.load(content, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise IncompatibleCheckpoint(f"{name!r} needs weights_only=False: {error}") from error
+
+
+class _Chosen(DefaultLoadPlanner):
+    """A plan that was made elsewhere."""
+
+    def __init__(self, items: list[ReadItem], targets: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.items, self._targets = items, targets
+        self.contents: dict[str, io.BytesIO] = {}
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+    ) -> None: ...
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan(self.items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.contents[read_item.dest_index.fqn] = value
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        part = self._targets[read_item.dest_index.fqn].detach()
+        places = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        for axis, (start, length) in enumerate(places):
+            part = part.narrow(axis, start, length)
+        return part

@@ -1,0 +1,247 @@
+"""Which elements of stored 1-D arrays make up a range of a parameter: pure arithmetic on boxes.
+
+Megatron's distributed optimizer keeps the state of many parameters in 1-D buckets. A Piece tells
+which box of which global tensor lies where in such an array; from the pieces that were stored and
+the pieces of a parameter here, this module computes the runs of elements to copy, for any change
+of tensor, pipeline and data parallel sizes. Must not know files, torch, Megatron or ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+class Piece(NamedTuple):
+    """A box of a global tensor, as it lies in a 1-D array.
+
+    Attributes:
+        key: name of the global tensor.
+        offset, shape: the box, in elements of the global tensor.
+        start: where the box's first element lies in the array.
+        strides: how far apart neighbours along each axis lie in the array.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def moved(self, by: int) -> Piece:
+        """The same box in an array where everything lies `by` elements further on."""
+        return self._replace(start=self.start + by)
+
+    @classmethod
+    def of(cls, record: Sequence[Any]) -> Piece:
+        """From a record of a file: (key, offset, shape, start, strides)."""
+        key, offset, shape, start, strides = record
+        piece = cls(str(key), tuple(offset), tuple(shape), int(start), tuple(strides))
+        if not len(piece.offset) == len(piece.shape) == len(piece.strides):
+            raise ValueError(f"a piece of {key!r} has axes without an offset, a size or a stride")
+        return piece
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of elements to copy: length[i] of them, from source[i] on, to target[i] on."""
+
+    source: Indices
+    target: Indices
+    length: Indices
+
+    @classmethod
+    def one(cls, source: int, target: int, length: int) -> Runs:
+        return cls(*(np.array([number], dtype=np.int64) for number in (source, target, length)))
+
+    @property
+    def size(self) -> int:
+        """How many elements."""
+        return int(self.length.sum())
+
+    def spans(self) -> list[Runs]:
+        """Groups of runs, in order of the source, between which little lies: to be read at once,
+        with the gaps, into at most five times the memory.
+        """
+        if not len(self.length):
+            return []
+        gaps = self.source[1:] - self.source[:-1] - self.length[:-1]
+        apart = gaps > 4 * np.minimum(self.length[:-1], self.length[1:])
+        bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(self.length)]
+        return [
+            Runs(self.source[a:b], self.target[a:b], self.length[a:b])
+            for a, b in itertools.pairwise(bounds)
+        ]
+
+    def steps(self) -> tuple[int, int] | None:
+        """(source, target): how far equal runs are apart; None: they differ, or there is none."""
+        if not len(self.length) or (self.length != self.length[0]).any():
+            return None
+        found = [np.unique(np.diff(starts)) for starts in (self.source, self.target)]
+        if any(len(steps) > 1 for steps in found):
+            return None
+        source, target = (int(steps[0]) if len(steps) else 1 for steps in found)
+        return (source, target) if target > 0 else None
+
+    def within(self, start: int, stop: int) -> Runs:
+        """What of it goes to target elements start <= i < stop, counted from `start`."""
+        first = np.maximum(self.target, start)
+        last = np.minimum(self.target + self.length, stop)
+        kept = last > first
+        skipped = (first - self.target)[kept]
+        return Runs(self.source[kept] + skipped, first[kept] - start, (last - first)[kept])
+
+    def joined(self) -> Runs:
+        """The same copies in order of the source; neighbours on both sides become one."""
+        if not len(self.length):
+            return self
+        order = np.argsort(self.source, kind="stable")
+        source, target, length = self.source[order], self.target[order], self.length[order]
+        apart = (source[:-1] + length[:-1] != source[1:]) | (
+            target[:-1] + length[:-1] != target[1:]
+        )
+        first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+        return Runs(source[first], target[first], np.add.reduceat(length, first))
+
+
+def common_runs(source: Piece, target: Piece) -> Runs | None:
+    """How the elements that both boxes have go from one array to the other; None: there are none.
+
+    Of each box a run is as many elements as lie side by side in both arrays.
+    """
+    if source.key != target.key or len(source.shape) != len(target.shape):
+        return None
+    low = [max(a, b) for a, b in zip(source.offset, target.offset, strict=True)]
+    high = [
+        min(a + m, b + n)
+        for a, m, b, n in zip(source.offset, source.shape, target.offset, target.shape, strict=True)
+    ]
+    counts = [stop - start for start, stop in zip(low, high, strict=True)]
+    if any(count <= 0 for count in counts):
+        return None
+    length, outer = 1, len(counts)
+    while outer and (
+        counts[outer - 1] == 1 or source.strides[outer - 1] == target.strides[outer - 1] == length
+    ):
+        outer -= 1
+        length *= counts[outer]
+
+    def starts(piece: Piece) -> Indices:
+        begin = piece.start + sum(
+            (at - offset) * stride
+            for at, offset, stride in zip(low, piece.offset, piece.strides, strict=True)
+        )
+        found = np.array([begin], dtype=np.int64)
+        for count, stride in zip(counts[:outer], piece.strides[:outer], strict=True):
+            steps = np.arange(count, dtype=np.int64) * stride
+            found = (found[:, None] + steps[None, :]).ravel()
+        return found
+
+    at = starts(source)
+    return Runs(at, starts(target), np.full(len(at), length, dtype=np.int64))
+
+
+class Uncovered(ValueError):
+    """Elements of a parameter are stored nowhere, or more than once.
+
+    Attributes:
+        found, wanted: how many elements.
+    """
+
+    def __init__(self, keys: Iterable[str], found: int, wanted: int) -> None:
+        self.found, self.wanted = found, wanted
+        names = ", ".join(sorted({repr(key) for key in keys}))
+        super().__init__(f"{names}: {found} elements are stored of the {wanted} needed")
+
+
+class Catalog:
+    """The pieces of all stored arrays, by the global tensor they belong to.
+
+    Args:
+        arrays: pieces by the name of the array. Where several arrays hold the same box, as
+            replicas do, the first one counts.
+    """
+
+    def __init__(self, arrays: Mapping[str, Iterable[Piece]]) -> None:
+        self._held: dict[str, dict[tuple[tuple[int, ...], ...], tuple[str, Piece]]] = {}
+        for name, pieces in arrays.items():
+            for piece in pieces:
+                boxes = self._held.setdefault(piece.key, {})
+                boxes.setdefault((piece.offset, piece.shape), (name, piece))
+
+    def runs(
+        self, pieces: Sequence[Piece], start: int, stop: int, *, partial: bool = False
+    ) -> dict[str, Runs]:
+        """What makes up elements start <= i < stop of a parameter.
+
+        Args:
+            pieces: boxes of the flat parameter, which together are all of it.
+            start, stop: the range wanted; targets are counted from `start`.
+            partial: whether elements may be stored nowhere.
+
+        Returns:
+            Runs for each array that is needed, in order of its elements.
+
+        Raises:
+            Uncovered: elements are stored nowhere, or more than once.
+        """
+        found: dict[str, list[Runs]] = {}
+        for target in pieces:
+            for name, source in self._held.get(target.key, {}).values():
+                runs = common_runs(source, target)
+                if runs is not None and (runs := runs.within(start, stop)).size:
+                    found.setdefault(name, []).append(runs)
+        size = sum(runs.size for parts in found.values() for runs in parts)
+        if size > stop - start or (size < stop - start and not partial):
+            raise Uncovered((piece.key for piece in pieces), size, stop - start)
+        return {name: _one(parts).joined() for name, parts in found.items()}
+
+
+def _one(parts: list[Runs]) -> Runs:
+    return Runs(
+        np.concatenate([runs.source for runs in parts]),
+        np.concatenate([runs.target for runs in parts]),
+        np.concatenate([runs.length for runs in parts]),
+    )
+
+
+def split_at(runs: Runs, starts: Indices, sizes: Indices) -> list[tuple[int, int, int, int]]:
+    """Cuts runs where the array's stored fragments end.
+
+    Args:
+        runs: in order of the source.
+        starts, sizes: the fragments, ascending and without overlap.
+
+    Returns:
+        (fragment, offset in it, target, length) for each copy.
+
+    Raises:
+        Uncovered: an element lies in no fragment.
+    """
+    cuts: list[tuple[int, int, int, int]] = []
+    ends = starts + sizes
+    for source, target, length in zip(
+        runs.source.tolist(), runs.target.tolist(), runs.length.tolist(), strict=True
+    ):
+        at, stop = source, source + length
+        number = int(np.searchsorted(ends, at, side="right"))
+        while at < stop:
+            if number == len(ends) or at < starts[number]:
+                raise Uncovered(["an array"], at - source, length)
+            taken = min(stop, int(ends[number])) - at
+            cuts.append((number, at - int(starts[number]), target + at - source, taken))
+            at += taken
+            number += 1
+    return cuts

@@ -1,0 +1,181 @@
+"""save_checkpoint, shaped like Megatron's own.
+
+Responsible for what a checkpoint holds, and for the tracker and retention after its commit. Must
+not know how bytes are written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+from fastckpt import SaveHandle
+from fastckpt.integrations.megatron import iterations
+from fastckpt.integrations.megatron.optimizer import CONTENT, SHARDING, saved_maps
+from fastckpt.integrations.megatron.state import (
+    chunks,
+    content_metadata,
+    model_state,
+    rng_objects,
+    rng_state,
+)
+from fastckpt.integrations.megatron.strategies import SaveStrategy, serialized
+
+log = logging.getLogger("fastckpt")
+
+LAYOUTS = ("dp_reshardable", "fully_reshardable")
+
+
+@dataclass
+class _Directory:
+    """What this process knows of a directory that it saves to."""
+
+    handles: list[SaveHandle] = field(default_factory=list)
+    begun: int = 0  # saves
+    tracked: int = 0  # the one of them that the tracker was last moved for
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_directories: dict[str, _Directory] = {}
+
+
+def save_checkpoint(
+    iteration: int,
+    model: Any,
+    optimizer: Any = None,
+    opt_param_scheduler: Any = None,
+    num_floating_point_operations_so_far: int = 0,
+    *,
+    save: str,
+    non_persistent_ckpt: bool = False,
+    args: Any = None,
+    extra: dict[str, Any] | None = None,
+    save_rng: bool = True,
+    distrib_optim_sharding_type: str = "dp_reshardable",
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    on_error: str = "raise",
+    fence: str = "call",
+    timeout_s: float = 600.0,
+) -> SaveHandle:
+    """Begins to save an iteration, and returns when the model may change. All ranks call it.
+
+    The checkpoint is `<save>/iter_0001000` in Megatron's torch_dist format, which stock Megatron
+    loads. It is written and committed in the background; then the tracker
+    `latest_checkpointed_iteration.txt` is moved, and old iterations are removed.
+
+    Ranks talk over the job's store; collectives run in the first save to a directory alone, where
+    Megatron looks whether the ranks' shards fit together, and where "fully_reshardable" gathers.
+
+    Args:
+        iteration: 0 or more.
+        model: a GPTModel or the like, wrapped or not, or the list of a stage's model chunks.
+        optimizer, opt_param_scheduler: Megatron's, or None.
+        num_floating_point_operations_so_far: is kept for load_checkpoint.
+        save: the run's directory, the same on all ranks; made if it is missing.
+        non_persistent_ckpt: save to `<save>/non_persistent` instead, where only the last is kept.
+        args: Megatron's arguments, which stock Megatron wants to find; None: none are saved.
+        extra: further entries of the common state, the same on all ranks.
+        save_rng: whether random number generators are saved: Python's, numpy's, torch's, the GPU's.
+        distrib_optim_sharding_type: "dp_reshardable" saves the distributed optimizer's buckets
+            without communication, and their map, with which load_checkpoint loads them onto other
+            tensor and pipeline parallel sizes too. "fully_reshardable" lets stock Megatron do so;
+            it gathers the state first.
+        keep_last: how many iterations are kept, at least 1; None: all.
+        keep_every: with keep_last, multiples of this are kept too.
+        on_error: "raise": an earlier save's failure is raised here, on all ranks, and nothing is
+            saved. "warn": it is logged, and training goes on. Either way the last good checkpoint
+            stays the last.
+        fence: "call": returns when everything is copied. "step": returns at once, and the next
+            optimizer step waits.
+        timeout_s: the longest that ranks wait for each other, in seconds.
+
+    Returns:
+        A SaveHandle; result() returns when the iteration is committed and the tracker moved.
+
+    Raises:
+        ValueError: an argument is unknown or out of range.
+        CheckpointError: with on_error="raise", the failure of an earlier save.
+        megatron's CheckpointingException: ranks' shards do not fit together, at the first save.
+    """
+    if distrib_optim_sharding_type not in LAYOUTS:
+        raise ValueError(
+            f"distrib_optim_sharding_type is {distrib_optim_sharding_type!r}, must be one of "
+            f"{LAYOUTS}"
+        )
+    if iteration < 0 or (keep_last is not None and keep_last < 1):
+        raise ValueError(f"iteration is {iteration}, keep_last {keep_last}: too small")
+    root = os.path.realpath(save)
+    if non_persistent_ckpt:
+        root, keep_last, keep_every = os.path.join(root, iterations.NON_PERSISTENT), 1, None
+    directory = _directories.setdefault(root, _Directory())
+    directory.begun += 1
+    number = directory.begun
+    metadata = content_metadata(distrib_optim_sharding_type)
+    state = _state(model, optimizer, opt_param_scheduler, metadata)
+    for mine in rng_objects([rng_state()]) if save_rng else []:
+        state[mine.key] = mine
+    state |= {"iteration": iteration, "checkpoint_version": 3.0}
+    state["num_floating_point_operations_so_far"] = num_floating_point_operations_so_far
+    state |= {} if args is None else {"args": args}
+    sharded, common = save_preprocess(state | (extra or {}), validate_access_integrity=number == 1)
+
+    def after_commit() -> None:
+        with directory.lock:
+            if number > directory.tracked:  # a later save may have been faster
+                directory.tracked = number
+                _track(root, iteration, keep_last, keep_every)
+
+    strategy = SaveStrategy(fence=fence, timeout_s=timeout_s, on_error=on_error)
+    handle = strategy.begin(
+        sharded,
+        os.path.join(root, iterations.directory_name(iteration)),
+        serialized(common).getvalue() if dist.get_rank() == 0 else None,
+        after_commit,
+    )
+    directory.handles = [each for each in directory.handles if not each.done()] + [handle]
+    return handle
+
+
+def wait_for_checkpoints() -> None:
+    """Waits until all saves of this process have been committed, or have failed.
+
+    Call it before the process group is destroyed. A failure is raised or logged as on_error says.
+    """
+    for directory in _directories.values():
+        handles, directory.handles = directory.handles, []
+        for handle in handles:
+            handle.wait_done()
+        for handle in handles:
+            if not handle.reported:
+                handle.result()
+
+
+def _state(model: Any, optimizer: Any, scheduler: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    state = model_state(chunks(model), metadata)
+    if optimizer is not None:
+        maps = saved_maps(optimizer, state) if metadata[SHARDING] == "dp_reshardable" else []
+        kept = optimizer.sharded_state_dict(dict(state), metadata=metadata)
+        state |= {"optimizer": kept, "fastckpt_optimizer_maps": maps}
+    if scheduler is not None:
+        state["opt_param_scheduler"] = scheduler.state_dict()
+    kept = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+    return state | {CONTENT: kept}
+
+
+def _track(root: str, iteration: int, keep_last: int | None, keep_every: int | None) -> None:
+    """Moves the tracker and removes old iterations. The checkpoint is committed whatever happens
+    here, and load_checkpoint finds it without the tracker.
+    """
+    try:
+        iterations.track(root, iteration)
+        if keep_last is not None:
+            iterations.retain(root, iteration, keep_last, keep_every)
+    except Exception as error:
+        log.error("%s does not name iteration %d: %s", iterations.TRACKER, iteration, error)

@@ -1,0 +1,77 @@
+"""What of a training run is in a checkpoint beside the optimizer: model chunks, random numbers.
+
+Responsible for the names Megatron saves them under. Must not know files or saves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.utils import unwrap_model
+
+from fastckpt.integrations.megatron.optimizer import SHARDING
+
+RNG, OWN_RNG = "rng_state", "fastckpt.rng_state"
+
+
+def content_metadata(sharding_type: str) -> dict[str, Any]:
+    """How Megatron is to shard what it saves; it is kept in the checkpoint, but for the group."""
+    return {
+        SHARDING: sharding_type,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def chunks(model: Any) -> list[Any]:
+    return list(unwrap_model(model if isinstance(model, list) else [model]))
+
+
+def named(models: Sequence[Any]) -> list[tuple[str, Any]]:
+    if len(models) == 1:
+        return [("model", models[0])]
+    return [(f"model{number}", model) for number, model in enumerate(models)]
+
+
+def model_state(models: Sequence[Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    return {name: model.sharded_state_dict(metadata=metadata) for name, model in named(models)}
+
+
+def rng_objects(states: list[Any] | None) -> list[ShardedObject]:
+    """Megatron's rng_state, one for each model parallel rank, and ours, one for each rank."""
+    ps = parallel_state
+    pp, tp = ps.get_pipeline_model_parallel_world_size(), ps.get_tensor_model_parallel_world_size()
+    at = (ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank())
+    dp_rank = ps.get_data_parallel_rank(with_context_parallel=True)
+    dp = ps.get_data_parallel_world_size(with_context_parallel=True)
+    return [
+        ShardedObject(RNG, states, (pp, tp), at, replica_id=dp_rank),
+        ShardedObject(OWN_RNG, states, (pp, tp, dp), (*at, dp_rank)),
+    ]
+
+
+def rng_state() -> dict[str, Any]:
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    if torch.cuda.is_available() and state["cuda_rng_state"] is not None:
+        torch.cuda.set_rng_state(state["cuda_rng_state"])
+    if state["rng_tracker_states"]:
+        tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])

@@ -1,0 +1,270 @@
+"""Megatron's save and load strategies for the torch_dist format, on fastckpt's engine.
+
+Responsible for the translation: a sharded state dict to what ranks hold, a save in flight to an
+AsyncRequest, and stored shards back to tensors and objects. The directory is what stock Megatron
+writes and reads. Must not know models, optimizers, iterations or the tracker.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.strategies import torch as stock
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle
+from fastckpt.integrations import dcp
+from fastckpt.integrations.megatron.division import Division, Holdings, may_write
+from fastckpt.integrations.megatron.iterations import COMMON, CONFIG, replace_file
+from fastckpt.integrations.megatron.ranges import read, unpickled
+
+BACKEND, VERSION = "torch_dist", 1
+_COMMON_CRC = "fastckpt.common.pt.crc32"
+_CONFIG = {
+    "sharded_backend": BACKEND,
+    "sharded_backend_version": VERSION,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+class Writer(dcp.Writer):
+    """Writes what makes a DCP directory one of Megatron's, before it is committed.
+
+    Args:
+        path: the directory.
+        common: bytes of common.pt; None: Megatron has written it. Their checksum goes into
+            `.metadata`, so that they are of one save or taken for damage.
+        after_commit: called when the checkpoint is committed; it must not raise.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        common: bytes | None = None,
+        after_commit: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(path)
+        self._common, self._after_commit = common, after_commit
+
+    def commit(self, storage: Any, metadata: Metadata, results: Any) -> Any:
+        """Called in the background of the first rank, when all data is durable."""
+        os.makedirs(self.path, exist_ok=True)  # no rank may have had data to write
+        path, common = os.path.join(self.path, COMMON), self._common
+        if common is not None:
+            replace_file(path, common)
+        elif os.path.exists(path):
+            with open(path, "rb") as file:
+                common = file.read()
+                os.fsync(file.fileno())
+        replace_file(os.path.join(self.path, CONFIG), json.dumps(_CONFIG).encode())
+        if common is not None:
+            metadata.planner_data = {_COMMON_CRC: zlib.crc32(common)}
+        committed = super().commit(storage, metadata, results)
+        if self._after_commit is not None:
+            self._after_commit()
+        return committed
+
+
+class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
+    """Saves for megatron.core.dist_checkpointing.save.
+
+    The save begins in async_save() and commits in the background, whether or not the request is
+    ever finalized; finalizing waits for the commit. No process is started, no memory is shared with
+    one, and the training thread runs no collective. Of what data parallel replicas hold alike each
+    writes a part.
+
+    Args:
+        fence: as fastckpt.save's: "call" or "step".
+        timeout_s: the longest that ranks wait for each other, in seconds.
+        on_error: "raise": a save's failure that nobody asked for is raised by the next save.
+            "warn": it is logged.
+    """
+
+    def __init__(
+        self, *, fence: str = "call", timeout_s: float = 600.0, on_error: str = "raise"
+    ) -> None:
+        super().__init__(BACKEND, VERSION)
+        self._options: dict[str, Any] = {
+            "fence": fence,
+            "timeout_s": timeout_s,
+            "on_error": on_error,
+        }
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> AsyncRequest:
+        """Begins the save; see the class."""
+        handle = self.begin(sharded_state_dict, os.fspath(checkpoint_dir))
+        return AsyncRequest(None, (), [handle.result])
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        """Saves, and returns when it is committed."""
+        self.begin(sharded_state_dict, os.fspath(checkpoint_dir)).result()
+
+    def begin(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        directory: str,
+        common: bytes | None = None,
+        after_commit: Callable[[], None] | None = None,
+    ) -> SaveHandle:
+        """Begins a save of what is left of a state dict when factories are applied and common
+        state is taken out. `common` and `after_commit` are Writer's.
+        """
+        handle: SaveHandle = dcp.async_save(
+            dict(holdings(nested_values(sharded_state_dict))),
+            storage_writer=Writer(directory, common, after_commit),
+            planner=Division(),
+            **self._options,
+        )
+        return handle
+
+
+class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """Loads for megatron.core.dist_checkpointing.load, from directories of ours or of Megatron's.
+
+    Reads are ranged and verified, and run no collective.
+
+    Args:
+        weights_only: whether sharded objects are loaded as torch.load(weights_only=True) does,
+            with the classes allowed that Megatron allows for common.pt. False runs code from the
+            file, as Megatron's own strategy does.
+    """
+
+    def __init__(self, *, weights_only: bool = True) -> None:
+        super().__init__()
+        self._weights_only = weights_only
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> Any:
+        """Reads into the tensors that are there, or new ones; returns the same nest of them.
+
+        Raises:
+            CorruptCheckpoint: bytes are not those that were written.
+            KeyError, CheckpointingException: the checkpoint has not what the state dict asks for.
+            IncompatibleCheckpoint: an object needs weights_only=False.
+        """
+        tensors = [v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedTensor)]
+        shards, flat, renamed = stock._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        values = stock.mcore_to_pyt_state_dict(shards, True)
+        planner = _Planner(
+            self._weights_only,
+            shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={
+                t.key: t for t in tensors if t.allow_shape_mismatch
+            },
+        )
+        read(os.fspath(checkpoint_dir), planner, values, weights_only=self._weights_only)
+        loaded = {key: stock._unwrap_pyt_sharded_tensor(value) for key, value in values.items()}
+        loaded = stock._replace_sharded_keys_with_state_dict_keys(loaded, flat, renamed)
+        stock._restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+    def load_tensors_metadata(
+        self, checkpoint_dir: str | Path, metadata: Metadata | None = None
+    ) -> Any:
+        """Shapes and dtypes of all tensors."""
+        metadata = metadata or stored_metadata(checkpoint_dir)
+        return super().load_tensors_metadata(checkpoint_dir, metadata)
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
+        """Shapes and dtypes of all tensors, and the keys of all objects."""
+        metadata = stored_metadata(checkpoint_dir)
+        found: dict[str, Any] = {
+            key: ShardedObject.empty_from_unique_key(key) for key in object_keys(metadata)
+        }
+        return found | self.load_tensors_metadata(checkpoint_dir, metadata)
+
+
+class _Planner(stock.MCoreLoadPlanner):  # type: ignore[misc]
+    """Megatron's planner, which would run code from files."""
+
+    def __init__(self, weights_only: bool, **options: Any) -> None:
+        super().__init__(flatten_state_dict=False, **options)
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        self.original_state_dict[key] = unpickled(value, key, self._weights_only)
+
+    if not stock.HAVE_TE:
+        commit_tensor = DefaultLoadPlanner.commit_tensor  # reads need not arrive one by one
+
+
+def holdings(values: Iterable[Any]) -> Holdings:
+    """What this rank offers to write, from the values of a state dict."""
+    held: dict[Any, Any] = {}
+    objects: dict[str, list[Any]] = {}
+    for value in values:
+        if isinstance(value, ShardedTensor):
+            if may_write(value.replica_id):  # one tensor may be in a state dict twice
+                held.setdefault((value.key, tuple(value.global_offset)), value)
+        elif is_main_replica(value.replica_id):
+            objects.setdefault(value.unique_key, []).append(value.data)
+    return held | {key: serialized(data) for key, data in objects.items()}
+
+
+def serialized(value: Any) -> io.BytesIO:
+    """As torch.save writes it."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    content.seek(0)
+    return content
+
+
+def stored_metadata(directory: str | Path) -> Metadata:
+    """`.metadata` of a directory, read without running code from it."""
+    return dcp.Reader(os.fspath(directory)).read_metadata()
+
+
+def object_keys(metadata: Metadata) -> list[str]:
+    return [
+        key for key, value in metadata.state_dict_metadata.items() if not hasattr(value, "size")
+    ]
+
+
+def stored_common(directory: str, metadata: Metadata, weights_only: bool = True) -> dict[str, Any]:
+    """common.pt of a directory.
+
+    Raises:
+        CorruptCheckpoint: it is missing or damaged, or of another save than `.metadata`.
+        IncompatibleCheckpoint: it needs weights_only=False.
+    """
+    path = os.path.join(directory, COMMON)
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except FileNotFoundError as error:
+        raise CorruptCheckpoint(f"{path!r} is missing") from error
+    expected = (metadata.planner_data or {}).get(_COMMON_CRC)
+    if expected not in (None, zlib.crc32(content)):
+        raise CorruptCheckpoint(f"{path!r} is damaged, or of another save: its CRC-32 is another")
+    try:
+        common: dict[str, Any] = unpickled(io.BytesIO(content), path, weights_only)
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        if isinstance(error, IncompatibleCheckpoint):
+            raise
+        raise CorruptCheckpoint(f"{path!r} is damaged: {error}") from error
+    return common
