@@ -1,0 +1,72 @@
+"""Lets Megatron-core train on a machine without a GPU, over gloo: for trying things out and for CI.
+
+Megatron-core asks for CUDA devices, streams and synchronisation by name. `on_cpu()` answers those
+calls with what a CPU has; the model, its parallelism, the distributed optimizer and its checkpoints
+are Megatron's own code. Must not be used where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _Stream:
+    """A stream on which everything has happened already."""
+
+    def wait_stream(self, *_others: Any) -> None: ...
+
+    def wait_event(self, *_events: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Tensors that are asked for on a CUDA device come on the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Inside, Megatron-core finds one device, which is the CPU."""
+    tensor_type = torch.Tensor.type
+
+    def cuda_named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """tensor.type() names a CUDA tensor: the mixed precision optimizer sorts by that name."""
+        name = tensor_type(self, *args, **kwargs)
+        if not args and not kwargs and not name.startswith("torch.cuda."):
+            name = name.replace("torch.", "torch.cuda.", 1)
+        return name
+
+    cuda: dict[str, Any] = {
+        "synchronize": lambda *_: None,
+        "current_device": lambda: "cpu",
+        "set_device": lambda *_: None,
+        "device_count": lambda: 1,
+        "current_stream": lambda *_: _Stream(),
+        "Stream": lambda *_, **__: _Stream(),
+        "stream": lambda _stream: contextlib.nullcontext(),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, stand_in in cuda.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self))
+        stack.enter_context(mock.patch.object(torch.Tensor, "type", cuda_named))
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+        nothing = contextlib.nullcontext
+        stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: nothing()))
+        stack.enter_context(_CudaIsCpu())
+        yield
