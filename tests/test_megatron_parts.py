@@ -1,0 +1,330 @@
+"""What of the Megatron integration needs no ranks: arithmetic of buckets, division of work, names
+of iterations, and the patch of megatron.training.
+
+Responsible for properties over all shapes, and for what is refused. megatron.training is not in the
+package: a small tree of modules with its documented names stands in for it.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import sys
+import types
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from torch.distributed.checkpoint.planner import SavePlan
+
+from fastckpt import IncompatibleCheckpoint
+from fastckpt.integrations import megatron
+from fastckpt.integrations.megatron import division, iterations
+from fastckpt.integrations.megatron import optimizer as optimizers
+from fastckpt.integrations.megatron.buckets import _scatter
+from fastckpt.integrations.megatron.reshard import (
+    Catalog,
+    Piece,
+    Runs,
+    Uncovered,
+    common_runs,
+    split_at,
+)
+
+# Buckets.
+
+
+def grid(draw: Callable[[Any], Any], shape: tuple[int, ...]) -> list[tuple[Any, Any]]:
+    """Boxes that tile a tensor: (offset, shape)."""
+    axes = []
+    for size in shape:
+        inner = draw(st.sets(st.integers(1, max(1, size - 1)), max_size=3)) if size > 1 else set()
+        cuts = [0, *sorted(inner), size]
+        axes.append(list(itertools.pairwise(cuts)))
+    return [
+        (tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in itertools.product(*axes)
+    ]
+
+
+@st.composite
+def bucketed(draw: Any) -> tuple[dict[str, list[Piece]], dict[str, np.ndarray], Any]:
+    """Tensors cut into boxes that are strewn over 1-D arrays with padding between them; some
+    boxes lie there transposed.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    arrays: dict[str, list[Piece]] = {}
+    contents: dict[str, list[np.ndarray]] = {}
+    for number in range(draw(st.integers(1, 2))):
+        shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+        values = np.arange(np.prod(shape)).reshape(shape) + 1000 * number
+        tensors[f"t{number}"] = values
+        for offset, size in grid(draw, shape):
+            name = draw(st.sampled_from(["a", "b", "c"]))
+            held = contents.setdefault(name, [])
+            held.append(np.full(draw(st.integers(0, 3)), -1))
+            start = sum(map(len, held))
+            box = values[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
+            order = draw(st.permutations(range(len(shape))))
+            held.append(box.transpose(order).ravel())
+            strides = [0] * len(shape)
+            step = 1
+            for axis in reversed(order):
+                strides[axis] = step
+                step *= size[axis]
+            piece = Piece(f"t{number}", offset, size, start, tuple(strides))
+            arrays.setdefault(name, []).append(piece)
+    return arrays, {name: np.concatenate(held) for name, held in contents.items()}, tensors
+
+
+@settings(deadline=None, max_examples=200)
+@given(bucketed(), st.data())
+def test_any_range_of_any_box_is_found(stored: Any, data: st.DataObject) -> None:
+    arrays, contents, tensors = stored
+    catalog = Catalog(arrays)
+    for key, values in tensors.items():
+        for offset, size in grid(data.draw, values.shape):
+            box = values[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
+            strides = tuple(s // box.itemsize for s in np.zeros(size, box.dtype).strides)
+            piece = Piece(key, offset, size, 0, strides)
+            start = data.draw(st.integers(0, box.size - 1))
+            stop = data.draw(st.integers(start + 1, box.size))
+            found = np.full(stop - start, -2)
+            scattered = torch.full((stop - start + 1,), -2)[1:]  # not where its storage begins
+            for name, runs in catalog.runs([piece], start, stop).items():
+                assert (np.diff(runs.source) > 0).all()
+                for source, target, length in zip(
+                    runs.source, runs.target, runs.length, strict=True
+                ):
+                    found[target : target + length] = contents[name][source : source + length]
+                for span in runs.spans():
+                    base, end = span.source[0], span.source[-1] + span.length[-1]
+                    assert end - base <= 5 * span.size
+                    _scatter(torch.from_numpy(contents[name][base:end].copy()), span, scattered)
+            assert (found == box.ravel()[start:stop]).all()
+            assert (scattered.numpy() == found).all()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
+def test_runs_are_cut_where_fragments_end(sizes: list[int], data: st.DataObject) -> None:
+    starts = np.cumsum([0, *sizes[:-1]])
+    total = sum(sizes)
+    source = data.draw(st.integers(0, total - 1))
+    length = data.draw(st.integers(1, total - source))
+    cuts = split_at(Runs.one(source, 5, length), starts, np.array(sizes))
+    whole = [(starts[n] + at + i, to + i) for n, at, to, size in cuts for i in range(size)]
+    assert whole == [(source + i, 5 + i) for i in range(length)]
+    assert all(at + size <= sizes[number] for number, at, _, size in cuts)
+
+
+def test_rows_of_equal_width_are_one_run() -> None:
+    source = Piece("w", (0, 0), (64, 8), 100, (8, 1))
+    runs = common_runs(source, Piece("w", (16, 0), (32, 8), 0, (8, 1)))
+    assert runs is not None
+    assert [a.tolist() for a in (runs.source, runs.target, runs.length)] == [[228], [0], [256]]
+
+
+def test_replicas_are_read_once_and_holes_are_named() -> None:
+    piece = Piece("w", (0,), (8,), 0, (1,))
+    catalog = Catalog({"first": [piece], "second": [piece.moved(4)]})
+    assert list(catalog.runs([piece], 0, 8)) == ["first"]
+    half = Catalog({"first": [Piece("w", (0,), (4,), 0, (1,))]})
+    with pytest.raises(Uncovered, match=r"'w': 4 elements are stored of the 8 needed"):
+        half.runs([piece], 0, 8)
+    assert half.runs([piece], 0, 8, partial=True)["first"].size == 4
+    twice = Catalog({"a": [piece], "b": [Piece("w", (2,), (4,), 0, (1,))]})
+    with pytest.raises(Uncovered, match="12 elements"):
+        twice.runs([piece], 0, 8)
+    with pytest.raises(Uncovered):
+        split_at(Runs.one(3, 0, 4), np.array([0]), np.array([5]))
+
+
+def test_what_cuts_a_parameter_is_understood_and_other_things_refused_by_name() -> None:
+    def halves(key: str, data: torch.Tensor, *_: Any) -> list[ShardedTensor]:
+        parts = enumerate(data.chunk(2, dim=1))
+        return [ShardedTensor.from_rank_offsets(key, part, (1, at, 2)) for at, part in parts]
+
+    param = torch.zeros(4, 6)
+    cut = ShardedTensorFactory("gate", param, halves, torch.cat)
+    pieces = optimizers._pieces(param, {param: cut})
+    assert pieces == [
+        Piece("gate", (0, 0), (4, 3), 0, (6, 1)),
+        Piece("gate", (0, 3), (4, 3), 3, (6, 1)),
+    ]
+    copied = ShardedTensorFactory("gate", param, lambda k, t, *a: halves(k, t + 1, *a), torch.cat)
+    with pytest.raises(IncompatibleCheckpoint, match="'gate' is saved by a factory"):
+        optimizers._pieces(param, {param: copied})
+
+
+@pytest.mark.parametrize("record", [("k", [0], [1, 2], 0, [1]), ("k", [0])])
+def test_a_broken_record_of_a_map_is_refused(record: Any) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Piece.of(record)
+
+
+# Division.
+
+
+def offer(*shards: ShardedTensor, objects: tuple[str, ...] = ()) -> SavePlan:
+    planner = division.Division()
+    held: dict[Any, Any] = {(shard.key, shard.global_offset): shard for shard in shards}
+    planner.set_up_planner(held | {key: io.BytesIO(b"x") for key in objects})
+    return planner.create_local_plan()
+
+
+def shard(key: str, rows: int, columns: int, at: int = 0, of: int = 1) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.zeros(rows, columns), (0, at, of))
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(1, 700), st.integers(1, 700)), min_size=1, max_size=6),
+)
+def test_what_all_hold_is_divided_evenly_and_covered(ranks: int, shapes: Any) -> None:
+    shards = [shard(f"k{number}", *shape) for number, shape in enumerate(shapes)]
+    plans, metadata = division.divide([offer(*shards) for _ in range(ranks)])
+    covered = {s.key: torch.zeros(s.global_shape, dtype=torch.int) for s in shards}
+    sizes = []
+    for plan in plans:
+        sizes.append(0)
+        for item in plan.items:
+            chunk = item.tensor_data.chunk
+            box = tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            covered[item.index.fqn][box] += 1
+            sizes[-1] += 4 * chunk.sizes.numel()
+            its = metadata.state_dict_metadata[item.index.fqn].chunks[item.index.index]
+            assert its == chunk
+    assert all((each == 1).all() for each in covered.values())
+    assert max(sizes) - min(sizes) <= division.CUT_BYTES_MIN + 4 * 700 * len(shapes)
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    half, other = shard("w", 4, 4, 0, 2), shard("w", 4, 4, 1, 2)
+    division.divide([offer(half), offer(other)])
+    with pytest.raises(IncompatibleCheckpoint, match="hold 16 elements of 'w', which has 32"):
+        division.divide([offer(half), offer(half)])
+    with pytest.raises(IncompatibleCheckpoint, match=r"'w' is \(8, 4\) .* \(9, 4\)"):
+        division.divide([offer(half), offer(ShardedTensor(*_uneven()))])
+    with pytest.raises(IncompatibleCheckpoint, match="both an object and a tensor"):
+        division.divide([offer(half, other), offer(objects=("w",))])
+
+
+def _uneven() -> Any:
+    return "w", torch.zeros(4, 4), torch.float32, (4, 4), (9, 4), (4, 0), None
+
+
+def test_only_data_parallel_replicas_share_the_work() -> None:
+    assert division.may_write((0, 0, 3)) and division.may_write(2)
+    assert not division.may_write((0, 1, 0)) and not division.may_write((1, 0, 0))
+
+
+# Iterations.
+
+
+def test_retention_spares_links_the_newest_and_what_is_newer(tmp_path: Path) -> None:
+    for number in range(1, 8):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+        if number not in (2, 7):
+            (tmp_path / f"iter_{number:07d}" / ".metadata").touch()
+    elsewhere = tmp_path / "elsewhere"
+    os.rename(tmp_path / "iter_0000003", elsewhere)
+    os.symlink(elsewhere, tmp_path / "iter_0000003")
+    assert iterations.retain(str(tmp_path), 6, 2, 4) == [1, 2]
+    assert iterations.complete_iterations(str(tmp_path)) == [3, 4, 5, 6]
+    assert (tmp_path / "iter_0000007").is_dir()
+
+
+def test_tracker_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    iterations.track(str(tmp_path), 5)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "full")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="full"):
+        iterations.track(str(tmp_path), 6)
+    assert os.listdir(tmp_path) == [iterations.TRACKER]
+    assert iterations.tracked(str(tmp_path)) == 5
+
+
+def test_a_release_is_a_candidate(tmp_path: Path) -> None:
+    (tmp_path / iterations.TRACKER).write_text("release\n")
+    assert iterations.candidates(str(tmp_path)) == [(0, str(tmp_path / "release"))]
+
+
+# megatron.training.
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """megatron.training, as far as install() knows it."""
+    tree = {
+        name: types.ModuleType(f"megatron.training{name}")
+        for name in ("", ".checkpointing", ".training", ".global_vars")
+    }
+    args = Namespace(save="run", load="run", no_save_optim=False, no_save_rng=True, finetune=False)
+    args.__dict__ |= dict(no_load_optim=False, no_load_rng=False, ckpt_format="torch_dist")
+    tree[".global_vars"].get_args = lambda: args
+    for name in (".checkpointing", ".training"):
+        tree[name].save_checkpoint = tree[name].load_checkpoint = lambda *_: "Megatron's"
+    told: list[Any] = []
+    for name in ("set_checkpoint_version", "check_checkpoint_args"):
+        setattr(tree[".checkpointing"], name, told.append)
+    tree[".checkpointing"].update_num_microbatches = lambda **given: told.append(given)
+    for name, module in tree.items():
+        monkeypatch.setitem(sys.modules, f"megatron.training{name}", module)
+    return Namespace(tree=tree, args=args, told=told)
+
+
+def test_installed_functions_translate_the_arguments(
+    training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastckpt.integrations.megatron import training as installing
+
+    calls: list[Any] = []
+    monkeypatch.setattr(installing, "save_checkpoint", lambda *a, **k: calls.append((a, k)))
+    common = {"args": Namespace(consumed_train_samples=64), "checkpoint_version": 3.0}
+    common["num_floating_point_operations_so_far"] = 9
+    monkeypatch.setattr(installing, "restore", lambda *a, **k: calls.append((a, k)) or (7, common))
+    megatron.install(keep_last=3)
+    loop = training.tree[".training"]
+    assert loop.save_checkpoint is training.tree[".checkpointing"].save_checkpoint
+    loop.save_checkpoint(7, "model", "optimizer", "schedule", 9, {}, non_persistent_ckpt=True)
+    given, options = calls.pop()
+    assert given == (7, "model", "optimizer", "schedule", 9)
+    assert options["save"] == "run" and options["keep_last"] == 3 and options["on_error"] == "warn"
+    assert options["non_persistent_ckpt"] and not options["save_rng"]
+    assert options["args"] is training.args
+    assert options["distrib_optim_sharding_type"] == "dp_reshardable"
+    assert loop.load_checkpoint("model", "optimizer", "schedule", strict=False) == (7, 9)
+    given, options = calls.pop()
+    assert given == ("model", "optimizer", "schedule")
+    assert options["load"] == "run" and options["iteration"] is None and not options["strict"]
+    assert training.args.consumed_train_samples == 64
+    assert training.told == [3.0, common["args"], {"consumed_samples": 64, "verbose": True}]
+    training.args.ckpt_format = "torch"
+    with pytest.raises(NotImplementedError, match="ckpt_format is 'torch'"):
+        loop.save_checkpoint(8, "model", None, None, 0)
+
+
+def test_install_refuses_loudly_what_it_does_not_know(
+    training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del training.tree[".training"].load_checkpoint
+    with pytest.raises(ImportError, match=r"megatron.training.training has no load_checkpoint"):
+        megatron.install()
+    assert training.tree[".checkpointing"].save_checkpoint() == "Megatron's"
+    for name in [name for name in sys.modules if name.startswith("megatron.training")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match="not in the megatron-core package"):
+        megatron.install()
