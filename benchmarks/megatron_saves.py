@@ -1,0 +1,132 @@
+"""Megatron-core: what a checkpoint costs its training, against Megatron's own synchronous save, and
+what loading an optimizer on another parallelism reads.
+
+    make bench-megatron BENCH_ARGS="--dir DIRECTORY_ON_A_REAL_DISK"
+
+Two ranks on the CPU over gloo; medians of the rounds, which take turns. Must not know how either
+way works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("examples", ".")]
+
+import megatron_gpt  # noqa: E402
+from megatron_cpu import on_cpu  # noqa: E402
+
+
+def rebuilt(tp: int, pp: int, hidden: int) -> tuple[Any, Any, Any]:
+    from megatron.core import parallel_state
+
+    from fastckpt.integrations.megatron import optimizer as optimizers
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parts = megatron_gpt.build(tp, pp, hidden=hidden)
+    optimizers.allocate(parts[1])
+    return parts
+
+
+def slowest(seconds: float) -> float:
+    """Of all ranks."""
+    found = torch.tensor([seconds])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def compare(directory: Path, hidden: int, rounds: int) -> None:
+    from fastckpt.integrations.megatron import save_checkpoint
+
+    parallel, optimizer, scheduler = rebuilt(2, 1, hidden)
+    stock, blocked, committed = [], [], []
+    for number in range(1, rounds + 2):
+        dist.barrier()
+        stock.append(
+            slowest(megatron_gpt.save_as_megatron(parallel, optimizer, directory / "theirs"))
+        )
+        dist.barrier()
+        begun = time.perf_counter()
+        handle = save_checkpoint(
+            number, parallel, optimizer, scheduler, save=str(directory / "ours"), keep_last=1
+        )
+        blocked.append(slowest(time.perf_counter() - begun))
+        handle.result()
+        committed.append(slowest(handle.stats.committed_s or 0.0))
+    if dist.get_rank() == 0:
+        stored = directory / "ours" / f"iter_{rounds + 1:07d}"
+        nbytes = sum(path.stat().st_size for path in stored.iterdir())
+        sync, ours, done = (statistics.median(each[1:]) for each in (stock, blocked, committed))
+        print(f"checkpoint of {nbytes / 1e6:.0f} MB, medians of {rounds} rounds")
+        print(f"Megatron, synchronous: {sync:.3f} s")
+        print(f"fastckpt, blocked:     {ours:.3f} s, {ours / sync:.2f} of it")
+        print(f"fastckpt, committed:   {done:.3f} s, {done / sync:.2f} of it", flush=True)
+
+
+def reshard(directory: Path, hidden: int, save: tuple[int, int], load: tuple[int, int]) -> None:
+    from fastckpt import pipeline
+    from fastckpt.integrations.megatron import optimizer as optimizers
+    from fastckpt.integrations.megatron import save_checkpoint
+    from fastckpt.integrations.megatron.state import content_metadata
+    from fastckpt.integrations.megatron.strategies import stored_metadata
+
+    root = str(directory / "reshard")
+    save_checkpoint(1, *rebuilt(*save, hidden), save=root).result()
+    model, optimizer, _ = rebuilt(*load, hidden)
+    streams: list[Any] = []
+    staging = pipeline.current().staging
+    reading = staging.read
+
+    def noted(*args: Any) -> Any:
+        streams.append(reading(*args))
+        return streams[-1]
+
+    staging.read = noted  # type: ignore[method-assign]
+    path = os.path.join(root, "iter_0000001")
+    state = {"model": model.module.sharded_state_dict(metadata=content_metadata(""))}
+    begun = time.perf_counter()
+    with torch.no_grad():
+        needed = optimizers.load_buckets(optimizer, state, path, stored_metadata(path))
+    seconds = slowest(time.perf_counter() - begun)
+    took = sum(stream.nbytes_read() for stream in streams)
+    del staging.read
+    if dist.get_rank() == 0:
+        print(
+            f"optimizer TP{save[0]} PP{save[1]} -> TP{load[0]} PP{load[1]}: {seconds:.2f} s, "
+            f"rank 0 needs {needed / 1e6:.0f} MB and reads {took / needed:.2f} of that",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measures checkpoints of Megatron-core.")
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    directory = options.dir / "megatron"
+    with on_cpu():
+        compare(directory, options.hidden, options.rounds)
+        reshard(directory, options.hidden, (2, 1), (1, 1))
+        reshard(directory, options.hidden, (1, 2), (1, 1))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
