@@ -27,9 +27,11 @@ constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201, kNotReady 
 enum Kind { kToHost, kToDevice, kKernel, kRecord, kWait, kOnDevice, kLaunch };
 
 struct Event {
-    uint64_t asked = 0;  // records asked for
-    uint64_t done = 0;
-    double at_us = 0;  // of the last one done
+    uint64_t asked = 0;          // records asked for
+    std::set<uint64_t> pending;  // of these; on several streams they end in any order
+    double at_us = 0;            // of the last one done
+
+    bool done(uint64_t number) const { return pending.count(number) == 0; }
 };
 
 struct Work {
@@ -99,7 +101,7 @@ struct Stream {
     bool may_begin() const {
         if (queue.empty()) return false;
         const Work& work = queue.front();
-        if (work.kind == kWait) return work.event->done >= work.number;
+        if (work.kind == kWait) return work.event->done(work.number);
         return !(held && (work.kind == kToHost || work.kind == kToDevice));
     }
 
@@ -129,7 +131,7 @@ struct Stream {
         double begin = now_us, took = work.took_us;
         if (work.kind == kWait) now_us = std::max(now_us, work.event->at_us);
         if (work.kind == kRecord) {
-            work.event->done = work.number;
+            work.event->pending.erase(work.number);
             work.event->at_us = now_us;
         }
         if (work.kind == kToHost || work.kind == kToDevice) {
@@ -358,6 +360,7 @@ EXPORT int cuEventRecord(void* event, void* stream) {
     {
         const std::lock_guard lock(mu);
         work.number = ++work.event->asked;
+        work.event->pending.insert(work.number);
     }
     queue(stream, work);
     return kSuccess;
@@ -367,14 +370,14 @@ EXPORT int cuEventQuery(void* event) {
     if (const int result = enter("cuEventQuery")) return result;
     const std::lock_guard lock(mu);
     const auto* asked = static_cast<Event*>(event);
-    return asked->done == asked->asked ? kSuccess : kNotReady;
+    return asked->done(asked->asked) ? kSuccess : kNotReady;
 }
 
 EXPORT int cuEventSynchronize(void* event) {
     if (const int result = enter("cuEventSynchronize")) return result;
     const auto* asked = static_cast<Event*>(event);
     std::unique_lock lock(mu);
-    changed.wait(lock, [&] { return asked->done == asked->asked; });
+    changed.wait(lock, [&] { return asked->done(asked->asked); });
     return kSuccess;
 }
 
