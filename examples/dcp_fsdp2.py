@@ -23,6 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ranks import arguments, joined, loss_log, preset_of, report, train_step
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from train_fsdp2 import make_sharded
 from train_gpt import load_text
 
@@ -49,7 +50,9 @@ def main() -> int:
     args = parser.parse_args()
     with joined() as rank, loss_log(args.loss_log, rank) as log:
         preset, text = preset_of(args, rank), load_text()
-        model, optimizer, _ = make_sharded(preset, args.seed, args.ballast, rank)
+        kind, sizes = rank.device.type, (rank.world_size, 1)
+        mesh = init_device_mesh(kind, sizes, mesh_dim_names=("dp", "tp"))
+        model, optimizer, _ = make_sharded(preset, args.seed, args.ballast, mesh, rank.device)
         first = latest(args.root)
         if first:
             state = state_of(model, optimizer, 0)

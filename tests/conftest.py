@@ -277,6 +277,14 @@ def saving_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "fastckpt" in thread.name]
 
 
+@pytest.fixture(autouse=True)
+def no_class_is_safe() -> None:
+    """Frameworks register classes for torch.load as they are imported, Megatron-core among them: no
+    other test is to feel that.
+    """
+    torch.serialization.clear_safe_globals()
+
+
 def pytest_unconfigure() -> None:
     """An interpreter that does not end says where it stands, and ends."""
     faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)

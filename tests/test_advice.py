@@ -295,7 +295,7 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
-SLACK = 1 + 1e-9
+SLACK = 1 + 1e-6
 
 
 @given(jobs())

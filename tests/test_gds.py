@@ -577,8 +577,6 @@ def test_whatever_fails_nothing_is_lost(
         ("run(('write', 1, blocks.address(0), 4096, 0, True))", "found != files_.end()"),
         ("run(('write', 1, blocks.address(1) + 4096, 8192, 0, True))", "last <= end"),
         ("blocks.address(2)", "index < count_"),
-        ("backend.end_file(1)", "found != files_.end()"),
-        ("backend.begin_file(1); backend.begin_file(1)", ".second"),
         ("_engine.GdsBlocks(library, queue, 2, 1000)", "block_bytes % kDirectAlign"),
     ],
 )

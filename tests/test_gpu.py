@@ -559,7 +559,8 @@ def test_tensors_are_kept_until_copied_and_no_longer(
         gpu.fail("cuEventSynchronize", ILLEGAL_ADDRESS)
     handle = saves.save(0, state)
     state.clear()
-    assert accelerator.pieces_alive(accelerator_library) >= before + 3
+    # A failure may have come before this line, and all have been let go of.
+    assert fails or accelerator.pieces_alive(accelerator_library) >= before + 3
     gpu.hold(False)
     error = handle.exception(WAIT_S)
     assert accelerator.pieces_alive(accelerator_library) == before

@@ -133,8 +133,8 @@ def restore_rows(member: Member, root: str, repeats: int) -> list[tuple[int, int
     seen = []
     real = StepReader.read
 
-    def read(reader: StepReader, targets: list[Target]) -> int:
-        needed = real(reader, targets)
+    def read(reader: StepReader, targets: list[Target], staging: str) -> int:
+        needed = real(reader, targets, staging)
         seen.append((needed, reader.nbytes_read))
         return needed
 
