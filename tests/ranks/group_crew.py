@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import select
 import signal
@@ -235,6 +236,8 @@ def serve(connection: Connection, rank: int, size: int, port: int) -> None:
             result = True, traceback.format_exc()
         connection.send(result)
     if not call:
+        for child in multiprocessing.active_children():  # of a framework, and nobody else's to end
+            child.kill()
         os._exit(0)
 
 
