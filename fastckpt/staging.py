@@ -163,14 +163,14 @@ class Staging:
             return Route(double, False, "the storage double transfers the bytes")
         with reported("open", path):
             name, policy = self._storage.policy(fd)
-        direct, why = policy.direct, f"{name}: {policy.why}"
+        direct, why = policy.direct, f"{name}: {policy.text() if writing else policy.why}"
         if direct and not writing and self._storage.cached_share(fd) > 0.5:
             direct, why = False, f"{name}: most of the file is in the page cache"
         elif direct:
             with reported("write" if writing else "read", path, offset):
                 refusal = self._storage.set_direct(fd, writing=writing, offset=offset)
             if refusal is not None:
-                direct, why = False, f"{name}: {refusal}"
+                direct, why = False, f"{why}; {refusal}"
         wanted = policy.backend if requested == "auto" else requested
         if requested != "auto":
             why = f"{why}; backend {requested!r} was asked for"

@@ -1,9 +1,8 @@
-"""The seam to the file system: every call that names a file, and the policy for each kind of file
-system.
+"""The seam to the file system: every call that names a file.
 
-Responsible for turning OSError into StorageError and for deciding backend and O_DIRECT. It must not
-know formats, tensors, or in which order a commit calls it. Tests replace Storage by doubles that
-record, fail, shorten or forget what they are told.
+Responsible for turning OSError into StorageError, and for doing each call as the kind of file
+system asks for. It must not know formats, tensors, or in which order a commit calls it. Tests
+replace Storage by doubles that record, fail, shorten or forget what they are told.
 """
 
 from __future__ import annotations
@@ -17,58 +16,38 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
-from fastckpt import _engine
+from fastckpt import _engine, filesystems
 from fastckpt.errors import StorageError
+from fastckpt.filesystems import Policy
 from fastckpt.image import PAGE_BYTES
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
-
-class Policy(NamedTuple):
-    """How to move bytes to and from one kind of file system.
-
-    Attributes:
-        backend: "io_uring" or "threads", what "auto" means there.
-        direct: whether O_DIRECT is tried; a probe of the real file has the last word.
-        why: the reason, for logs and SaveStats.
-    """
-
-    backend: str
-    direct: bool
-    why: str
-
-
-_LOCAL = "direct I/O runs in parallel here, and io_uring keeps it deep without threads"
-_SERIAL = "io_uring would punt every write to one kernel worker per file here; threads do not"
-POLICIES = {
-    "ext4": Policy("io_uring", True, _LOCAL),
-    "xfs": Policy("io_uring", True, _LOCAL),
-    "btrfs": Policy("io_uring", True, _LOCAL),
-    "tmpfs": Policy("threads", False, "memory: there is no device to reach directly"),
-    "lustre": Policy("threads", True, _SERIAL),
-    "nfs": Policy("threads", True, _SERIAL),
-    "nfs4": Policy("threads", True, _SERIAL),
-}
-UNKNOWN = Policy("threads", True, "an unknown file system gets what works everywhere")
-
-
 # Descriptors of this process, for a child of fork() to close: it would keep locks and removed files
-# alive by them.
-_descriptors: set[int] = set()
+# alive by them; and the file system of each, once it was looked at.
+_descriptors: dict[int, tuple[str, Policy] | None] = {}
 
 
 def _noted(fd: int) -> int:
-    _descriptors.add(fd)
+    _descriptors[fd] = None
     return fd
+
+
+def _policy(fd: int) -> tuple[str, Policy]:
+    found = _descriptors.get(fd)
+    if found is None:
+        found = filesystems.policy_of(fd)
+        if fd in _descriptors:
+            _descriptors[fd] = found
+    return found
 
 
 def close_inherited() -> None:
     """In a child of fork(), closes what the parent had open."""
     while _descriptors:
         with suppress(OSError):  # closed by the parent just then
-            os.close(_descriptors.pop())
+            os.close(_descriptors.popitem()[0])
 
 
 @contextmanager
@@ -111,7 +90,7 @@ class Storage:
 
     def close(self, fd: int) -> None:
         """Closes a descriptor; its lock is gone then, even where a child of fork() has a copy."""
-        _descriptors.discard(fd)
+        _descriptors.pop(fd, None)
         with suppress(OSError):  # where locks do not exist nobody holds one
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
@@ -180,6 +159,9 @@ class Storage:
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Gives the file its size and its blocks, so that direct writes need not extend it."""
+        if not _policy(fd)[1].allocates:
+            os.ftruncate(fd, nbytes)
+            return
         try:
             _engine.allocate(fd, nbytes)
         except OSError as error:
@@ -192,7 +174,7 @@ class Storage:
 
     def sync(self, fd: int) -> None:
         """Makes the file's data and size durable; reports write errors met since the last call."""
-        os.fdatasync(fd)
+        (os.fsync if _policy(fd)[1].syncs_all else os.fdatasync)(fd)
 
     def flush(self, fd: int) -> None:
         """Lets the file system report what it could not write. A network file system does so when a
@@ -292,8 +274,7 @@ class Storage:
 
     def policy(self, fd: int) -> tuple[str, Policy]:
         """Name of the file system the open file lies on, and its policy."""
-        name = _file_system_of(fd)
-        return name, POLICIES.get(name, UNKNOWN)
+        return _policy(fd)
 
     def set_direct(self, fd: int, *, writing: bool, offset: int = 0) -> str | None:
         """Switches an open file to O_DIRECT and tries one page. Returns None, or why it does not
@@ -335,20 +316,3 @@ def is_written_through(path: str) -> bool:
     if os.path.realpath(os.path.dirname(os.path.abspath(path))).startswith("/proc/"):
         return True
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
-
-
-def _file_system_of(fd: int) -> str:
-    """The type of the mount an open file lies on, by /proc/self/{fdinfo,mountinfo} (proc(5)), or
-    "unknown". By mount and not by device: the files of btrfs have a device number of their own.
-    """
-    try:
-        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
-            mount = dict(line.split(":", 1) for line in info)["mnt_id"].strip()
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-            for line in mounts:
-                fields = line.split()
-                if fields[0] == mount:
-                    return fields[fields.index("-") + 1]
-    except (OSError, ValueError, LookupError):
-        return "unknown"  # no /proc, or a line of another shape: the safe policy applies
-    return "unknown"

@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
         "storage",
         "transfer",
         "commit",
+        "filesystems",
         "codec",
         "gds",
         "gds_choice",
