@@ -24,11 +24,13 @@ from fastckpt import file_save, pipeline
 from fastckpt.agreement import TIMEOUT_S
 from fastckpt.errors import RanksDisagree, StorageError
 from fastckpt.formats import torch_pickle
+from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.gds import STAGINGS, Direct
 from fastckpt.handle import SaveHandle
 from fastckpt.placing import Placing
 from fastckpt.reader import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.staging import BACKENDS, FENCES
+from fastckpt.stock_save import finish_stock, save_stock
 from fastckpt.storage import is_written_through, reported
 
 DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL
@@ -47,6 +49,7 @@ def save(
     durable: bool = True,
     staging_bytes: int | None = None,
     staging: str = "host",
+    stripe: str | tuple[int, int] = "auto",
     group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> SaveHandle:
@@ -79,6 +82,11 @@ def save(
             cuFile refuses goes through the host, with a warning. "auto": through the host until
             both ways were measured on the file system, after the first save, then the faster one.
             stats.staging and staging_why tell.
+        stripe: on Lustre, how a new file is laid out over the storage targets (OSTs). "auto": a
+            large file gets several stripes where its directory's layout has one; what else the
+            directory or the administrator says is kept, progressive layouts above all. "keep": the
+            directory's layout. (count, size in bytes): this one, of a size that is a multiple of
+            64 KiB; the same on all ranks of a group. Elsewhere it means nothing.
         group: a torch.distributed process group whose ranks all hold the same object and all call
             save() with the same path; each writes its part of the one file. Storages below 1 MiB
             and everything that is no tensor are taken from the group's first rank. That names,
@@ -95,14 +103,15 @@ def save(
         CheckpointError: of an earlier save whose failure nobody asked for. This save was not begun.
         KeyboardInterrupt: if not everything was copied by then, nothing is committed.
         DeviceError: a GPU refuses, or its current stream is being captured into a graph.
-        ValueError, TypeError: an unknown fence, backend or staging; staging_bytes < 1 or no
-            integer; a group this process is not in, or with a target or format that torch.save
-            writes, or with DTensors.
+        ValueError, TypeError: an unknown fence, backend or staging; a stripe that cannot be;
+            staging_bytes < 1 or no integer; a group this process is not in, or with a target or
+            format that torch.save writes, or with DTensors.
         The handle's result() may raise, with group: RanksDisagree on every rank, naming tensor and
             ranks; PeerFailed if another rank failed, is missing or saves something else.
     """
     started = time.perf_counter()
     _check_arguments(fence, backend, staging_bytes, timeout_s, staging)
+    checked = check_stripe(stripe)
     shared = file_save.together(group)
     current = pipeline.current()
     if group is None:
@@ -118,18 +127,18 @@ def save(
     if not isinstance(f, str | os.PathLike) or not isinstance(os.fspath(f), str):
         _refuse_group(group, "to a file-like object")
         save_by_torch(f)
-        return file_save.finish_stock(SaveHandle("", started))
+        return finish_stock(SaveHandle("", started))
     path = _real_path(os.fspath(f))
     handle = SaveHandle(path, started)
     if is_written_through(os.fspath(f)):
         _refuse_group(group, f"to {path!r}, which is no regular file")
         save_by_torch(f)
-        return file_save.finish_stock(handle)
+        return finish_stock(handle)
     if pickle_module is not pickle:
         torch.save(None, io.BytesIO(), pickle_module, pickle_protocol)  # refused as torch does
     if not _use_new_zipfile_serialization:
         _refuse_group(group, "in torch's legacy format")
-        return file_save.save_stock(current, save_by_torch, handle, durable)
+        return save_stock(current, save_by_torch, handle, durable)
     agreement = shared.coordinator.begin(f"save to {path!r}", timeout_s)
     with agreement.failing():
         current.raise_unreported()  # with a group only now, when the other ranks hear of it
@@ -140,12 +149,12 @@ def save(
         except torch_pickle.SkipData:
             _refuse_group(group, "under skip_data()")
             agreement.close()
-            return file_save.save_stock(current, save_by_torch, handle, durable)
+            return save_stock(current, save_by_torch, handle, durable)
         members = None if group is None else shared
         job = file_save.FileSave(
             handle,
             agreement,
-            file_save.Plan(captured, obj, members, devices),
+            file_save.Plan(captured, obj, members, devices, checked),
             fence=fence,
             backend=backend,
             durable=durable,

@@ -22,6 +22,7 @@ from fastckpt import pipeline
 from fastckpt.agreement import TIMEOUT_S, Round
 from fastckpt.coordinator import Coordinator
 from fastckpt.errors import CheckpointError
+from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.gds import STAGINGS
 from fastckpt.handle import SaveHandle
 from fastckpt.spread import Spread
@@ -68,7 +69,7 @@ class Checkpointer:
         staging_bytes: the most staging memory a save may hold in this process; default: the
             process's budget (see fastckpt.save).
         codec: None, or "zstd": the shards are compressed, and `zstd -d` gives them back.
-        staging, backend, durable: as fastckpt.save's.
+        staging, stripe, backend, durable: as fastckpt.save's.
         timeout_s: the longest that ranks wait for each other, in one save or restore.
 
     Raises:
@@ -87,6 +88,7 @@ class Checkpointer:
         staging_bytes: int | None = None,
         codec: str | None = None,
         staging: str = "host",
+        stripe: str | tuple[int, int] = "auto",
         backend: str = "auto",
         durable: bool = True,
         timeout_s: float = TIMEOUT_S,
@@ -115,7 +117,14 @@ class Checkpointer:
         self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
         self._rank_of = _rank_of(self.group)
         self._options = Options(
-            backend, durable, staging_bytes, codec, staging, keep_last, keep_every
+            backend,
+            durable,
+            staging_bytes,
+            codec,
+            staging,
+            check_stripe(stripe),
+            keep_last,
+            keep_every,
         )
         self._fence = fence
         self._timeout_s = timeout_s

@@ -17,6 +17,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from fastckpt.formats.lustre_layout import Purpose
 from fastckpt.storage import Storage, reported
 
 log = logging.getLogger("fastckpt")
@@ -117,7 +118,9 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
 
 
 @contextmanager
-def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
+def temporary(
+    storage: Storage, path: str, purpose: Purpose | None = None
+) -> Iterator[tuple[int, str]]:
     """A new locked file beside path, as (descriptor, name), which the body writes and renames.
 
     The descriptor, and with it the lock, is kept until then. The file is removed if the body fails.
@@ -134,7 +137,7 @@ def temporary(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
         name = temporary_path(path)
         # Nobody may read it who may not read what it replaces; the other ranks may open it.
         mode = 0o666 if replaced is None else stat.S_IMODE(replaced.st_mode) | 0o600
-        fd = storage.create(name, mode)
+        fd = storage.create(name, mode, purpose)
     try:
         storage.lock(fd)
         yield fd, name

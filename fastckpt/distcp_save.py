@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +23,11 @@ from fastckpt.commit import close_quietly, settle
 from fastckpt.devices import Reads
 from fastckpt.fence import Watched
 from fastckpt.formats import distcp
+from fastckpt.formats.lustre_layout import Purpose
 from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
-from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
+from fastckpt.image import BLOCK_BYTES, Image, block_count
+from fastckpt.new_file import new_file, note_route
 from fastckpt.pipeline import Job, Pipeline
 from fastckpt.staging import Route, stager_count
 from fastckpt.storage import Storage, reported
@@ -172,23 +174,34 @@ class ItemsSave(Job):
     def _open(self, pipeline: Pipeline, files: ExitStack, image: Image) -> tuple[int, Route]:
         """Makes the file, with its directory where that is missing, and decides on the route."""
         storage, path = pipeline.storage, self.path
-        with reported("open", path):
+
+        def create(purpose: Purpose) -> int:
             try:
-                fd = storage.create(path, 0o666)
-            except FileNotFoundError:
-                self.agreement.check()  # if the save has failed meanwhile, that is why
-                make_directory(storage, self.handle.path, self.options.durable)
-                fd = storage.create(path, 0o666)
-        self._made = True
-        files.callback(close_quietly, storage, fd)
-        route = pipeline.staging.route(fd, path, self.options.backend, writing=True)
-        stats, nbytes = self.handle.stats, image.nbytes
-        stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
-        stats.nbytes = nbytes
-        padded = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        with reported("allocate", path):
-            pipeline.allocate(fd, padded if route.direct else nbytes)
-        return fd, route
+                return storage.create(path, 0o666, purpose)
+            except FileExistsError:  # there was no room for it
+                storage.remove(path)
+                return storage.create(path, 0o666, purpose)
+
+        @contextmanager
+        def made(purpose: Purpose) -> Iterator[tuple[int, str]]:
+            with reported("open", path):
+                try:
+                    fd = create(purpose)
+                except FileNotFoundError:
+                    self.agreement.check()  # if the save has failed meanwhile, that is why
+                    make_directory(storage, self.handle.path, self.options.durable)
+                    fd = create(purpose)
+            self._made = True
+            try:
+                yield fd, path
+            finally:
+                close_quietly(storage, fd)
+
+        purpose = Purpose(image.nbytes)
+        file = new_file(pipeline, files, made, purpose, path, self.options.backend)
+        note_route(self.handle.stats, file.route)
+        self.handle.stats.nbytes = image.nbytes
+        return file.fd, file.route
 
 
 def make_directory(storage: Storage, path: str, durable: bool) -> None:

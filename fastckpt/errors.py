@@ -23,12 +23,16 @@ class StorageError(CheckpointError, OSError):
         path: the file or directory it was done to.
         offset: the byte offset in the file, or None where the operation has none.
         errno: the error number, as in OSError.
+        detail: what else is known, in words, or "".
     """
 
-    def __init__(self, op: str, path: str, errno: int, offset: int | None = None) -> None:
+    def __init__(
+        self, op: str, path: str, errno: int, offset: int | None = None, detail: str = ""
+    ) -> None:
         self.op = op
         self.path = path
         self.offset = offset
+        self.detail = detail
         where = "" if offset is None else f" at offset {offset}"
         name = errno_names.errorcode.get(errno, str(errno))
         self._text = f"{op} of {path!r}{where} failed: {os.strerror(errno)} [{name}]"
@@ -37,14 +41,18 @@ class StorageError(CheckpointError, OSError):
             hint = f"Parent directory {os.path.dirname(path)} does not exist: create it first"
         if hint is not None:
             self._text += f"; {hint}"
+        if detail:
+            self._text += f"; {detail}"
         OSError.__init__(self, errno, self._text)
         self.filename = path
 
     def __str__(self) -> str:
         return self._text
 
-    def __reduce__(self) -> tuple[type[StorageError], tuple[str, str, int | None, int | None]]:
-        return type(self), (self.op, self.path, self.errno, self.offset)
+    def __reduce__(
+        self,
+    ) -> tuple[type[StorageError], tuple[str, str, int | None, int | None, str]]:
+        return type(self), (self.op, self.path, self.errno, self.offset, self.detail)
 
 
 _HINTS = {

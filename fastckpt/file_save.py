@@ -13,9 +13,9 @@ import threading
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import IO, Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,10 +27,12 @@ from fastckpt.devices import Devices
 from fastckpt.fence import Watched, named_tensors
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.arrangement import arrange, nbytes_of
+from fastckpt.formats.lustre_layout import Purpose, Stripe, grain_bytes
 from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
-from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
+from fastckpt.image import BLOCK_BYTES, Image, block_count
 from fastckpt.intervals import Checksums, Part, bounds
+from fastckpt.new_file import new_file, note_route
 from fastckpt.pipeline import Job, Pipeline
 from fastckpt.placements import is_sharded
 from fastckpt.replicas import Description, Sampled, disagreement
@@ -87,6 +89,7 @@ class Plan:
         obj: what it is of.
         shared: None where one rank saves alone, else what its group agreed on.
         devices: whose memory may be read.
+        stripe: as fastckpt.save's.
 
     Attributes:
         reads, watched: as Job's.
@@ -101,11 +104,13 @@ class Plan:
         obj: object,
         shared: Together | None,
         devices: Devices,
+        stripe: Stripe = "auto",
     ) -> None:
         self.captured = captured
         self.reads = devices.reads(captured.storages())
         self.watched = [Watched(captured.tensors, obj)] if captured.tensors else []
         self.together = shared
+        self.stripe = stripe
         self.description: Description | None = None
         self._first_rank: frozenset[str] = frozenset()
         self._tensors: list[_Named] = []
@@ -119,6 +124,7 @@ class Plan:
             image = torch_zip.layout(self.captured)
             return image, bounds(image.body_nbytes, ranks)
         texts = [(tensor.name, tensor.text()) for tensor in self._tensors]
+        texts.append(("the argument stripe", repr(self.stripe)))  # decides where parts begin
         self.description = Description(texts, self._first_rank)
         name_at = {tensor.address: tensor.name for tensor in reversed(self._tensors)}
         name_at.pop(0, None)
@@ -132,7 +138,8 @@ class Plan:
         if rank != 0:
             arrangement.tail.clear()  # is the first rank's to write
         image, front_nbytes = torch_zip.layout_shared(arrangement)
-        cuts = bounds(image.body_nbytes, ranks, front_nbytes, arrangement.small_nbytes)
+        grain = grain_bytes(image.nbytes, ranks, self.stripe)
+        cuts = bounds(image.body_nbytes, ranks, front_nbytes, arrangement.small_nbytes, grain)
         self.description.lay_out(
             (names.get(record, record), f"{record} of {nbytes_of(content)} bytes")
             for record, content in [*arrangement.front, *arrangement.shared]
@@ -287,8 +294,18 @@ class FileSave(Job):
     ) -> tuple[int, str, Route]:
         """Makes the file, or opens it where another rank has made it; decides on the route."""
         agreement, storage, path = self.agreement, pipeline.storage, self.handle.path
+        assert self.plan is not None
         if agreement.rank == 0:
-            fd, name = files.enter_context(commit.temporary(storage, path))
+            purpose = Purpose(image.nbytes, agreement.world_size, self.plan.stripe)
+            fd, name, route = new_file(
+                pipeline,
+                files,
+                partial(commit.temporary, storage, path),
+                purpose,
+                path,
+                self.backend,
+            )
+            agreement.put("file", os.fsencode(os.path.basename(name)))
         else:
             name = os.fsdecode(agreement.get("file"))
             name = os.path.join(os.path.dirname(path), name)
@@ -299,18 +316,15 @@ class FileSave(Job):
                     agreement.check()  # if the save has failed meanwhile, that is why
                     raise
             files.callback(close_quietly, storage, fd)
-        stats, nbytes = self.handle.stats, image.nbytes
-        # A rank without an interval has no page to try: where it would begin, others have written.
-        writes = agreement.rank == 0 or part.begin < part.end
-        route = pipeline.staging.route(fd, path, self.backend, writing=writes, offset=part.begin)
-        stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
-        stats.nbytes = part.end - part.begin
-        if agreement.rank == 0:
-            stats.nbytes += image.tail_nbytes
-            padded = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-            with reported("allocate", path):
-                pipeline.allocate(fd, padded if route.direct else nbytes)
-            agreement.put("file", os.fsencode(os.path.basename(name)))
+            # A rank without an interval has no page to try: where it would begin, others have
+            # written.
+            writes = part.begin < part.end
+            route = pipeline.staging.route(
+                fd, path, self.backend, writing=writes, offset=part.begin
+            )
+        stats = self.handle.stats
+        note_route(stats, route)
+        stats.nbytes = part.end - part.begin + (agreement.rank == 0) * image.tail_nbytes
         return fd, name, route
 
     def forget(self) -> None:
@@ -354,34 +368,3 @@ def _packed(block_crcs: list[int], slot_crcs: list[int]) -> bytes:
 def _unpacked(record: bytes) -> tuple[array[int], array[int]]:
     numbers = array("I", record)
     return numbers[1 : 1 + numbers[0]], numbers[1 + numbers[0] :]
-
-
-def save_stock(
-    pipeline: Pipeline, write: Callable[[IO[bytes]], None], handle: SaveHandle, durable: bool
-) -> SaveHandle:
-    """Lets another library write the file now, with our commit around it. Raises what `write`
-    raises.
-    """
-    storage = pipeline.storage
-    pipeline.wait_for(handle.path)
-    with commit.temporary(storage, handle.path) as (fd, name):
-        with os.fdopen(os.dup(fd), "wb") as file:
-            write(file)
-        handle.mark_staged()
-        handle.stats.written_s = handle.elapsed_s()
-        handle.stats.nbytes = storage.size(fd)
-        commit.take_permissions(storage, fd, name, handle.path)
-        settle(storage, fd, handle.path, durable)
-        replaced = commit.publish(storage, name, handle.path, durable)
-    if replaced is not None:
-        close_quietly(storage, replaced)
-    return finish_stock(handle)
-
-
-def finish_stock(handle: SaveHandle) -> SaveHandle:
-    """Completes the handle of a save that torch.save did by itself before returning."""
-    handle.mark_staged()
-    handle.stats.backend, handle.stats.why = "stock", "written by torch.save itself"
-    handle.stats.stall_s = handle.stats.committed_s = handle.elapsed_s()
-    handle.set_result(handle.stats)
-    return handle

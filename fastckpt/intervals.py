@@ -24,26 +24,34 @@ class Patch(NamedTuple):
     content: bytes
 
 
-def bounds(body_nbytes: int, ranks: int, first_min: int = 0, elsewhere: int = 0) -> list[int]:
-    """Cuts [0, body_nbytes) into one interval per rank, along blocks, as even as blocks allow.
+def bounds(
+    body_nbytes: int,
+    ranks: int,
+    first_min: int = 0,
+    elsewhere: int = 0,
+    grain: int = BLOCK_BYTES,
+) -> list[int]:
+    """Cuts [0, body_nbytes) into one interval per rank, along grains, as even as those allow.
 
     Args:
         body_nbytes: of the image.
-        ranks: number of intervals; some are empty if there are fewer blocks.
+        ranks: number of intervals; some are empty if there are fewer grains.
         first_min: the first interval is at least so long.
         elsewhere: bytes that the first rank writes besides its interval.
+        grain: along multiples of what to cut; a multiple of BLOCK_BYTES.
 
     Returns:
         ranks + 1 offsets; rank r writes [result[r], result[r + 1]).
     """
+    assert grain > 0 and grain % BLOCK_BYTES == 0
     if ranks == 1:
         return [0, body_nbytes]
     share = (body_nbytes + elsewhere) / ranks - elsewhere
-    total = block_count(body_nbytes, BLOCK_BYTES)
-    first = max(round(share / BLOCK_BYTES), block_count(first_min, BLOCK_BYTES))
+    total = block_count(body_nbytes, grain)
+    first = max(round(share / grain), block_count(first_min, grain))
     first = min(total, max(0, first))
     cuts = [first + (total - first) * i // (ranks - 1) for i in range(ranks)]
-    return [0, *(min(body_nbytes, cut * BLOCK_BYTES) for cut in cuts)]
+    return [0, *(min(body_nbytes, cut * grain) for cut in cuts)]
 
 
 class Part:

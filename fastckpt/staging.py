@@ -95,6 +95,9 @@ class Staging:
             the memory available when the first save begins.
         devices: whose memory is copied beside compute.
         gds: writes from there without the host, where that is wanted.
+
+    Attributes:
+        storage: as above.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Staging:
     ) -> None:
         self.devices = devices or Devices()
         self.gds = gds or Gds(self.devices)
-        self._storage = storage
+        self.storage = storage
         self._budget_bytes = budget_bytes
         self._lock = threading.Lock()
         # State below is protected by _lock.
@@ -157,18 +160,18 @@ class Staging:
             BackendUnavailable: `requested` names a backend that does not work here.
             StorageError: the probe met an error other than a refusal.
         """
-        transfer = self._storage.transfer
+        transfer = self.storage.transfer
         if transfer is not None:
             double = self._backend("callback", lambda: _engine.callback_backend(transfer))
             return Route(double, False, "the storage double transfers the bytes")
         with reported("open", path):
-            name, policy = self._storage.policy(fd)
+            name, policy = self.storage.policy(fd)
         direct, why = policy.direct, f"{name}: {policy.text() if writing else policy.why}"
-        if direct and not writing and self._storage.cached_share(fd) > 0.5:
+        if direct and not writing and self.storage.cached_share(fd) > 0.5:
             direct, why = False, f"{name}: most of the file is in the page cache"
         elif direct:
             with reported("write" if writing else "read", path, offset):
-                refusal = self._storage.set_direct(fd, writing=writing, offset=offset)
+                refusal = self.storage.set_direct(fd, writing=writing, offset=offset)
             if refusal is not None:
                 direct, why = False, f"{why}; {refusal}"
         wanted = policy.backend if requested == "auto" else requested
@@ -262,7 +265,7 @@ class Staging:
         """
         # Through a description of its own, which O_DIRECT does not take from the caller's.
         with reported("open", path):
-            own_fd = self._storage.open(f"/proc/self/fd/{fd}")
+            own_fd = self.storage.open(f"/proc/self/fd/{fd}")
         try:
             if direct is not None:
                 return self._read_direct(own_fd, path, nbytes, crcs, wanted, direct)
@@ -279,9 +282,9 @@ class Staging:
                 fd, nbytes, list(crcs), route.backend, route.direct, window, list(wanted)
             )
         except BaseException:
-            self._storage.close(own_fd)
+            self.storage.close(own_fd)
             raise
-        return ReadStream(stream, own, lambda: self._storage.close(own_fd), self.devices.text)
+        return ReadStream(stream, own, lambda: self.storage.close(own_fd), self.devices.text)
 
     def _read_direct(
         self,
@@ -294,13 +297,13 @@ class Staging:
     ) -> ReadStream:
         """A stream to a GPU, whose blocks there it shares with saves and one more stream."""
         with reported("read", path):
-            refusal = self._storage.set_direct(fd, writing=False)
+            refusal = self.storage.set_direct(fd, writing=False)
 
         def close() -> None:
             _nbytes, _through_host, reason = direct.end_file(fd)
             if reason:
                 self.gds.warn(reason)
-            self._storage.close(fd)
+            self.storage.close(fd)
 
         stream = None
         try:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, NamedTuple
 
 from fastckpt.agreement import Round
@@ -25,16 +26,19 @@ from fastckpt.devices import Reads
 from fastckpt.errors import StorageError
 from fastckpt.fence import Watched
 from fastckpt.formats import torch_pickle, torch_zip
+from fastckpt.formats.lustre_layout import Purpose, Stripe
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import ShardIndex, index_name, shard_name
 from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
-from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
+from fastckpt.image import BLOCK_BYTES, Image, block_count
+from fastckpt.new_file import new_file, note_route
 from fastckpt.pipeline import Job, Pipeline
 from fastckpt.replicas import Description, disagreement
 from fastckpt.retention import retain, supersede
 from fastckpt.shard import Shard, comparable
 from fastckpt.staging import Route, stager_count
+from fastckpt.step_files import StepFiles
 from fastckpt.steps import Begun, Steps
 from fastckpt.storage import reported
 from fastckpt.transfer import Fetch, Transfer
@@ -75,6 +79,7 @@ class Options:
     staging_bytes: int | None
     codec: str | None
     staging: str
+    stripe: Stripe
     keep_last: int | None
     keep_every: int | None
 
@@ -112,9 +117,8 @@ class StepSave(Job):
         self.options = options
         self.differing = differing
         self.made: Begun | None = None
-        self.written: list[tuple[str, tuple[int, int]]] = []  # paths and identities of files made
+        self.files: StepFiles | None = None  # once its directory is known
         self.name = ""
-        self._has_own_directory = False
 
     def release(self) -> None:
         self.content = None
@@ -127,24 +131,18 @@ class StepSave(Job):
             self.agreement.fail(error)
             # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
             if not self.may_be_visible or self.agreement.failed:
-                self._remove(pipeline)
+                self._remove()
             raise
         finally:
             if self.made is not None:
                 close_quietly(pipeline.storage, self.made.manifest_fd)
 
-    def _remove(self, pipeline: Pipeline) -> None:
+    def _remove(self) -> None:
         """Removes what this rank has made."""
         if self.made is not None:
             self.steps.abandon(self.made)
-        for path, identity in self.written:
-            try:
-                # On a rank that was late, another save may have made what has this name by now.
-                status = pipeline.storage.status(path)
-                if status is not None and (status.st_dev, status.st_ino) == identity:
-                    pipeline.storage.remove(path)
-            except OSError:
-                pass  # removed with its directory, or left to remove_dead()
+        if self.files is not None:
+            self.files.remove()
 
     def _write(self, pipeline: Pipeline) -> None:
         agreement, content = self.agreement, self.content
@@ -189,6 +187,7 @@ class StepSave(Job):
                 self.copying.watch()
             self.name, nonce = place["name"], place["nonce"]
             self.handle.path = self.steps.path(self.name)
+            self.files = StepFiles(pipeline.storage, self.steps, self.name, agreement)
             file = self._open_shard(pipeline, files, body) if body.body_nbytes else None
             if file is not None:
                 transfer.write_to(file.fd, 0, file.route)
@@ -214,7 +213,8 @@ class StepSave(Job):
                 frames = None if file.writer is None else file.writer.frames()
                 index = shard.index(nonce, self._shard_name(), transfer.block_crcs(), frames)
                 record = self._write_index(pipeline, index)
-                self._sync_own_directory(pipeline)
+                if self.options.durable:
+                    self._own.sync_own_directory()
         self.conclude(record, lambda records: self._publish(nonce, written, records))
 
     def _place(self) -> dict[str, Any]:
@@ -228,52 +228,33 @@ class StepSave(Job):
         self.agreement.put("place", json.dumps(place).encode())
         return place
 
+    @property
+    def _own(self) -> StepFiles:
+        assert self.files is not None, "the directory is known by then"
+        return self.files
+
     def _path(self, name: str) -> str:
         return self.steps.path(self.name, name)
 
     def _shard_name(self) -> str:
         return shard_name(self.agreement.rank, self.options.codec)
 
-    def _create(self, pipeline: Pipeline, name: str) -> int:
-        """Makes a file in the directory, and on a file system of this rank alone, that too."""
-        path, storage = self._path(name), pipeline.storage
-        with reported("open", path):
-            try:
-                fd = storage.create(path, 0o666)
-            except FileNotFoundError:
-                self.agreement.check()  # if the save has failed meanwhile, that is why
-                storage.make_directories(os.path.dirname(path))
-                self._has_own_directory = True
-                fd = storage.create(path, 0o666)
-            except FileExistsError:
-                # The directory was made for this save alone: a rank that was late for a failed one
-                # found it under the same name.
-                storage.remove(path)
-                fd = storage.create(path, 0o666)
-            try:
-                self.written.append((path, storage.identity(fd)))
-            except BaseException:
-                close_quietly(storage, fd)
-                raise
-        return fd
-
     def _open_shard(self, pipeline: Pipeline, files: ExitStack, image: Image) -> _ShardFile:
         """Makes the shard's file and decides how it is written."""
-        storage, staging, path = pipeline.storage, pipeline.staging, self._path(self._shard_name())
-        fd = self._create(pipeline, self._shard_name())
-        files.callback(close_quietly, storage, fd)
-        route = staging.route(fd, path, self.options.backend, writing=True)
-        stats, nbytes = self.handle.stats, image.body_nbytes
-        stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
-        stats.nbytes += nbytes
-        if self.options.codec is not None:
-            writer = FrameWriter(storage, fd, path, nbytes, BLOCK_BYTES)
-            coded = files.enter_context(staging.through(fd, writer.transfer))
-            return _ShardFile(fd, coded, writer)
-        padded = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        with reported("allocate", path):
-            pipeline.allocate(fd, padded if route.direct else nbytes)
-        return _ShardFile(fd, route, None)
+        name, options, nbytes = self._shard_name(), self.options, image.body_nbytes
+        path, made = self._path(name), partial(self._own.made, name)
+        plain = options.codec is None
+        purpose = Purpose(nbytes, 1, options.stripe, self.steps.root)
+        fd, _name, route = new_file(
+            pipeline, files, made, purpose, path, options.backend, allocates=plain
+        )
+        note_route(self.handle.stats, route)
+        self.handle.stats.nbytes += nbytes
+        if plain:
+            return _ShardFile(fd, route, None)
+        writer = FrameWriter(pipeline.storage, fd, path, nbytes, BLOCK_BYTES)
+        coded = files.enter_context(pipeline.staging.through(fd, writer.transfer))
+        return _ShardFile(fd, coded, writer)
 
     def forget(self) -> None:
         assert self.content is not None
@@ -297,7 +278,7 @@ class StepSave(Job):
         if objects is None:
             return None
         path = self._path(OBJECTS)
-        fd = self._create(pipeline, OBJECTS)
+        fd = self._own.create(OBJECTS)
         files.callback(close_quietly, pipeline.storage, fd)
         route = pipeline.staging.route(fd, path, self.options.backend, writing=True)
         objects.transfer.write_to(fd, 0, route)
@@ -320,13 +301,6 @@ class StepSave(Job):
         settle(pipeline.storage, fd, path, self.options.durable)
         return ObjectsFile(OBJECTS, image.nbytes, torch_zip.closing_crc(tail))
 
-    def _sync_own_directory(self, pipeline: Pipeline) -> None:
-        """Makes the names durable on a file system that the first rank does not see."""
-        if self._has_own_directory and self.options.durable:
-            for path in (self.steps.path(self.name), self.steps.root):
-                with reported("sync directory", path):
-                    pipeline.storage.sync_directory(path)
-
     def _compare(self, content: Content) -> None:
         description = content.description
         groups = self.agreement.same("state", description.digest(), description.detail)
@@ -339,7 +313,7 @@ class StepSave(Job):
         """Writes the index; returns what the manifest will say of this writer."""
         name = index_name(self.agreement.rank)
         path, storage, content = self._path(name), pipeline.storage, index.to_bytes()
-        fd = self._create(pipeline, name)
+        fd = self._own.create(name)
         try:
             with reported("write", path):
                 storage.write_at(fd, content, 0)
@@ -360,7 +334,7 @@ class StepSave(Job):
             writers=tuple(Writer.from_bytes(record) for record in records if record),
         )
         self.steps.publish(self.made, manifest, self.options.durable)
-        self.written.clear()
+        self._own.keep()
 
     def end(self, pipeline: Pipeline) -> None:
         super().end(pipeline)

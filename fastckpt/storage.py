@@ -17,9 +17,10 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from fastckpt import _engine, filesystems
+from fastckpt import _engine, filesystems, lustre
 from fastckpt.errors import StorageError
 from fastckpt.filesystems import Policy
+from fastckpt.formats.lustre_layout import Layout, Purpose
 from fastckpt.image import PAGE_BYTES
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
@@ -71,10 +72,34 @@ class Storage:
 
     transfer: Callable[[str, int, memoryview, int], int] | None = None
 
-    def create(self, path: str, mode: int) -> int:
-        """Makes a new file for reading and writing; it must not exist. Returns its descriptor."""
+    def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
+        """Makes a new file for reading and writing; it must not exist. Returns its descriptor.
+
+        Args:
+            path, mode: as open(2)'s.
+            purpose: what for, if it may be long, for file systems on which that decides how it is
+                laid out.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return _noted(os.open(path, flags, mode))
+        if purpose is None or not lustre.is_lustre(os.path.dirname(path)):
+            return _noted(os.open(path, flags, mode))
+        fd, why = lustre.create(path, flags, mode, purpose)
+        _noted(fd)
+        name, policy = _policy(fd)
+        _descriptors[fd] = name, policy._replace(why=f"{policy.why}; {why}")
+        return fd
+
+    def another_layout(self, fd: int) -> Layout | None:
+        """Where a file that found no room might find some: the layout of another one to be made in
+        its place. None where all files share the room.
+        """
+        return lustre.another_layout(fd) if _policy(fd)[0] == "lustre" else None
+
+    def room_text(self, fd: int) -> str:
+        """Where the room was short for a file, as far as that is less than all of the file system;
+        else "".
+        """
+        return lustre.targets_text(fd) if _policy(fd)[0] == "lustre" else ""
 
     def open(self, path: str) -> int:
         """Opens a file for reading; does not wait for the other end of a FIFO."""

@@ -8,6 +8,7 @@ what the image is of, nor how the file is named or committed.
 from __future__ import annotations
 
 import ctypes
+import errno
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -123,6 +124,8 @@ class Transfer:
         self._path = path
         self._devices = staging.devices
         self._gds = staging.gds
+        self._storage = staging.storage
+        self._fd: int | None = None
         self._direct = direct
         self._direct_fd: int | None = None  # registered
         self._way = ""
@@ -155,7 +158,7 @@ class Transfer:
         """Says where the image goes; fd stays open until the context is left."""
         if self._job is None:
             return
-        backend = route.backend
+        backend, self._fd = route.backend, fd
         if self._direct is not None:
             self._way, self._direct_fd = self._direct.begin_file(fd), fd
             backend = self._direct.backend
@@ -216,7 +219,10 @@ class Transfer:
                     f"copying from a GPU for {self._path!r}, at offset {offset}, failed: "
                     f"{self._devices.text(number)}; nothing was committed"
                 )
-            raise StorageError(op, self._path, number, offset)
+            detail = ""
+            if number == errno.ENOSPC and self._fd is not None:
+                detail = self._storage.room_text(self._fd)
+            raise StorageError(op, self._path, number, offset, detail)
 
     def block_crcs(self) -> list[int]:
         """CRC-32 of each block of the image; after wait_staged()."""

@@ -33,6 +33,7 @@ LAYERS: list[set[str]] = [
         "transfer",
         "commit",
         "filesystems",
+        "lustre",
         "codec",
         "gds",
         "gds_choice",
@@ -41,7 +42,8 @@ LAYERS: list[set[str]] = [
     {"retention"},
     {"pipeline", "file_save", "step_save", "step_load", "step_choice", "template"}
     | {"step_capture", "spread", "distcp_save", "distcp_load"}
-    | {"directory_save", "directory_check"},
+    | {"directory_save", "directory_check"}
+    | {"new_file", "step_files", "stock_save"},
     {"api", "checkpointer"},
     {"integrations", "cli", "__main__"},
 ]

@@ -1,0 +1,105 @@
+"""A new file that is ready to be written: made, with a route for its bytes, and with room for them.
+
+Responsible for the second attempt where a file system is full in one part and not in others. It
+must not know what is written, nor what the file is called in the end.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import NamedTuple
+
+from fastckpt.errors import StorageError
+from fastckpt.formats.lustre_layout import Layout, Purpose
+from fastckpt.handle import SaveStats
+from fastckpt.image import PAGE_BYTES
+from fastckpt.pipeline import Pipeline
+from fastckpt.staging import Route
+from fastckpt.storage import reported
+
+log = logging.getLogger("fastckpt")
+
+Make = Callable[[Purpose], AbstractContextManager[tuple[int, str]]]
+
+
+class NewFile(NamedTuple):
+    """An open file, its name, and how its bytes go there."""
+
+    fd: int
+    name: str
+    route: Route
+
+
+class _Full(Exception):
+    """There was no room, and there may be some in this layout."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self.layout = layout
+
+
+def new_file(
+    pipeline: Pipeline,
+    files: ExitStack,
+    make: Make,
+    purpose: Purpose,
+    path: str,
+    backend: str,
+    *,
+    allocates: bool = True,
+) -> NewFile:
+    """Makes a file of purpose.nbytes.
+
+    Args:
+        pipeline: whose storage and staging are used.
+        files: keeps it open.
+        make: makes it, as (descriptor, name); leaving the context with an error undoes that.
+        purpose: what the file is for.
+        path: its name in messages.
+        backend: as fastckpt.save's.
+        allocates: whether its size is known, and room is to be had before the first write.
+
+    Raises:
+        BackendUnavailable, StorageError: as Staging.route's; or there is no room.
+    """
+    while True:
+        try:
+            with ExitStack() as making:
+                fd, name = making.enter_context(make(purpose))
+                route = _ready(pipeline, fd, path, backend, purpose, allocates)
+                files.push(making.pop_all())
+                return NewFile(fd, name, route)
+        except _Full as full:
+            log.warning("no room for %r: it is made anew, in %s", path, full.layout.text())
+            purpose = purpose._replace(instead=full.layout)
+
+
+def _ready(
+    pipeline: Pipeline, fd: int, path: str, backend: str, purpose: Purpose, allocates: bool
+) -> Route:
+    storage = pipeline.storage
+    try:
+        route = pipeline.staging.route(fd, path, backend, writing=True)
+        padded = -(-purpose.nbytes // PAGE_BYTES) * PAGE_BYTES
+        if allocates:
+            with reported("allocate", path):
+                pipeline.allocate(fd, padded if route.direct else purpose.nbytes)
+        return route
+    except StorageError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        layout = storage.another_layout(fd) if purpose.instead is None else None
+        if layout is not None:
+            raise _Full(layout) from None
+        detail = storage.room_text(fd)
+        if not detail:
+            raise
+        raise StorageError(error.op, error.path, errno.ENOSPC, error.offset, detail) from error
+
+
+def note_route(stats: SaveStats, route: Route) -> None:
+    """Tells what was decided."""
+    stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why

@@ -1,0 +1,47 @@
+"""Saves whose bytes torch.save itself writes, before the call returns.
+
+Responsible for the commit around it, and for the handle of a save that is over already. It must not
+know when torch has to write.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import IO
+
+from fastckpt import commit
+from fastckpt.commit import close_quietly, settle
+from fastckpt.handle import SaveHandle
+from fastckpt.pipeline import Pipeline
+
+
+def save_stock(
+    pipeline: Pipeline, write: Callable[[IO[bytes]], None], handle: SaveHandle, durable: bool
+) -> SaveHandle:
+    """Lets another library write the file now, with our commit around it. Raises what `write`
+    raises.
+    """
+    storage = pipeline.storage
+    pipeline.wait_for(handle.path)
+    with commit.temporary(storage, handle.path) as (fd, name):
+        with os.fdopen(os.dup(fd), "wb") as file:
+            write(file)
+        handle.mark_staged()
+        handle.stats.written_s = handle.elapsed_s()
+        handle.stats.nbytes = storage.size(fd)
+        commit.take_permissions(storage, fd, name, handle.path)
+        settle(storage, fd, handle.path, durable)
+        replaced = commit.publish(storage, name, handle.path, durable)
+    if replaced is not None:
+        close_quietly(storage, replaced)
+    return finish_stock(handle)
+
+
+def finish_stock(handle: SaveHandle) -> SaveHandle:
+    """Completes the handle of a save that torch.save did by itself before returning."""
+    handle.mark_staged()
+    handle.stats.backend, handle.stats.why = "stock", "written by torch.save itself"
+    handle.stats.stall_s = handle.stats.committed_s = handle.elapsed_s()
+    handle.set_result(handle.stats)
+    return handle
