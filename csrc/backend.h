@@ -5,6 +5,8 @@
 
 #include <sys/types.h>
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -20,6 +22,14 @@
 
 namespace fastckpt {
 
+// How long writes of one job that a server refuses are tried again: a refusal for want of valid
+// credentials has changed nothing, and a ticket may be renewed.
+struct Patience {
+    std::chrono::nanoseconds whole{0};
+    // When it ends, in nanoseconds of the steady clock; 0: nothing is refused now.
+    std::atomic<int64_t> end{0};
+};
+
 struct Op {
     enum class Kind { read, write, copy };  // the last one is no backend's: to or from a device
     Kind kind = Kind::write;
@@ -29,6 +39,8 @@ struct Op {
     uint64_t offset = 0;
     // fd was opened with O_DIRECT: data, nbytes and offset are multiples of 4096.
     bool direct = false;
+
+    Patience* patience = nullptr;  // null: refusals are final
 
     // Set by the backend. A read that meets the end of the file ends with done < nbytes and no
     // error.

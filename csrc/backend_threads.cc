@@ -4,6 +4,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -128,7 +129,32 @@ ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64
     return n < 0 ? -errno : n;
 }
 
+namespace {
+
+// What a server answers to expired credentials (a ticket of Kerberos, say) and lost handles.
+bool is_refusal(ssize_t result) {
+    return result == -EACCES || result == -EPERM || result == -EKEYEXPIRED || result == -ESTALE;
+}
+
+// After a while, whether to try again.
+bool wait_for_renewal(Patience& patience) {
+    constexpr auto kPause = std::chrono::milliseconds(250);
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    int64_t none = 0;
+    patience.end.compare_exchange_strong(none, (now + patience.whole) / std::chrono::nanoseconds(1));
+    const auto left = std::chrono::nanoseconds(patience.end.load()) - now;
+    if (left.count() <= 0) return false;
+    std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(left, kPause));
+    return true;
+}
+
+}  // namespace
+
 Progress advance(Op& op, ssize_t result) {
+    if (op.kind == Op::Kind::write && op.patience != nullptr) {
+        if (is_refusal(result) && wait_for_renewal(*op.patience)) return Progress::again;
+        if (result > 0) op.patience->end.store(0);
+    }
     if (result == -EINTR || result == -EAGAIN) {
         if (++op.retries <= kRetriesMax) {
             // EAGAIN may mean that memory or a queue is short: give it time, more each try, 0.5 s

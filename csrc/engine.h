@@ -83,8 +83,10 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     // Says where the blocks go, those staged already and those to come: the image's first byte to
     // file_offset of fd. With `direct`, file_offset is a multiple of 4096 and the last block is
     // padded with zeros to 4096: the caller cuts the file to its size. fd stays open until
-    // wait_written() returns true. Called once.
-    void write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend, bool direct);
+    // wait_written() returns true. Writes that a server refuses are tried again for `patience`.
+    // Called once.
+    void write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend, bool direct,
+                  std::chrono::nanoseconds patience = {});
     // True when all copies were done or are queued on their devices, or the job failed; false after
     // `timeout`.
     bool wait_queued(std::chrono::duration<double> timeout);
@@ -174,6 +176,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     uint64_t file_offset_ = 0;
     Backend* backend_ = nullptr;  // owned by the engine; null until write_to()
     bool direct_ = false;
+    Patience patience_;
     size_t stagers_ = 0;
     size_t arriving_ = 0;  // blocks whose bytes are on their way from devices
     int pin_error_ = 0;

@@ -249,7 +249,7 @@ void WriteJob::seal_ready_blocks() {
 }
 
 void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend,
-                        bool direct) {
+                        bool direct, std::chrono::nanoseconds patience) {
     std::lock_guard lock(engine_.mu_);
     CHECK(backend_ == nullptr && backend != nullptr && fd >= 0);
     CHECK(!direct || file_offset % kDirectAlign == 0);
@@ -258,6 +258,7 @@ void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> b
     file_offset_ = file_offset;
     backend_ = backend.get();
     direct_ = direct;
+    patience_.whole = patience;
     submit_ready_blocks();
     engine_.changed_.notify_all();
 }
@@ -281,6 +282,7 @@ void WriteJob::submit_ready_blocks() {
         block->op.nbytes = direct_ ? padded : nbytes;
         block->op.offset = file_offset_ + block->begin;
         block->op.direct = direct_;
+        block->op.patience = &patience_;
         // The op owns the job until it ends, so that a caller may drop the job at any time.
         block->op.finished = [this, self = shared_from_this(), block](Op& op) {
             Engine& engine = engine_;
@@ -312,6 +314,7 @@ void WriteJob::on_written(Block& block) {
 
 void WriteJob::fail(const Failure& failure) {
     if (failure_.error == 0) failure_ = failure;
+    patience_.end.store(1);  // long ago: nothing of this job is worth trying again
 }
 
 bool WriteJob::wait_queued(std::chrono::duration<double> timeout) {
@@ -363,6 +366,7 @@ size_t WriteJob::blocks_held_max() {
 
 void WriteJob::cancel() {
     std::lock_guard lock(engine_.mu_);
+    patience_.end.store(1);
     if (next_submit_ < blocks_.size()) fail({Op::Kind::write, file_offset_, ECANCELED});
     submit_ready_blocks();
     engine_.changed_.notify_all();

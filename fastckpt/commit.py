@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from fastckpt.formats.lustre_layout import Purpose
-from fastckpt.storage import Storage, reported
+from fastckpt.storage import NEW_MODE, Storage, patiently, reported, umask
 
 log = logging.getLogger("fastckpt")
 
@@ -135,8 +135,9 @@ def temporary(
             raise IsADirectoryError(errno.EISDIR, "not a regular file")
         remove_debris(storage, path)
         name = temporary_path(path)
-        # Nobody may read it who may not read what it replaces; the other ranks may open it.
-        mode = 0o666 if replaced is None else stat.S_IMODE(replaced.st_mode) | 0o600
+        # Until it is whole nobody else may open what replaces a file that has another owner, group
+        # or mode, and never may all the world write to it. Other ranks have the same owner.
+        mode = NEW_MODE if replaced is None else 0o600
         fd = storage.create(name, mode, purpose)
     try:
         storage.lock(fd)
@@ -158,6 +159,12 @@ def settle(storage: Storage, fd: int, path: str, durable: bool) -> None:
         (storage.sync if durable else storage.flush)(fd)
 
 
+def cut(storage: Storage, fd: int, path: str, nbytes: int) -> None:
+    """Gives a file that was written by whole pages its size."""
+    with reported("truncate", path):
+        patiently(storage, fd, lambda: storage.truncate(fd, nbytes))
+
+
 def close_quietly(storage: Storage, fd: int) -> None:
     """Closes a file whose content has settled or no longer matters: no error means a loss."""
     try:
@@ -176,13 +183,17 @@ def take_permissions(storage: Storage, fd: int, temporary: str, path: str) -> No
     """
     with reported("open", path):
         replaced = storage.status(path)
-    if replaced is not None:
-        with reported("set mode", temporary):
+    if replaced is None and umask() & stat.S_IWOTH:
+        return
+    with reported("set mode", temporary):
+        if replaced is None:
+            storage.widen(fd)
+        else:
             storage.set_owner_and_mode(fd, replaced)
 
 
-def publish(storage: Storage, temporary: str, path: str, durable: bool) -> int | None:
-    """THE commit: gives the file, whose content is already durable, its final name.
+def publish(storage: Storage, fd: int, temporary: str, path: str, durable: bool) -> int | None:
+    """THE commit: gives the file, open as fd, whose content is already durable, its final name.
 
     After rename every reader sees the new checkpoint, before it the old one. The directory is
     synced afterwards, for until then a crash may bring the old name's content back: still a whole
@@ -202,7 +213,7 @@ def publish(storage: Storage, temporary: str, path: str, durable: bool) -> int |
         replaced = None  # nothing there, or not readable: then rename itself frees the blocks
     try:
         with reported("rename", path):
-            storage.rename(temporary, path)
+            patiently(storage, fd, lambda: storage.rename(temporary, path))
         if durable:
             directory = os.path.dirname(path)
             with reported("sync directory", directory):

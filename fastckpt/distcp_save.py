@@ -19,7 +19,7 @@ import torch
 
 from fastckpt import commit
 from fastckpt.agreement import Round
-from fastckpt.commit import close_quietly, settle
+from fastckpt.commit import close_quietly, cut, settle
 from fastckpt.devices import Reads
 from fastckpt.fence import Watched
 from fastckpt.formats import distcp
@@ -166,8 +166,7 @@ class ItemsSave(Job):
             stats.staged_bytes_max = min(held, limit * BLOCK_BYTES)
             stats.written_s = self.handle.elapsed_s()
             if route.direct:
-                with reported("truncate", self.path):
-                    pipeline.storage.truncate(fd, image.nbytes)
+                cut(pipeline.storage, fd, self.path, image.nbytes)
             settle(pipeline.storage, fd, self.path, self.options.durable)
         return places
 
@@ -238,7 +237,7 @@ def replace_file(storage: Storage, path: str, content: bytes, durable: bool) -> 
         if durable:
             with reported("sync directory", directory):
                 storage.sync_directory(directory)
-        return commit.publish(storage, name, path, durable)
+        return commit.publish(storage, fd, name, path, durable)
 
 
 def remove_all(storage: Storage, paths: Sequence[str]) -> None:

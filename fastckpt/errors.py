@@ -61,6 +61,9 @@ _HINTS = {
     errno_names.EFBIG: "the file size limit (ulimit -f, or the file system's) is too small",
     errno_names.EROFS: "the file system is mounted read-only",
     errno_names.EACCES: "check the permissions of the directory, and whether a ticket expired",
+    errno_names.EPERM: "check the file's attributes and owner, and whether a ticket expired",
+    errno_names.EKEYEXPIRED: "a ticket expired: renew it (kinit)",
+    errno_names.ESTALE: "the server knows the file no more: it restarted, or a ticket expired",
     errno_names.EISDIR: "give the path of a file",
     errno_names.ENODATA: "the file became shorter while it was read",
 }

@@ -21,7 +21,7 @@ import torch
 
 from fastckpt import commit
 from fastckpt.agreement import Round
-from fastckpt.commit import close_quietly, settle
+from fastckpt.commit import close_quietly, cut, settle
 from fastckpt.coordinator import Coordinator
 from fastckpt.devices import Devices
 from fastckpt.fence import Watched, named_tensors
@@ -279,8 +279,7 @@ class FileSave(Job):
             if agreement.rank == 0:
                 commit.take_permissions(pipeline.storage, fd, name, path)
             if agreement.rank == 0 and route.direct:
-                with reported("truncate", path):
-                    pipeline.storage.truncate(fd, image.nbytes)
+                cut(pipeline.storage, fd, path, image.nbytes)
             settle(pipeline.storage, fd, path, self.durable)
             self.conclude(b"", lambda _records: self._publish(pipeline, fd, name, image.nbytes))
 
@@ -358,7 +357,7 @@ class FileSave(Job):
         storage, path = pipeline.storage, self.handle.path
         with reported("write", path):
             assert storage.size(fd) == nbytes, "the file is not as long as its image"
-        self.replaced = commit.publish(storage, name, path, self.durable)
+        self.replaced = commit.publish(storage, fd, name, path, self.durable)
 
 
 def _packed(block_crcs: list[int], slot_crcs: list[int]) -> bytes:

@@ -24,7 +24,7 @@ from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.gds import BLOCKS, Direct, Gds
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES
-from fastckpt.storage import Storage, reported
+from fastckpt.storage import PATIENCE_S, Storage, reported
 
 log = logging.getLogger("fastckpt")
 
@@ -43,6 +43,7 @@ class Route(NamedTuple):
     backend: _engine.Backend
     direct: bool
     why: str
+    patience_s: float = 0.0  # how long a write is tried again that a server refused
 
 
 class ReadStream:
@@ -163,7 +164,7 @@ class Staging:
         transfer = self.storage.transfer
         if transfer is not None:
             double = self._backend("callback", lambda: _engine.callback_backend(transfer))
-            return Route(double, False, "the storage double transfers the bytes")
+            return Route(double, False, "the storage double transfers the bytes", PATIENCE_S)
         with reported("open", path):
             name, policy = self.storage.policy(fd)
         direct, why = policy.direct, f"{name}: {policy.text() if writing else policy.why}"
@@ -174,6 +175,7 @@ class Staging:
                 refusal = self.storage.set_direct(fd, writing=writing, offset=offset)
             if refusal is not None:
                 direct, why = False, f"{why}; {refusal}"
+        patience_s = PATIENCE_S if policy.remote else 0.0
         wanted = policy.backend if requested == "auto" else requested
         if requested != "auto":
             why = f"{why}; backend {requested!r} was asked for"
@@ -182,15 +184,12 @@ class Staging:
         if wanted == "io_uring":
             ring = self._uring_backend()
             if isinstance(ring, _engine.Backend):
-                return self._decided(Route(ring, direct, why))
+                return self._decided(Route(ring, direct, why, patience_s))
             if requested == "io_uring":
                 raise BackendUnavailable(f"backend 'io_uring' does not work here: {ring}")
             why = f"{why}; but {ring}"
-        return self._decided(
-            Route(
-                self._backend("threads", lambda: _engine.threads_backend(IO_THREADS)), direct, why
-            )
-        )
+        threads = self._backend("threads", lambda: _engine.threads_backend(IO_THREADS))
+        return self._decided(Route(threads, direct, why, patience_s))
 
     @contextmanager
     def through(

@@ -36,8 +36,8 @@ from fastckpt.reader import open_verified
 from fastckpt.rows import CopyRow, blocks_of
 from fastckpt.shards import Box, copies, covers, intersect, span
 from fastckpt.staging import ReadStream, Staging
-from fastckpt.steps import Steps, naming
-from fastckpt.storage import Storage, reported
+from fastckpt.steps import Steps
+from fastckpt.storage import Storage, naming, reported
 
 _NAMED_MAX = 5  # keys in one message
 _PART_BYTES = 64 << 20  # of the values of one rank

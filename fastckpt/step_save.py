@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from fastckpt.agreement import Round
 from fastckpt.codec import FrameWriter
-from fastckpt.commit import close_quietly, settle
+from fastckpt.commit import close_quietly, cut, settle
 from fastckpt.devices import Reads
 from fastckpt.errors import StorageError
 from fastckpt.fence import Watched
@@ -40,7 +40,7 @@ from fastckpt.shard import Shard, comparable
 from fastckpt.staging import Route, stager_count
 from fastckpt.step_files import StepFiles
 from fastckpt.steps import Begun, Steps
-from fastckpt.storage import reported
+from fastckpt.storage import patiently, reported
 from fastckpt.transfer import Fetch, Transfer
 from fastckpt.tree import Leaf
 
@@ -208,11 +208,12 @@ class StepSave(Job):
             record = b""
             if file is not None:
                 path = self._path(self._shard_name())
-                _cut(pipeline, file.fd, path, file.route, image.body_nbytes)
+                if file.route.direct:
+                    cut(pipeline.storage, file.fd, path, image.body_nbytes)
                 settle(pipeline.storage, file.fd, path, self.options.durable)
                 frames = None if file.writer is None else file.writer.frames()
                 index = shard.index(nonce, self._shard_name(), transfer.block_crcs(), frames)
-                record = self._write_index(pipeline, index)
+                record = self._write_index(pipeline, index, file.fd)
                 if self.options.durable:
                     self._own.sync_own_directory()
         self.conclude(record, lambda records: self._publish(nonce, written, records))
@@ -296,7 +297,8 @@ class StepSave(Job):
         with Transfer(pipeline.staging, Image.of_bytes(tail), path, 1, 1) as end:
             end.write_to(fd, image.body_nbytes, route)
             end.wait_written()
-        _cut(pipeline, fd, path, route, image.nbytes)
+        if route.direct:
+            cut(pipeline.storage, fd, path, image.nbytes)
         self.handle.stats.nbytes += image.nbytes
         settle(pipeline.storage, fd, path, self.options.durable)
         return ObjectsFile(OBJECTS, image.nbytes, torch_zip.closing_crc(tail))
@@ -309,14 +311,14 @@ class StepSave(Job):
             self.differing(unequal)
             raise error
 
-    def _write_index(self, pipeline: Pipeline, index: ShardIndex) -> bytes:
+    def _write_index(self, pipeline: Pipeline, index: ShardIndex, shard_fd: int) -> bytes:
         """Writes the index; returns what the manifest will say of this writer."""
         name = index_name(self.agreement.rank)
         path, storage, content = self._path(name), pipeline.storage, index.to_bytes()
-        fd = self._own.create(name)
+        fd = patiently(storage, shard_fd, lambda: self._own.create(name))
         try:
             with reported("write", path):
-                storage.write_at(fd, content, 0)
+                patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
             settle(storage, fd, path, self.options.durable)
         finally:
             close_quietly(storage, fd)
@@ -365,10 +367,3 @@ class _Objects(NamedTuple):
 
     image: Image
     transfer: Transfer
-
-
-def _cut(pipeline: Pipeline, fd: int, path: str, route: Route, nbytes: int) -> None:
-    """Gives a file that was written by whole pages its size."""
-    if route.direct:
-        with reported("truncate", path):
-            pipeline.storage.truncate(fd, nbytes)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from fastckpt import commit
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
-from fastckpt.storage import Storage, reported
+from fastckpt.storage import NEW_MODE, Storage, naming, patiently, reported
 
 log = logging.getLogger("fastckpt")
 
@@ -192,7 +192,7 @@ class Steps:
                 temporary = commit.temporary_path(self.path(name, MANIFEST))
                 with reported("open", temporary):
                     try:
-                        fd = self.storage.create(temporary, 0o666)
+                        fd = self.storage.create(temporary, NEW_MODE)
                     except FileNotFoundError:
                         continue  # while it was empty, another save took it for a dead one's
                     self.storage.lock(fd)
@@ -244,7 +244,8 @@ class Steps:
         storage, directory = self.storage, self.path(begun.name)
         self._damaged.discard(begun.name)  # that was another one
         with reported("write", begun.temporary):
-            storage.write_at(begun.manifest_fd, manifest.to_bytes(), 0)
+            content, fd = manifest.to_bytes(), begun.manifest_fd
+            patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
         if durable:
             with reported("sync", begun.temporary):
                 storage.sync(begun.manifest_fd)
@@ -254,7 +255,8 @@ class Steps:
                     storage.sync_directory(path)
             self._grown = []
         with reported("rename", self.path(begun.name, MANIFEST)):
-            storage.rename(begun.temporary, self.path(begun.name, MANIFEST))
+            name = self.path(begun.name, MANIFEST)
+            patiently(storage, fd, lambda: storage.rename(begun.temporary, name))
         if durable:
             try:
                 with reported("sync directory", directory):
@@ -387,14 +389,3 @@ class Steps:
             yield
         finally:
             self.storage.close(fd)
-
-
-@contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Puts the path in front of what a format says is wrong."""
-    try:
-        yield
-    except CheckpointError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise type(error)(f"{path!r}: {error}") from None

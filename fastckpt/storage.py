@@ -14,16 +14,26 @@ import mmap
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from fastckpt import _engine, filesystems, lustre
-from fastckpt.errors import StorageError
-from fastckpt.filesystems import Policy
+from fastckpt.errors import CheckpointError, StorageError
+from fastckpt.filesystems import REFUSALS, Policy
 from fastckpt.formats.lustre_layout import Layout, Purpose
 from fastckpt.image import PAGE_BYTES
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+T = TypeVar("T")
+
+# How long a server that refuses what it just did is asked again, in seconds: a ticket of Kerberos
+# that has expired may be renewed, and a save whose bytes are still there goes on then.
+PATIENCE_S = 60.0
+_PAUSE_S = 0.25
+# Of a new file; who wants more than the world to read it widens it when it is whole.
+NEW_MODE = 0o664
 
 # Descriptors of this process, for a child of fork() to close: it would keep locks and removed files
 # alive by them; and the file system of each, once it was looked at.
@@ -60,6 +70,35 @@ def reported(op: str, path: str, offset: int | None = None) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(op, path, error.errno or errno.EIO, offset) from error
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Puts the path in front of what a format says is wrong."""
+    try:
+        yield
+    except CheckpointError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise type(error)(f"{path!r}: {error}") from None
+
+
+def patiently(storage: Storage, fd: int, call: Callable[[], T]) -> T:
+    """Calls what is done to an open file, again while a server refuses it, for PATIENCE_S at most.
+
+    Only for calls that change nothing when they are refused, on what was open or writable a moment
+    ago: so no sync, after whose failure the kernel may have dropped the bytes.
+    """
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in REFUSALS or time.monotonic() >= until:
+                raise
+            if not storage.policy(fd)[1].remote:
+                raise
+        time.sleep(min(_PAUSE_S, max(0.0, until - time.monotonic())))
 
 
 class Storage:
@@ -253,6 +292,10 @@ class Storage:
         except FileNotFoundError:
             return None
 
+    def widen(self, fd: int) -> None:
+        """Lets everybody write to a file."""
+        os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) | stat.S_IWOTH)
+
     def set_owner_and_mode(self, fd: int, like: os.stat_result) -> None:
         """Gives a file the permissions of another, and its owner as far as this process may."""
         own = os.fstat(fd)
@@ -341,3 +384,12 @@ def is_written_through(path: str) -> bool:
     if os.path.realpath(os.path.dirname(os.path.abspath(path))).startswith("/proc/"):
         return True
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+def umask() -> int:
+    """This process's, by proc(5): umask(2) tells it only by changing it, for all threads."""
+    try:
+        with open("/proc/thread-self/status", encoding="ascii", errors="replace") as status:
+            return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
+    except (OSError, StopIteration, ValueError):
+        return stat.S_IWOTH  # not known: rather too little

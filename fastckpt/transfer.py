@@ -162,7 +162,7 @@ class Transfer:
         if self._direct is not None:
             self._way, self._direct_fd = self._direct.begin_file(fd), fd
             backend = self._direct.backend
-        self._job.write_to(fd, offset, backend, route.direct)
+        self._job.write_to(fd, offset, backend, route.direct, route.patience_s)
 
     def _end_file(self) -> None:
         """When nothing is in flight: gives the file back, and notes how its bytes went."""
