@@ -141,7 +141,8 @@ bool wait_for_renewal(Patience& patience) {
     constexpr auto kPause = std::chrono::milliseconds(250);
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     int64_t none = 0;
-    patience.end.compare_exchange_strong(none, (now + patience.whole) / std::chrono::nanoseconds(1));
+    patience.end.compare_exchange_strong(none,
+                                         (now + patience.whole) / std::chrono::nanoseconds(1));
     const auto left = std::chrono::nanoseconds(patience.end.load()) - now;
     if (left.count() <= 0) return false;
     std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(left, kPause));

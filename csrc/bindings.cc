@@ -151,9 +151,9 @@ void bind_jobs(py::module_& m) {
             "write_to",
             [](WriteJob& job, int fd, uint64_t file_offset, std::shared_ptr<Backend> backend,
                bool direct, double patience_s) {
-                job.write_to(fd, file_offset, std::move(backend), direct,
-                             std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                 Seconds(patience_s)));
+                job.write_to(
+                    fd, file_offset, std::move(backend), direct,
+                    std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(patience_s)));
             },
             py::arg("fd"), py::arg("file_offset"), py::arg("backend"), py::arg("direct"),
             py::arg("patience_s") = 0.0, nogil)

@@ -248,8 +248,8 @@ void WriteJob::seal_ready_blocks() {
     submit_ready_blocks();
 }
 
-void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend,
-                        bool direct, std::chrono::nanoseconds patience) {
+void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend, bool direct,
+                        std::chrono::nanoseconds patience) {
     std::lock_guard lock(engine_.mu_);
     CHECK(backend_ == nullptr && backend != nullptr && fd >= 0);
     CHECK(!direct || file_offset % kDirectAlign == 0);

@@ -150,11 +150,10 @@ def save(
             _refuse_group(group, "under skip_data()")
             agreement.close()
             return save_stock(current, save_by_torch, handle, durable)
-        members = None if group is None else shared
         job = file_save.FileSave(
             handle,
             agreement,
-            file_save.Plan(captured, obj, members, devices, checked),
+            file_save.Plan(captured, obj, None if group is None else shared, devices, checked),
             fence=fence,
             backend=backend,
             durable=durable,

@@ -122,9 +122,9 @@ class Checkpointer:
             staging_bytes,
             codec,
             staging,
-            check_stripe(stripe),
             keep_last,
             keep_every,
+            check_stripe(stripe),
         )
         self._fence = fence
         self._timeout_s = timeout_s

@@ -192,8 +192,15 @@ def take_permissions(storage: Storage, fd: int, temporary: str, path: str) -> No
             storage.set_owner_and_mode(fd, replaced)
 
 
-def publish(storage: Storage, fd: int, temporary: str, path: str, durable: bool) -> int | None:
-    """THE commit: gives the file, open as fd, whose content is already durable, its final name.
+def publish(
+    storage: Storage, temporary: str, path: str, durable: bool, fd: int | None = None
+) -> int | None:
+    """THE commit: gives the file, whose content is already durable, its final name.
+
+    Args:
+        storage, temporary, path: rename one to the other.
+        durable: sync the directory.
+        fd: of the file, if it is open: a server that refuses is then asked again (patiently()).
 
     After rename every reader sees the new checkpoint, before it the old one. The directory is
     synced afterwards, for until then a crash may bring the old name's content back: still a whole
@@ -213,7 +220,10 @@ def publish(storage: Storage, fd: int, temporary: str, path: str, durable: bool)
         replaced = None  # nothing there, or not readable: then rename itself frees the blocks
     try:
         with reported("rename", path):
-            patiently(storage, fd, lambda: storage.rename(temporary, path))
+            if fd is None:
+                storage.rename(temporary, path)
+            else:
+                patiently(storage, fd, lambda: storage.rename(temporary, path))
         if durable:
             directory = os.path.dirname(path)
             with reported("sync directory", directory):

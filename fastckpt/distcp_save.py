@@ -237,7 +237,7 @@ def replace_file(storage: Storage, path: str, content: bytes, durable: bool) -> 
         if durable:
             with reported("sync directory", directory):
                 storage.sync_directory(directory)
-        return commit.publish(storage, fd, name, path, durable)
+        return commit.publish(storage, name, path, durable, fd)
 
 
 def remove_all(storage: Storage, paths: Sequence[str]) -> None:

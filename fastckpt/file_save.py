@@ -357,7 +357,7 @@ class FileSave(Job):
         storage, path = pipeline.storage, self.handle.path
         with reported("write", path):
             assert storage.size(fd) == nbytes, "the file is not as long as its image"
-        self.replaced = commit.publish(storage, fd, name, path, self.durable)
+        self.replaced = commit.publish(storage, name, path, self.durable, fd)
 
 
 def _packed(block_crcs: list[int], slot_crcs: list[int]) -> bytes:

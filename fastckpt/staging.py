@@ -91,14 +91,11 @@ class Staging:
     """The engine of one process and what hangs on it. close() frees all of it.
 
     Args:
-        storage: the seam to the file system, asked for policies and probes.
+        storage: the seam to the file system, asked for policies and probes; an attribute, too.
         budget_bytes: hard limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of
             the memory available when the first save begins.
         devices: whose memory is copied beside compute.
         gds: writes from there without the host, where that is wanted.
-
-    Attributes:
-        storage: as above.
     """
 
     def __init__(

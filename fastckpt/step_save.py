@@ -79,9 +79,9 @@ class Options:
     staging_bytes: int | None
     codec: str | None
     staging: str
-    stripe: Stripe
     keep_last: int | None
     keep_every: int | None
+    stripe: Stripe = "auto"
 
 
 class StepSave(Job):
@@ -207,10 +207,7 @@ class StepSave(Job):
             stats.written_s = self.handle.elapsed_s()
             record = b""
             if file is not None:
-                path = self._path(self._shard_name())
-                if file.route.direct:
-                    cut(pipeline.storage, file.fd, path, image.body_nbytes)
-                settle(pipeline.storage, file.fd, path, self.options.durable)
+                self._finish_shard(pipeline, file, image.body_nbytes)
                 frames = None if file.writer is None else file.writer.frames()
                 index = shard.index(nonce, self._shard_name(), transfer.block_crcs(), frames)
                 record = self._write_index(pipeline, index, file.fd)
@@ -256,6 +253,13 @@ class StepSave(Job):
         writer = FrameWriter(pipeline.storage, fd, path, nbytes, BLOCK_BYTES)
         coded = files.enter_context(pipeline.staging.through(fd, writer.transfer))
         return _ShardFile(fd, coded, writer)
+
+    def _finish_shard(self, pipeline: Pipeline, file: _ShardFile, nbytes: int) -> None:
+        """Gives the shard its size, when all was written, and makes it durable."""
+        path = self._path(self._shard_name())
+        if file.route.direct:
+            cut(pipeline.storage, file.fd, path, nbytes)
+        settle(pipeline.storage, file.fd, path, self.options.durable)
 
     def forget(self) -> None:
         assert self.content is not None

@@ -32,7 +32,7 @@ def save_stock(
         handle.stats.nbytes = storage.size(fd)
         commit.take_permissions(storage, fd, name, handle.path)
         settle(storage, fd, handle.path, durable)
-        replaced = commit.publish(storage, fd, name, handle.path, durable)
+        replaced = commit.publish(storage, name, handle.path, durable, fd)
     if replaced is not None:
         close_quietly(storage, replaced)
     return finish_stock(handle)

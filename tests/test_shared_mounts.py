@@ -19,6 +19,7 @@ from doubles import METHODS, FailAlways, Operation, Recorder, save_through
 
 import fastckpt
 from fastckpt import filesystems, staging, storage
+from fastckpt import pipeline as pipeline_module
 from fastckpt.errors import StorageError
 from fastckpt.filesystems import POLICIES, REFUSALS
 from fastckpt.pipeline import Pipeline
@@ -212,7 +213,6 @@ def test_a_directory_without_permission_is_reported_at_once(
 def test_steps_wait_for_a_ticket_as_well(
     disk: Path, on_nfs: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastckpt import pipeline as pipeline_module
 
     on_nfs(WAIT_S)
     for name in ("write_at", "rename"):
@@ -266,3 +266,21 @@ def test_a_save_asks_little(disk: Path) -> None:
         double.log.clear()
         saved_on(double, disk / "a.pt", value).result(WAIT_S)
         assert len(asked(double.log)) <= 4 + 6, asked(double.log)
+
+
+def test_a_writer_of_a_step_asks_little(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each rank does to its own files: two are made, one is cut; a layout may come to it."""
+
+    double = Recorder(by_engine=True)
+    current = Pipeline(storage=double, budget_bytes=64 * MIB)
+    monkeypatch.setattr(pipeline_module, "_current", current)
+    try:
+        with fastckpt.Checkpointer(disk / "run") as checkpointer:
+            for step in range(3):
+                double.log.clear()
+                checkpointer.save(step, {"w": torch.ones(3 * MIB)}).result(WAIT_S)
+                current.drain()
+                own = [o for o in double.log if os.path.basename(o.path).startswith("rank-")]
+                assert own and len(asked(own)) <= 3, asked(own)
+    finally:
+        current.close()

@@ -21,8 +21,8 @@ from fastckpt.formats import distcp
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
 from fastckpt.reader import open_verified
 from fastckpt.staging import ReadStream
-from fastckpt.steps import Steps, naming
-from fastckpt.storage import reported
+from fastckpt.steps import Steps
+from fastckpt.storage import naming, reported
 
 _SCRATCH_BYTES = 8 << 20
 _DISTCP = ".distcp"
