@@ -89,7 +89,6 @@ POLICIES = {
 # By mount type (proc(5)), which tells what shares a magic number, or has none of its own.
 _BY_TYPE = {
     **{kind: kind for kind in POLICIES if kind not in ("unknown", "object store")},
-    "ramfs": "tmpfs",
     "nfs4": "nfs",
     "fhgfs": "beegfs",
     "smb3": "cifs",
@@ -105,7 +104,6 @@ _BY_MAGIC = {
     0x58465342: "xfs",
     0x9123683E: "btrfs",
     0x01021994: "tmpfs",
-    0x858458F6: "tmpfs",  # ramfs
     0x794C7630: "overlay",
     LUSTRE_MAGIC: "lustre",
     0x6969: "nfs",

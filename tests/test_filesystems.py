@@ -43,7 +43,6 @@ def test_magic_alone_is_enough(kind: str, magic: int) -> None:
     [
         ("ext2", "ext2"),
         ("ext3", "ext3"),
-        ("ramfs", "tmpfs"),
         ("nfs4", "nfs"),
         ("smb3", "cifs"),
         ("fhgfs", "beegfs"),
