@@ -104,6 +104,9 @@ def main() -> int:
                     )
                 report_saves(saves, rank)
             report_saves(saves, rank, wait=True)
+        # It holds the group. Freed after the group's end, as the last to hold it, torch would wait
+        # for gloo's threads with the GIL held, which they may be waiting for.
+        del parallel
     return 0
 
 
