@@ -5,21 +5,39 @@ Responsible for the choice. It must not know how a step is removed, or what it h
 
 from __future__ import annotations
 
-from fastckpt.steps import Steps
+from fastckpt.steps import Committed, Steps
 
 
-def retain(steps: Steps, keep: str, keep_last: int, keep_every: int | None) -> list[str]:
+def tidy(steps: Steps, keep: str, step: int, keep_last: int | None, keep_every: int | None) -> None:
+    """Removes what a commit has made needless; looks at the root only if there may be something.
+
+    Args:
+        steps, keep, keep_every: as retain()'s.
+        step: number of the step just committed.
+        keep_last: as retain()'s; None: all steps stay.
+    """
+    if keep_last is None and not steps.has_another(keep, step):
+        return
+    found, _faults = steps.committed()
+    supersede(steps, found, keep, step)
+    if keep_last is not None:
+        retain(steps, found, keep, keep_last, keep_every)
+
+
+def retain(
+    steps: Steps, found: list[Committed], keep: str, keep_last: int, keep_every: int | None
+) -> list[str]:
     """Removes committed steps that are no longer kept; returns their names.
 
     Args:
         steps: the root.
+        found: what is committed there, the one committed last first.
         keep: name of the step just committed. Neither it nor what was committed later is removed.
         keep_last: so many steps stay, those committed last, without those known to be damaged.
         keep_every: multiples of this stay.
 
     A step that is being read (see Steps.hold) stays until a later call.
     """
-    found, _faults = steps.committed()
     own = next((item.manifest.sequence for item in found if item.name == keep), 0)
     whole: set[int] = set()  # attempts at a step count once, however saves overlap
     removed = []
@@ -35,9 +53,8 @@ def retain(steps: Steps, keep: str, keep_last: int, keep_every: int | None) -> l
     return removed
 
 
-def supersede(steps: Steps, keep: str, step: int) -> None:
+def supersede(steps: Steps, found: list[Committed], keep: str, step: int) -> None:
     """Removes earlier attempts at a step that was just committed as `keep`."""
-    found, _faults = steps.committed()
     own = next((item.manifest.sequence for item in found if item.name == keep), 0)
     for name, manifest in found:
         if manifest.step == step and name != keep and manifest.sequence < own:

@@ -35,7 +35,7 @@ from fastckpt.image import BLOCK_BYTES, Image, block_count
 from fastckpt.new_file import new_file, note_route
 from fastckpt.pipeline import Job, Pipeline
 from fastckpt.replicas import Description, disagreement
-from fastckpt.retention import retain, supersede
+from fastckpt.retention import tidy
 from fastckpt.shard import Shard, comparable
 from fastckpt.staging import Route, stager_count
 from fastckpt.step_files import StepFiles
@@ -347,13 +347,9 @@ class StepSave(Job):
         if self.agreement.rank != 0 or self.made is None:
             return
         try:
-            self.steps.remove_dead()
-            if self.handle.failure() is not None:
-                return
-            supersede(self.steps, self.name, self.step)
-            if self.options.keep_last is not None:
+            if self.handle.failure() is None:
                 keep_last, keep_every = self.options.keep_last, self.options.keep_every
-                retain(self.steps, self.name, keep_last, keep_every)
+                tidy(self.steps, self.name, self.step, keep_last, keep_every)
         except (StorageError, OSError) as error:
             log.warning("old steps could not be removed: %s", error)
 

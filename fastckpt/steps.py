@@ -28,6 +28,7 @@ STEP_MAX = 10**15
 _NAME = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?\Z", re.ASCII)
 _ATTEMPTS_MAX = 1000  # directories tried for one step
 _CREATES_MAX = 5  # times that one of them is made
+_UNSEEN = (0, 0, 0)  # version of a manifest that was not looked at
 _LOCK_S, _LOCK_POLL_S = 60.0, 0.01
 # What a save puts into a step's directory, and so what a removal may take out of it.
 _OURS = re.compile(
@@ -109,11 +110,7 @@ class Steps:
         A symbolic link is none: what it leads to is not this root's to read or to remove.
         """
         try:
-            return [
-                name
-                for name in self.storage.names(self.root)
-                if _NAME.match(name) and self.storage.is_directory(self.path(name))
-            ]
+            return [name for name in self.storage.directories(self.root) if _NAME.match(name)]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -140,13 +137,19 @@ class Steps:
                 raise CorruptCheckpoint(f"the manifest is of step {manifest.step}")
         return manifest
 
-    def committed(self) -> tuple[list[Committed], list[Fault]]:
+    def committed(self, *, afresh: bool = True) -> tuple[list[Committed], list[Fault]]:
         """Steps whose manifest validates, the one committed last first; and what is wrong with
         every other directory that has a manifest.
+
+        Args:
+            afresh: False: manifests that were looked at before are not looked at again.
         """
         found: list[Committed] = []
         faults: list[Fault] = []
         for name in self.names():
+            if not afresh and name in self._known:
+                found.append(Committed(name, self._known[name][1]))
+                continue
             try:
                 with reported("open", self.path(name, MANIFEST)):
                     status = self.storage.status(self.path(name, MANIFEST))
@@ -178,9 +181,9 @@ class Steps:
         Raises:
             StorageError: the root or the directory cannot be made.
         """
-        self._make_root()
         with self._removing:  # saves that begin at once find what is left removed, or not begun
-            if not self._cleaned:  # what earlier jobs left may be what the disk is full of
+            # The disk may be full of what earlier jobs left, or ranks too late for a failed save.
+            if not self._cleaned or self._failed:
                 self._cleaned = True
                 self.remove_dead()
         # Not the name of an attempt that failed: a rank that is late may still write there.
@@ -211,22 +214,25 @@ class Steps:
     def _make(self, name: str) -> bool:
         """Makes the directory, where the name is free or only what is surely dead has it."""
         with self._removing:
-            for _ in range(2):
+            for _ in range(3):
                 try:
                     with reported("make directory", self.path(name)):
                         self.storage.make_directory(self.path(name))
                     return True
                 except StorageError as error:
-                    if error.errno != errno.EEXIST:
+                    if error.errno == errno.ENOENT:
+                        self._make_root()
+                    elif error.errno != errno.EEXIST:
                         raise
-                if not self.remove_if_dead(name):
-                    break
+                    elif not self.remove_if_dead(name):
+                        break
             return False
 
     def next_sequence(self) -> int:
         """The place of the next commit in the order of commits under this root."""
         with self._lock:
-            found, faults = self.committed()  # another Checkpointer may have committed meanwhile
+            # Another Checkpointer may have committed meanwhile.
+            found, faults = self.committed(afresh=False)
             last = found[0].manifest.sequence if found else 0
             if faults:  # their places are not known: milliseconds are ahead of any count
                 last = max(last, int(time.time() * 1000))
@@ -265,6 +271,7 @@ class Steps:
                 with suppress(OSError):  # the first error counts; no reader is to see this step
                     storage.remove(self.path(begun.name, MANIFEST))
                 raise
+        self._known[begun.name] = _UNSEEN, manifest
 
     def abandon(self, begun: Begun) -> None:
         """Removes the directory of a save that failed; its name is not taken again here."""
@@ -273,13 +280,14 @@ class Steps:
         self._failed[int(match[1])] = int(match[2] or 0) + 1
         self.discard(begun.name)
 
+    def has_another(self, name: str, step: int) -> bool:
+        """Whether another attempt at a step than `name` was committed, as far as is known here."""
+        return any(known[1].step == step for other, known in self._known.items() if other != name)
+
     def discard(self, name: str) -> None:
         """Removes a directory as far as may be: one without a manifest, or with it first."""
         self._known.pop(name, None)
-        with (
-            self._removing,
-            suppress(OSError),
-        ):  # what stays costs space; the next removal tries again
+        with self._removing, suppress(OSError):  # what stays is left to the next removal
             with suppress(FileNotFoundError):
                 self.storage.remove(self.path(name, MANIFEST))
                 # A power cut must not bring it back without the files it names.

@@ -211,6 +211,11 @@ class Storage:
         except FileNotFoundError:
             return False
 
+    def directories(self, path: str) -> list[str]:
+        """Names of the directories in a directory, in no order; symbolic links are none."""
+        with os.scandir(path) as entries:
+            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+
     def make_directory(self, path: str) -> None:
         os.mkdir(path)
 

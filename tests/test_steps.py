@@ -344,11 +344,11 @@ def test_what_was_committed_later_is_not_removed(root: Path) -> None:
     """As a save does that was held up while another job went on."""
     saved(root, 1, 2, 3)
     steps = Steps(Storage(), str(root))
-    assert retain(steps, name(2), 1, None) == [name(1)]
+    assert retain(steps, steps.committed()[0], name(2), 1, None) == [name(1)]
     with Checkpointer(root) as checkpointer:
         with steps.hold(name(3)):
             checkpointer.save(3, state(33)).result(WAIT_S)
-        supersede(steps, name(3), 3)
+        supersede(steps, steps.committed()[0], name(3), 3)
         assert directories(root) == [name(2), name(3), name(3, 1)]
         assert checkpointer.load()["name"] == "step 33"
 
@@ -545,7 +545,7 @@ def test_a_directory_that_is_taken_for_dead_while_it_is_empty(root: Path) -> Non
     storage = Taken()
     with process_on(storage), Checkpointer(root) as checkpointer:
         checkpointer.save(5, state(5)).result(WAIT_S)
-    assert len(storage.numbers_of("make_directory")) == 2
+    assert len(storage.numbers_of("make_directory")) == 3  # the first found no root
     assert directories(root) == [name(5)] and restored(root) == 5
 
 

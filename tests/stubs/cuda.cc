@@ -13,6 +13,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -41,7 +42,7 @@ struct Work {
     size_t nbytes = 0;
     int value = 0;
     double took_us = 0;
-    Event* event = nullptr;
+    std::shared_ptr<Event> event = {};  // a caller may destroy one that streams still wait for
     uint64_t number = 0;
     bool pinned = true;
     bool follows = false;  // another one of its batch
@@ -193,6 +194,11 @@ bool is_pinned(const std::byte* memory, size_t nbytes) {
     return false;
 }
 
+// An event as callers know it.
+std::shared_ptr<Event> event_of(void* event) {
+    return *static_cast<std::shared_ptr<Event>*>(event);
+}
+
 int copy(const char* name, Kind kind, void* target, const void* source, size_t nbytes,
          void* stream) {
     if (const int result = enter(name)) return result;
@@ -328,7 +334,7 @@ EXPORT int cuThreadExchangeStreamCaptureMode(int* mode) {
 EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned) {
     if (const int result = enter("cuStreamWaitEvent")) return result;
     Work work{kWait};
-    work.event = static_cast<Event*>(event);
+    work.event = event_of(event);
     {
         const std::lock_guard lock(mu);
         work.number = work.event->asked;
@@ -341,7 +347,7 @@ EXPORT int cuEventCreate(void** event, unsigned) {
     if (const int result = enter("cuEventCreate")) return result;
     const std::lock_guard lock(mu);
     ++events_alive;
-    *event = new Event;
+    *event = new std::shared_ptr<Event>(new Event);
     return kSuccess;
 }
 
@@ -349,14 +355,14 @@ EXPORT int cuEventDestroy_v2(void* event) {
     if (const int result = enter("cuEventDestroy_v2")) return result;
     const std::lock_guard lock(mu);
     --events_alive;
-    delete static_cast<Event*>(event);
+    delete static_cast<std::shared_ptr<Event>*>(event);
     return kSuccess;
 }
 
 EXPORT int cuEventRecord(void* event, void* stream) {
     if (const int result = enter("cuEventRecord")) return result;
     Work work{kRecord};
-    work.event = static_cast<Event*>(event);
+    work.event = event_of(event);
     {
         const std::lock_guard lock(mu);
         work.number = ++work.event->asked;
@@ -369,13 +375,13 @@ EXPORT int cuEventRecord(void* event, void* stream) {
 EXPORT int cuEventQuery(void* event) {
     if (const int result = enter("cuEventQuery")) return result;
     const std::lock_guard lock(mu);
-    const auto* asked = static_cast<Event*>(event);
+    const auto asked = event_of(event);
     return asked->done(asked->asked) ? kSuccess : kNotReady;
 }
 
 EXPORT int cuEventSynchronize(void* event) {
     if (const int result = enter("cuEventSynchronize")) return result;
-    const auto* asked = static_cast<Event*>(event);
+    const auto asked = event_of(event);
     std::unique_lock lock(mu);
     changed.wait(lock, [&] { return asked->done(asked->asked); });
     return kSuccess;
@@ -384,8 +390,7 @@ EXPORT int cuEventSynchronize(void* event) {
 EXPORT int cuEventElapsedTime(float* ms, void* begin, void* end) {
     if (const int result = enter("cuEventElapsedTime")) return result;
     const std::lock_guard lock(mu);
-    *ms = static_cast<float>((static_cast<Event*>(end)->at_us - static_cast<Event*>(begin)->at_us) /
-                             1e3);
+    *ms = static_cast<float>((event_of(end)->at_us - event_of(begin)->at_us) / 1e3);
     return kSuccess;
 }
 
