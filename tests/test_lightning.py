@@ -249,6 +249,21 @@ def test_a_file_stays_when_the_newer_one_failed_until_one_has_committed(
     assert names(disk) == ["c.ckpt"]
 
 
+def test_a_directory_that_cannot_be_made_is_a_failed_save(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (disk / "file").touch()
+    io = FastckptCheckpointIO(on_error="warn")
+    io.save_checkpoint(state(1), disk / FIRST)
+    io.save_checkpoint(state(2), disk / "file" / SECOND)
+    io.remove_checkpoint(disk / FIRST)
+    io.teardown()
+    assert names(disk) == [FIRST, "file"]
+    assert f"{str(disk / 'file' / SECOND)!r} was not saved" in caplog.text
+    with pytest.raises(StorageError, match="make directory"):
+        FastckptCheckpointIO().save_checkpoint(state(3), disk / "file" / SECOND)
+
+
 def test_a_file_whose_save_is_in_flight_is_removed_after_it(disk: Path) -> None:
     io = FastckptCheckpointIO()
     with held_up():

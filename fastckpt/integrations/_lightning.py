@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, ClassVar
 
 import fastckpt
-from fastckpt import SaveHandle
+from fastckpt import CheckpointError, SaveHandle
+from fastckpt.storage import reported
 
 log = logging.getLogger("fastckpt")
 
@@ -46,8 +48,8 @@ class BackgroundFiles:
         """Saves to a file; returns when everything was copied, or, if it has to, committed.
 
         Raises:
-            CheckpointError: of an earlier save, with on_error="raise" (this one was not begun), or
-                of this one, if it is waited for.
+            CheckpointError: with on_error="raise", of an earlier save (this one was not begun), or
+                of this one, if its directory cannot be made; of this one, if it is waited for.
             TypeError: there are storage_options. ValueError: path is no local one.
             Exception: what torch.save raises for what cannot be pickled.
         """
@@ -66,13 +68,23 @@ class BackgroundFiles:
             self._is_saving = False
 
     def _save(self, checkpoint: dict[str, Any], path: str) -> None:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         removal = self._removals.pop(path, None)
         if removal is not None and not removal.cancel():
             wait([removal])
-        links = _has_links(os.path.dirname(path))
-        _unlink_softly(path)
-        handle = fastckpt.save(checkpoint, path, durable=self._durable)
+        links, directory = False, os.path.dirname(path)
+        try:
+            with reported("make directory", directory):
+                os.makedirs(directory, exist_ok=True)
+            with reported("list", directory):
+                links = _has_links(directory)
+            _unlink_softly(path)
+            handle = fastckpt.save(checkpoint, path, durable=self._durable)
+        except CheckpointError as error:
+            if self._on_error == "raise":
+                raise
+            handle = SaveHandle(os.path.realpath(path), time.perf_counter())
+            handle.mark_staged()
+            handle.set_exception(error)
         handle.reported = self._on_error == "warn"
         earlier = self._handles
         self._handles = [h for h in earlier[:-1] if not _is_settled(h)] + earlier[-1:] + [handle]
