@@ -154,6 +154,16 @@ def test_a_save_that_fails_leaves_what_the_same_tag_had(
     assert torch.load(disk / "before.pt", weights_only=False)["global_steps"] == 1
 
 
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_directory_that_cannot_be_made_fails_the_tag_on_all_ranks(
+    on_error: str, call: Callable[..., list[Any]], disk: Path
+) -> None:
+    (disk / "file").touch()
+    for begun, told, last in call(bodies.save_where_no_directory_is, str(disk), on_error):
+        assert begun is None and last == "a"
+        assert isinstance(told, StorageError if on_error == "raise" else type(None))
+
+
 def test_destroy_waits_and_raises(call: Callable[..., list[Any]], disk: Path) -> None:
     first, second = call(bodies.destroy_after_failure, str(disk))
     assert isinstance(first, OSError) and isinstance(second, PeerFailed)

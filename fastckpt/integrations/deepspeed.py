@@ -16,11 +16,12 @@ from typing import Any
 import torch.distributed as dist
 
 import fastckpt
-from fastckpt import CheckpointError, SaveHandle
+from fastckpt import CheckpointError, SaveHandle, StorageError
 from fastckpt.agreement import TIMEOUT_S
 from fastckpt.coordinator import Coordinator
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
+from fastckpt.storage import reported
 
 require("deepspeed", "0.19.0", "0.20", __name__)
 
@@ -133,6 +134,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._coordinator: Coordinator | None = None
         self._open: Tag | None = None
         self._last: Tag | None = None
+        self._unmade: StorageError | None = None  # of a directory, before its tag was created
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """DeepSpeed begins to save a tag, on all ranks; the one before is waited for.
@@ -140,6 +142,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             CheckpointError: with on_error="raise", of the tag before.
         """
+        unmade, self._unmade = self._unmade, None
         self._seal(CheckpointError(f"given up for tag {info.tag!r}"))
         self.drain()
         self._tell_failure()
@@ -150,6 +153,23 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         agreement = self._coordinator.begin(label, self._timeout_s)
         self._open = Tag(directory, info.tag, agreement, info.save_latest, self._options)
         self._last, self.handle = self._open, self._open.handle
+        if unmade is not None:
+            with self._open.keeping():
+                raise unmade
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Makes a directory. A failure is the tag's, that is open or is created next: DeepSpeed has
+        rank 0 make it while the others go to a barrier, where they would wait for ever.
+        """
+        try:
+            with reported("make directory", path):
+                super().makedirs(path, exist_ok)
+        except StorageError as error:
+            if self._open is None:
+                self._unmade = error
+                return
+            with self._open.keeping():
+                raise
 
     def save(self, state_dict: Any, path: str) -> None:
         """Begins to save a file of the tag; returns when it was copied. Outside of a tag, when the

@@ -230,6 +230,17 @@ def fail_once(member: Member, root: str, tags: list[str], on_error: str) -> dict
     return seen
 
 
+def save_where_no_directory_is(member: Member, root: str, on_error: str) -> list[Any]:
+    """What saves raise: to a path below a file, where no directory can be made, then elsewhere."""
+    engine, _saving = installed(1, on_error=on_error, timeout_s=30)
+    first = attempt(lambda: engine.save_checkpoint(f"{root}/file/run")).error
+    second = attempt(lambda: engine.save_checkpoint(f"{root}/run", "a")).error
+    if on_error == "raise":
+        engine.save_checkpoint(f"{root}/run", "a")  # it was told
+    engine.destroy()
+    return [first, second, latest(f"{root}/run")]
+
+
 def destroy_after_failure(member: Member, root: str) -> Any:
     engine, _saving = installed(1)
     with small_files(member.rank == 0):  # not even DeepSpeed's scripts have room
