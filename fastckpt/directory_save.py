@@ -188,9 +188,10 @@ class DirectorySave(Job):
     def commit(self, pipeline: Pipeline) -> None:
         storage, directory = pipeline.storage, self.draft.directory
         files = self._written(pipeline)
-        for name in _names(storage, directory):
-            if name not in files:
-                files[name] = self._settled(storage, name)
+        with reported("list", directory):
+            others = [name for name in _names(storage, directory) if name not in files]
+        for name in others:
+            files[name] = self._settled(storage, name)
         self.handle.stats.written_s = self.handle.elapsed_s()
         if self.agreement.rank == 0:
             self.agreement.put("place", os.fsencode(self.draft.name))
@@ -328,6 +329,8 @@ class DirectorySave(Job):
         """Raises CheckpointError if what is there holds files that would be lost."""
         path = self.handle.path
         if not storage.is_directory(path):
+            if storage.status(path) is not None:
+                raise CheckpointError(f"{path!r} is a file, which is not replaced by a directory")
             return
         with reported("list", path):
             others = {*_names(storage, path, links=True)} - files.keys()

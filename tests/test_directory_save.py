@@ -201,6 +201,14 @@ def test_files_of_others_are_not_replaced(disk: Path, name: str) -> None:
         assert step_in(path) == 3
 
 
+def test_a_file_is_not_replaced(disk: Path) -> None:
+    (disk / "a").write_text("mine")
+    with through(Storage()):
+        with pytest.raises(CheckpointError, match="is a file"):
+            save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
+    assert (disk / "a").read_text() == "mine" and os.listdir(disk) == ["a"]
+
+
 def test_directories_commit_in_the_order_of_their_saves(disk: Path) -> None:
     gate = threading.Event()
     retained: list[list[str]] = []
@@ -259,6 +267,18 @@ def test_what_fails_later(disk: Path, on_error: str, caplog: pytest.LogCaptureFi
             assert "No space left" in caplog.text and handle.reported
         save_directory(str(disk / "a"), fill_with(2), on_error=on_error).result(WAIT_S)
     assert step_in(disk / "a") == 2
+
+
+def test_a_draft_that_somebody_removes_is_a_failed_save(disk: Path) -> None:
+    gate = threading.Event()
+    with through(Delay("sync", gate)):
+        handle = save_directory(str(disk / "a"), fill_with(1))
+        (draft,) = disk.iterdir()
+        draft.rename(disk / "elsewhere")
+        gate.set()
+        with pytest.raises(StorageError, match="No such file"):
+            handle.result(WAIT_S)
+    assert os.listdir(disk) == ["elsewhere"]
 
 
 def test_a_tensor_that_changes_too_early_fails_the_save(disk: Path) -> None:
