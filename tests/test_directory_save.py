@@ -203,9 +203,8 @@ def test_files_of_others_are_not_replaced(disk: Path, name: str) -> None:
 
 def test_a_file_is_not_replaced(disk: Path) -> None:
     (disk / "a").write_text("mine")
-    with through(Storage()):
-        with pytest.raises(CheckpointError, match="is a file"):
-            save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
+    with through(Storage()), pytest.raises(CheckpointError, match="is a file"):
+        save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
     assert (disk / "a").read_text() == "mine" and os.listdir(disk) == ["a"]
 
 
