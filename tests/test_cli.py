@@ -27,6 +27,8 @@ import torch.distributed.checkpoint as dcp
 import fastckpt
 from fastckpt import advice
 from fastckpt.cli import main, quantities
+from fastckpt.directory_save import save_directory
+from fastckpt.draft import Draft
 from fastckpt.integrations import dcp as fast_dcp
 
 ROOT = Path(__file__).parents[1]
@@ -318,7 +320,8 @@ def test_verify_finds_all_whole(saved: Path) -> None:
     done = run("verify", "one.pt", "run", "packed/step-00000001", "dcp", cwd=saved)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["ok"] * 5
+    assert [line.split()[0] for line in lines] == ["ok"] * 6
+    assert f"{saved}/dcp/.metadata" in lines.pop(4)
     for line, name in zip(
         lines,
         ("one.pt", "run/step-00000001", "run/step-00000002", "packed/step-00000001", "dcp/__0_"),
@@ -356,7 +359,36 @@ def test_verify_names_a_damaged_file_of_dcp(
     (file,) = (saved / "dcp").glob("*.distcp")
     flip(file, 4_000_000)
     status, lines = verified(capsys, saved / "dcp")
-    assert status == 1 and re.match(rf"damaged +{file}: .*CRC-32 mismatch in bytes 0 to", lines[0])
+    assert status == 1 and lines[0].startswith("ok ")
+    assert re.match(rf"damaged +{file}: .*CRC-32 mismatch in bytes 0 to", lines[1])
+    flip(saved / "dcp" / ".metadata", 100)
+    assert re.match("damaged .*metadata' is damaged", verified(capsys, saved / "dcp")[1][0])
+
+
+def test_verify_wants_all_files_of_dcp(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = (saved / "dcp").glob("*.distcp")
+    file.rename(saved / "kept")
+    status, (line,) = verified(capsys, saved / "dcp")
+    assert status == 1 and re.match(f"damaged .*'{file.name}'.* is missing", line)
+    (saved / "kept").rename(file)
+    (saved / "dcp" / ".metadata").unlink()
+    status, lines = verified(capsys, saved / "dcp")
+    assert status == 1 and "no checkpoint was committed" in lines[0] and lines[1].startswith("ok ")
+
+
+def test_verify_reads_directories_by_their_list(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(draft: Draft) -> None:
+        draft.add(state(), "one.pt")
+
+    save_directory(str(saved / "trainer" / "checkpoint-1"), fill).result()
+    save_directory(str(saved / "trainer" / "checkpoint-2"), fill).result()
+    status, lines = verified(capsys, saved / "trainer")
+    assert status == 0 and [line.split()[0] for line in lines] == ["ok", "ok"]
+    flip(saved / "trainer" / "checkpoint-1" / "one.pt", 1000)
+    status, (line,) = verified(capsys, saved / "trainer" / "checkpoint-1")
+    assert status == 1 and re.match("damaged .*'one.pt' has", line)
 
 
 def test_verify_names_every_damaged_file_of_a_step(
@@ -383,7 +415,8 @@ def test_verify_says_what_it_cannot_verify(saved: Path, capsys: pytest.CaptureFi
         lines,
         (
             "FAILED .*not written by fastckpt: it has no checksums",
-            "damaged .*truncated, or not of fastckpt",
+            "FAILED .*metadata' was not written by fastckpt",
+            "FAILED .*distcp' was not written by fastckpt",
             "FAILED .*holds no committed step",
             "FAILED .*gone' does not exist",
             "damaged .*truncated or damaged",

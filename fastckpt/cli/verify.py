@@ -13,11 +13,12 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
-from fastckpt import pipeline
+from fastckpt import directory_check, pipeline
 from fastckpt.cli.quantities import shown_size
 from fastckpt.codec import FrameReader
+from fastckpt.distcp_load import OURS
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
-from fastckpt.formats import distcp
+from fastckpt.formats import distcp, file_list
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
 from fastckpt.reader import open_verified
 from fastckpt.staging import ReadStream
@@ -26,6 +27,7 @@ from fastckpt.storage import naming, reported
 
 _SCRATCH_BYTES = 8 << 20
 _DISTCP = ".distcp"
+_METADATA = ".metadata"
 
 
 def add_arguments(commands: Any) -> None:
@@ -39,8 +41,8 @@ def add_arguments(commands: Any) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="a file of fastckpt.save, a step, a Checkpointer's root, a .distcp file or a "
-        "directory of them",
+        help="a file of fastckpt.save, a step, a Checkpointer's root, a .distcp file, a checkpoint "
+        "of DCP, Transformers or Accelerate, or a directory of such",
     )
     parser.set_defaults(run=run)
 
@@ -78,12 +80,29 @@ def _parts(path: str) -> Iterator[tuple[str, Callable[[], int]]]:
     found = [name for name in sorted(steps.names()) if name not in incomplete]
     for name in found:
         yield os.path.join(path, name), partial(_verify_step, steps, name)
-    files = sorted(name for name in os.listdir(path) if name.endswith(_DISTCP))
+    of_frameworks = [*_of_frameworks(path)]
+    if not found and not of_frameworks:  # perhaps they are in it
+        inner = (os.path.join(path, name) for name in sorted(os.listdir(path)) if name[0] != ".")
+        of_frameworks = [p for each in inner if os.path.isdir(each) for p in _of_frameworks(each)]
+    yield from of_frameworks
+    if not found and not of_frameworks:
+        yield path, partial(_refuse, f"{path!r} holds no committed step and no {_DISTCP} file")
+
+
+def _of_frameworks(path: str) -> Iterator[tuple[str, Callable[[], int]]]:
+    """What a directory holds as one checkpoint of a framework: see _parts()."""
+    if os.path.exists(os.path.join(path, file_list.NAME)):
+        yield path, partial(_verify_listed, path)
+    names = sorted(os.listdir(path))
+    files = [name for name in names if name.endswith(_DISTCP)]
+    metadata = [name for name in names if name.endswith(_METADATA)]  # one, or one for each rank
+    if files and not metadata:
+        why = f"{path!r} has no {_METADATA}: no checkpoint was committed there"
+        yield path, partial(_refuse, why)
+    for name in metadata:
+        yield os.path.join(path, name), partial(_verify_metadata, os.path.join(path, name))
     for name in files:
         yield os.path.join(path, name), partial(_verify_file, os.path.join(path, name))
-    if not found and not files:
-        why = f"{path!r} holds no committed step and no {_DISTCP} file"
-        yield path, partial(_refuse, why)
 
 
 def _refuse(why: str) -> int:
@@ -127,16 +146,40 @@ def _verify_zip(fd: int, path: str) -> tuple[int | None, int]:
         return file.closing_crc, file.tell()
 
 
+def _verify_listed(path: str) -> int:
+    """A directory that a list of its files, with their checksums, lies in."""
+    directory_check.check(path)
+    listed = directory_check.list_of(path, pipeline.current().storage)
+    return sum(file.nbytes for file in listed.values())
+
+
+def _verify_metadata(path: str) -> int:
+    """What commits .distcp files; they have to be there."""
+    # Brings in torch.distributed.checkpoint, which nothing else here needs.
+    from fastckpt.integrations import dcp_metadata
+
+    with _opened(path) as fd, reported("read", path):
+        storage = pipeline.current().storage
+        content = storage.read_at(fd, storage.size(fd), 0)
+    if not dcp_metadata.check(content, path):
+        raise CheckpointError(f"{path!r} was not written by fastckpt: it has no checksum")
+    directory = os.path.dirname(path)
+    for name in dcp_metadata.our_files(content):
+        if not os.path.exists(os.path.join(directory, name)):
+            raise CorruptCheckpoint(f"{name!r}, which {path!r} names, is missing")
+    return len(content)
+
+
 def _verify_distcp(fd: int, path: str) -> int:
     current = pipeline.current()
     with reported("read", path):
         nbytes = current.storage.size(fd)
         end = current.storage.read_at(fd, distcp.END_BYTES, max(0, nbytes - distcp.END_BYTES))
         offset = distcp.tail_offset(end, nbytes)
+        if offset is None and not OURS.fullmatch(os.path.basename(path)):
+            raise CheckpointError(f"{path!r} was not written by fastckpt: it has no checksums")
         if offset is None:
-            raise CorruptCheckpoint(
-                f"{path!r} does not end in checksums: it is truncated, or not of fastckpt"
-            )
+            raise CorruptCheckpoint(f"{path!r} is truncated: it does not end in checksums")
         tail = current.storage.read_at(fd, nbytes - offset, offset)
     with naming(path):
         index = distcp.parse(tail, offset).index

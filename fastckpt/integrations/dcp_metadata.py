@@ -29,6 +29,7 @@ NAME = ".metadata"
 _END = re.compile(rb"fastckpt metadata (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
 _END_BYTES = len(f"fastckpt metadata {1:02d} {0:016x} {0:08x}")
 _DATA_FILE = re.compile(r"__\d+_(\d+|[0-9a-f]{16})\.distcp")  # torch's and ours
+_OUR_FILE = re.compile(rb"__\d+_[0-9a-f]{16}\.distcp")
 
 _CLASSES: dict[tuple[str, str], Any] = {
     (module.__name__, name): getattr(module, name)
@@ -83,6 +84,29 @@ def encode(value: Metadata) -> bytes:
     return content + end.encode()
 
 
+def check(content: bytes, path: str) -> bool:
+    """Compares the bytes of a `.metadata` file with the checksum behind them.
+
+    Returns:
+        Whether there is one; others write none.
+
+    Raises:
+        CorruptCheckpoint: it is another.
+    """
+    match = _END.search(content[-_END_BYTES:])
+    if match is None:
+        return False
+    body = content[:-_END_BYTES]
+    if int(match[2], 16) != len(body) or int(match[3], 16) != zlib.crc32(body):
+        raise CorruptCheckpoint(f"{path!r} is damaged: its CRC-32 is another")
+    return True
+
+
+def our_files(content: bytes) -> list[str]:
+    """Names of fastckpt's data files in the bytes of a `.metadata` file, which is not unpickled."""
+    return sorted({name.decode() for name in _OUR_FILE.findall(content)})
+
+
 def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
     """What a `.metadata` file says.
 
@@ -103,11 +127,7 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
             content = storage.read_at(fd, storage.size(fd), 0)
         finally:
             storage.close(fd)
-    match = _END.search(content[-_END_BYTES:])
-    if match is not None:
-        body = content[:-_END_BYTES]
-        if int(match[2], 16) != len(body) or int(match[3], 16) != zlib.crc32(body):
-            raise CorruptCheckpoint(f"{path!r} is damaged: its CRC-32 is another")
+    has_checksum = check(content, path)
     file = io.BytesIO(content)
     try:
         value = _load(file) if weights_only else pickle.load(file)
@@ -120,7 +140,7 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
         ) from None
     except (EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise CorruptCheckpoint(f"{path!r} is truncated or damaged: {error}") from None
-    if match is None and file.read(1):
+    if not has_checksum and file.read(1):
         raise CorruptCheckpoint(f"{path!r} is damaged: more than a checksum follows the pickle")
     if not isinstance(value, Metadata):
         raise CorruptCheckpoint(f"{path!r} holds a {type(value).__name__}, no Metadata")
