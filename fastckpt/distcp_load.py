@@ -72,7 +72,8 @@ class ItemsFile:
         names: tells what items are called in messages, by their offset.
 
     Raises:
-        CorruptCheckpoint: it is one of ours and damaged, or not what the requests say.
+        CorruptCheckpoint: it is missing, is one of ours and damaged, or is not what the requests
+            say.
         IncompatibleCheckpoint: a newer fastckpt wrote it.
         StorageError: it cannot be read.
     """
@@ -90,7 +91,10 @@ class ItemsFile:
         self._items: dict[int, distcp.Item] = {}
         self._older: int | None = None  # which of distcp.fronts() this file has
         with reported("open", path):
-            self._fd = storage.open(path)
+            try:
+                self._fd = storage.open(path)
+            except FileNotFoundError:
+                raise CorruptCheckpoint(f"{path!r}, which the metadata names, is missing") from None
         try:
             self._nbytes = self._find_contents()
             end = max(request.offset + request.nbytes for request in requests)

@@ -466,6 +466,14 @@ def test_pickles_that_reach_for_more_are_refused(content: bytes, tmp_path: Path)
         Reader(tmp_path).read_metadata()
 
 
+@pytest.mark.parametrize("content", [b"", b"\0" * 99, b"\x80\x02", b"\x80\x04\x8e" + b"\xff" * 8])
+def test_what_is_no_pickle_is_damaged_and_not_hostile(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    for weights_only in (True, False):
+        with pytest.raises(CorruptCheckpoint, match="truncated or damaged"):
+            Reader(tmp_path, weights_only=weights_only).read_metadata()
+
+
 def test_a_pickle_cannot_change_a_class(tmp_path: Path) -> None:
     before = dict(vars(Metadata))
     attack = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x08__init__Ns\x86b."
@@ -556,9 +564,11 @@ def test_a_truncated_file_is_told(share: float, tmp_path: Path) -> None:
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
-    data_files(tmp_path)[0].unlink()
+    file = data_files(tmp_path)[0]
+    file.unlink()
     error = failure_of(lambda: load({"a": torch.zeros(2)}, tmp_path))
-    assert isinstance(error, fastckpt.StorageError)
+    assert isinstance(error, CorruptCheckpoint)
+    assert file.name in str(error) and str(error).endswith("is missing")
 
 
 # Overwriting, failures

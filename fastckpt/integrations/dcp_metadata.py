@@ -31,6 +31,10 @@ _END_BYTES = len(f"fastckpt metadata {1:02d} {0:016x} {0:08x}")
 _DATA_FILE = re.compile(r"__\d+_(\d+|[0-9a-f]{16})\.distcp")  # torch's and ours
 _OUR_FILE = re.compile(rb"__\d+_[0-9a-f]{16}\.distcp")
 
+# What unpickling raises of bytes that are no pickle, or not all of one.
+_DAMAGE = (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError)
+_DAMAGE += (OverflowError,)
+
 _CLASSES: dict[tuple[str, str], Any] = {
     (module.__name__, name): getattr(module, name)
     for module, names in (
@@ -53,11 +57,15 @@ _CLASSES["pathlib._local", "PosixPath"] = pathlib.PosixPath
 _CLASSES["torch.serialization", "_get_layout"] = torch.serialization._get_layout
 
 
+class _Refused(pickle.UnpicklingError):
+    """A pickle that is whole asks for what it does not get."""
+
+
 def _member(kind: Any, name: str) -> Any:
     """What some versions of Python pickle a member of an enumeration as."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
-    raise pickle.UnpicklingError(f"getattr of {kind!r}")
+    raise _Refused(f"getattr of {kind!r}")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -71,10 +79,10 @@ class _Unpickler(pickle.Unpickler):
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
-        raise pickle.UnpicklingError(f"{module}.{name}")
+        raise _Refused(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError(f"a persistent id {pid!r}")
+        raise _Refused(f"a persistent id {pid!r}")
 
 
 def encode(value: Metadata) -> bytes:
@@ -131,14 +139,12 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
     file = io.BytesIO(content)
     try:
         value = _load(file) if weights_only else pickle.load(file)
-    except pickle.UnpicklingError as error:
-        if not weights_only:
-            raise
+    except _Refused as error:
         raise pickle.UnpicklingError(
             f"{path!r} holds {error}, which a .metadata file need not have and which may run code: "
             "if you trust whoever wrote it, read it with Reader(path, weights_only=False)"
         ) from None
-    except (EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
+    except _DAMAGE as error:
         raise CorruptCheckpoint(f"{path!r} is truncated or damaged: {error}") from None
     if not has_checksum and file.read(1):
         raise CorruptCheckpoint(f"{path!r} is damaged: more than a checksum follows the pickle")
@@ -164,7 +170,7 @@ def _load(file: io.BytesIO) -> Any:
                 else:
                     delattr(kind, name)
         if changed:
-            raise pickle.UnpicklingError("a change of a class")
+            raise _Refused("a change of a class")
 
 
 def unneeded(storage: Storage, directory: str, value: Metadata, rank: int | None) -> list[str]:
