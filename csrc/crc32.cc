@@ -157,9 +157,27 @@ inline size_t bytes_to_line(const void* target) {
 // take longer than it does. Leaves a whole step of the wider kernel after aligning.
 constexpr size_t kLeastStreamed = 320;
 
+// How far ahead a copy asks for its source. The processor's own prefetching ends with each page of
+// 4 KiB, and then waits for the address of the next one, which takes long in a virtual machine. So
+// lines are asked for across pages, and one of a later page for the sake of its address alone. On
+// an AMD EPYC (Genoa) with such pages both together copy a third more in the same time.
+constexpr size_t kBytesAhead = 2048;
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kPagesAhead = 8;
+
 #define FASTCKPT_SSE __attribute__((target("pclmul,sse4.1")))
 #define FASTCKPT_AVX512 __attribute__((target("pclmul,sse4.1,avx512f,vpclmulqdq")))
 #define FASTCKPT_INLINE inline __attribute__((always_inline))
+
+// At the beginning of a step of kStep bytes. Addresses behind the source do no harm: these never
+// fault.
+template <size_t kStep>
+FASTCKPT_SSE FASTCKPT_INLINE void prefetch(const uint8_t* source) {
+    for (size_t line = 0; line < kStep; line += kLine)
+        _mm_prefetch(reinterpret_cast<const char*>(source + kBytesAhead + line), _MM_HINT_NTA);
+    if (reinterpret_cast<uintptr_t>(source) % kPageBytes < kStep)
+        _mm_prefetch(reinterpret_cast<const char*>(source + kPagesAhead * kPageBytes), _MM_HINT_T0);
+}
 
 template <bool kCopy>
 FASTCKPT_SSE FASTCKPT_INLINE __m128i take_block(uint8_t* target, const uint8_t* source) {
@@ -222,6 +240,7 @@ FASTCKPT_SSE uint32_t update_pclmul(uint32_t state, uint8_t* target, const uint8
     advance();
     const __m128i by512 = constants_sse(kFold512);
     while (n >= kStep) {
+        if constexpr (kCopy) prefetch<kStep>(source);
         for (size_t i = 0; i < 4; ++i) {
             blocks[i] =
                 fold_sse(blocks[i], by512, take_block<kCopy>(target + 16 * i, source + 16 * i));
@@ -282,6 +301,7 @@ FASTCKPT_AVX512 uint32_t update_vpclmulqdq(uint32_t state, uint8_t* target, cons
     advance();
     const __m512i by2048 = constants_avx512(kFold2048);
     while (n >= kStep) {
+        if constexpr (kCopy) prefetch<kStep>(source);
         for (size_t i = 0; i < 4; ++i) {
             lines[i] =
                 fold_avx512(lines[i], by2048, take_line<kCopy>(target + 64 * i, source + 64 * i));
