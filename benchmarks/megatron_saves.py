@@ -47,10 +47,11 @@ def slowest(seconds: float) -> float:
 
 
 def compare(directory: Path, hidden: int, rounds: int) -> None:
-    from fastckpt.integrations.megatron import save_checkpoint
+    from fastckpt.integrations.megatron import Saves, save_checkpoint
 
     parallel, optimizer, scheduler = rebuilt(2, 1, hidden)
     stock, blocked, committed = [], [], []
+    saves, ours = Saves(), str(directory / "ours")
     for number in range(1, rounds + 2):
         dist.barrier()
         stock.append(
@@ -59,7 +60,7 @@ def compare(directory: Path, hidden: int, rounds: int) -> None:
         dist.barrier()
         begun = time.perf_counter()
         handle = save_checkpoint(
-            number, parallel, optimizer, scheduler, save=str(directory / "ours"), keep_last=1
+            number, parallel, optimizer, scheduler, save=ours, saves=saves, keep_last=1
         )
         blocked.append(slowest(time.perf_counter() - begun))
         handle.result()
@@ -67,10 +68,10 @@ def compare(directory: Path, hidden: int, rounds: int) -> None:
     if dist.get_rank() == 0:
         stored = directory / "ours" / f"iter_{rounds + 1:07d}"
         nbytes = sum(path.stat().st_size for path in stored.iterdir())
-        sync, ours, done = (statistics.median(each[1:]) for each in (stock, blocked, committed))
+        sync, stall, done = (statistics.median(each[1:]) for each in (stock, blocked, committed))
         print(f"checkpoint of {nbytes / 1e6:.0f} MB, medians of {rounds} rounds")
         print(f"Megatron, synchronous: {sync:.3f} s")
-        print(f"fastckpt, blocked:     {ours:.3f} s, {ours / sync:.2f} of it")
+        print(f"fastckpt, blocked:     {stall:.3f} s, {stall / sync:.2f} of it")
         print(f"fastckpt, committed:   {done:.3f} s, {done / sync:.2f} of it", flush=True)
 
 

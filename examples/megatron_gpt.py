@@ -172,19 +172,25 @@ def train(options: argparse.Namespace) -> None:
         f"starts at iteration {start} on TP {options.tp} x DP {dist.get_world_size() // options.tp}"
     )
     text = torch.frombuffer(bytearray(options.text.read_bytes()), dtype=torch.uint8).long()
-    handles = []
+    saves, handles = megatron.Saves(), []
     for iteration in range(start + 1, options.iterations + 1):
         loss = train_step(parallel, optimizer, scheduler, batch(text, iteration))
         say(f"iteration {iteration} loss {loss.hex()} {loss:.4f}", flush=True)
         if iteration % options.every == 0:
             handles.append(
                 megatron.save_checkpoint(
-                    iteration, parallel, optimizer, scheduler, save=options.save, keep_last=2
+                    iteration,
+                    parallel,
+                    optimizer,
+                    scheduler,
+                    save=options.save,
+                    saves=saves,
+                    keep_last=2,
                 )
             )
         if iteration == options.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-    megatron.wait_for_checkpoints()
+    saves.wait()
     blocked = [handle.stats.stall_s or 0.0 for handle in handles]
     say(f"fastckpt: {len(blocked)} saves, training lost {sum(blocked):.3f} s")
     if options.compare:

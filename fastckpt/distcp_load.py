@@ -31,6 +31,7 @@ from fastckpt.storage import Storage, reported
 
 OURS = re.compile(r"__\d+_[0-9a-f]{16}\.distcp")  # names of files that fastckpt wrote
 _NAMED_MAX = 5  # items in one message
+_APART_BYTES_MAX = 1 << 20  # objects in a span of this are read for themselves
 _RUNS_MAX = 64  # a copy to a device takes some microseconds to begin, however small it is
 
 
@@ -89,6 +90,8 @@ class ItemsFile:
         self._storage, self._staging, self._path, self._names = storage, staging, path, names
         self._contents: distcp.Contents | None = None
         self._items: dict[int, distcp.Item] = {}
+        self._apart: dict[int, bytes] = {}  # objects that were read for themselves, by offset
+        self._stream: ReadStream | None = None
         self._older: int | None = None  # which of distcp.fronts() this file has
         with reported("open", path):
             try:
@@ -104,7 +107,7 @@ class ItemsFile:
                     "of another checkpoint"
                 )
             self._found = {request: self._locate(request) for request in {*requests}}
-            self._stream = self._read(requests)
+            self._read(requests)
         except BaseException:
             storage.close(self._fd)
             raise
@@ -113,7 +116,8 @@ class ItemsFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
         self._storage.close(self._fd)
 
     def _find_contents(self) -> int:
@@ -176,20 +180,52 @@ class ItemsFile:
         data_nbytes = prod(request.sizes) * request.dtype.itemsize
         return front if len(front) + data_nbytes <= request.nbytes else None
 
-    def _read(self, requests: Sequence[Request]) -> ReadStream:
+    def _read(self, requests: Sequence[Request]) -> None:
         index = None if self._contents is None else self._contents.index
         nbytes, block_bytes = self._nbytes, BLOCK_BYTES if index is None else index.block_bytes
         rows: list[CopyRow] = []
+        objects: dict[int, list[distcp.Item]] = {}  # by the only block that each lies in
         for request in requests:
-            found = self._found[request]
+            found, item = self._found[request], self._items.get(request.offset)
+            if request.dtype is None and item is not None and item.nbytes == request.nbytes > 0:
+                last = (item.offset + item.nbytes - 1) // block_bytes
+                if item.offset // block_bytes == last and not item.dtype:
+                    objects.setdefault(last, []).append(item)
+                    continue
             if found is None or request.lengths == request.sizes:
                 rows.append((request.offset, 0, request.nbytes, 1, 0, 0))
                 continue
             rows.append((request.offset, 0, len(found.front), 1, 0, 0))
             rows += _rows(request, found, 0, row_major(request.lengths))
-        wanted = blocks_of([row for row in rows if row[2]], block_bytes) or [0]
-        crcs = () if index is None else index.block_crcs
-        return self._staging.read(self._fd, self._path, nbytes, block_bytes, crcs, wanted)
+        wanted = {*blocks_of([row for row in rows if row[2]], block_bytes)}
+        for block, items in objects.items():
+            if block not in wanted and not self._read_apart(items):
+                wanted.add(block)
+        if wanted:
+            crcs = () if index is None else index.block_crcs
+            self._stream = self._staging.read(
+                self._fd, self._path, nbytes, block_bytes, crcs, sorted(wanted)
+            )
+
+    def _read_apart(self, items: Sequence[distcp.Item]) -> bool:
+        """Reads objects that lie near each other without the rest of their block, by their own
+        checksums; False if they do not.
+        """
+        begin, end = items[0].offset, max(item.offset + item.nbytes for item in items)
+        if end - begin > _APART_BYTES_MAX:
+            return False
+        with reported("read", self._path, begin):
+            content = self._storage.read_at(self._fd, end - begin, begin)
+        for item in items:
+            part = content[item.offset - begin : item.offset - begin + item.nbytes]
+            if zlib.crc32(part) != item.crc:
+                name = self._names().get(item.offset, f"item at {item.offset}")
+                raise CorruptCheckpoint(
+                    f"{self._path!r} is damaged: CRC-32 mismatch in bytes {item.offset} to "
+                    f"{item.offset + item.nbytes}, in {name!r}"
+                )
+            self._apart[item.offset] = part
+        return True
 
     def content(self, request: Request) -> bytes:
         """All bytes of an item.
@@ -197,6 +233,8 @@ class ItemsFile:
         Raises:
             CorruptCheckpoint, StorageError.
         """
+        if request.offset in self._apart:
+            return self._apart[request.offset]
         content = bytearray(request.nbytes)
         if request.nbytes:
             self._run([(request.offset, address_of(content), request.nbytes, 1, 0, 0)])
@@ -238,7 +276,7 @@ class ItemsFile:
 
     def arrive(self) -> None:
         """Waits for what is on its way to devices."""
-        if not self._stream.arrive():
+        if self._stream is not None and not self._stream.arrive():
             raise self._failure()
 
     def _is_memory(self, tensor: torch.Tensor) -> bool:
@@ -280,6 +318,7 @@ class ItemsFile:
         devices = []
         if target is not None and target.device.type != "cpu":
             devices = self._staging.devices.reads([target.untyped_storage()]).ranges
+        assert self._stream is not None
         if not self._stream.read_runs(array("Q", [v for row in rows for v in row]), devices):
             raise self._failure()
 
@@ -287,6 +326,7 @@ class ItemsFile:
         return repr(self._names().get(request.offset, f"the item at {request.offset}"))
 
     def _failure(self) -> CheckpointError:
+        assert self._stream is not None
         failure = self._stream.failure()
         if failure is not None:
             op, offset, number = failure

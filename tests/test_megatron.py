@@ -22,11 +22,16 @@ from typing import Any
 import pytest
 from ranks import megatron_bodies as bodies
 from ranks.group_crew import Crew, Nursery, RankDied
+from torch.torch_version import TorchVersion
 
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 TRACKER = "latest_checkpointed_iteration.txt"
+VERSION = TorchVersion(importlib.metadata.version("megatron-core"))
+# What Megatron's own save, asked to save by our strategy, has made of common state; it is in an
+# object from 0.19 on.
+COMMON = ["common.pt"] if VERSION < "0.19" else []
 pytestmark = pytest.mark.multiprocess
 
 
@@ -160,7 +165,7 @@ def test_strategies_exchange_with_stock(crew: Crew, disk: Path) -> None:
 def test_async_request_needs_no_process_and_commits_unfinalized(crew: Crew, disk: Path) -> None:
     for async_fn, preload_fn, names in crew(bodies.save_without_finalizing, str(disk / "a"), False):
         assert (async_fn, preload_fn) == (None, None)
-        assert {".metadata", "common.pt", "metadata.json"} < {*names}
+        assert {".metadata", "metadata.json", *COMMON} < {*names}
 
 
 def test_killed_before_finalizing_is_found(nursery: Nursery, disk: Path) -> None:
@@ -349,7 +354,7 @@ def test_converted_both_ways_is_what_it_was(crew: Crew, disk: Path) -> None:
 # Versions.
 
 
-@pytest.mark.parametrize("version", ["0.15.9", "0.17.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.15.9", "1.0"])
 def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "fastckpt.integrations.megatron"
     for module in [module for module in sys.modules if module.startswith(name)]:
@@ -357,7 +362,7 @@ def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatc
     real = importlib.metadata.version
     told = {"megatron-core": version}
     monkeypatch.setattr(importlib.metadata, "version", lambda p: told.get(p) or real(p))
-    expected = f"{name} needs megatron-core >= 0.16.1, < 0.17; {version} is installed"
+    expected = f"{name} needs megatron-core >= 0.16.1, < 1; {version} is installed"
     with pytest.raises(ImportError, match=re.escape(expected)):
         importlib.import_module(name)
     assert IncompatibleCheckpoint  # the core is untouched

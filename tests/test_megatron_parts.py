@@ -7,6 +7,7 @@ package: a small tree of modules with its documented names stands in for it.
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import itertools
 import os
@@ -286,8 +287,14 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Namespace(tree=tree, args=args, told=told)
 
 
+@pytest.fixture
+def installable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """install() is for 0.16 alone."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.16.1")
+
+
 def test_installed_functions_translate_the_arguments(
-    training: Any, monkeypatch: pytest.MonkeyPatch
+    training: Any, installable: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fastckpt.integrations.megatron import training as installing
 
@@ -296,12 +303,13 @@ def test_installed_functions_translate_the_arguments(
     common = {"args": Namespace(consumed_train_samples=64), "checkpoint_version": 3.0}
     common["num_floating_point_operations_so_far"] = 9
     monkeypatch.setattr(installing, "restore", lambda *a, **k: calls.append((a, k)) or (7, common))
-    megatron.install(keep_last=3)
+    saves = megatron.install(keep_last=3)
     loop = training.tree[".training"]
     assert loop.save_checkpoint is training.tree[".checkpointing"].save_checkpoint
     loop.save_checkpoint(7, "model", "optimizer", "schedule", 9, {}, non_persistent_ckpt=True)
     given, options = calls.pop()
     assert given == (7, "model", "optimizer", "schedule", 9)
+    assert options["saves"] is saves
     assert options["save"] == "run" and options["keep_last"] == 3 and options["on_error"] == "warn"
     assert options["non_persistent_ckpt"] and not options["save_rng"]
     assert options["args"] is training.args
@@ -318,8 +326,12 @@ def test_installed_functions_translate_the_arguments(
 
 
 def test_install_refuses_loudly_what_it_does_not_know(
-    training: Any, monkeypatch: pytest.MonkeyPatch
+    training: Any, installable: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.17.0")
+    with pytest.raises(ImportError, match=r"< 0.17; 0.17.0 is installed"):
+        megatron.install()
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.16.1")
     del training.tree[".training"].load_checkpoint
     with pytest.raises(ImportError, match=r"megatron.training.training has no load_checkpoint"):
         megatron.install()

@@ -38,11 +38,13 @@ from megatron_cpu import on_cpu
 from fastckpt import pipeline
 from fastckpt.integrations import megatron
 from fastckpt.integrations.megatron import optimizer as optimizers
-from fastckpt.integrations.megatron.state import content_metadata
+from fastckpt.integrations.megatron.state import chunks, content_metadata, model_state
 
 SIZES = (
     parallel_state.get_tensor_model_parallel_world_size,
     parallel_state.get_pipeline_model_parallel_world_size,
+    parallel_state.get_virtual_pipeline_model_parallel_world_size,
+    parallel_state.get_expert_model_parallel_world_size,
 )
 _own_groups: set[Any] = set()  # of this rank, before Megatron makes any
 TEXT = torch.arange(4096) * 7 % 251
@@ -54,6 +56,7 @@ def on_the_cpu(body: Callable[..., Any]) -> Callable[..., Any]:
             return body(*args, **kwargs)
 
     inside.__name__ = inside.__qualname__ = body.__name__
+    inside.__module__ = body.__module__
     return inside
 
 
@@ -76,7 +79,7 @@ def expected(shard: ShardedTensor) -> torch.Tensor:
 def optimizer_state(model: Any, optimizer: Any, loading: bool) -> Any:
     """As Megatron's own fully_reshardable format has it."""
     metadata = content_metadata("fully_reshardable")
-    state = {"model": model.module.sharded_state_dict(metadata=metadata)}
+    state = model_state(chunks(model), metadata)
     return optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
 
 
@@ -97,17 +100,18 @@ def make_numbered(model: Any, optimizer: Any) -> None:
     with optimizers.steps_known(optimizer):
         optimizer.load_state_dict(fill(optimizer_state(model, optimizer, True)))
     optimizers.part_steps(optimizer)
-    values = fill(model.module.sharded_state_dict(metadata=content_metadata("")))
-    model.module.load_state_dict(
-        {key: value for key, value in values.items() if isinstance(value, torch.Tensor)},
-        strict=False,
-    )
+    for chunk in chunks(model):
+        values = fill(chunk.sharded_state_dict(metadata=content_metadata("")))
+        chunk.load_state_dict(
+            {key: value for key, value in values.items() if isinstance(value, torch.Tensor)},
+            strict=False,
+        )
 
 
 @torch.no_grad()
 def wrong_keys(model: Any, optimizer: Any) -> list[str]:
     """Keys of shards, of the model and of its optimizer, that are not bit for bit as numbered."""
-    state: Any = {"model": model.module.sharded_state_dict(metadata=content_metadata(""))}
+    state: Any = model_state(chunks(model), content_metadata(""))
     state["optimizer"] = optimizer_state(model, optimizer, False)
     apply_factories(state)
     shards = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
@@ -115,15 +119,21 @@ def wrong_keys(model: Any, optimizer: Any) -> list[str]:
     return sorted({s.key for s in shards if not torch.equal(s.data, expected(s))})
 
 
-def build(tp: int, pp: int, **options: Any) -> tuple[Any, Any, Any]:
-    """The groups of another parallelism, each of which has threads, are destroyed."""
+def regroup(tp: int, pp: int, vp: int | None = None, ep: int = 1) -> None:
+    """Makes way for a parallelism: the groups of another one, each of which has threads, are
+    destroyed.
+    """
     if parallel_state.model_parallel_is_initialized():
-        if [size() for size in SIZES] != [tp, pp]:
+        if [size() for size in SIZES] != [tp, pp, vp, ep]:
             parallel_state.destroy_model_parallel()
             for group in set(dist.distributed_c10d._world.pg_map) - _own_groups:
                 dist.destroy_process_group(group)
     elif not _own_groups:
         _own_groups.update(dist.distributed_c10d._world.pg_map)
+
+
+def build(tp: int, pp: int, **options: Any) -> tuple[Any, Any, Any]:
+    regroup(tp, pp)
     return megatron_gpt.build(tp, pp, **{"hidden": 32, **options})
 
 
@@ -326,9 +336,9 @@ def save_on_full_disk(member: Member, root: str, on_error: str) -> dict[str, Any
 @on_the_cpu
 def save_many(_member: Member, root: str, numbers: list[int], how: Any) -> list[str]:
     model = ready(2, 1)
-    for number in numbers:
-        megatron.save_checkpoint(number, *model, number * 10, save=root, **how)
-    megatron.wait_for_checkpoints()
+    with megatron.Saves() as saves:
+        for number in numbers:
+            megatron.save_checkpoint(number, *model, number * 10, save=root, saves=saves, **how)
     dist.barrier()
     return sorted(os.listdir(root))
 

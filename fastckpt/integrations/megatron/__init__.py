@@ -4,25 +4,43 @@ Responsible for the versions supported and the public names. Stock Megatron load
 without fastckpt, and the other way round.
 """
 
+import logging
+
+from torch.torch_version import TorchVersion
+
 from fastckpt.integrations import require
 
-require("megatron-core", "0.16.1", "0.17", "fastckpt.integrations.megatron")
+# The newest that this was tried with. A newer one is refused if it lacks what is used of it.
+TRIED = "0.19.2"
 
-from fastckpt.integrations.megatron.conversion import convert  # noqa: E402
-from fastckpt.integrations.megatron.load import load_checkpoint  # noqa: E402
-from fastckpt.integrations.megatron.save import (  # noqa: E402
-    save_checkpoint,
-    wait_for_checkpoints,
-)
-from fastckpt.integrations.megatron.strategies import LoadStrategy, SaveStrategy  # noqa: E402
-from fastckpt.integrations.megatron.training import install  # noqa: E402
+_version = require("megatron-core", "0.16.1", "1", __name__)
+if TorchVersion(_version) > TRIED:
+    logging.getLogger("fastckpt").warning(
+        "%s was tried with megatron-core 0.16.1 to %s, not with %s", __name__, TRIED, _version
+    )
+
+try:
+    from fastckpt.integrations.megatron.checked import check_calls, save_checked
+    from fastckpt.integrations.megatron.conversion import convert
+    from fastckpt.integrations.megatron.load import load_checkpoint
+    from fastckpt.integrations.megatron.save import save_checkpoint
+    from fastckpt.integrations.megatron.saves import Saves
+    from fastckpt.integrations.megatron.strategies import LoadStrategy, SaveStrategy
+    from fastckpt.integrations.megatron.training import install
+
+    check_calls()
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"{__name__} does not fit megatron-core {_version} (tried: 0.16.1 to {TRIED}): {error}"
+    ) from error
 
 __all__ = [
     "LoadStrategy",
     "SaveStrategy",
+    "Saves",
     "convert",
     "install",
     "load_checkpoint",
+    "save_checked",
     "save_checkpoint",
-    "wait_for_checkpoints",
 ]

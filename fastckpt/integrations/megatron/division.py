@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -35,6 +36,9 @@ from fastckpt import IncompatibleCheckpoint
 
 # Below this a shard is written whole: cutting it gains less than another item costs.
 CUT_BYTES_MIN = 1 << 20
+# Of the states of a parameter, which are written in turns, so many bytes in a turn; more where that
+# would be more turns than this on a rank.
+TURN_BYTES_MIN, TURNS_MAX = 512 << 10, 256
 
 # What a rank holds of a checkpoint, in the order in which it is best written: shards by key and
 # offset, and the bytes of objects by unique key.
@@ -115,7 +119,10 @@ def divide(offers: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         for rank, part in _assigned(offered[index], holders[index], loads):
             loads[rank] += max(_nbytes(part), 1)
             parts[rank].append((places[rank][index], part))
-    written = [[part for _, part in sorted(each, key=lambda pair: pair[0])] for each in parts]
+    written = [
+        list(_in_turns([part for _, part in sorted(each, key=lambda pair: pair[0])]))
+        for each in parts
+    ]
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     plans = [
         dataclasses.replace(plan, items=[_noted(item, described) for item in items])
@@ -156,6 +163,30 @@ def _assigned(
         if end > begin:
             yield rank, _band(item, axis, begin, end)
         begin = end
+
+
+def _in_turns(items: list[WriteItem]) -> Iterator[WriteItem]:
+    """Items in the order they are written in: 1-D ones that are alike, as the states of one
+    parameter in a bucket are, a band of each in turn. Whoever wants a range wants it of all of
+    them, and what is read at its ends beyond it is read once.
+    """
+    band_bytes = max(TURN_BYTES_MIN, sum(map(_nbytes, items)) // TURNS_MAX)
+    for place, alike in itertools.groupby(items, _flat_place):
+        group = list(alike)
+        turns = -(-_nbytes(group[0]) // band_bytes) if place is not None else 1
+        if len(group) == 1 or turns == 1:
+            yield from group
+            continue
+        rows = math.prod(place.sizes)
+        for turn in range(turns):
+            begin, end = rows * turn // turns, rows * (turn + 1) // turns
+            yield from (_band(item, 0, begin, end) for item in group)
+
+
+def _flat_place(item: WriteItem) -> Any:
+    """Where in its tensor a 1-D item lies; None: it is none."""
+    data = item.tensor_data
+    return data.chunk if data is not None and len(data.chunk.sizes) == 1 else None
 
 
 def _band(item: WriteItem, axis: int, begin: int, end: int) -> WriteItem:

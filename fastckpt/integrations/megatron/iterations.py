@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Collection
 
 log = logging.getLogger("fastckpt")
 
@@ -101,20 +102,27 @@ def sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
-def retain(root: str, newest: int, keep_last: int, keep_every: int | None = None) -> list[int]:
+def retain(
+    root: str,
+    newest: int,
+    keep_last: int,
+    keep_every: int | None = None,
+    in_flight: Collection[int] = (),
+) -> list[int]:
     """Removes old iterations, which are complete or what aborted saves have left.
 
     Args:
         newest: the iteration committed last; none from it on is removed.
         keep_last: how many complete ones are kept, with `newest`; at least 1.
         keep_every: multiples of this are kept too.
+        in_flight: iterations that are being saved, which are left alone.
 
     Returns:
         The iterations removed. Links, and what cannot be removed, stay (with a warning).
     """
     known = _iterations(root)
     complete = [number for number, is_whole in known if is_whole and number <= newest]
-    kept = {newest, *complete[-keep_last:]}
+    kept = {newest, *complete[-keep_last:], *in_flight}
     kept |= {number for number in complete if keep_every and number % keep_every == 0}
     removed = []
     for number, _is_whole in known:

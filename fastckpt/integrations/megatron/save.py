@@ -1,15 +1,13 @@
 """save_checkpoint, shaped like Megatron's own.
 
-Responsible for what a checkpoint holds, and for the tracker and retention after its commit. Must
-not know how bytes are written.
+Responsible for what a checkpoint holds. Must not know how bytes are written, nor what happens after
+the commit.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from fastckpt import SaveHandle
 from fastckpt.integrations.megatron import iterations
 from fastckpt.integrations.megatron.optimizer import CONTENT, SHARDING, saved_maps
+from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.integrations.megatron.state import (
     chunks,
     content_metadata,
@@ -27,22 +26,7 @@ from fastckpt.integrations.megatron.state import (
 )
 from fastckpt.integrations.megatron.strategies import SaveStrategy, serialized
 
-log = logging.getLogger("fastckpt")
-
 LAYOUTS = ("dp_reshardable", "fully_reshardable")
-
-
-@dataclass
-class _Directory:
-    """What this process knows of a directory that it saves to."""
-
-    handles: list[SaveHandle] = field(default_factory=list)
-    begun: int = 0  # saves
-    tracked: int = 0  # the one of them that the tracker was last moved for
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-_directories: dict[str, _Directory] = {}
 
 
 def save_checkpoint(
@@ -53,6 +37,7 @@ def save_checkpoint(
     num_floating_point_operations_so_far: int = 0,
     *,
     save: str,
+    saves: Saves | None = None,
     non_persistent_ckpt: bool = False,
     args: Any = None,
     extra: dict[str, Any] | None = None,
@@ -70,8 +55,9 @@ def save_checkpoint(
     loads. It is written and committed in the background; then the tracker
     `latest_checkpointed_iteration.txt` is moved, and old iterations are removed.
 
-    Ranks talk over the job's store; collectives run in the first save to a directory alone, where
-    Megatron looks whether the ranks' shards fit together, and where "fully_reshardable" gathers.
+    Ranks talk over the job's store. Collectives run in the first save of `saves` to a directory,
+    where Megatron looks whether the ranks' shards fit together, and where "fully_reshardable"
+    gathers.
 
     Args:
         iteration: 0 or more.
@@ -79,6 +65,8 @@ def save_checkpoint(
         optimizer, opt_param_scheduler: Megatron's, or None.
         num_floating_point_operations_so_far: is kept for load_checkpoint.
         save: the run's directory, the same on all ranks; made if it is missing.
+        saves: the saves of the run, the same object each time. None: this one knows of no other;
+            Megatron looks at its shards, and its result is to be waited for before the next save.
         non_persistent_ckpt: save to `<save>/non_persistent` instead, where only the last is kept.
         args: Megatron's arguments, which stock Megatron wants to find; None: none are saved.
         extra: further entries of the common state, the same on all ranks.
@@ -114,9 +102,7 @@ def save_checkpoint(
     root = os.path.realpath(save)
     if non_persistent_ckpt:
         root, keep_last, keep_every = os.path.join(root, iterations.NON_PERSISTENT), 1, None
-    directory = _directories.setdefault(root, _Directory())
-    directory.begun += 1
-    number = directory.begun
+    saves = Saves() if saves is None else saves
     metadata = content_metadata(distrib_optim_sharding_type)
     state = _state(model, optimizer, opt_param_scheduler, metadata)
     for mine in rng_objects([rng_state()]) if save_rng else []:
@@ -124,37 +110,19 @@ def save_checkpoint(
     state |= {"iteration": iteration, "checkpoint_version": 3.0}
     state["num_floating_point_operations_so_far"] = num_floating_point_operations_so_far
     state |= {} if args is None else {"args": args}
-    sharded, common = save_preprocess(state | (extra or {}), validate_access_integrity=number == 1)
-
-    def after_commit() -> None:
-        with directory.lock:
-            if number > directory.tracked:  # a later save may have been faster
-                directory.tracked = number
-                _track(root, iteration, keep_last, keep_every)
-
     strategy = SaveStrategy(fence=fence, timeout_s=timeout_s, on_error=on_error)
-    handle = strategy.begin(
-        sharded,
-        os.path.join(root, iterations.directory_name(iteration)),
-        serialized(common).getvalue() if dist.get_rank() == 0 else None,
-        after_commit,
-    )
-    directory.handles = [each for each in directory.handles if not each.done()] + [handle]
-    return handle
+    is_first = saves.is_first(root)
 
+    def begin(after_commit: Callable[[], None]) -> SaveHandle:
+        sharded, common = save_preprocess(state | (extra or {}), validate_access_integrity=is_first)
+        return strategy.begin(
+            sharded,
+            os.path.join(root, iterations.directory_name(iteration)),
+            serialized(common).getvalue() if dist.get_rank() == 0 else None,
+            after_commit,
+        )
 
-def wait_for_checkpoints() -> None:
-    """Waits until all saves of this process have been committed, or have failed.
-
-    Call it before the process group is destroyed. A failure is raised or logged as on_error says.
-    """
-    for directory in _directories.values():
-        handles, directory.handles = directory.handles, []
-        for handle in handles:
-            handle.wait_done()
-        for handle in handles:
-            if not handle.reported:
-                handle.result()
+    return saves.begin(root, iteration, keep_last, keep_every, begin)
 
 
 def _state(model: Any, optimizer: Any, scheduler: Any, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -167,15 +135,3 @@ def _state(model: Any, optimizer: Any, scheduler: Any, metadata: dict[str, Any])
         state["opt_param_scheduler"] = scheduler.state_dict()
     kept = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
     return state | {CONTENT: kept}
-
-
-def _track(root: str, iteration: int, keep_last: int | None, keep_every: int | None) -> None:
-    """Moves the tracker and removes old iterations. The checkpoint is committed whatever happens
-    here, and load_checkpoint finds it without the tracker.
-    """
-    try:
-        iterations.track(root, iteration)
-        if keep_last is not None:
-            iterations.retain(root, iteration, keep_last, keep_every)
-    except Exception as error:
-        log.error("%s does not name iteration %d: %s", iterations.TRACKER, iteration, error)

@@ -7,6 +7,7 @@ writes and reads. Must not know models, optimizers, iterations or the tracker.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -25,7 +26,6 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.strategies import torch as stock
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -34,10 +34,11 @@ from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle
 from fastckpt.integrations import dcp
 from fastckpt.integrations.megatron.division import Division, Holdings, may_write
 from fastckpt.integrations.megatron.iterations import COMMON, CONFIG, replace_file
-from fastckpt.integrations.megatron.ranges import read, unpickled
+from fastckpt.integrations.megatron.ranges import read, read_objects, unpickled
 
 BACKEND, VERSION = "torch_dist", 1
 _COMMON_CRC = "fastckpt.common.pt.crc32"
+_COMMON_KEY = "common_state/shard_0_1"  # where Megatron 0.19 has what earlier ones had in common.pt
 _CONFIG = {
     "sharded_backend": BACKEND,
     "sharded_backend_version": VERSION,
@@ -71,6 +72,9 @@ class Writer(dcp.Writer):
         path, common = os.path.join(self.path, COMMON), self._common
         if common is not None:
             replace_file(path, common)
+        elif _COMMON_KEY in metadata.state_dict_metadata:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of an older save, which would be taken for this one's
         elif os.path.exists(path):
             with open(path, "rb") as file:
                 common = file.read()
@@ -84,8 +88,8 @@ class Writer(dcp.Writer):
         return committed
 
 
-class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
-    """Saves for megatron.core.dist_checkpointing.save.
+class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Saves for megatron.core.dist_checkpointing.save; save_checked() makes sure that it does.
 
     The save begins in async_save() and commits in the background, whether or not the request is
     ever finalized; finalizing waits for the commit. No process is started, no memory is shared with
@@ -97,12 +101,16 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         timeout_s: the longest that ranks wait for each other, in seconds.
         on_error: "raise": a save's failure that nobody asked for is raised by the next save.
             "warn": it is logged.
+
+    Attributes:
+        begun: how many saves have begun.
     """
 
     def __init__(
         self, *, fence: str = "call", timeout_s: float = 600.0, on_error: str = "raise"
     ) -> None:
         super().__init__(BACKEND, VERSION)
+        self.begun = 0
         self._options: dict[str, Any] = {
             "fence": fence,
             "timeout_s": timeout_s,
@@ -114,11 +122,16 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         return True
 
     def async_save(
-        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
-    ) -> AsyncRequest:
-        """Begins the save; see the class."""
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: str = "mcore",
+    ) -> Any:
+        """Begins the save; see the class. The request is of the kind that the queue of
+        `async_strategy` takes, if that is installed.
+        """
         handle = self.begin(sharded_state_dict, os.fspath(checkpoint_dir))
-        return AsyncRequest(None, (), [handle.result])
+        return _request_class(async_strategy)(None, (), [handle.result])
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Saves, and returns when it is committed."""
@@ -134,6 +147,7 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         """Begins a save of what is left of a state dict when factories are applied and common
         state is taken out. `common` and `after_commit` are Writer's.
         """
+        self.begun += 1
         handle: SaveHandle = dcp.async_save(
             dict(holdings(nested_values(sharded_state_dict))),
             storage_writer=Writer(directory, common, after_commit),
@@ -156,9 +170,15 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
     def __init__(self, *, weights_only: bool = True) -> None:
         super().__init__()
+        self.stream_ckpt_dequant = False  # Megatron is to dequantize targets before it calls load()
         self._weights_only = weights_only
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> Any:
+    def load(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: str = "mcore",
+    ) -> Any:
         """Reads into the tensors that are there, or new ones; returns the same nest of them.
 
         Raises:
@@ -193,7 +213,9 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
         """Shapes and dtypes of all tensors, and the keys of all objects."""
         metadata = stored_metadata(checkpoint_dir)
         found: dict[str, Any] = {
-            key: ShardedObject.empty_from_unique_key(key) for key in object_keys(metadata)
+            key: ShardedObject.empty_from_unique_key(key)
+            for key, value in metadata.state_dict_metadata.items()
+            if not hasattr(value, "size")
         }
         return found | self.load_tensors_metadata(checkpoint_dir, metadata)
 
@@ -211,6 +233,13 @@ class _Planner(stock.MCoreLoadPlanner):  # type: ignore[misc]
 
     if not stock.HAVE_TE:
         commit_tensor = DefaultLoadPlanner.commit_tensor  # reads need not arrive one by one
+
+
+def _request_class(async_strategy: str) -> Any:
+    """AsyncRequest, as Megatron from 0.17 on has it for NVRx's queue or for its own."""
+    if async_strategy != "nvrx" or not getattr(stock, "HAVE_NVRX", False):
+        return AsyncRequest
+    return stock.get_async_strategy(async_strategy, "AsyncRequest")[1]
 
 
 def holdings(values: Iterable[Any]) -> Holdings:
@@ -240,13 +269,16 @@ def stored_metadata(directory: str | Path) -> Metadata:
 
 
 def object_keys(metadata: Metadata) -> list[str]:
+    """All objects but the common state."""
     return [
-        key for key, value in metadata.state_dict_metadata.items() if not hasattr(value, "size")
+        key
+        for key, value in metadata.state_dict_metadata.items()
+        if not hasattr(value, "size") and key != _COMMON_KEY
     ]
 
 
 def stored_common(directory: str, metadata: Metadata, weights_only: bool = True) -> dict[str, Any]:
-    """common.pt of a directory.
+    """What is in common.pt of a directory, or from Megatron 0.19 on in an object in its place.
 
     Raises:
         CorruptCheckpoint: it is missing or damaged, or of another save than `.metadata`.
@@ -257,7 +289,11 @@ def stored_common(directory: str, metadata: Metadata, weights_only: bool = True)
         with open(path, "rb") as file:
             content = file.read()
     except FileNotFoundError as error:
-        raise CorruptCheckpoint(f"{path!r} is missing") from error
+        if _COMMON_KEY not in metadata.state_dict_metadata:
+            raise CorruptCheckpoint(f"{path!r} is missing") from error
+        stored = read_objects(directory, [_COMMON_KEY], weights_only)[_COMMON_KEY]
+        (value,) = unpickled(stored, _COMMON_KEY, weights_only)
+        return dict(value)
     expected = (metadata.planner_data or {}).get(_COMMON_CRC)
     if expected not in (None, zlib.crc32(content)):
         raise CorruptCheckpoint(f"{path!r} is damaged, or of another save: its CRC-32 is another")

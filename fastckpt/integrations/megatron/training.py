@@ -14,6 +14,7 @@ from typing import Any
 from fastckpt.integrations import require
 from fastckpt.integrations.megatron.load import restore
 from fastckpt.integrations.megatron.save import save_checkpoint
+from fastckpt.integrations.megatron.saves import Saves
 
 log = logging.getLogger("fastckpt")
 
@@ -33,8 +34,9 @@ def install(
     on_error: str = "warn",
     fence: str = "call",
     timeout_s: float = 600.0,
-) -> None:
-    """Makes Megatron's pretrain() save and load by fastckpt. Call it before pretrain().
+) -> Saves:
+    """Makes Megatron's pretrain() save and load by fastckpt. Call it before pretrain(), and wait()
+    of what it returns after that.
 
     `--save`, `--load`, `--ckpt-step`, `--finetune`, `--no-save-optim`, `--no-save-rng`,
     `--no-load-optim`, `--no-load-rng`, `--dist-ckpt-optim-fully-reshardable` and
@@ -44,11 +46,14 @@ def install(
         keep_last, keep_every, on_error, fence, timeout_s: as save_checkpoint's. A failed save does
             not end training unless on_error is "raise".
 
+    Returns:
+        The Saves of the run.
+
     Raises:
         ImportError: megatron.training is not importable, lacks the functions that are replaced, or
-            megatron-core is of an unsupported version. Nothing was replaced.
+            megatron-core is not 0.16: later ones call them in another way. Nothing was replaced.
     """
-    require("megatron-core", "0.16.1", "0.17", f"{__name__}()")
+    require("megatron-core", "0.16.1", "0.17", f"{__name__}.install()")
     modules = [_training_module(name) for name in _MODULES]
     global_vars = _training_module("megatron.training.global_vars")
     for module in modules:
@@ -56,11 +61,13 @@ def install(
         if missing:
             raise ImportError(f"{module.__name__} has no {' and no '.join(missing)} to replace")
     options = {"on_error": on_error, "fence": fence, "timeout_s": timeout_s}
-    options |= {"keep_last": keep_last, "keep_every": keep_every}
+    saves = Saves()
+    options |= {"keep_last": keep_last, "keep_every": keep_every, "saves": saves}
     save, load = _save(global_vars, options), _load(global_vars, modules[0])
     for module in modules:
         module.save_checkpoint, module.load_checkpoint = save, load  # type: ignore[attr-defined]
     log.info("%s: %s are fastckpt's", ", ".join(_MODULES), " and ".join(_NAMES))
+    return saves
 
 
 def _training_module(name: str) -> ModuleType:

@@ -1,0 +1,137 @@
+"""What one save of a run is to know of those before it.
+
+Responsible for the saves in flight, for the order in which the tracker and retention see them, and
+for waiting. Must not know what a checkpoint holds nor how it is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from fastckpt import SaveHandle
+from fastckpt.integrations.megatron import iterations
+
+log = logging.getLogger("fastckpt")
+
+
+class Saves:
+    """The saves of a run: one of these is given to each save_checkpoint() of it.
+
+    Leaving it as a context waits for them; after an exception, without raising their errors.
+    """
+
+    def __init__(self) -> None:
+        self._directories: dict[str, _Directory] = {}
+
+    def wait(self) -> None:
+        """Waits until all have been committed or have failed; before the process group goes.
+
+        Raises:
+            CheckpointError: a save failed with on_error="raise", and nobody has asked for why.
+        """
+        handles = self._wait()
+        for handle in handles:
+            if not handle.reported:
+                handle.result()
+
+    def _wait(self) -> list[SaveHandle]:
+        handles = [
+            handle for directory in self._directories.values() for handle in directory.taken()
+        ]
+        for handle in handles:
+            handle.wait_done()
+        return handles
+
+    def __enter__(self) -> Saves:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.wait()
+        else:
+            self._wait()
+
+    def is_first(self, root: str) -> bool:
+        """Whether nothing was saved to this directory yet."""
+        return root not in self._directories
+
+    def begin(
+        self,
+        root: str,
+        iteration: int,
+        keep_last: int | None,
+        keep_every: int | None,
+        save: Callable[[Callable[[], None]], SaveHandle],
+    ) -> SaveHandle:
+        """Begins a save: `save` is given what is to be called after its commit, which moves the
+        tracker and removes old iterations.
+        """
+        directory = self._directories.setdefault(root, _Directory(root))
+        number = directory.number(iteration)
+        try:
+            handle = save(lambda: directory.committed(number, iteration, keep_last, keep_every))
+        except BaseException:
+            directory.ended(number)
+            raise
+        directory.note(number, handle)
+        return handle
+
+
+class _Directory:
+    """The saves to one directory."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._begun = 0
+        self._lock = threading.Lock()
+        # State below is protected by _lock.
+        self._tracked = 0  # the save that the tracker was last moved for
+        self._in_flight: dict[int, int] = {}  # iterations
+        self._handles: list[SaveHandle] = []
+
+    def number(self, iteration: int) -> int:
+        with self._lock:
+            self._begun += 1
+            self._in_flight[self._begun] = iteration
+            return self._begun
+
+    def note(self, number: int, handle: SaveHandle) -> None:
+        handle.add_done_callback(lambda _: self.ended(number))
+        with self._lock:
+            self._handles = [each for each in self._handles if not each.done()] + [handle]
+
+    def taken(self) -> list[SaveHandle]:
+        with self._lock:
+            handles, self._handles = self._handles, []
+        return handles
+
+    def ended(self, number: int) -> None:
+        with self._lock:
+            self._in_flight.pop(number, None)
+
+    def committed(
+        self, number: int, iteration: int, keep_last: int | None, keep_every: int | None
+    ) -> None:
+        """Moves the tracker and removes old iterations, unless a later save was faster. The
+        checkpoint is committed whatever happens here, and load_checkpoint finds it without the
+        tracker.
+        """
+        with self._lock:
+            if number < self._tracked:
+                return
+            self._tracked = number
+            in_flight = {*self._in_flight.values()}
+            try:
+                iterations.track(self._root, iteration)
+                if keep_last is not None:
+                    iterations.retain(self._root, iteration, keep_last, keep_every, in_flight)
+            except Exception as error:
+                log.error("%s does not name iteration %d: %s", iterations.TRACKER, iteration, error)
