@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from ranks import megatron_bodies as bodies
 from ranks.group_crew import Crew, Nursery, RankDied
 from torch.torch_version import TorchVersion
@@ -160,6 +161,40 @@ def test_strategies_exchange_with_stock(crew: Crew, disk: Path) -> None:
         assert 1.2e6 < least <= most < 1.3e6
     config = json.loads((disk / "ours" / "metadata.json").read_text())
     assert config == json.loads((disk / "stock" / "metadata.json").read_text())
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["", "wrapped"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_checked_save_is_ours(wrapped: bool, asynchronous: bool, crew: Crew, disk: Path) -> None:
+    outcomes = crew(bodies.save_through, str(disk / "a"), wrapped, asynchronous)
+    for rank, (found, names) in enumerate(outcomes):
+        assert found["ours"] == found["stock"] == expected_small(rank, 2.0)
+        data = [name for name in names if name.endswith(".distcp")]
+        assert data and all(re.fullmatch(r"__\d+_[0-9a-f]{16}\.distcp", name) for name in data)
+        assert {".metadata", "metadata.json", *COMMON} == {*names} - {*data}
+
+
+@pytest.mark.parametrize(
+    "real",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.skipif(VERSION < "0.17", reason="0.16 replaces nothing")
+        ),
+    ],
+    ids=["", "by megatron"],
+)
+def test_silent_replacement_is_noticed(real: bool, crew: Crew, disk: Path) -> None:
+    for told, is_loaded in crew(bodies.save_replaced, str(disk / "a"), real):
+        assert isinstance(told.error, IncompatibleCheckpoint)
+        assert "put its own strategy in the place of fastckpt's" in str(told.error)
+        assert is_loaded
+
+
+def test_files_of_others_are_noticed(crew: Crew, disk: Path) -> None:
+    first, second = crew(bodies.save_mixed, str(disk / "a"))
+    assert isinstance(first.error, IncompatibleCheckpoint) and "not by fastckpt" in str(first.error)
+    assert second.error is None
 
 
 def test_async_request_needs_no_process_and_commits_unfinalized(crew: Crew, disk: Path) -> None:
@@ -352,6 +387,28 @@ def test_converted_both_ways_is_what_it_was(crew: Crew, disk: Path) -> None:
 
 
 # Versions.
+
+
+def test_newer_versions_are_told_of_and_another_call_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "fastckpt.integrations.megatron"
+    real = importlib.metadata.version
+    told = {"megatron-core": "0.97.5"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda p: told.get(p) or real(p))
+
+    def imported_anew() -> Any:
+        for module in [module for module in sys.modules if module.startswith(name)]:
+            monkeypatch.delitem(sys.modules, module)
+        return importlib.import_module(name)
+
+    assert imported_anew().TRIED in caplog.text and "0.97.5" in caplog.text
+
+    def load(self: Any, state: Any, checkpoint_dir: Any, how_else: Any = None) -> None: ...
+
+    monkeypatch.setattr(TorchDistLoadShardedStrategy, "load", load)
+    with pytest.raises(ImportError, match=r"does not fit megatron-core 0\.97\.5.*'how_else'"):
+        imported_anew()
 
 
 @pytest.mark.parametrize("version", ["0.15.9", "1.0"])

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,6 +34,10 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron_cpu import on_cpu
 
 from fastckpt import pipeline
@@ -271,6 +276,80 @@ def exchange_with_stock(member: Member, root: str) -> dict[str, Any]:
         found[f"{saver} keys"] = sorted(megatron.LoadStrategy().load_sharded_metadata(path))
         found[f"{saver} nbytes"] = [f.stat().st_size for f in sorted(Path(path).glob("*.distcp"))]
     return found
+
+
+def empty_directory(path: str) -> str:
+    os.makedirs(path, exist_ok=True)
+    dist.barrier()
+    return path
+
+
+@on_the_cpu
+def save_through(member: Member, root: str, wrapped: bool, asynchronous: bool) -> Any:
+    """What is loaded of a small state after a checked save, and the files' names."""
+    path = empty_directory(root)
+    strategy: Any = megatron.SaveStrategy()
+    if wrapped:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, dist.group.WORLD)
+    for value in (4.0, 2.0):  # the second time the strategy is known
+        state = small_state(member.rank, value)
+        request = megatron.save_checked(state, path, strategy, async_sharded_save=asynchronous)
+        for finalize in request.finalize_fns if asynchronous else ():
+            finalize()
+    dist.barrier()
+    found = {
+        "ours": loaded_small(member.rank, path, megatron.LoadStrategy()),
+        "stock": loaded_small(member.rank, path, None),
+    }
+    return found, sorted(os.listdir(path))
+
+
+@contextlib.contextmanager
+def not_taken(real: bool) -> Iterator[None]:
+    """Inside, Megatron does not take our strategy for one that it may use, as later versions may
+    not.
+
+    Args:
+        real: Megatron itself replaces it; it does so from 0.17 on.
+    """
+    if real:
+        other = type("Other", (TorchDistSaveShardedStrategy,), {})
+        with mock.patch.object(mdc.serialization, "TorchDistSaveShardedStrategy", other):
+            yield
+        return
+    save = mdc.save
+
+    def replacing(state: Any, path: str, _strategy: Any, **options: Any) -> Any:
+        return save(state, path, None, **options)
+
+    with mock.patch.object(mdc, "save", replacing):
+        yield
+
+
+@on_the_cpu
+def save_replaced(member: Member, root: str, real: bool) -> tuple[Outcome, bool]:
+    """What save_checked() says when Megatron saves by itself, and whether the result loads."""
+    path = empty_directory(root)
+    state = small_state(member.rank, 2.0)
+    with not_taken(real):
+        told = attempt(lambda: megatron.save_checked(state, path))
+    dist.barrier()
+    return told, loaded_small(member.rank, path, None)["same"] == [2.0]
+
+
+@on_the_cpu
+def save_mixed(member: Member, root: str) -> Outcome:
+    """What save_checked() says when the directory shows files of others."""
+    path = empty_directory(root)
+    strategy = megatron.SaveStrategy()
+
+    def replacing(state: Any, *_: Any, **options: Any) -> Any:
+        strategy.begun += 1
+        return mdc_save(state, path, None, **options)
+
+    mdc_save = mdc.save
+    with mock.patch.object(mdc, "save", replacing):
+        return attempt(lambda: megatron.save_checked(small_state(member.rank, 2.0), path, strategy))
 
 
 @on_the_cpu

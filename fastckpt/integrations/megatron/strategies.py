@@ -131,7 +131,7 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         `async_strategy` takes, if that is installed.
         """
         handle = self.begin(sharded_state_dict, os.fspath(checkpoint_dir))
-        return _request_class(async_strategy)(None, (), [handle.result])
+        return _request_class(async_strategy)(None, (), [handle.result], {})
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Saves, and returns when it is committed."""
