@@ -35,6 +35,8 @@ class _CudaIsCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if func is torch.device and str(args[:1]).startswith("('cuda"):
+            args = ("cpu",)
         return func(*args, **kwargs)
 
 

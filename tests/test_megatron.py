@@ -389,6 +389,15 @@ def test_converted_both_ways_is_what_it_was(crew: Crew, disk: Path) -> None:
 # Versions.
 
 
+@pytest.mark.skipif(VERSION < "0.17", reason="megatron-core has megatron.training from 0.17 on")
+def test_megatrons_own_loop_saves_and_loads_by_us(crew: Crew, disk: Path) -> None:
+    for found, samples, names in crew(bodies.train_by_megatron, str(disk)):
+        assert (found, samples) == ((3, 33), 64)
+        assert names == ["iter_0000003", TRACKER]
+    data = list((disk / "iter_0000003").glob("*.distcp"))
+    assert data and all(re.fullmatch(r"__\d+_[0-9a-f]{16}\.distcp", each.name) for each in data)
+
+
 def test_newer_versions_are_told_of_and_another_call_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

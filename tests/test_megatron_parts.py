@@ -289,7 +289,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def installable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """install() is for 0.16 alone."""
+    """Whatever is installed: the stand-ins are like those of 0.16."""
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.16.1")
 
 
@@ -306,7 +306,11 @@ def test_installed_functions_translate_the_arguments(
     saves = megatron.install(keep_last=3)
     loop = training.tree[".training"]
     assert loop.save_checkpoint is training.tree[".checkpointing"].save_checkpoint
-    loop.save_checkpoint(7, "model", "optimizer", "schedule", 9, {}, non_persistent_ckpt=True)
+    with pytest.raises(NotImplementedError, match="release=True"):
+        loop.save_checkpoint(7, "model", "optimizer", "schedule", 9, release=True)
+    loop.save_checkpoint(
+        7, "model", "optimizer", "schedule", 9, {}, non_persistent_ckpt=True, tp_group=None
+    )
     given, options = calls.pop()
     assert given == (7, "model", "optimizer", "schedule", 9)
     assert options["saves"] is saves
@@ -328,15 +332,14 @@ def test_installed_functions_translate_the_arguments(
 def test_install_refuses_loudly_what_it_does_not_know(
     training: Any, installable: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.17.0")
-    with pytest.raises(ImportError, match=r"< 0.17; 0.17.0 is installed"):
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.20.0")
+    with pytest.raises(ImportError, match=r"< 0.20; 0.20.0 is installed"):
         megatron.install()
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.16.1")
     del training.tree[".training"].load_checkpoint
     with pytest.raises(ImportError, match=r"megatron.training.training has no load_checkpoint"):
         megatron.install()
     assert training.tree[".checkpointing"].save_checkpoint() == "Megatron's"
-    for name in [name for name in sys.modules if name.startswith("megatron.training")]:
-        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", None)
     with pytest.raises(ImportError, match="not in the megatron-core package"):
         megatron.install()

@@ -1,15 +1,19 @@
 """Puts save_checkpoint and load_checkpoint where Megatron's training loop calls its own.
 
 Responsible for the translation of Megatron's arguments. Must not know how a checkpoint is saved or
-loaded. It was written from the sources of megatron/training, which no package ships.
+loaded.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from fastckpt.integrations import require
 from fastckpt.integrations.megatron.load import restore
@@ -20,6 +24,14 @@ log = logging.getLogger("fastckpt")
 
 _MODULES = ("megatron.training.checkpointing", "megatron.training.training")
 _NAMES = ("save_checkpoint", "load_checkpoint")
+# What Megatron 0.19 passes, and where the same is to be had.
+_GROUPS: dict[str, Callable[[], Any]] = {
+    "tp_group": parallel_state.get_tensor_model_parallel_group,
+    "pp_group": parallel_state.get_pipeline_model_parallel_group,
+    "dp_group": parallel_state.get_data_parallel_group,
+    "dp_cp_group": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
+    "expt_dp_group": parallel_state.get_expert_data_parallel_group,
+}
 # What of Megatron's arguments asks for something that is not here.
 _REFUSED = {
     "ckpt_format": ("torch_dist", "fastckpt saves the torch_dist format"),
@@ -51,9 +63,9 @@ def install(
 
     Raises:
         ImportError: megatron.training is not importable, lacks the functions that are replaced, or
-            megatron-core is not 0.16: later ones call them in another way. Nothing was replaced.
+            megatron-core is newer than those whose calls are known. Nothing was replaced.
     """
-    require("megatron-core", "0.16.1", "0.17", f"{__name__}.install()")
+    require("megatron-core", "0.16.1", "0.20", f"{__name__}.install()")
     modules = [_training_module(name) for name in _MODULES]
     global_vars = _training_module("megatron.training.global_vars")
     for module in modules:
@@ -75,9 +87,23 @@ def _training_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"fastckpt.integrations.megatron.install() needs {name}, which is in Megatron-LM's "
-            f"repository and not in the megatron-core package: put it on PYTHONPATH ({error})"
+            f"fastckpt.integrations.megatron.install() needs {name}: before 0.17 it is not in the "
+            "megatron-core package but only in Megatron-LM's repository, which is to be put on "
+            f"PYTHONPATH ({error})"
         ) from error
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    """Refuses what later versions of Megatron pass, unless it says what goes without saying."""
+    for name, value in others.items():
+        if value is None or value is False or value == "":
+            continue
+        usual = _GROUPS.get(name)
+        ranks = dist.get_process_group_ranks
+        if usual is None or ranks(value) != ranks(usual()):
+            raise NotImplementedError(
+                f"{name}={value!r}: fastckpt knows only Megatron's own groups"
+            )
 
 
 def _save(global_vars: Any, options: dict[str, Any]) -> Any:
@@ -91,9 +117,10 @@ def _save(global_vars: Any, options: dict[str, Any]) -> Any:
         non_persistent_ckpt: bool = False,
         train_data_iterator: Any = None,
         preprocess_common_state_dict_fn: Any = None,
-        **_others: Any,
+        **others: Any,
     ) -> None:
         """Megatron's save_checkpoint, by fastckpt."""
+        _check_others(others)
         args = global_vars.get_args()
         for name, (wanted, why) in _REFUSED.items():
             has = getattr(args, name, None) or wanted
@@ -126,24 +153,30 @@ def _load(global_vars: Any, checkpointing: Any) -> Any:
         strict: bool = True,
         checkpointing_context: Any = None,
         skip_load_to_model_and_opt: bool = False,
-        **_others: Any,
+        **others: Any,
     ) -> tuple[int, int]:
         """Megatron's load_checkpoint, by fastckpt."""
+        _check_others(others)
         args = global_vars.get_args()
         if skip_load_to_model_and_opt:
             raise NotImplementedError("skip_load_to_model_and_opt: fastckpt loads what it reads")
+        root, pretrained = getattr(args, load_arg), getattr(args, "pretrained_checkpoint", None)
+        if pretrained is not None and not checkpointing.checkpoint_exists(root):
+            root, args.finetune = pretrained, True
         fresh = args.finetune
         with_optimizer = not (fresh or args.no_load_optim)
         iteration, common = restore(
             ddp_model,
             optimizer if with_optimizer else None,
             opt_param_scheduler if with_optimizer else None,
-            load=getattr(args, load_arg),
+            load=root,
             iteration=getattr(args, "ckpt_step", None) or None,
             strict=strict,
             load_rng=not (fresh or args.no_load_rng),
             weights_only=True,
         )
+        if hasattr(checkpointing, "set_loaded_iteration"):
+            checkpointing.set_loaded_iteration(iteration if common else -1)
         if optimizer is not None and not with_optimizer and common:
             optimizer.reload_model_params()
         if "checkpoint_version" in common:
