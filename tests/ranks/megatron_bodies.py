@@ -207,6 +207,7 @@ def load_and_train(
     _member: Member, root: str, tp: int, bf16: bool
 ) -> tuple[tuple[int, int], list[str], list[float]]:
     model = build(tp, 1, bf16=bf16, seed=9)
+    train(model, 1, 2)  # it goes back to what it loads
     found = megatron.load_checkpoint(*model, load=root)
     numbers = [random.random(), np.random.rand(), float(torch.rand(()))]
     return found, train(model, 4, 3), numbers

@@ -203,6 +203,8 @@ class _Loading:
         if self._optimizer is not None:
             optimizers.part_steps(self._optimizer)
         if self._scheduler is not None and "opt_param_scheduler" in self._state:
+            if hasattr(self._scheduler, "num_steps"):
+                self._scheduler.num_steps = 0  # Megatron's goes on by as many as were saved
             self._scheduler.load_state_dict(self._state["opt_param_scheduler"])
         states = self._state.get(OWN_RNG) or self._state.get(RNG)
         if load_rng and states:
