@@ -32,8 +32,15 @@ _DATA_FILE = re.compile(r"__\d+_(\d+|[0-9a-f]{16})\.distcp")  # torch's and ours
 _OUR_FILE = re.compile(rb"__\d+_[0-9a-f]{16}\.distcp")
 
 # What unpickling raises of bytes that are no pickle, or not all of one.
-_DAMAGE = (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError)
-_DAMAGE += (OverflowError,)
+_DAMAGE = (
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    OverflowError,
+)
 
 _CLASSES: dict[tuple[str, str], Any] = {
     (module.__name__, name): getattr(module, name)
