@@ -23,6 +23,7 @@ from fastckpt.storage import NEW_MODE, Storage, patiently, reported, umask
 log = logging.getLogger("fastckpt")
 
 _NAME_BYTES_MAX = 150  # leaves room for the suffix below within the 255 bytes of a directory entry
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 _SUFFIX = re.compile(r"\.(?P<host>[^.]*)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z")
 _numbers = itertools.count()
 
@@ -234,3 +235,47 @@ def publish(
                 storage.close(replaced)
         raise
     return replaced
+
+
+def publish_directory(storage: Storage, directory: str, path: str, aside: str) -> None:
+    """THE commit of a directory, all in which is durable: gives it its final name.
+
+    What had that name is in its place afterwards. Where a file system cannot exchange two names it
+    is renamed to `aside` first, and in between nothing has the name.
+    """
+    if storage.status(path) is None:
+        storage.rename(directory, path)
+        return
+    try:
+        storage.exchange(directory, path)
+    except OSError as error:
+        if error.errno not in _NO_EXCHANGE:
+            raise
+        storage.rename(path, aside)
+        storage.rename(directory, path)
+
+
+def sync_directories(storage: Storage, directory: str) -> None:
+    """Makes the entries of a directory and of those below it durable."""
+    for name in storage.names(directory):
+        path = os.path.join(directory, name)
+        if storage.is_directory(path):
+            sync_directories(storage, path)
+    with reported("sync directory", directory):
+        storage.sync_directory(directory)
+
+
+def remove_dead_directories(storage: Storage, parent: str) -> None:
+    """Removes directories under temporary names whose process is dead: see remove_debris()."""
+    with suppress(PermissionError):  # may be written to but not listed: they stay
+        for name in storage.names(parent):
+            path = os.path.join(parent, name)
+            if not is_of_dead(path) or not storage.is_directory(path):
+                continue
+            with suppress(OSError):  # another process removes it: they only cost space
+                fd = storage.open(path)
+                try:
+                    if storage.lock(fd):
+                        storage.remove_tree(path)
+                finally:
+                    storage.close(fd)

@@ -8,7 +8,6 @@ which directories stay.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
@@ -36,7 +35,6 @@ from fastckpt.transfer import Transfer
 log = logging.getLogger("fastckpt")
 
 ON_ERROR = ("raise", "warn")
-_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 def save_directory(
@@ -296,7 +294,7 @@ class DirectorySave(Job):
                 raise
             brought[name] = file
         if self.durable:
-            _sync_directories(storage, target)
+            commit.sync_directories(storage, target)
         return file_list.to_record(brought)
 
     def _publish(self, storage: Storage, files: Mapping[str, File], records: list[bytes]) -> None:
@@ -315,11 +313,12 @@ class DirectorySave(Job):
             finally:
                 close_quietly(storage, fd)
         if self.durable:
-            _sync_directories(storage, directory)
+            commit.sync_directories(storage, directory)
         self._refuse_others(storage, merged)
         with reported("rename", path):
             storage.touch(directory)  # so that times are in the order of the commits
-            self._name_it(storage)
+            aside = os.path.join(self.draft.root, "replaced")
+            commit.publish_directory(storage, directory, path, aside)
         if self.durable:
             for changed in {os.path.dirname(path), self.draft.beside, *self.draft.grown}:
                 with reported("sync directory", changed):
@@ -343,19 +342,6 @@ class DirectorySave(Job):
                 "and is not replaced: save to a directory of its own"
             )
 
-    def _name_it(self, storage: Storage) -> None:
-        directory, path = self.draft.directory, self.handle.path
-        if storage.status(path) is None:
-            storage.rename(directory, path)
-            return
-        try:
-            storage.exchange(directory, path)  # what was there is removed with the draft
-        except OSError as error:
-            if error.errno not in _NO_EXCHANGE:
-                raise
-            storage.rename(path, os.path.join(self.draft.root, "replaced"))
-            storage.rename(directory, path)
-
 
 def _names(
     storage: Storage, directory: str, under: str = "", *, links: bool = False
@@ -368,16 +354,6 @@ def _names(
             yield from _names(storage, directory, relative, links=links)
         elif relative != file_list.NAME and (links or not os.path.islink(path)):
             yield relative
-
-
-def _sync_directories(storage: Storage, directory: str) -> None:
-    """Makes the entries of a directory and of those below it durable."""
-    for name in storage.names(directory):
-        path = os.path.join(directory, name)
-        if storage.is_directory(path):
-            _sync_directories(storage, path)
-    with reported("sync directory", directory):
-        storage.sync_directory(directory)
 
 
 def wait_for_directories(parent: str) -> None:

@@ -121,7 +121,7 @@ class Draft:
                     above = os.path.dirname(above)
                     self.grown.append(above)
                 storage.make_directories(directory)
-        _remove_dead(storage, self.beside)
+        commit.remove_dead_directories(storage, self.beside)
         self.root = commit.temporary_path(os.path.join(self.beside, os.path.basename(path)))
         self.name = os.path.basename(self.root)
         self.directory = os.path.join(self.root, os.path.basename(path))
@@ -196,19 +196,3 @@ class Draft:
             self._storage.remove_tree(self.root)
         if self._lock is not None:
             commit.close_quietly(self._storage, self._lock)
-
-
-def _remove_dead(storage: Storage, beside: str) -> None:
-    """Removes drafts whose process is surely dead: see commit.remove_debris()."""
-    with suppress(PermissionError):  # may be written to but not listed: they stay
-        for name in storage.names(beside):
-            path = os.path.join(beside, name)
-            if not commit.is_of_dead(path) or not storage.is_directory(path):
-                continue
-            with suppress(OSError):  # another process removes it: drafts only cost space
-                fd = storage.open(path)
-                try:
-                    if storage.lock(fd):
-                        storage.remove_tree(path)
-                finally:
-                    storage.close(fd)

@@ -169,9 +169,7 @@ class Storage:
         return True
 
     def lock_shared(self, fd: int) -> bool:
-        """Shares the file's advisory lock with other readers, without waiting; False if another
-        process holds it alone.
-        """
+        """Shares the file's lock, without waiting; False if another process holds it alone."""
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
@@ -254,6 +252,9 @@ class Storage:
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
 
+    def link(self, source: str, target: str) -> None:
+        os.link(source, target, follow_symlinks=False)
+
     def exchange(self, one: str, other: str) -> None:
         """Swaps what two paths name, at once: renameat2(2), which not every file system has."""
         libc = ctypes.CDLL(None, use_errno=True)
@@ -267,7 +268,6 @@ class Storage:
         shutil.rmtree(path)
 
     def touch(self, path: str) -> None:
-        """Makes now the time at which path was modified last."""
         os.utime(path)
 
     def sync_directory(self, path: str) -> None:

@@ -161,7 +161,10 @@ def test_a_directory_that_cannot_be_made_fails_the_tag_on_all_ranks(
     (disk / "file").touch()
     for begun, told, last in call(bodies.save_where_no_directory_is, str(disk), on_error):
         assert begun is None and last == "a"
-        assert isinstance(told, StorageError if on_error == "raise" else type(None))
+        if on_error == "raise":
+            assert isinstance(told, StorageError | PeerFailed) and "Not a directory" in str(told)
+        else:
+            assert told is None
 
 
 def test_destroy_waits_and_raises(call: Callable[..., list[Any]], disk: Path) -> None:
@@ -199,6 +202,32 @@ def test_killed_ranks_resume_from_the_last_tag_that_all_had_saved(
     assert (tmp_path / "latest").read_text() == ("b" if durable else "a")
     assert [first for first, _losses in call(bodies.resume, str(tmp_path))] == [1 + durable] * RANKS
     assert (tmp_path / "latest").read_text() == "c"
+
+
+@pytest.mark.parametrize(("changes", "found"), [(0, 1), (1, 1), (2, 1), (3, 2)])
+def test_a_kill_leaves_a_tag_that_is_saved_again_as_it_was_or_as_it_is_to_be(
+    changes: int, found: int, nursery: Nursery, call: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """Names change when rank 0's two files are written, when the tag is replaced, and `latest`.
+    What resumes compares its losses with a run without a break, so no file is of another save.
+    """
+    with nursery.crew(RANKS) as crew:
+        died = crew(bodies.save_again_and_die, str(tmp_path), changes)
+    assert all(isinstance(each, RankDied) for each in died)
+    assert (tmp_path / "latest").read_text() == "a"
+    assert [first for first, _losses in call(bodies.resume, str(tmp_path))] == [found] * RANKS
+    assert not list(tmp_path.glob(".a.*"))  # which the next save has removed
+
+
+@pytest.mark.parametrize("way", ["all", "no exchange", "no link", "own disk"])
+def test_a_tag_that_is_saved_again_is_replaced_but_for_what_others_keep_there(
+    way: str, call: Callable[..., list[Any]], disk: Path
+) -> None:
+    files, _ = call(bodies.save_again, str(disk), way)
+    assert len(files) == 4 and "deep" in files
+    assert (disk / "a/deep/mine.txt").read_text() == "mine"
+    assert not list(disk.rglob(".*"))
+    assert [first for first, _losses in call(bodies.resume, str(disk))] == [2] * RANKS
 
 
 def test_a_rank_that_is_lost_is_named_and_its_tag_does_not_count(

@@ -1,36 +1,59 @@
 """A tag: files of all ranks that take their names together, and the file that names the latest.
 
 Responsible for the order in which one rank's files become durable and visible beside those of the
-others, and for nothing being replaced by a save that fails. It must not know whose files they are,
-nor how one is written.
+others, and for nothing being replaced by a save that fails or is killed. It must not know whose
+files they are, nor how one is written.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import fastckpt
 from fastckpt import pipeline
 from fastckpt.agreement import Round
-from fastckpt.commit import close_quietly, publish, settle, temporary
+from fastckpt.commit import (
+    close_quietly,
+    publish,
+    publish_directory,
+    remove_dead_directories,
+    settle,
+    sync_directories,
+    temporary,
+    temporary_path,
+)
 from fastckpt.errors import CheckpointError, PeerFailed
 from fastckpt.handle import SaveHandle
-from fastckpt.storage import reported
+from fastckpt.storage import Storage, reported
 
 log = logging.getLogger("fastckpt")
+
+
+class _File(NamedTuple):
+    """What is saved under the path of its handle, and where it belongs: its name in the tag, too,
+    if it is in the draft.
+    """
+
+    handle: SaveHandle
+    path: str
+    name: str
 
 
 class Tag:
     """The files of one tag that this rank saves, and their commit with those of the others.
 
-    Each is saved under a hidden name. When all ranks' are durable they are renamed, so a save that
-    fails leaves what the tag had before; then the first rank writes `latest`.
+    All ranks save into one hidden directory, the tag's draft. When all files are durable the first
+    rank exchanges it with the tag's directory, at once, so a save that fails, or a job that is
+    killed at whatever moment, leaves what the tag had before; then the first rank writes `latest`.
+    Where ranks do not see each other's files (a directory on each node's own disk), or files cannot
+    be linked, each rank renames its own.
 
     Args:
         directory: where `latest` is. The tag's own directory is in it.
@@ -50,18 +73,51 @@ class Tag:
         self._directory, self._agreement, self._options = directory, agreement, options
         self._durable: bool = options["durable"]
         self._latest = name if is_latest else None
-        self._files: list[tuple[SaveHandle, str]] = []
+        self._files: list[_File] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._lock: int | None = None  # on the draft: this process is alive
+        # Where the tag's directory goes on file systems that cannot exchange two.
+        self._replaced = temporary_path(self.handle.path)
+        self._draft = temporary_path(self.handle.path)
+        with self.keeping():
+            self._make_draft()
+
+    def _make_draft(self) -> None:
+        """Makes the draft, under the name that the first rank gives it."""
+        storage, agreement = pipeline.current().storage, self._agreement
+        above = os.path.dirname(self.handle.path)
+        if agreement.rank != 0:
+            self._draft = os.path.join(above, os.fsdecode(agreement.get("draft")))
+            with reported("make directory", self._draft):
+                storage.make_directories(self._draft)  # where it has a disk of its own
+            return
+        try:
+            with reported("make directory", self._draft):
+                storage.make_directories(self._draft)
+                remove_dead_directories(storage, above)
+                self._lock = storage.open(self._draft)
+                storage.lock(self._lock)
+        except CheckpointError as error:
+            agreement.fail(error)  # the others wait for the name
+            raise
+        agreement.put("draft", os.fsencode(os.path.basename(self._draft)))
 
     def save(self, obj: Any, path: str) -> None:
         """Begins to save a file; an error is kept."""
-        directory, name = os.path.split(path)
+        if self._error is not None:
+            return
         with self.keeping():
-            hidden = os.path.join(directory, f".{name}.saving")
+            name = os.path.relpath(path, self.handle.path)
+            if name.startswith(os.pardir):  # the tag's directory is a link to another
+                directory, name = os.path.dirname(path), ""
+                hidden = os.path.join(directory, f".{os.path.basename(path)}.saving")
+            else:
+                hidden = os.path.join(self._draft, name)
+                pipeline.current().storage.make_directories(os.path.dirname(hidden))
             handle = fastckpt.save(obj, hidden, **self._options)
             handle.reported = True  # its error is the tag's
-            self._files.append((handle, path))
+            self._files.append(_File(handle, path, name))
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -106,28 +162,35 @@ class Tag:
                 log.error("tag %r was not saved: %s", self.handle.path, error)
                 self.handle.set_exception(error)
             else:
-                stats, files = self.handle.stats, [handle.stats for handle, _path in self._files]
-                stats.nbytes = sum(file.nbytes for file in files)
-                stats.staged_bytes_max = sum(file.staged_bytes_max for file in files)
+                stats, files = self.handle.stats, [file.handle.stats for file in self._files]
+                stats.nbytes = sum(its.nbytes for its in files)
+                stats.staged_bytes_max = sum(its.staged_bytes_max for its in files)
                 stats.committed_s = self.handle.elapsed_s()
                 self.handle.set_result(self.handle.stats)
         finally:
+            self._clear()
             self._agreement.close()
 
     def _commit(self) -> None:
         agreement = self._agreement
         if self._error is not None:
             raise self._error
-        for handle, _path in self._files:
-            handle.result()
+        try:
+            for file in self._files:
+                file.handle.result()
+        except CheckpointError:
+            agreement.check()  # if the tag has failed meanwhile, that is why
+            raise
         self.handle.stats.written_s = self.handle.elapsed_s()
-        agreement.put("written", b"")
+        names = [file.name for file in self._files if file.name]
+        agreement.put("written", json.dumps(names).encode())
         if agreement.rank == 0:
-            agreement.gather("written")
-            agreement.put("go", b"")
-        agreement.get("go")
-        for handle, path in self._files:
-            self._publish(handle.path, path)
+            drafted = {name for its in agreement.gather("written") for name in json.loads(its)}
+            agreement.put("go", b"named" if self._name_draft(drafted) else b"")
+        named = agreement.get("go") != b""
+        for file in self._files:
+            if not (named and file.name):
+                self._publish(file.handle.path, file.path)
         agreement.put("named", b"")
         if agreement.rank != 0:
             failure = agreement.get("outcome")
@@ -143,6 +206,29 @@ class Tag:
             agreement.put("outcome", text.encode(errors="replace"))
             raise
         agreement.put("outcome", b"")
+
+    def _name_draft(self, names: set[str]) -> bool:
+        """On the first rank, when all ranks' files are durable: gives the draft the tag's name, if
+        it holds the files of these names, with what else the tag has.
+        """
+        storage, path, draft = pipeline.current().storage, self.handle.path, self._draft
+        if not names or any(storage.status(os.path.join(draft, name)) is None for name in names):
+            return False
+        before = storage.status(path)
+        if before is not None:
+            try:
+                _link(storage, path, draft)
+            except OSError as error:
+                log.warning("files of %r are replaced one by one: %s", path, error)
+                return False
+            assert self._lock is not None
+            with reported("set mode", draft):
+                storage.set_owner_and_mode(self._lock, before)
+        if self._durable:
+            sync_directories(storage, draft)
+        with reported("rename", path):
+            publish_directory(storage, draft, path, self._replaced)
+        return True
 
     def _publish(self, name: str, path: str) -> None:
         storage = pipeline.current().storage
@@ -172,9 +258,30 @@ class Tag:
     def _discard(self) -> None:
         """Removes what has no name yet; the errors of files are this tag's error."""
         storage = pipeline.current().storage
-        for handle, _path in self._files:
-            if handle.exception() is None:
-                try:
-                    storage.remove(handle.path)
-                except OSError:
-                    pass  # has its name already, or is replaced by the next save of this tag
+        for file in self._files:
+            if file.handle.exception() is None:
+                with suppress(OSError):  # has its name already, or went with the draft
+                    storage.remove(file.handle.path)
+
+    def _clear(self) -> None:
+        """Removes the draft, which holds what it replaced by now, or what nobody wants."""
+        storage = pipeline.current().storage
+        if self._lock is None:
+            with suppress(OSError):  # it is the first rank's to do, or of another node
+                storage.remove_directory(self._draft)
+            return
+        for directory in (self._draft, self._replaced):
+            with suppress(OSError):  # other ranks may be removing theirs: what stays is debris
+                storage.remove_tree(directory)
+        close_quietly(storage, self._lock)
+
+
+def _link(storage: Storage, source: str, target: str) -> None:
+    """Gives what a directory holds names in another one too, but for what is there, or hidden."""
+    for name in storage.names(source):
+        old, new = os.path.join(source, name), os.path.join(target, name)
+        if storage.is_directory(old):
+            storage.make_directories(new)
+            _link(storage, old, new)
+        elif name[0] != "." and storage.status(new) is None:
+            storage.link(old, new)

@@ -7,8 +7,10 @@ before it forks ranks, with everything that an engine imports when it is first m
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
+import itertools
 import logging
 import os
 import resource
@@ -93,7 +95,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 def is_durable(root: str, tag: str) -> bool:
     """Whether a file of the tag has all its bytes, but not yet its name."""
-    return any((Path(root) / tag).glob(".*.saving"))
+    return any(path.name[0] != "." for path in Path(root).glob(f".{tag}.*.tmp/*"))
 
 
 @contextmanager
@@ -291,6 +293,74 @@ def save_and_die(member: Member, root: str, durable: bool) -> None:
         else:
             wait_until(lambda: is_durable(root, "b"))  # what rank 0 saves
         dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_again(member: Member, root: str, way: str) -> list[str]:
+    """Saves a tag twice, in which others keep files; what it holds then. `way` says which part of
+    the quickest way there is not: "no exchange" of two directories, "own disk" of each rank, "no
+    link" to a file, or "all" is there.
+    """
+    engine, saving = installed(2)
+    storage = pipeline.current().storage
+    real = {name: getattr(storage, name) for name in ("exchange", "status", "link")}
+
+    def refuse(*_paths: str) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def status(path: str) -> Any:
+        drafted = ".tmp/" in path and "rank_1" in path
+        return None if drafted else real["status"](path)
+
+    try:
+        for step in range(2):
+            train(engine, step, 1)
+            if way in ("no exchange", "no link"):
+                setattr(storage, way[3:], refuse)
+            elif way == "own disk":
+                storage.status = status  # type: ignore[method-assign]
+            engine.save_checkpoint(root, "a")
+            saving.wait()
+            if member.rank == 0:
+                Path(root, "a", "deep").mkdir(exist_ok=True)
+                Path(root, "a", "deep", "mine.txt").write_text("mine")
+            dist.barrier()
+    finally:
+        for name, method in real.items():
+            setattr(storage, name, method)
+    engine.destroy()
+    return visible(Path(root) / "a")
+
+
+def save_again_and_die(member: Member, root: str, changes: int) -> None:
+    """Saves a tag twice. The second time rank 0 is killed when it has changed so many names, and
+    rank 1 then.
+    """
+    engine, saving = installed(2)
+    train(engine, 0, 1)
+    engine.save_checkpoint(root, "a")
+    saving.wait()
+    train(engine, 1, 1)
+    killed, left = Path(root, "killed"), itertools.count(changes, -1)
+    storage = pipeline.current().storage
+
+    def before(change: Callable[[str, str], None]) -> Callable[[str, str], None]:
+        def changed(one: str, other: str) -> None:
+            if next(left) == 0:
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            change(one, other)
+
+        return changed
+
+    if member.rank == 0:
+        storage.rename = before(storage.rename)  # type: ignore[method-assign]
+        storage.exchange = before(storage.exchange)  # type: ignore[method-assign]
+    engine.save_checkpoint(root, "a")
+    if member.rank == 0:
+        saving.wait(WAIT_S)
+    else:
+        wait_until(killed.exists)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
