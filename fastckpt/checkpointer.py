@@ -11,16 +11,16 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from fastckpt import pipeline
 from fastckpt.agreement import TIMEOUT_S, Round
-from fastckpt.coordinator import Coordinator
+from fastckpt.coordinator import Coordinator, default_group, ranks_within
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.gds import STAGINGS
@@ -33,6 +33,9 @@ from fastckpt.step_load import StepReader, Target
 from fastckpt.step_save import CODECS, Options, StepSave
 from fastckpt.steps import Steps, step_name
 from fastckpt.template import Template, whole
+from fastckpt.tiered_restore import first_whole_of_tiers
+from fastckpt.tiered_save import TieredSave
+from fastckpt.tiers import local_tier
 from fastckpt.tree import PerRank, Stored, fill
 
 log = logging.getLogger("fastckpt")
@@ -68,13 +71,27 @@ class Checkpointer:
             "step": save() returns at once, and the next step() of any torch optimizer waits.
         staging_bytes: the most staging memory a save may hold in this process; default: the
             process's budget (see fastckpt.save).
+        local: a directory on storage of each node, such as NVMe, that a step is committed to first:
+            a process that fails loses nothing after that (handle.wait_local()). From there it is
+            drained to the root in the background; when it is committed there, result() returns.
+            Ranks that see the same directory are a node, and nodes need not have the same path.
+            Restores take what a node has from there. A tier that is full, lost or slower than the
+            root is gone past, with a warning. default: none.
+        keep_local: so many steps stay on each node, at least 1, and none goes that the root has not
+            had; there has to be room for one more. So many may also wait to be drained: a save()
+            beyond waits. default: 2.
         codec: None, or "zstd": the shards are compressed, and `zstd -d` gives them back.
         staging, stripe, backend, durable: as fastckpt.save's.
         timeout_s: the longest that ranks wait for each other, in one save or restore.
 
+    Attributes:
+        restored_from: of the last restore() or load() on this rank, the path that each file it
+            needed was read from, by the file's name.
+
     Raises:
-        ValueError, TypeError: an argument is unknown or out of range, or this process is not in
-            the group.
+        ValueError, TypeError: an argument is unknown or out of range, this process is not in the
+            group, or `local` lies on the root's file system.
+        StorageError: what `local` and `root` lie on cannot be told.
     """
 
     def __init__(
@@ -84,6 +101,8 @@ class Checkpointer:
         group: Any = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        local: str | os.PathLike[str] | None = None,
+        keep_local: int | None = None,
         fence: str = "call",
         staging_bytes: int | None = None,
         codec: str | None = None,
@@ -113,9 +132,9 @@ class Checkpointer:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
         self.root = os.path.realpath(os.fsdecode(root))
-        self.group = _default_group() if group is None else group
+        self.group = default_group() if group is None else group
         self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
-        self._rank_of = _rank_of(self.group)
+        self._rank_of = ranks_within(self.group)
         self._options = Options(
             backend,
             durable,
@@ -129,6 +148,10 @@ class Checkpointer:
         self._fence = fence
         self._timeout_s = timeout_s
         self._steps = Steps(pipeline.current().storage, self.root)
+        self._tier = local_tier(
+            pipeline.current().storage, local, keep_local, self._steps, self._coordinator, timeout_s
+        )
+        self.restored_from: dict[str, str] = {}
         self._handles: list[SaveHandle] = []
         self._differing: frozenset[str] = frozenset()
         self._closed = False
@@ -159,9 +182,16 @@ class Checkpointer:
         step = int(operator.index(step))
         current = self._current()
         agreement = self._coordinator.begin(f"step {step}", self._timeout_s)
-        with agreement.failing():
+        self._handles = [earlier for earlier in self._handles if not earlier.done()]
+        saving: Callable[..., StepSave] = StepSave
+        with ExitStack() as failing:
+            failing.enter_context(agreement.failing())
+            if self._tier is not None:
+                draining = self._tier.begin_drain(step)
+                failing.enter_context(draining.failing())
+                saving = partial(TieredSave, self._tier, draining, self._handles)
             current.raise_unreported()
-            job = StepSave(
+            job = saving(
                 SaveHandle(os.path.join(self.root, step_name(step)), started),
                 agreement,
                 self._steps,
@@ -179,8 +209,7 @@ class Checkpointer:
                 self._note_differing,
                 fence=self._fence,
             )
-        handle = job.handle
-        self._handles = [earlier for earlier in self._handles if not earlier.done()] + [handle]
+        self._handles = [*self._handles, job.handle]
         return current.save(job)
 
     def restore(self, state: Any, step: int | None = None, *, weights_only: bool = True) -> Any:
@@ -286,6 +315,8 @@ class Checkpointer:
         for handle in self._handles:
             handle.wait_done()
         pipeline.current().wait_for(self.root, ended=True)
+        if self._tier is not None:
+            self._tier.close()
         self._coordinator.close()
         failed = [h for h in self._handles if h.failure() is not None and not h.reported]
         self._handles = []
@@ -335,20 +366,15 @@ class Checkpointer:
         self, agreement: Round, step: int | None, read: Callable[[StepReader], T]
     ) -> tuple[int, T] | None:
         """What `read` makes of the newest step for which no rank met damage."""
-        return first_whole(agreement, self._current(), self._steps, step, read)
 
+        def noting(reader: StepReader) -> T:
+            self.restored_from = reader.copies.taken
+            return read(reader)
 
-def _default_group() -> Any:
-    if dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return None
-
-
-def _rank_of(group: Any) -> dict[int, int] | None:
-    """Rank in the group of each global rank; None where they are the same."""
-    if group is None or group is _default_group():
-        return None
-    return {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
+        current, tier = self._current(), self._tier
+        if tier is None:
+            return first_whole(agreement, current, [self._steps], step, noting)
+        return first_whole_of_tiers(agreement, current, tier, self._options, step, noting)
 
 
 def _own(values: dict[str, Any] | None, name: str) -> PerRank:

@@ -241,6 +241,8 @@ class FrameReader:
         nbytes: int,
         block_bytes: int,
         frames: Sequence[int],
+        *,
+        kept: dict[int, bytes] | None = None,
     ) -> None:
         """Reads nothing yet.
 
@@ -251,6 +253,7 @@ class FrameReader:
             nbytes: size of the uncompressed image, at least 1.
             block_bytes: size of its blocks; the last may be shorter.
             frames: what FrameWriter.frames() said: bytes each block takes in the file.
+            kept: receives each block's frame as it was read, for whoever wants that, too.
 
         Raises:
             CorruptCheckpoint: no writer can have said that.
@@ -272,6 +275,7 @@ class FrameReader:
                     f"number of whole pages up to {limit}: load another checkpoint"
                 )
         self._offsets = list(accumulate(frames, initial=0))
+        self._kept = kept
 
     def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
         """Reads one block. A damaged frame gives zeros, which the block's checksum tells apart.
@@ -295,6 +299,8 @@ class FrameReader:
             stored = self._storage.read_at(fd, end - at, at)
         if len(stored) < end - at:
             raise StorageError("read", self._path, errno.ENODATA, at + len(stored))
+        if self._kept is not None:
+            self._kept[index] = stored
         if not _decompress(stored, memory):
             memory[:] = bytes(len(memory))
         return len(memory)

@@ -163,3 +163,17 @@ class Coordinator:
                 else:
                     self._unfreed.append(old)
             return any(old.failed for old in self._unfreed)
+
+
+def default_group() -> Any:
+    """The group of all ranks; None where torch.distributed is not initialised."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return None
+
+
+def ranks_within(group: Any) -> dict[int, int] | None:
+    """Rank in the group of each global rank; None where they are the same."""
+    if group is None or group is default_group():
+        return None
+    return {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}

@@ -24,7 +24,11 @@ class SaveStats:
             fence, the time its optimizer waited is added.
         staged_s: when everything was copied and the caller might mutate the object.
         written_s: when the last byte had been transferred.
-        committed_s: when the file was durable (with durable=True) and visible under its name.
+        committed_s: when the file was durable (with durable=True) and visible under its name; with
+            a local tier, in the root.
+        local_committed_s: when the step was committed in the node-local tier, on every node; None
+            if there is none, or the step went straight to the root.
+        local_why: why it did, in words, where there is one.
         nbytes: what this process writes: the file, or its part of it, or its files of a step; as it
             was before a codec.
         staged_bytes_max: the most bytes of staging memory the save held at a time.
@@ -44,6 +48,8 @@ class SaveStats:
     staged_s: float | None = None
     written_s: float | None = None
     committed_s: float | None = None
+    local_committed_s: float | None = None
+    local_why: str = ""
     nbytes: int = 0
     staged_bytes_max: int = 0
     backend: str = ""
@@ -77,6 +83,7 @@ class SaveHandle(Future[SaveStats]):
         self._started = started
         self._staged = threading.Event()
         self._queued = threading.Event()
+        self._first = threading.Event()  # set by the first commit, or the end
         self._order: Callable[[], bool] | None = None
         self._pid = os.getpid()
         self._over = False
@@ -114,6 +121,36 @@ class SaveHandle(Future[SaveStats]):
         error = super().exception(timeout)
         self.reported = True
         return error
+
+    def wait_local(self, timeout: float | None = None) -> bool:
+        """Waits until a step of a Checkpointer with a local tier is committed there, on every node.
+
+        Args:
+            timeout: seconds, None for ever.
+
+        Returns:
+            True: it is, and on its way to the root. False: there is no such tier, or the step went
+                straight to the root, and is committed there.
+
+        Raises:
+            TimeoutError: neither was so within `timeout`. CheckpointError: the save failed before.
+        """
+        self._check_process()
+        if not self._first.wait(timeout):
+            raise TimeoutError(f"save to {self.path!r} was not committed within {timeout} s")
+        if self.stats.local_committed_s is None:
+            self.result(timeout)
+        return self.stats.local_committed_s is not None
+
+    def wait_first(self) -> None:
+        """Waits for the first commit, in whichever tier, or for the end of the save."""
+        self._check_process()
+        self._first.wait()
+
+    def mark_local(self) -> None:
+        """Called once by the save: the local tier has it on every node."""
+        self.stats.local_committed_s = self.elapsed_s()
+        self._first.set()
 
     def wait_done(self) -> None:
         """Waits for the end of the save; does not count as asking for its error."""
@@ -166,10 +203,12 @@ class SaveHandle(Future[SaveStats]):
 
     def set_result(self, result: SaveStats) -> None:
         self._over = True
+        self._first.set()
         super().set_result(result)
 
     def set_exception(self, exception: BaseException | None) -> None:
         self._over = True
+        self._first.set()
         super().set_exception(exception)
 
     def _check_process(self) -> None:

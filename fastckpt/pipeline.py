@@ -286,6 +286,14 @@ class Job:
             self.previous = None
         return None
 
+    def wait_turn(self) -> None:
+        """On the first rank: returns when the save before this one in its lane has committed."""
+        if self.previous is not None:
+            self.previous.wait_done()
+
+    def follow(self) -> None:
+        """On the other ranks: what they do while the first one commits."""
+
     def conclude(self, record: bytes, publish: Callable[[list[bytes]], None]) -> None:
         """Commits once every rank is done, or nowhere: the same outcome on every rank.
 
@@ -300,14 +308,14 @@ class Job:
         self.may_be_visible = agreement.rank != 0
         agreement.put("done", record)
         if agreement.rank != 0:
+            self.follow()
             failure = agreement.get("outcome")
             self.may_be_visible = not failure
             if failure:
                 raise PeerFailed(failure.decode(errors="replace"), (0,))
             return
         records = agreement.gather("done")
-        if self.previous is not None:
-            self.previous.wait_done()
+        self.wait_turn()
         agreement.decide()
         try:
             publish(records)

@@ -5,11 +5,19 @@ Responsible for the choice. It must not know how a step is removed, or what it h
 
 from __future__ import annotations
 
+import logging
+
+from fastckpt.errors import StorageError
 from fastckpt.steps import Committed, Steps
 
+log = logging.getLogger("fastckpt")
 
-def tidy(steps: Steps, keep: str, step: int, keep_last: int | None, keep_every: int | None) -> None:
-    """Removes what a commit has made needless; looks at the root only if there may be something.
+
+def tidy(
+    steps: Steps, keep: str, step: int, keep_last: int | None, keep_every: int | None
+) -> None:
+    """Removes what a commit has made needless, with a warning of what cannot be removed; looks at
+    the root only if there may be something.
 
     Args:
         steps, keep, keep_every: as retain()'s.
@@ -18,10 +26,13 @@ def tidy(steps: Steps, keep: str, step: int, keep_last: int | None, keep_every: 
     """
     if keep_last is None and not steps.has_another(keep, step):
         return
-    found, _faults = steps.committed()
-    supersede(steps, found, keep, step)
-    if keep_last is not None:
-        retain(steps, found, keep, keep_last, keep_every)
+    try:
+        found, _faults = steps.committed()
+        supersede(steps, found, keep, step)
+        if keep_last is not None:
+            retain(steps, found, keep, keep_last, keep_every)
+    except (StorageError, OSError) as error:
+        log.warning("old steps could not be removed: %s", error)
 
 
 def retain(

@@ -10,7 +10,7 @@ import errno
 import io
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +36,9 @@ from fastckpt.reader import open_verified
 from fastckpt.rows import CopyRow, blocks_of
 from fastckpt.shards import Box, copies, covers, intersect, span
 from fastckpt.staging import ReadStream, Staging
+from fastckpt.step_copies import Copies
 from fastckpt.steps import Steps
-from fastckpt.storage import Storage, naming, reported
+from fastckpt.storage import Storage, reported
 
 _NAMED_MAX = 5  # keys in one message
 _PART_BYTES = 64 << 20  # of the values of one rank
@@ -73,42 +74,32 @@ class StepReader:
         steps: the root.
         name: of the step's directory.
         manifest: of the step.
+        copies: where its files are read from; default: that directory.
 
     Attributes:
         nbytes_read: bytes of shards read so far.
     """
 
     def __init__(
-        self, storage: Storage, staging: Staging, steps: Steps, name: str, manifest: Manifest
+        self,
+        storage: Storage,
+        staging: Staging,
+        steps: Steps,
+        name: str,
+        manifest: Manifest,
+        copies: Copies | None = None,
     ) -> None:
         self._storage = storage
         self._staging = staging
         self._steps = steps
         self._name = name
         self.manifest = manifest
+        self.copies = copies or Copies(storage, [steps.path(name)])
         self._indexes: dict[int, ShardIndex] = {}
         self.nbytes_read = 0
 
     def _path(self, file: str) -> str:
-        return self._steps.path(self._name, file)
-
-    @contextmanager
-    def _opened(self, file: str, nbytes: int) -> Iterator[int]:
-        """A file of the step, which is regular and of the size that the manifest says."""
-        path = self._path(file)
-        try:
-            fd = self._storage.open_regular(path)
-        except FileNotFoundError:
-            raise CorruptCheckpoint(f"{path!r} is missing: the step is not whole") from None
-        except OSError as error:
-            raise StorageError("open", path, error.errno or errno.EIO) from error
-        try:
-            found = self._storage.size(fd)
-            if found != nbytes:
-                raise CorruptCheckpoint(f"{path!r} has {found} bytes, must have {nbytes}")
-            yield fd
-        finally:
-            self._storage.close(fd)
+        return self.copies.path(file) if file else self._steps.path(self._name, "")
 
     def objects(self, weights_only: bool) -> Any:
         """The nest of what is not in shards.
@@ -117,9 +108,13 @@ class StepReader:
             CorruptCheckpoint: it is damaged, or of another save.
             pickle.UnpicklingError: weights_only, and it holds more than that allows.
         """
+        file = self.manifest.objects.file
+        return self.copies.whole(file, lambda: self._objects(weights_only))
+
+    def _objects(self, weights_only: bool) -> Any:
         file, nbytes, crc = self.manifest.objects
         path = self._path(file)
-        with self._opened(file, nbytes) as fd:
+        with self.copies.opened(file, nbytes) as fd:
             opened = open_verified(self._storage, self._staging, fd, path, True)
             if opened is None:
                 raise CorruptCheckpoint(f"{path!r} was not written by fastckpt")
@@ -299,11 +294,8 @@ class StepReader:
 
     def _index(self, writer: Writer) -> ShardIndex:
         if writer.rank not in self._indexes:
-            path = self._path(writer.index)
-            with self._opened(writer.index, writer.index_nbytes) as fd, reported("read", path):
-                content = self._storage.read_at(fd, writer.index_nbytes, 0)
-            with naming(path):
-                self._indexes[writer.rank] = writer.parse_index(content, self.manifest.nonce)
+            read = partial(self.copies.index, writer, self.manifest.nonce)
+            self._indexes[writer.rank] = self.copies.whole(writer.index, read)[0]
         return self._indexes[writer.rank]
 
     def _read_file(
@@ -316,9 +308,14 @@ class StepReader:
         """Moves rows of a shard, ascending, to memory; of devices, where `reads` says so, and
         through the host unless `direct` can.
         """
+        self.copies.whole(index.file, lambda: self._read_rows(index, rows, reads, direct))
+
+    def _read_rows(
+        self, index: ShardIndex, rows: Sequence[CopyRow], reads: Reads | None, direct: Direct | None
+    ) -> None:
         devices = [] if reads is None else reads.ranges
         path = self._path(index.file)
-        with self._opened(index.file, index.file_nbytes) as fd:
+        with self.copies.opened(index.file, index.file_nbytes) as fd:
             nbytes, block_bytes, crcs = index.nbytes, index.block_bytes, index.block_crcs
             wanted = blocks_of(rows, block_bytes)
             if index.codec is None:

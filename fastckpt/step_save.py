@@ -8,7 +8,6 @@ manifest. It must not know the bytes of the formats, how a block moves, or how r
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import zlib
@@ -23,7 +22,6 @@ from fastckpt.agreement import Round
 from fastckpt.codec import FrameWriter
 from fastckpt.commit import close_quietly, cut, settle
 from fastckpt.devices import Reads
-from fastckpt.errors import StorageError
 from fastckpt.fence import Watched
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.lustre_layout import Purpose, Stripe
@@ -43,8 +41,6 @@ from fastckpt.steps import Begun, Steps
 from fastckpt.storage import patiently, reported
 from fastckpt.transfer import Fetch, Transfer
 from fastckpt.tree import Leaf
-
-log = logging.getLogger("fastckpt")
 
 CODECS = (None, "zstd")
 
@@ -188,7 +184,7 @@ class StepSave(Job):
             self.name, nonce = place["name"], place["nonce"]
             self.handle.path = self.steps.path(self.name)
             self.files = StepFiles(pipeline.storage, self.steps, self.name, agreement)
-            file = self._open_shard(pipeline, files, body) if body.body_nbytes else None
+            file = self._open_shard(pipeline, files, body)
             if file is not None:
                 transfer.write_to(file.fd, 0, file.route)
             if limit == 1:  # of which the objects need that one block
@@ -237,8 +233,10 @@ class StepSave(Job):
     def _shard_name(self) -> str:
         return shard_name(self.agreement.rank, self.options.codec)
 
-    def _open_shard(self, pipeline: Pipeline, files: ExitStack, image: Image) -> _ShardFile:
-        """Makes the shard's file and decides how it is written."""
+    def _open_shard(self, pipeline: Pipeline, files: ExitStack, image: Image) -> ShardFile | None:
+        """Makes the shard's file, if there is a shard, and decides how it is written."""
+        if not image.body_nbytes:
+            return None
         name, options, nbytes = self._shard_name(), self.options, image.body_nbytes
         path, made = self._path(name), partial(self._own.made, name)
         plain = options.codec is None
@@ -249,12 +247,12 @@ class StepSave(Job):
         note_route(self.handle.stats, route)
         self.handle.stats.nbytes += nbytes
         if plain:
-            return _ShardFile(fd, route, None)
+            return ShardFile(fd, route, None)
         writer = FrameWriter(pipeline.storage, fd, path, nbytes, BLOCK_BYTES)
         coded = files.enter_context(pipeline.staging.through(fd, writer.transfer))
-        return _ShardFile(fd, coded, writer)
+        return ShardFile(fd, coded, writer)
 
-    def _finish_shard(self, pipeline: Pipeline, file: _ShardFile, nbytes: int) -> None:
+    def _finish_shard(self, pipeline: Pipeline, file: ShardFile, nbytes: int) -> None:
         """Gives the shard its size, when all was written, and makes it durable."""
         path = self._path(self._shard_name())
         if file.route.direct:
@@ -265,7 +263,7 @@ class StepSave(Job):
         assert self.content is not None
         self.content.leaves.clear()
 
-    def _stage_objects(self, pipeline: Pipeline, moving: ExitStack) -> _Objects | None:
+    def _stage_objects(self, pipeline: Pipeline, moving: ExitStack) -> Objects | None:
         """On the first rank, begins to stage what is not in shards."""
         assert self.content is not None
         captured, self.content.objects = self.content.objects, None
@@ -274,10 +272,10 @@ class StepSave(Job):
         image, path = torch_zip.layout(captured), os.path.join(self.handle.path, OBJECTS)
         transfer = Transfer(pipeline.staging, image, path, 1, 1, self.reads)
         self.copying.transfers.append(moving.enter_context(transfer))
-        return _Objects(image, transfer)
+        return Objects(image, transfer)
 
     def _write_objects(
-        self, pipeline: Pipeline, files: ExitStack, objects: _Objects | None
+        self, pipeline: Pipeline, files: ExitStack, objects: Objects | None
     ) -> tuple[int, Route] | None:
         """Makes their file, and writes to it what has been staged."""
         if objects is None:
@@ -290,7 +288,7 @@ class StepSave(Job):
         return fd, route
 
     def _finish_objects(
-        self, pipeline: Pipeline, objects: _Objects | None, file: tuple[int, Route] | None
+        self, pipeline: Pipeline, objects: Objects | None, file: tuple[int, Route] | None
     ) -> ObjectsFile | None:
         """Writes what depends on their checksums, when they were staged."""
         if objects is None or file is None:
@@ -329,32 +327,34 @@ class StepSave(Job):
         return Writer.of(index, name, content).to_bytes()
 
     def _publish(self, nonce: str, objects: ObjectsFile | None, records: list[bytes]) -> None:
-        assert objects is not None and self.made is not None
+        assert objects is not None
         manifest = Manifest(
             step=self.step,
             nonce=nonce,
-            sequence=self.steps.next_sequence(),
+            sequence=self._next_sequence(),
             world_size=self.agreement.world_size,
             created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             objects=objects,
             writers=tuple(Writer.from_bytes(record) for record in records if record),
         )
-        self.steps.publish(self.made, manifest, self.options.durable)
+        self._make_visible(manifest)
         self._own.keep()
+
+    def _next_sequence(self) -> int:
+        return self.steps.next_sequence()
+
+    def _make_visible(self, manifest: Manifest) -> None:
+        assert self.made is not None
+        self.steps.publish(self.made, manifest, self.options.durable)
 
     def end(self, pipeline: Pipeline) -> None:
         super().end(pipeline)
-        if self.agreement.rank != 0 or self.made is None:
-            return
-        try:
-            if self.handle.failure() is None:
-                keep_last, keep_every = self.options.keep_last, self.options.keep_every
-                tidy(self.steps, self.name, self.step, keep_last, keep_every)
-        except (StorageError, OSError) as error:
-            log.warning("old steps could not be removed: %s", error)
+        if self.agreement.rank == 0 and self.made is not None and self.handle.failure() is None:
+            keep_last, keep_every = self.options.keep_last, self.options.keep_every
+            tidy(self.steps, self.name, self.step, keep_last, keep_every)
 
 
-class _ShardFile(NamedTuple):
+class ShardFile(NamedTuple):
     """A shard's file while it is written: through a codec, if there is one."""
 
     fd: int
@@ -362,7 +362,7 @@ class _ShardFile(NamedTuple):
     writer: FrameWriter | None
 
 
-class _Objects(NamedTuple):
+class Objects(NamedTuple):
     """What is not in shards, while it is staged and written."""
 
     image: Image

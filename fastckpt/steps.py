@@ -32,7 +32,8 @@ _UNSEEN = (0, 0, 0)  # version of a manifest that was not looked at
 _LOCK_S, _LOCK_POLL_S = 60.0, 0.01
 # What a save puts into a step's directory, and so what a removal may take out of it.
 _OURS = re.compile(
-    r"rank-\d{5,}\.(json|safetensors(\.zst)?)|objects\.pt|\.?manifest\.json(\..+\.tmp)?", re.ASCII
+    r"rank-\d{5,}\.(json|safetensors(\.zst)?)|objects\.pt|\.?manifest\.json(\..+\.tmp)?|drained",
+    re.ASCII,
 )
 # A save that another host began and did not commit counts as dead after a day.
 DEAD_AFTER_S = 24 * 3600.0
@@ -76,6 +77,11 @@ def step_name(step: int, attempt: int = 0) -> str:
     if not 0 <= step < STEP_MAX:
         raise ValueError(f"step is {step}, must be at least 0 and below {STEP_MAX}")
     return f"step-{step:08d}" + (f"-{attempt}" if attempt else "")
+
+
+def in_order(item: Committed) -> tuple[int, int]:
+    """By what steps are sorted in the order of their commits."""
+    return item.manifest.sequence, item.manifest.step
 
 
 class Steps:
@@ -162,7 +168,7 @@ class Steps:
                 found.append(Committed(name, known[1]))
             except CheckpointError as error:
                 faults.append(Fault(int(name.split("-")[1]), error))
-        found.sort(key=lambda item: (item.manifest.sequence, item.manifest.step), reverse=True)
+        found.sort(key=in_order, reverse=True)
         return found, faults
 
     def incomplete(self) -> list[str]:
@@ -228,15 +234,15 @@ class Steps:
                         break
             return False
 
-    def next_sequence(self) -> int:
-        """The place of the next commit in the order of commits under this root."""
+    def next_sequence(self, above: int = 0) -> int:
+        """The place of the next commit in the order of commits under this root, and above one."""
         with self._lock:
             # Another Checkpointer may have committed meanwhile.
             found, faults = self.committed(afresh=False)
             last = found[0].manifest.sequence if found else 0
             if faults:  # their places are not known: milliseconds are ahead of any count
                 last = max(last, int(time.time() * 1000))
-            self._sequence = min(max(self._sequence, last) + 1, SEQUENCE_MAX)
+            self._sequence = min(max(self._sequence, last, above) + 1, SEQUENCE_MAX)
             return self._sequence
 
     def publish(self, begun: Begun, manifest: Manifest, durable: bool) -> None:

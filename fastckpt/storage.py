@@ -287,6 +287,11 @@ class Storage:
     def names(self, directory: str) -> list[str]:
         return os.listdir(directory)
 
+    def free_bytes(self, path: str) -> int:
+        """How much may still be written to the file system that a path lies on."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 

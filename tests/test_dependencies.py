@@ -39,8 +39,9 @@ LAYERS: list[set[str]] = [
         "gds_choice",
     },
     {"exchange", "reader", "steps", "placing", "divided", "draft"},
-    {"retention"},
+    {"retention", "step_copies", "tiers"},
     {"pipeline", "file_save", "step_save", "step_load", "step_choice", "template"}
+    | {"drain", "tiered_save", "tiered_restore"}
     | {"step_capture", "spread", "distcp_save", "distcp_load"}
     | {"directory_save", "directory_check"}
     | {"new_file", "step_files", "stock_save"},

@@ -1,0 +1,324 @@
+"""A step that the local tier holds on its way into the root: copied, verified, and committed there.
+
+Responsible for the order: every rank copies what is its to copy, all agree, and the first rank
+publishes the same manifest in the root. It must not know how a step came into the local tier.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from fastckpt.agreement import Round
+from fastckpt.codec import FrameReader
+from fastckpt.commit import close_quietly, cut, settle
+from fastckpt.devices import Reads
+from fastckpt.errors import CorruptCheckpoint, PeerFailed, StorageError
+from fastckpt.formats.lustre_layout import Purpose
+from fastckpt.formats.manifest import Manifest, Writer
+from fastckpt.formats.shard_index import ShardIndex
+from fastckpt.handle import SaveHandle
+from fastckpt.image import BLOCK_BYTES, Image
+from fastckpt.new_file import new_file
+from fastckpt.pipeline import Job, Pipeline
+from fastckpt.reader import VerifiedFile, open_verified
+from fastckpt.retention import tidy
+from fastckpt.staging import ReadStream
+from fastckpt.step_copies import Copies
+from fastckpt.step_files import StepFiles
+from fastckpt.step_save import Options
+from fastckpt.steps import Begun
+from fastckpt.storage import patiently, reported
+from fastckpt.tiers import OBJECTS_PART, LocalTier
+from fastckpt.transfer import Transfer
+
+log = logging.getLogger("fastckpt")
+
+_CHUNK_BLOCKS = 4  # read at a time, while those before are written
+_PART_BYTES = 4 << 20  # of a record in the store
+
+
+class Drain(Job):
+    """One step. Each rank runs its own, for the same directory in the root.
+
+    Args:
+        handle: of the save, or of this alone; takes the step's path when the root has it.
+        agreement: a round of its own.
+        tier: from where and where to.
+        options: how the root is written and what stays there.
+        names: of the step's directory on each node that has it, by the node's first rank.
+        parts: what this rank copies: ranks of writers, OBJECTS_PART.
+
+    Attributes:
+        copied_s: how long copying took.
+    """
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        agreement: Round,
+        tier: LocalTier,
+        options: Options,
+        names: dict[int, str],
+        parts: Sequence[int],
+    ) -> None:
+        super().__init__(handle, agreement, Reads(), (), fence="call", lane=tier.root.root)
+        self._tier = tier
+        self._options = options
+        self._names = names
+        self._parts = parts
+        self._made: Begun | None = None
+        self._files: StepFiles | None = None
+        self._step: int | None = None
+        self.copied_s = 0.0
+
+    def forget(self) -> None:
+        """Nothing of the caller's is held."""
+
+    def release(self) -> None:
+        """As forget()."""
+
+    def commit(self, pipeline: Pipeline) -> None:
+        try:
+            if self.previous is not None:  # one after the other: the root is no faster for two
+                self.previous.wait_done()
+            self._copy(pipeline)
+        except BaseException as error:
+            self.agreement.fail(error)
+            if not self.may_be_visible or self.agreement.failed:
+                if self._made is not None:
+                    self._tier.root.abandon(self._made)
+                if self._files is not None:
+                    self._files.remove()
+            raise
+        finally:
+            if self._made is not None:
+                close_quietly(pipeline.storage, self._made.manifest_fd)
+
+    def _copy(self, pipeline: Pipeline) -> None:
+        root, begun = self._tier.root, time.monotonic()
+        manifest = self._manifest()
+        if self.agreement.rank == 0:
+            assert manifest is not None
+            self._made = root.begin(manifest.step)
+            self.agreement.put("place", self._made.name.encode())
+        name = self.agreement.get("place").decode()
+        files = self._files = StepFiles(pipeline.storage, root, name, self.agreement)
+        if manifest is not None:
+            source = self._tier.steps.path(self._own_name)
+            copying = _Copying(pipeline, self._tier, self._options, files, manifest, source)
+            for part in self._parts:
+                copying.copy(part)
+        if self._options.durable:
+            files.sync_own_directory()
+        self.copied_s = time.monotonic() - begun
+        self.conclude(b"", lambda _records: self._publish(manifest))
+        self._step = None if manifest is None else manifest.step
+        self.handle.path = root.path(name)
+
+    @property
+    def _own_name(self) -> str:
+        """Of the directory on this node; "" if it has none."""
+        return self._names.get(self._tier.nodes().first(self.agreement.rank), "")
+
+    def _manifest(self) -> Manifest | None:
+        """From this node, if it has one; the first rank else from the first node that has."""
+        source, rank, steps = min(self._names), self.agreement.rank, self._tier.steps
+        travels = self._tier.nodes().first(0) not in self._names
+        if not self._own_name:
+            if rank != 0:
+                return None
+            return Manifest.from_bytes(receive(self.agreement, "manifest", source))
+        manifest = steps.read(self._own_name)
+        if travels and rank == source:
+            send(self.agreement, "manifest", manifest.to_bytes())
+        return manifest
+
+    def _publish(self, manifest: Manifest | None) -> None:
+        assert self._made is not None and self._files is not None and manifest is not None
+        self._tier.root.publish(self._made, manifest, self._options.durable)
+        self._files.keep()
+
+    def end(self, pipeline: Pipeline) -> None:
+        super().end(pipeline)
+        tier, rank, failure = self._tier, self.agreement.rank, self.handle.failure()
+        if failure is not None and not isinstance(failure, PeerFailed):
+            log.warning("%s stays in the local tier alone: %s", self._own_name, failure)
+        elif failure is None and self._own_name and tier.nodes().first(rank) == rank:
+            tier.note_drained(self._own_name)
+            tier.evict()
+        if self._made is not None:
+            keep_last, keep_every = self._options.keep_last, self._options.keep_every
+            tidy(tier.root, self._made.name, self._step, keep_last, keep_every)
+
+
+class _Copying:
+    """Copies files of one step from this node's directory into one of the root."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tier: LocalTier,
+        options: Options,
+        files: StepFiles,
+        manifest: Manifest,
+        source: str,
+    ) -> None:
+        self._pipeline = pipeline
+        self._storage, self._staging = pipeline.storage, pipeline.staging
+        self._tier = tier
+        self._options = options
+        self._files = files
+        self._manifest = manifest
+        self._source = Copies(self._storage, [source])
+
+    def copy(self, part: int) -> None:
+        """Copies what one writer wrote, or the objects.
+
+        Raises:
+            CorruptCheckpoint: the local copy is damaged. StorageError.
+        """
+        if part == OBJECTS_PART:
+            self._copy_objects()
+            return
+        writer = next(each for each in self._manifest.writers if each.rank == part)
+        index, content = self._source.index(writer, self._manifest.nonce)
+        self._copy_shard(index)
+        self._copy_index(writer, content)
+
+    def _copy_objects(self) -> None:
+        file, nbytes, crc = self._manifest.objects
+        path = self._source.path(file)
+        with self._source.opened(file, nbytes) as fd:
+            opened = open_verified(self._storage, self._staging, fd, path, True)
+            if opened is None or opened.closing_crc != crc:
+                raise CorruptCheckpoint(f"{path!r} is not what the manifest says")
+            with opened:
+                self._write(file, nbytes, _octets(opened, nbytes))
+
+    def _copy_shard(self, index: ShardIndex) -> None:
+        path = self._source.path(index.file)
+        sizes = (index.nbytes, index.block_bytes)
+        with self._source.opened(index.file, index.file_nbytes) as fd, ExitStack() as reading:
+            if index.codec is None:
+                stream = self._staging.read(fd, path, *sizes, index.block_crcs)
+                reading.callback(stream.close)
+                self._write(index.file, index.file_nbytes, _stored(stream, index, path))
+                return
+            kept: dict[int, bytes] = {}
+            frames = FrameReader(self._storage, fd, path, *sizes, index.frames, kept=kept)
+            route = reading.enter_context(self._staging.through(fd, frames.transfer))
+            stream = self._staging.read(fd, path, *sizes, index.block_crcs, route=route)
+            reading.callback(stream.close)
+            self._write(index.file, index.file_nbytes, _frames(stream, index, path, kept))
+
+    def _write(self, name: str, nbytes: int, content: Iterator[bytearray]) -> None:
+        """Writes a file of the root, a chunk at a time, while the next one is read."""
+        path, options = self._files.path(name), self._options
+        purpose = Purpose(nbytes, 1, options.stripe, self._tier.root.root)
+        with ExitStack() as files, _UnderWay() as moving:
+            made = partial(self._files.made, name)
+            fd, _name, route = new_file(self._pipeline, files, made, purpose, path, options.backend)
+            offset = 0
+            for chunk in content:
+                self._tier.pace(len(chunk))
+                image = Image.of_bytes(chunk)
+                transfer = Transfer(self._staging, image, path, _CHUNK_BLOCKS, 1)
+                transfer.write_to(fd, offset, route)
+                moving.follow(transfer)
+                offset += len(chunk)
+            moving.follow(None)
+            if route.direct:
+                cut(self._storage, fd, path, nbytes)
+            settle(self._storage, fd, path, options.durable)
+
+    def _copy_index(self, writer: Writer, content: bytes) -> None:
+        path = self._files.path(writer.index)
+        with self._files.made(writer.index) as (fd, _name):
+            with reported("write", path):
+                patiently(self._storage, fd, lambda: self._storage.write_at(fd, content, 0))
+            settle(self._storage, fd, path, self._options.durable)
+
+
+class _UnderWay:
+    """The chunk that is being written. Leaving the context waits until nothing of it is."""
+
+    def __init__(self) -> None:
+        self._transfer: Transfer | None = None
+
+    def __enter__(self) -> _UnderWay:
+        return self
+
+    def follow(self, transfer: Transfer | None) -> None:
+        """Waits for the chunk before, whose memory is free then; another one has been begun."""
+        before, self._transfer = self._transfer, transfer
+        if before is not None:
+            with before:
+                before.wait_written()
+
+    def __exit__(self, *_: object) -> None:
+        if self._transfer is not None:
+            self._transfer.__exit__()
+
+
+def _octets(file: VerifiedFile, nbytes: int) -> Iterator[bytearray]:
+    """All of a file, verified, in chunks."""
+    for at in range(0, nbytes, _CHUNK_BLOCKS * BLOCK_BYTES):
+        chunk = bytearray(min(_CHUNK_BLOCKS * BLOCK_BYTES, nbytes - at))
+        view = memoryview(chunk)
+        while view:
+            view = view[file.readinto(view) :]
+        yield chunk
+
+
+def _stored(stream: ReadStream, index: ShardIndex, path: str) -> Iterator[bytearray]:
+    """All of a shard without codec, verified, in chunks."""
+    for begin in range(0, index.nbytes, _CHUNK_BLOCKS * BLOCK_BYTES):
+        chunk = bytearray(min(_CHUNK_BLOCKS * BLOCK_BYTES, index.nbytes - begin))
+        _read(stream, index, path, chunk, begin)
+        yield chunk
+
+
+def _frames(
+    stream: ReadStream, index: ShardIndex, path: str, frames: dict[int, bytes]
+) -> Iterator[bytearray]:
+    """All frames of a shard, in chunks; `frames` has each when its block has been read."""
+    chunk = bytearray()
+    for number in range(len(index.block_crcs)):
+        begin = number * index.block_bytes
+        block = bytearray(min(index.block_bytes, index.nbytes - begin))
+        _read(stream, index, path, block, begin)
+        chunk += frames.pop(number)
+        if len(chunk) >= _CHUNK_BLOCKS * BLOCK_BYTES:
+            yield chunk
+            chunk = bytearray()
+    if chunk:
+        yield chunk
+
+
+def _read(stream: ReadStream, index: ShardIndex, path: str, target: bytearray, begin: int) -> None:
+    if not stream.readinto(target, begin):
+        failure = stream.failure()
+        if failure is not None:
+            op, offset, number = failure
+            raise StorageError(op, path, number, offset)
+        at = stream.corrupt_block() * index.block_bytes
+        raise CorruptCheckpoint(f"{path!r} is damaged: CRC-32 mismatch from byte {at} on")
+
+
+def send(agreement: Round, key: str, content: bytes) -> None:
+    """Leaves a record of any size for other ranks."""
+    parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
+    agreement.put(key, json.dumps(len(parts)).encode())
+    for number, part in enumerate(parts):
+        agreement.put(f"{key} {number}", part)
+
+
+def receive(agreement: Round, key: str, rank: int) -> bytes:
+    """Waits for what `rank` sends."""
+    parts = range(json.loads(agreement.get(key, rank)))
+    return b"".join(agreement.get(f"{key} {number}", rank) for number in parts)
