@@ -91,7 +91,6 @@ class Checkpointer:
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
             group, or `local` lies on the root's file system.
-        StorageError: what `local` and `root` lie on cannot be told.
     """
 
     def __init__(

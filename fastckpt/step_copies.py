@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from fastckpt.commit import close_quietly
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.formats.manifest import Writer
 from fastckpt.formats.shard_index import ShardIndex
@@ -88,12 +89,13 @@ class Copies:
         except OSError as error:
             raise StorageError("open", path, error.errno or errno.EIO) from error
         try:
-            found = self._storage.size(fd)
+            with reported("open", path):
+                found = self._storage.size(fd)
             if found != nbytes:
                 raise CorruptCheckpoint(f"{path!r} has {found} bytes, must have {nbytes}")
             yield fd
         finally:
-            self._storage.close(fd)
+            close_quietly(self._storage, fd)
 
     def index(self, writer: Writer, nonce: str) -> tuple[ShardIndex, bytes]:
         """The index of a writer, verified against what the manifest says of it; and its bytes."""

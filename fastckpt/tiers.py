@@ -92,7 +92,7 @@ class LocalTier:
         pace: called before so many bytes are written to the root, and returns when they may be.
 
     Raises:
-        ValueError: the directory lies on the root's file system. StorageError: it cannot be told.
+        ValueError: the directory lies on the root's file system.
     """
 
     def __init__(
@@ -106,8 +106,12 @@ class LocalTier:
     ) -> None:
         self._storage = storage
         self._directory = os.path.realpath(directory)
-        self._device = self._device_of(self._directory)
-        if self._device == self._device_of(root.root):
+        self._refusal, self._device = "", -1
+        try:
+            self._device, other = self._device_of(self._directory), self._device_of(root.root)
+        except StorageError as error:  # a node whose disk has failed takes part without it
+            self._refusal, other = f"failed: {error}", -2
+        if self._device == other:
             raise ValueError(
                 f"local {directory!r} lies on the same file system as the root {root.root!r}: it "
                 "would be no faster, and be lost with it"
@@ -123,7 +127,6 @@ class LocalTier:
         self._meeting = self._begin("local tier")
         self._lock = threading.Lock()
         self._nodes: Nodes | None = None  # under _lock
-        self._refusal = ""
         self._told = ""
         self._sequence: int | None = None
         self._incomplete: set[str] = set()  # names of steps whose other parts are lost
