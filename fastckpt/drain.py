@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from fastckpt.agreement import Round
@@ -197,7 +197,7 @@ class _Copying:
             opened = open_verified(self._storage, self._staging, fd, path, True)
             if opened is None or opened.closing_crc != crc:
                 raise CorruptCheckpoint(f"{path!r} is not what the manifest says")
-            with opened:
+            with _closing(opened):
                 self._write(file, nbytes, _octets(opened, nbytes))
 
     def _copy_shard(self, index: ShardIndex) -> None:
@@ -206,14 +206,14 @@ class _Copying:
         with self._source.opened(index.file, index.file_nbytes) as fd, ExitStack() as reading:
             if index.codec is None:
                 stream = self._staging.read(fd, path, *sizes, index.block_crcs)
-                reading.callback(stream.close)
+                reading.enter_context(_closing(stream))
                 self._write(index.file, index.file_nbytes, _stored(stream, index, path))
                 return
             kept: dict[int, bytes] = {}
             frames = FrameReader(self._storage, fd, path, *sizes, index.frames, kept=kept)
             route = reading.enter_context(self._staging.through(fd, frames.transfer))
             stream = self._staging.read(fd, path, *sizes, index.block_crcs, route=route)
-            reading.callback(stream.close)
+            reading.enter_context(_closing(stream))
             self._write(index.file, index.file_nbytes, _frames(stream, index, path, kept))
 
     def _write(self, name: str, nbytes: int, content: Iterator[bytearray]) -> None:
@@ -263,6 +263,15 @@ class _UnderWay:
     def __exit__(self, *_: object) -> None:
         if self._transfer is not None:
             self._transfer.__exit__()
+
+
+@contextmanager
+def _closing(source: ReadStream | VerifiedFile) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # what was read of it has been verified
+            source.close()
 
 
 def _octets(file: VerifiedFile, nbytes: int) -> Iterator[bytearray]:

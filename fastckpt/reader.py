@@ -179,9 +179,11 @@ class VerifiedFile(io.RawIOBase):
         super().close()
 
     def close(self) -> None:
-        if not self.closed:
-            self._stream.close()
-        super().close()
+        try:
+            if not self.closed:
+                self._stream.close()
+        finally:  # or the garbage collector would close what is another file's by then
+            super().close()
 
     def _failure(self) -> CheckpointError:
         peer_failure = self._stream.peer_failure()

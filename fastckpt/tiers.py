@@ -266,8 +266,12 @@ class LocalTier:
             may_go = item.name in self._incomplete or self._is_drained(item.name)
             if not may_go or (is_whole and kept < self.keep):
                 kept += is_whole
-            elif self.steps.remove_unread(item.name):
-                removed.append(item.name)
+                continue
+            try:
+                if self.steps.remove_unread(item.name):
+                    removed.append(item.name)
+            except (StorageError, OSError) as error:
+                log.warning("%s could not be removed: %s", item.name, error)
         with suppress(CheckpointError):  # a tier that cannot be listed is told of above
             self.steps.remove_dead()
         return removed
