@@ -274,10 +274,19 @@ def _closing(source: ReadStream | VerifiedFile) -> Iterator[None]:
             source.close()
 
 
+def _chunks(nbytes: int) -> Iterator[bytearray]:
+    """Memory for one chunk after the other; that of a chunk is another's again two later."""
+    size = _CHUNK_BLOCKS * BLOCK_BYTES
+    turns = [bytearray(size) for _ in range(min(2, nbytes // size))]
+    for number in range(nbytes // size):
+        yield turns[number % 2]
+    if nbytes % size:
+        yield bytearray(nbytes % size)
+
+
 def _octets(file: VerifiedFile, nbytes: int) -> Iterator[bytearray]:
     """All of a file, verified, in chunks."""
-    for at in range(0, nbytes, _CHUNK_BLOCKS * BLOCK_BYTES):
-        chunk = bytearray(min(_CHUNK_BLOCKS * BLOCK_BYTES, nbytes - at))
+    for chunk in _chunks(nbytes):
         view = memoryview(chunk)
         while view:
             view = view[file.readinto(view) :]
@@ -286,9 +295,10 @@ def _octets(file: VerifiedFile, nbytes: int) -> Iterator[bytearray]:
 
 def _stored(stream: ReadStream, index: ShardIndex, path: str) -> Iterator[bytearray]:
     """All of a shard without codec, verified, in chunks."""
-    for begin in range(0, index.nbytes, _CHUNK_BLOCKS * BLOCK_BYTES):
-        chunk = bytearray(min(_CHUNK_BLOCKS * BLOCK_BYTES, index.nbytes - begin))
+    begin = 0
+    for chunk in _chunks(index.nbytes):
         _read(stream, index, path, chunk, begin)
+        begin += len(chunk)
         yield chunk
 
 
