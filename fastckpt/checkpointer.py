@@ -23,6 +23,7 @@ from fastckpt.agreement import TIMEOUT_S, Round
 from fastckpt.coordinator import Coordinator, default_group, ranks_within
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.lustre_layout import check_stripe
+from fastckpt.formats.step_names import step_name
 from fastckpt.gds import STAGINGS
 from fastckpt.handle import SaveHandle
 from fastckpt.spread import Spread
@@ -31,7 +32,7 @@ from fastckpt.step_capture import captured
 from fastckpt.step_choice import first_whole
 from fastckpt.step_load import StepReader, Target
 from fastckpt.step_save import CODECS, Options, StepSave
-from fastckpt.steps import Steps, step_name
+from fastckpt.steps import Steps
 from fastckpt.template import Template, whole
 from fastckpt.tiered_restore import first_whole_of_tiers
 from fastckpt.tiered_save import TieredSave

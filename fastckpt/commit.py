@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from fastckpt.formats.lustre_layout import Purpose
-from fastckpt.storage import NEW_MODE, Storage, patiently, reported, umask
+from fastckpt.storage import NEW_MODE, Storage, patiently, reported
 
 log = logging.getLogger("fastckpt")
 
@@ -184,7 +184,7 @@ def take_permissions(storage: Storage, fd: int, temporary: str, path: str) -> No
     """
     with reported("open", path):
         replaced = storage.status(path)
-    if replaced is None and umask() & stat.S_IWOTH:
+    if replaced is None and _umask() & stat.S_IWOTH:
         return
     with reported("set mode", temporary):
         if replaced is None:
@@ -279,3 +279,12 @@ def remove_dead_directories(storage: Storage, parent: str) -> None:
                         storage.remove_tree(path)
                 finally:
                     storage.close(fd)
+
+
+def _umask() -> int:
+    """This process's, by proc(5): umask(2) tells it only by changing it, for all threads."""
+    try:
+        with open("/proc/thread-self/status", encoding="ascii", errors="replace") as status:
+            return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
+    except (OSError, StopIteration, ValueError):
+        return stat.S_IWOTH  # not known: rather too little

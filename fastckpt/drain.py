@@ -151,7 +151,7 @@ class Drain(Job):
         elif failure is None and self._own_name and tier.nodes().first(rank) == rank:
             tier.note_drained(self._own_name)
             tier.evict()
-        if self._made is not None:
+        if self._made is not None and self._step is not None:
             keep_last, keep_every = self._options.keep_last, self._options.keep_every
             tidy(tier.root, self._made.name, self._step, keep_last, keep_every)
 

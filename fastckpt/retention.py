@@ -13,9 +13,7 @@ from fastckpt.steps import Committed, Steps
 log = logging.getLogger("fastckpt")
 
 
-def tidy(
-    steps: Steps, keep: str, step: int, keep_last: int | None, keep_every: int | None
-) -> None:
+def tidy(steps: Steps, keep: str, step: int, keep_last: int | None, keep_every: int | None) -> None:
     """Removes what a commit has made needless, with a warning of what cannot be removed; looks at
     the root only if there may be something.
 

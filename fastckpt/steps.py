@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -20,21 +19,15 @@ from typing import NamedTuple
 from fastckpt import commit
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
+from fastckpt.formats.step_names import NAME, OURS, step_name
 from fastckpt.storage import NEW_MODE, Storage, naming, patiently, reported
 
 log = logging.getLogger("fastckpt")
 
-STEP_MAX = 10**15
-_NAME = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?\Z", re.ASCII)
 _ATTEMPTS_MAX = 1000  # directories tried for one step
 _CREATES_MAX = 5  # times that one of them is made
 _UNSEEN = (0, 0, 0)  # version of a manifest that was not looked at
 _LOCK_S, _LOCK_POLL_S = 60.0, 0.01
-# What a save puts into a step's directory, and so what a removal may take out of it.
-_OURS = re.compile(
-    r"rank-\d{5,}\.(json|safetensors(\.zst)?)|objects\.pt|\.?manifest\.json(\..+\.tmp)?|drained",
-    re.ASCII,
-)
 # A save that another host began and did not commit counts as dead after a day.
 DEAD_AFTER_S = 24 * 3600.0
 
@@ -66,17 +59,6 @@ class Begun:
     name: str
     manifest_fd: int
     temporary: str
-
-
-def step_name(step: int, attempt: int = 0) -> str:
-    """The directory of a step; of a later attempt at it, if there is one that cannot be replaced.
-
-    Raises:
-        ValueError: step is not between 0 and STEP_MAX.
-    """
-    if not 0 <= step < STEP_MAX:
-        raise ValueError(f"step is {step}, must be at least 0 and below {STEP_MAX}")
-    return f"step-{step:08d}" + (f"-{attempt}" if attempt else "")
 
 
 def in_order(item: Committed) -> tuple[int, int]:
@@ -116,7 +98,7 @@ class Steps:
         A symbolic link is none: what it leads to is not this root's to read or to remove.
         """
         try:
-            return [name for name in self.storage.directories(self.root) if _NAME.match(name)]
+            return [name for name in self.storage.directories(self.root) if NAME.match(name)]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -138,7 +120,7 @@ class Steps:
             raise StorageError("read", path, error.errno or errno.EIO) from error
         with naming(path):
             manifest = Manifest.from_bytes(content)
-            match = _NAME.match(name)
+            match = NAME.match(name)
             if match is None or int(match[1]) != manifest.step:
                 raise CorruptCheckpoint(f"the manifest is of step {manifest.step}")
         return manifest
@@ -281,14 +263,16 @@ class Steps:
 
     def abandon(self, begun: Begun) -> None:
         """Removes the directory of a save that failed; its name is not taken again here."""
-        match = _NAME.match(begun.name)
+        match = NAME.match(begun.name)
         assert match is not None
         self._failed[int(match[1])] = int(match[2] or 0) + 1
         self.discard(begun.name)
 
     def has_another(self, name: str, step: int) -> bool:
         """Whether another attempt at a step than `name` was committed, as far as is known here."""
-        return any(known[1].step == step for other, known in self._known.items() if other != name)
+        return any(
+            known[1].step == step for other, known in list(self._known.items()) if other != name
+        )
 
     def discard(self, name: str) -> None:
         """Removes a directory as far as may be: one without a manifest, or with it first."""
@@ -304,7 +288,7 @@ class Steps:
         """Removes these entries of a directory, but for those that no save makes, and then it."""
         # Temporaries of the manifest tell who owns the directory: last.
         for entry in sorted(entries, key=lambda entry: entry.startswith(".")):
-            if _OURS.fullmatch(entry):
+            if OURS.fullmatch(entry):
                 with suppress(FileNotFoundError):  # somebody else removes it, too
                     self.storage.remove(self.path(name, entry))
         self.storage.remove_directory(self.path(name))
@@ -322,7 +306,7 @@ class Steps:
                 return False
             # Removed is only what is there now: a save that begins meanwhile keeps its directory.
             entries = storage.names(self.path(name))
-            if not all(map(_OURS.fullmatch, entries)):
+            if not all(map(OURS.fullmatch, entries)):
                 return False
             commit.remove_debris(storage, manifest)
             for path in commit.temporaries(storage, manifest):

@@ -394,12 +394,3 @@ def is_written_through(path: str) -> bool:
     if os.path.realpath(os.path.dirname(os.path.abspath(path))).startswith("/proc/"):
         return True
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
-
-
-def umask() -> int:
-    """This process's, by proc(5): umask(2) tells it only by changing it, for all threads."""
-    try:
-        with open("/proc/thread-self/status", encoding="ascii", errors="replace") as status:
-            return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
-    except (OSError, StopIteration, ValueError):
-        return stat.S_IWOTH  # not known: rather too little

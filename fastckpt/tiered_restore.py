@@ -14,12 +14,12 @@ from typing import TypeVar
 
 from fastckpt.agreement import Round
 from fastckpt.drain import Drain
+from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle
 from fastckpt.pipeline import Pipeline
 from fastckpt.step_choice import first_whole
 from fastckpt.step_load import StepReader
 from fastckpt.step_save import Options
-from fastckpt.steps import step_name
 from fastckpt.tiers import LocalTier, Undrained
 
 log = logging.getLogger("fastckpt")

@@ -37,8 +37,9 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.formats.manifest import Manifest, ObjectsFile
+from fastckpt.formats.step_names import STEP_MAX, step_name
 from fastckpt.retention import retain, supersede
-from fastckpt.steps import DEAD_AFTER_S, STEP_MAX, Steps, step_name
+from fastckpt.steps import DEAD_AFTER_S, Steps
 from fastckpt.storage import Storage
 
 WAIT_S = 60.0
