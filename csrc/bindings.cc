@@ -130,6 +130,9 @@ using Seconds = std::chrono::duration<double>;
 
 void bind_jobs(py::module_& m) {
     const py::call_guard<py::gil_scoped_release> nogil;
+    py::class_<TokenBucket, std::shared_ptr<TokenBucket>>(m, "TokenBucket")
+        .def(py::init<double, uint64_t>(), py::arg("bytes_per_s"), py::arg("grain_bytes"))
+        .def("set", &TokenBucket::set, py::arg("bytes_per_s"), py::arg("grain_bytes"));
     py::class_<WriteJob, std::shared_ptr<WriteJob>>(m, "WriteJob",
                                                     py::release_gil_before_calling_cpp_dtor())
         .def(
@@ -150,13 +153,15 @@ void bind_jobs(py::module_& m) {
         .def(
             "write_to",
             [](WriteJob& job, int fd, uint64_t file_offset, std::shared_ptr<Backend> backend,
-               bool direct, double patience_s) {
+               bool direct, double patience_s, std::shared_ptr<TokenBucket> bucket) {
                 job.write_to(
                     fd, file_offset, std::move(backend), direct,
-                    std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(patience_s)));
+                    std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(patience_s)),
+                    std::move(bucket));
             },
             py::arg("fd"), py::arg("file_offset"), py::arg("backend"), py::arg("direct"),
-            py::arg("patience_s") = 0.0, nogil)
+            py::arg("patience_s") = 0.0, py::arg("bucket") = nullptr, nogil)
+        .def("tokens_waited_s", &WriteJob::tokens_waited_s)
         .def("failure", [](WriteJob& job) { return failure_or_none(job.failure()); })
         .def("nbytes_written", &WriteJob::nbytes_written)
         .def("block_crcs", &WriteJob::block_crcs)

@@ -92,8 +92,25 @@ void Engine::run() {
             arrive_one(lock, true))
             continue;
         if (closing_ && jobs_.empty() && to_verify_.empty() && arriving_.empty()) return;
-        changed_.wait(lock);
+        rest(lock);
     }
+}
+
+// Waits for something to do. Of the threads that rest, one minds the clock for jobs that wait for
+// tokens.
+void Engine::rest(std::unique_lock<std::mutex>& lock) {
+    if (waiting_for_tokens_.empty() || clock_minded_) return changed_.wait(lock);
+    auto first = Clock::time_point::max();
+    for (const auto& job : waiting_for_tokens_) first = std::min(first, *job->tokens_at_);
+    clock_minded_ = true;
+    changed_.wait_until(lock, first);
+    clock_minded_ = false;
+    const auto now = Clock::now();
+    const auto jobs = waiting_for_tokens_;  // which takes itself from the list, and back to its end
+    for (const auto& job : jobs)
+        if (job->tokens_at_ && *job->tokens_at_ <= now) job->submit_ready_blocks();
+    // Should this thread have work now, the clock is another's to mind.
+    if (!waiting_for_tokens_.empty()) changed_.notify_all();
 }
 
 bool Engine::verify_one(std::unique_lock<std::mutex>& lock) {

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -20,6 +21,7 @@
 #include "backend.h"
 #include "device_queue.h"
 #include "gds_stage.h"
+#include "token_bucket.h"
 
 namespace fastckpt {
 
@@ -84,9 +86,11 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     // file_offset of fd. With `direct`, file_offset is a multiple of 4096 and the last block is
     // padded with zeros to 4096: the caller cuts the file to its size. fd stays open until
     // wait_written() returns true. Writes that a server refuses are tried again for `patience`.
-    // Called once.
+    // With a bucket, blocks go in its grains, of whole pages, as it has tokens; without one, at
+    // once and whole. Called once.
     void write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend, bool direct,
-                  std::chrono::nanoseconds patience = {});
+                  std::chrono::nanoseconds patience = {},
+                  std::shared_ptr<TokenBucket> bucket = nullptr);
     // True when all copies were done or are queued on their devices, or the job failed; false after
     // `timeout`.
     bool wait_queued(std::chrono::duration<double> timeout);
@@ -101,6 +105,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     std::vector<uint32_t> block_crcs();
     std::vector<uint32_t> slot_crcs();
     size_t blocks_held_max();
+    // How long blocks that were ready to be written waited for the bucket.
+    double tokens_waited_s();
     // Why staging memory of this job is not pinned: the driver's code, or 0. After wait_queued().
     int pin_error();
     // After wait_staged().
@@ -148,6 +154,9 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     void copy_header(Block& block, const Segment& segment, uint64_t begin, uint64_t end);
     void seal_ready_blocks();
     void submit_ready_blocks();
+    void submit(Block& block, uint64_t begin, uint64_t end);
+    uint64_t part_end(const Block& block) const;
+    void note_wait(std::optional<Clock::time_point> later);
     void seal(Block& block);
     void patch(Block& block, uint64_t begin, uint64_t end) const;
     void fail(const Failure& failure);
@@ -177,6 +186,10 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     Backend* backend_ = nullptr;  // owned by the engine; null until write_to()
     bool direct_ = false;
     Patience patience_;
+    std::shared_ptr<TokenBucket> bucket_;         // null: nothing limits the rate
+    std::optional<Clock::time_point> tokens_at_;  // while there are none: when to ask again
+    Clock::time_point waits_since_;
+    Clock::duration tokens_waited_{};
     size_t stagers_ = 0;
     size_t arriving_ = 0;  // blocks whose bytes are on their way from devices
     int pin_error_ = 0;
@@ -339,6 +352,7 @@ class Engine {
     bool arrive_one(std::unique_lock<std::mutex>& lock, bool wait);
     bool verify_one(std::unique_lock<std::mutex>& lock);
     bool copy_one(std::unique_lock<std::mutex>& lock);
+    void rest(std::unique_lock<std::mutex>& lock);
 
     const unsigned stagers_;
     std::vector<std::thread> threads_;
@@ -353,6 +367,8 @@ class Engine {
     bool arrival_awaited_ = false;  // by one thread: the others have better to do
     std::deque<std::pair<ReadStream*, ReadStream::Block*>> to_verify_;
     std::deque<Copy> to_copy_;
+    std::deque<std::shared_ptr<WriteJob>> waiting_for_tokens_;
+    bool clock_minded_ = false;  // by one thread, for all of these
     // Every backend used, until close(): if the last reference went with an op, the backend's own
     // thread would have to wait for itself.
     std::vector<std::shared_ptr<Backend>> backends_;

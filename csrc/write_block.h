@@ -2,6 +2,7 @@
 // else.
 #pragma once
 
+#include <deque>
 #include <vector>
 
 #include "crc32.h"
@@ -51,12 +52,15 @@ struct WriteJob::Block {
     std::vector<Arrival> arrivals;
     bool begins_clock = true;  // the queue may have nothing of this job's to do before
     cuda::Result device_error = cuda::kSuccess;
-    Op op;
+    std::deque<Op> parts;    // as they were submitted; an op stays where it is
+    uint64_t submitted = 0;  // bytes
+    size_t parts_under_way = 0;
 
     int pin_error = 0;
 
     bool is_arriving() const { return !arrivals.empty() || device_error != cuda::kSuccess; }
 
+    bool holds_memory() const { return memory != nullptr || is_direct(); }
     bool is_direct() const { return direct != GdsStage::kNone; }
     bool has_late() const { return late_end != 0; }
     void append(uint32_t crc, uint64_t nbytes) {

@@ -248,60 +248,6 @@ void WriteJob::seal_ready_blocks() {
     submit_ready_blocks();
 }
 
-void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend, bool direct,
-                        std::chrono::nanoseconds patience) {
-    std::lock_guard lock(engine_.mu_);
-    CHECK(backend_ == nullptr && backend != nullptr && fd >= 0);
-    CHECK(!direct || file_offset % kDirectAlign == 0);
-    engine_.keep(backend);
-    fd_ = fd;
-    file_offset_ = file_offset;
-    backend_ = backend.get();
-    direct_ = direct;
-    patience_.whole = patience;
-    submit_ready_blocks();
-    engine_.changed_.notify_all();
-}
-
-// Hands sealed blocks to the backend, once there is one; frees them if the job failed.
-void WriteJob::submit_ready_blocks() {
-    for (; next_submit_ < next_seal_; ++next_submit_) {
-        Block* block = blocks_[next_submit_].get();
-        if (failure_.error != 0) {
-            on_written(*block);
-            continue;
-        }
-        if (backend_ == nullptr) return;
-        const uint64_t nbytes = block->end - block->begin;
-        const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
-        block->op.kind = Op::Kind::write;
-        block->op.fd = fd_;
-        block->op.data = block->is_direct()
-                             ? reinterpret_cast<std::byte*>(gds_->address(block->direct))
-                             : block->memory;
-        block->op.nbytes = direct_ ? padded : nbytes;
-        block->op.offset = file_offset_ + block->begin;
-        block->op.direct = direct_;
-        block->op.patience = &patience_;
-        // The op owns the job until it ends, so that a caller may drop the job at any time.
-        block->op.finished = [this, self = shared_from_this(), block](Op& op) {
-            Engine& engine = engine_;
-            std::lock_guard lock(engine.mu_);
-            CHECK(engine.ops_outstanding_ > 0);
-            --engine.ops_outstanding_;
-            if (op.error != 0)
-                fail({Op::Kind::write, op.offset + op.done, op.error});
-            else
-                CHECK(op.done == op.nbytes);
-            if (op.error == 0) nbytes_written_ += block->end - block->begin;
-            on_written(*block);
-            engine.changed_.notify_all();
-        };
-        ++engine_.ops_outstanding_;
-        backend_->submit(&block->op);
-    }
-}
-
 void WriteJob::on_written(Block& block) {
     CHECK(block.state == State::sealed && (block.memory != nullptr || block.is_direct()));
     if (block.is_direct())
@@ -362,14 +308,6 @@ std::vector<uint32_t> WriteJob::slot_crcs() {
 size_t WriteJob::blocks_held_max() {
     std::lock_guard lock(engine_.mu_);
     return blocks_held_max_;
-}
-
-void WriteJob::cancel() {
-    std::lock_guard lock(engine_.mu_);
-    patience_.end.store(1);
-    if (next_submit_ < blocks_.size()) fail({Op::Kind::write, file_offset_, ECANCELED});
-    submit_ready_blocks();
-    engine_.changed_.notify_all();
 }
 
 }  // namespace fastckpt

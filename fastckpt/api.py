@@ -22,11 +22,13 @@ import torch
 
 from fastckpt import file_save, pipeline
 from fastckpt.agreement import TIMEOUT_S
+from fastckpt.commit import real_path
 from fastckpt.errors import RanksDisagree, StorageError
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.gds import STAGINGS, Direct
 from fastckpt.handle import SaveHandle
+from fastckpt.pacing import Pacing
 from fastckpt.placing import Placing
 from fastckpt.reader import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.staging import BACKENDS, FENCES
@@ -50,6 +52,7 @@ def save(
     staging_bytes: int | None = None,
     staging: str = "host",
     stripe: str | tuple[int, int] = "auto",
+    drain_rate: float | None = None,
     group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> SaveHandle:
@@ -87,6 +90,8 @@ def save(
             directory or the administrator says is kept, progressive layouts above all. "keep": the
             directory's layout. (count, size in bytes): this one, of a size that is a multiple of
             64 KiB; the same on all ranks of a group. Elsewhere it means nothing.
+        drain_rate: the most bytes/s written, by this process's saves to path or by all ranks of a
+            node with group, the same on all. None: no limit. stats.pacing and paced_s tell.
         group: a torch.distributed process group whose ranks all hold the same object and all call
             save() with the same path; each writes its part of the one file. Storages below 1 MiB
             and everything that is no tensor are taken from the group's first rank. That names,
@@ -103,15 +108,15 @@ def save(
         CheckpointError: of an earlier save whose failure nobody asked for. This save was not begun.
         KeyboardInterrupt: if not everything was copied by then, nothing is committed.
         DeviceError: a GPU refuses, or its current stream is being captured into a graph.
-        ValueError, TypeError: an unknown fence, backend or staging; a stripe that cannot be;
-            staging_bytes < 1 or no integer; a group this process is not in, or with a target or
-            format that torch.save writes, or with DTensors.
+        ValueError, TypeError: an unknown fence, backend or staging; a stripe that cannot be; a
+            drain_rate not above 0; staging_bytes < 1 or no integer; a group this process is not in,
+            or with a target or format that torch.save writes, or with DTensors.
         The handle's result() may raise, with group: RanksDisagree on every rank, naming tensor and
             ranks; PeerFailed if another rank failed, is missing or saves something else.
     """
     started = time.perf_counter()
     _check_arguments(fence, backend, staging_bytes, timeout_s, staging)
-    checked = check_stripe(stripe)
+    checked, pacing = check_stripe(stripe), Pacing(drain_rate, timeout_s=timeout_s)
     shared = file_save.together(group)
     current = pipeline.current()
     if group is None:
@@ -128,7 +133,7 @@ def save(
         _refuse_group(group, "to a file-like object")
         save_by_torch(f)
         return finish_stock(SaveHandle("", started))
-    path = _real_path(os.fspath(f))
+    path = real_path(os.fspath(f))
     handle = SaveHandle(path, started)
     if is_written_through(os.fspath(f)):
         _refuse_group(group, f"to {path!r}, which is no regular file")
@@ -159,6 +164,7 @@ def save(
             durable=durable,
             staging_bytes=staging_bytes,
             staging=staging,
+            pacing=pacing,
         )
     del captured
     return current.save(job)
@@ -178,12 +184,6 @@ def _check_arguments(
         raise ValueError(f"staging_bytes is {staging_bytes}, must be at least 1")
     if not timeout_s > 0:
         raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
-
-
-def _real_path(path: str) -> str:
-    real = os.path.realpath(path)
-    # realpath drops the claim to be a directory
-    return os.path.join(real, "") if path.endswith(os.sep) else real
 
 
 def _refuse_group(group: Any, what: str) -> None:

@@ -26,6 +26,7 @@ from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.formats.step_names import step_name
 from fastckpt.gds import STAGINGS
 from fastckpt.handle import SaveHandle
+from fastckpt.pacing import Pacing
 from fastckpt.spread import Spread
 from fastckpt.staging import BACKENDS, FENCES
 from fastckpt.step_capture import captured
@@ -83,6 +84,13 @@ class Checkpointer:
             beyond waits. default: 2.
         codec: None, or "zstd": the shards are compressed, and `zstd -d` gives them back.
         staging, stripe, backend, durable: as fastckpt.save's.
+        drain_rate: the most bytes/s that a node writes: its ranks share it, in proportion to what
+            each writes. None: no limit. This and what follows spare storage that others use too;
+            they delay writing, never the copy that save() waits for (but see staging_bytes), and
+            must be the same on all ranks.
+        start_jitter_s: each rank begins to write at a random moment within so many seconds.
+        max_writers: the most ranks of the job that write at a time; None: all. timeout_s covers the
+            wait for a turn, too.
         timeout_s: the longest that ranks wait for each other, in one save or restore.
 
     Attributes:
@@ -110,6 +118,9 @@ class Checkpointer:
         stripe: str | tuple[int, int] = "auto",
         backend: str = "auto",
         durable: bool = True,
+        drain_rate: float | None = None,
+        start_jitter_s: float = 0.0,
+        max_writers: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         for name, value, known in (
@@ -144,6 +155,7 @@ class Checkpointer:
             keep_last,
             keep_every,
             check_stripe(stripe),
+            Pacing(drain_rate, start_jitter_s, max_writers, timeout_s),
         )
         self._fence = fence
         self._timeout_s = timeout_s

@@ -166,6 +166,13 @@ def cut(storage: Storage, fd: int, path: str, nbytes: int) -> None:
         patiently(storage, fd, lambda: storage.truncate(fd, nbytes))
 
 
+def real_path(path: str) -> str:
+    """Where a path leads to."""
+    real = os.path.realpath(path)
+    # realpath drops the claim to be a directory
+    return os.path.join(real, "") if path.endswith(os.sep) else real
+
+
 def close_quietly(storage: Storage, fd: int) -> None:
     """Closes a file whose content has settled or no longer matters: no error means a loss."""
     try:

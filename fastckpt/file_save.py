@@ -33,6 +33,7 @@ from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, Image, block_count
 from fastckpt.intervals import Checksums, Part, bounds
 from fastckpt.new_file import new_file, note_route
+from fastckpt.pacing import Pace, Pacing
 from fastckpt.pipeline import Job, Pipeline
 from fastckpt.placements import is_sharded
 from fastckpt.replicas import Description, Sampled, disagreement
@@ -193,6 +194,7 @@ class FileSave(Job):
         handle, agreement, fence: as Job's.
         plan: what is written.
         backend, durable, staging_bytes, staging: as fastckpt.save's.
+        pacing: of fastckpt.save's drain_rate.
     """
 
     def __init__(
@@ -206,6 +208,7 @@ class FileSave(Job):
         durable: bool,
         staging_bytes: int | None,
         staging: str,
+        pacing: Pacing,
     ) -> None:
         super().__init__(handle, agreement, plan.reads, plan.watched, fence=fence, lane=handle.path)
         self.plan: Plan | None = plan
@@ -213,6 +216,7 @@ class FileSave(Job):
         self.durable = durable
         self.staging_bytes = staging_bytes
         self.staging = staging
+        self.pacing = pacing
         self.replaced: int | None = None
         self._sources: list[object] = []
 
@@ -253,7 +257,11 @@ class FileSave(Job):
             )
             self.copying.transfers += [fetch.transfer, transfer]
             self.copying.watch()
+            pace = Pace(self.pacing, agreement, pipeline.rates, path, self.handle.stats)
+            pace.tell(part.end - part.begin)
             fd, name, route = self._open(pipeline, files, image, part)
+            pace.begin(part.end - part.begin)
+            route = pace.route(route)
             transfer.write_to(fd, part.begin, route)
             self.copying.wait()
             fetch.fill()
@@ -261,14 +269,14 @@ class FileSave(Job):
             agreement.put("crc", _packed(transfer.block_crcs(), transfer.slot_crcs()))
             if agreement.rank == 0:
                 if limit == 1:
-                    transfer.wait_written()
+                    pace.wait_written(transfer)
                 for rank, record in enumerate(agreement.gather("crc")):
                     checksums.add(rank, *_unpacked(record))
                 tail = bytearray(image.tail(*checksums.joined()))
                 end = moving.enter_context(Transfer(staging, Image.of_bytes(tail), path, 1, 1))
                 end.write_to(fd, image.body_nbytes, route)
                 end.wait_written()
-            transfer.wait_written()
+            pace.wait_written(transfer)
             self._patch(pipeline.storage, fd, checksums)
             stats = self.handle.stats
             stats.staged_bytes_max = min(

@@ -35,6 +35,8 @@ class SaveStats:
         backend: "io_uring", "threads", or "stock" where torch.save itself wrote to the target.
         direct: whether O_DIRECT was used.
         why: why this backend and this way, in words.
+        pacing: what was asked for to spare the storage, and this rank's share, in words; or "".
+        paced_s: for how long writing waited for that: for its moment, its turn, and tokens.
         staging: "host" if nothing lay on a GPU, else "pinned" or "pageable", as the memory is that
             was copied to.
         staging_why: why so, in words.
@@ -55,6 +57,8 @@ class SaveStats:
     backend: str = ""
     direct: bool = False
     why: str = ""
+    pacing: str = ""
+    paced_s: float = 0.0
     staging: str = ""
     staging_why: str = ""
     d2h_s: float | None = None

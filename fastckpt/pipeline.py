@@ -25,6 +25,7 @@ from fastckpt.fence import Watched
 from fastckpt.gds import Gds
 from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
+from fastckpt.rates import Rates
 from fastckpt.staging import Staging
 from fastckpt.storage import Storage, close_inherited
 from fastckpt.transfer import Copying
@@ -51,6 +52,7 @@ class Pipeline:
     ) -> None:
         self.storage = storage or Storage()
         self.staging = Staging(self.storage, budget_bytes, devices, gds)
+        self.rates = Rates()
         self._slots = threading.BoundedSemaphore(IN_FLIGHT_MAX)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)

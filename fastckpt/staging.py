@@ -44,6 +44,7 @@ class Route(NamedTuple):
     direct: bool
     why: str
     patience_s: float = 0.0  # how long a write is tried again that a server refused
+    bucket: _engine.TokenBucket | None = None  # limits the rate
 
 
 class ReadStream:

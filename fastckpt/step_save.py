@@ -13,7 +13,7 @@ import secrets
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, Image, block_count
 from fastckpt.new_file import new_file, note_route
+from fastckpt.pacing import Pace, Pacing
 from fastckpt.pipeline import Job, Pipeline
 from fastckpt.replicas import Description, disagreement
 from fastckpt.retention import tidy
@@ -78,6 +79,7 @@ class Options:
     keep_last: int | None
     keep_every: int | None
     stripe: Stripe = "auto"
+    pacing: Pacing = field(default_factory=Pacing)
 
 
 class StepSave(Job):
@@ -149,6 +151,7 @@ class StepSave(Job):
         blocks = block_count(image.body_nbytes, BLOCK_BYTES) + 1
         self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
         stagers = stager_count() - (self.fence == "step")
+        pace = self._paced(pipeline)
         content.description.sample(
             comparable(content.leaves, agreement.world_size), zlib.crc32(agreement.label.encode())
         )
@@ -178,24 +181,28 @@ class StepSave(Job):
             objects = self._stage_objects(pipeline, moving) if limit > 1 else None
             if limit > 1 and agreement.rank != 0:
                 self.copying.watch()
+            nbytes = body.body_nbytes + (0 if objects is None else objects.image.nbytes)
+            pace.tell(nbytes)
             place = self._place()
             if limit > 1 and agreement.rank == 0:  # saves make their directories in order
                 self.copying.watch()
             self.name, nonce = place["name"], place["nonce"]
             self.handle.path = self.steps.path(self.name)
             self.files = StepFiles(pipeline.storage, self.steps, self.name, agreement)
+            pace.begin(nbytes)
             file = self._open_shard(pipeline, files, body)
             if file is not None:
-                transfer.write_to(file.fd, 0, file.route)
+                transfer.write_to(file.fd, 0, pace.route(file.route))
             if limit == 1:  # of which the objects need that one block
                 transfer.wait_written()
                 objects = self._stage_objects(pipeline, moving)
-            objects_fd = self._write_objects(pipeline, files, objects)
+            objects_fd = self._write_objects(pipeline, files, objects, pace)
+            pace.end(transfer, *([] if objects is None else [objects.transfer]))
             self.copying.wait()
             fetch.fill()
-            written = self._finish_objects(pipeline, objects, objects_fd)
+            written = self._finish_objects(pipeline, objects, objects_fd, pace)
             self._compare(content)
-            transfer.wait_written()
+            pace.wait_written(transfer)
             stats = self.handle.stats
             stats.staged_bytes_max = min(
                 transfer.staged_bytes_max() + BLOCK_BYTES, limit * BLOCK_BYTES
@@ -210,6 +217,11 @@ class StepSave(Job):
                 if self.options.durable:
                     self._own.sync_own_directory()
         self.conclude(record, lambda records: self._publish(nonce, written, records))
+
+    def _paced(self, pipeline: Pipeline) -> Pace:
+        rates, root, stats = pipeline.rates, self.steps.root, self.handle.stats
+        whole = self.options.codec is not None  # a frame is of a block
+        return Pace(self.options.pacing, self.agreement, rates, root, stats, whole=whole)
 
     def _place(self) -> dict[str, Any]:
         """The directory and the nonce of this save, which the first rank decides on."""
@@ -275,7 +287,7 @@ class StepSave(Job):
         return Objects(image, transfer)
 
     def _write_objects(
-        self, pipeline: Pipeline, files: ExitStack, objects: Objects | None
+        self, pipeline: Pipeline, files: ExitStack, objects: Objects | None, pace: Pace
     ) -> tuple[int, Route] | None:
         """Makes their file, and writes to it what has been staged."""
         if objects is None:
@@ -284,18 +296,23 @@ class StepSave(Job):
         fd = self._own.create(OBJECTS)
         files.callback(close_quietly, pipeline.storage, fd)
         route = pipeline.staging.route(fd, path, self.options.backend, writing=True)
+        route = pace.route(route)
         objects.transfer.write_to(fd, 0, route)
         return fd, route
 
     def _finish_objects(
-        self, pipeline: Pipeline, objects: Objects | None, file: tuple[int, Route] | None
+        self,
+        pipeline: Pipeline,
+        objects: Objects | None,
+        file: tuple[int, Route] | None,
+        pace: Pace,
     ) -> ObjectsFile | None:
         """Writes what depends on their checksums, when they were staged."""
         if objects is None or file is None:
             return None
         (image, transfer), (fd, route), path = objects, file, self._path(OBJECTS)
         tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
-        transfer.wait_written()
+        pace.wait_written(transfer)
         with Transfer(pipeline.staging, Image.of_bytes(tail), path, 1, 1) as end:
             end.write_to(fd, image.body_nbytes, route)
             end.wait_written()

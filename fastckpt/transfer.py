@@ -162,7 +162,7 @@ class Transfer:
         if self._direct is not None:
             self._way, self._direct_fd = self._direct.begin_file(fd), fd
             backend = self._direct.backend
-        self._job.write_to(fd, offset, backend, route.direct, route.patience_s)
+        self._job.write_to(fd, offset, backend, route.direct, route.patience_s, route.bucket)
 
     def _end_file(self) -> None:
         """When nothing is in flight: gives the file back, and notes how its bytes went."""
@@ -199,6 +199,14 @@ class Transfer:
         """Waits until everything was copied."""
         while not self.staged(_WAIT_S):
             pass
+
+    def written(self, timeout_s: float) -> bool:
+        """Whether nothing is left to be written, or it failed, after waiting so long for it."""
+        return self._job is None or self._job.wait_written(timeout_s)
+
+    def tokens_waited_s(self) -> float:
+        """How long what was ready to be written waited for its rate."""
+        return 0.0 if self._job is None else self._job.tokens_waited_s()
 
     def wait_written(self) -> None:
         """Waits until everything was written, and checks that it was everything."""

@@ -37,6 +37,9 @@ LAYERS: list[set[str]] = [
         "codec",
         "gds",
         "gds_choice",
+        "rates",
+        "nodes",
+        "pacing",
     },
     {"exchange", "reader", "steps", "placing", "divided", "draft"},
     {"retention", "step_copies", "tiers"},
@@ -50,7 +53,7 @@ LAYERS: list[set[str]] = [
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 # Only these speak to the extension module.
-ENGINE_USERS = {"devices", "gds", "staging", "storage"}
+ENGINE_USERS = {"devices", "gds", "rates", "staging", "storage"}
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
 PUBLIC_NAME_USERS = LAYERS[-1]
 
