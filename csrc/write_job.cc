@@ -44,7 +44,7 @@ WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Sl
     }
     // A described segment is copied as it is: it cannot hold the slot of the one before it.
     for (const Slot& slot : slots_)
-        CHECK(slot.segment + 1 == segments_.size() || slot_of_segment_[slot.segment + 1] < 0);
+        CHECK(slot.offset >= nbytes_ || slot_of_segment_[slot.segment + 1] < 0);
     start_clocks();
 }
 

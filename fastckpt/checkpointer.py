@@ -91,6 +91,8 @@ class Checkpointer:
         start_jitter_s: each rank begins to write at a random moment within so many seconds.
         max_writers: the most ranks of the job that write at a time; None: all. timeout_s covers the
             wait for a turn, too.
+        writers_per_node: shards below 256 MiB go into so many files for each node instead of one
+            for each rank, through memory that its ranks share and that has room for them.
         timeout_s: the longest that ranks wait for each other, in one save or restore.
 
     Attributes:
@@ -121,6 +123,7 @@ class Checkpointer:
         drain_rate: float | None = None,
         start_jitter_s: float = 0.0,
         max_writers: int | None = None,
+        writers_per_node: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         for name, value, known in (
@@ -155,7 +158,7 @@ class Checkpointer:
             keep_last,
             keep_every,
             check_stripe(stripe),
-            Pacing(drain_rate, start_jitter_s, max_writers, timeout_s),
+            Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s),
         )
         self._fence = fence
         self._timeout_s = timeout_s
@@ -330,6 +333,7 @@ class Checkpointer:
         if self._tier is not None:
             self._tier.close()
         self._coordinator.close()
+        self._options.pool.close()
         failed = [h for h in self._handles if h.failure() is not None and not h.reported]
         self._handles = []
         for handle in failed[:1]:

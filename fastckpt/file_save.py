@@ -260,6 +260,7 @@ class FileSave(Job):
             pace = Pace(self.pacing, agreement, pipeline.rates, path, self.handle.stats)
             pace.tell(part.end - part.begin)
             fd, name, route = self._open(pipeline, files, image, part)
+            pace.meet()
             pace.begin(part.end - part.begin)
             route = pace.route(route)
             transfer.write_to(fd, part.begin, route)

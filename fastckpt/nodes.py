@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from fastckpt.agreement import Round
@@ -21,20 +22,39 @@ class Neighbour(NamedTuple):
     """A rank of this machine, this one among them.
 
     Attributes:
-        rank, pid: of the process.
+        rank: of the process.
         nbytes: what it has to write.
-        space: processes of the same one see each other's memory, as far as a user may.
+        space: processes of the same one see each other's memory.
+        gathers: whether that is little enough for one file with others'.
     """
 
     rank: int
     nbytes: int
-    pid: int
     space: str
+    gathers: bool
 
 
-def tell(agreement: Round, nbytes: int) -> None:
-    """Tells the first rank where this one runs and how much it has to write; does not wait."""
-    record = [_machine(), nbytes, os.getpid(), _space()]
+def groups(neighbours: Sequence[Neighbour], count: int) -> list[list[int]]:
+    """The ranks of a machine cut into those that write one file: `count` of them at most, but for
+    ranks that do not gather, and processes that do not see each other. The first of each writes.
+    """
+    found: list[list[int]] = []
+    spaces: dict[str, list[int]] = {}
+    for each in neighbours:
+        if each.gathers:
+            spaces.setdefault(each.space, []).append(each.rank)
+        else:
+            found.append([each.rank])
+    for ranks in spaces.values():
+        files = min(count, len(ranks))
+        cuts = [len(ranks) * number // files for number in range(files + 1)]
+        found += [ranks[begin:end] for begin, end in pairwise(cuts)]
+    return found
+
+
+def tell(agreement: Round, nbytes: int, gathers: bool) -> None:
+    """Tells the first rank where this one runs and what it has to write; does not wait."""
+    record = [_machine(), nbytes, _space(), gathers]
     agreement.put("machine", json.dumps(record).encode())
 
 
@@ -66,8 +86,8 @@ def _machine() -> str:
 
 def _space() -> str:
     """Whose memory can be reached under /proc: processes of one namespace and user."""
-    names = []
-    for kind in ("pid", "user"):
-        with suppress(OSError):
-            names.append(os.readlink(f"/proc/self/ns/{kind}"))
+    try:
+        names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user")]
+    except OSError:
+        names = [f"process {os.getpid()}"]  # nobody else's, for all that is known
     return " ".join([*names, str(os.geteuid())])

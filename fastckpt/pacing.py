@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from random import SystemRandom
@@ -23,6 +22,7 @@ from fastckpt.transfer import Transfer
 
 _LOOK_S = 5.0  # how often a paced write looks whether another rank has failed
 _JITTER_LOOK_S = 1.0
+GATHERED_BYTES_MAX = 256 << 20  # a shard from this on has a file of its own
 _random = SystemRandom()  # the modules that the user seeds stay as they are
 
 
@@ -37,6 +37,7 @@ class Pacing:
     drain_rate: float | None = None
     start_jitter_s: float = 0.0
     max_writers: int | None = None
+    writers_per_node: int | None = None
     timeout_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -53,8 +54,13 @@ class Pacing:
         if self.max_writers is not None and operator.index(self.max_writers) < 1:
             raise ValueError(f"max_writers is {self.max_writers}, must be at least 1")
 
+        if self.writers_per_node is not None and operator.index(self.writers_per_node) < 1:
+            raise ValueError(f"writers_per_node is {self.writers_per_node}, must be at least 1")
+
     def __bool__(self) -> bool:
-        return bool(self.drain_rate or self.start_jitter_s or self.max_writers)
+        return bool(
+            self.drain_rate or self.start_jitter_s or self.max_writers or self.writers_per_node
+        )
 
     def text(self) -> str:
         asked = []
@@ -64,6 +70,8 @@ class Pacing:
             asked.append(f"start_jitter_s {self.start_jitter_s:g}")
         if self.max_writers is not None:
             asked.append(f"max_writers {self.max_writers}")
+        if self.writers_per_node is not None:
+            asked.append(f"writers_per_node {self.writers_per_node}")
         return ", ".join(asked)
 
 
@@ -96,42 +104,65 @@ class Pace:
         self._stats = stats
         self._whole = whole
         self._rate: float | None = None  # of this rank
+        self._writers: dict[int, int] = {}  # of this node, and what each writes
         self._held_s = 0.0
         self._tokens_s: dict[Transfer, float] = {}
         stats.pacing = pacing.text()
 
-    def tell(self, nbytes: int) -> None:
-        """Tells the other ranks how much this one has to write, if that matters; does not wait."""
-        if self._shares:
-            nodes.tell(self._agreement, nbytes)
-
-    @property
-    def _shares(self) -> bool:
-        """Whether the rate of a node is to be shared."""
-        return self._pacing.drain_rate is not None and self._agreement.world_size > 1
-
-    def share(self, nbytes: int, writers: Mapping[int, int] | None = None) -> None:
-        """Takes this rank's share of its node's rate.
+    def tell(self, nbytes: int, shard_nbytes: int = 0) -> None:
+        """Tells the other ranks how much this one has to write, if that matters; does not wait.
 
         Args:
-            nbytes: that it writes.
-            writers: bytes of each rank of this node that writes; default: as they told.
+            nbytes: in all.
+            shard_nbytes: of its shard, which may go into one file with others'.
+        """
+        if self._asks:
+            gathers = 0 < shard_nbytes < GATHERED_BYTES_MAX and self.gathers
+            nodes.tell(self._agreement, nbytes, gathers)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether shards of several ranks are to go into one file."""
+        return self._pacing.writers_per_node is not None and self._agreement.world_size > 1
+
+    @property
+    def _asks(self) -> bool:
+        """Whether something is shared with the other ranks of the node."""
+        shared = self._pacing.drain_rate is not None and self._agreement.world_size > 1
+        return shared or self.gathers
+
+    def meet(self) -> list[int]:
+        """Learns what the ranks of this node write, if that matters.
+
+        Returns:
+            The ranks whose shards go into one file with this one's, the writing one first.
+
+        Raises:
+            PeerFailed: another rank failed, or is missing.
+        """
+        if not self._asks:
+            return [self._agreement.rank]
+        neighbours = nodes.neighbours(self._agreement)
+        nbytes = {each.rank: each.nbytes for each in neighbours}
+        count = self._pacing.writers_per_node or len(neighbours)
+        groups = nodes.groups(neighbours, count)
+        self._writers = {ranks[0]: sum(nbytes[rank] for rank in ranks) for ranks in groups}
+        return next(ranks for ranks in groups if self._agreement.rank in ranks)
+
+    def share(self, nbytes: int) -> None:
+        """Takes this rank's share of its node's rate, to write so much.
 
         Raises:
             CheckpointError: at that rate it would take longer than the others wait.
-            PeerFailed: another rank failed.
         """
         pacing, size = self._pacing, self._agreement.world_size
-        if writers is None and self._shares:
-            writers = {each.rank: each.nbytes for each in nodes.neighbours(self._agreement)}
         if pacing.drain_rate is None or not nbytes:
             return
-        part = 1.0
-        if writers is not None and pacing.max_writers is not None:
-            chains = {chain_of(each, size, pacing.max_writers) for each, n in writers.items() if n}
-            part = 1 / len(chains)
-        elif writers is not None:
-            part = nbytes / sum(writers.values())
+        part, writers = 1.0, {rank: n for rank, n in self._writers.items() if n}
+        if writers and pacing.max_writers is not None:
+            part = 1 / len({chain_of(rank, size, pacing.max_writers) for rank in writers})
+        elif writers:
+            part = min(1.0, nbytes / sum(writers.values()))
         self._rate = pacing.drain_rate * part
         seconds = nbytes / self._rate
         if size > 1 and seconds > pacing.timeout_s:

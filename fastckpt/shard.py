@@ -12,7 +12,7 @@ import torch
 
 from fastckpt.formats import safetensors
 from fastckpt.formats.shard_index import PER_RANK, Piece, ShardIndex, entry_name
-from fastckpt.image import BLOCK_BYTES
+from fastckpt.image import BLOCK_BYTES, Image
 from fastckpt.replicas import Sampled
 from fastckpt.shards import Held, plan
 from fastckpt.tree import Leaf
@@ -65,20 +65,34 @@ class Shard:
             for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False)
         ]
         own = (self._offsets[-1], self._per_rank_nbytes) if self._per_rank_nbytes else None
-        nbytes = self.image.body_nbytes
-        return ShardIndex(
-            nonce=nonce,
-            rank=self._rank,
-            file=name,
-            file_nbytes=nbytes if frames is None else sum(frames),
-            nbytes=nbytes,
-            block_bytes=BLOCK_BYTES,
-            block_crcs=tuple(block_crcs),
-            codec=None if frames is None else "zstd",
-            frames=frames or (),
-            pieces=tuple(pieces),
-            per_rank=own,
-        )
+        return index_of(self._rank, self.image, nonce, name, block_crcs, frames, pieces, own)
+
+
+def index_of(
+    rank: int,
+    image: Image,
+    nonce: str,
+    name: str,
+    block_crcs: list[int],
+    frames: tuple[int, ...] | None,
+    pieces: Sequence[Piece],
+    per_rank: tuple[int, int] | None,
+) -> ShardIndex:
+    """The index of a file of this image, by this rank, when it was written."""
+    nbytes = image.body_nbytes
+    return ShardIndex(
+        nonce=nonce,
+        rank=rank,
+        file=name,
+        file_nbytes=nbytes if frames is None else sum(frames),
+        nbytes=nbytes,
+        block_bytes=BLOCK_BYTES,
+        block_crcs=tuple(block_crcs),
+        codec=None if frames is None else "zstd",
+        frames=frames or (),
+        pieces=tuple(pieces),
+        per_rank=per_rank,
+    )
 
 
 def held_of(leaf: Leaf) -> Held:

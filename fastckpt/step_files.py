@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from fastckpt.agreement import Round
-from fastckpt.commit import close_quietly
+from fastckpt.commit import close_quietly, settle
 from fastckpt.formats.lustre_layout import Purpose
 from fastckpt.steps import Steps
-from fastckpt.storage import Storage, reported
+from fastckpt.storage import Storage, patiently, reported
 
 
 class StepFiles:
@@ -70,6 +70,23 @@ class StepFiles:
             yield fd, self.path(name)
         finally:
             close_quietly(self._storage, fd)
+
+    def write(self, name: str, content: bytes, beside: int, durable: bool) -> None:
+        """Makes a small file with this content.
+
+        Args:
+            name, content: of the file.
+            beside: an open file of the same file system.
+            durable: synced.
+        """
+        path, storage = self.path(name), self._storage
+        fd = patiently(storage, beside, lambda: self.create(name))
+        try:
+            with reported("write", path):
+                patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
+            settle(storage, fd, path, durable)
+        finally:
+            close_quietly(storage, fd)
 
     def sync_own_directory(self) -> None:
         """Makes the names durable on a file system that the first rank does not see."""

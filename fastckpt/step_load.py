@@ -27,7 +27,7 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.formats import safetensors, torch_pickle
-from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_hold
+from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_have_values, may_hold
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.gds import Direct
 from fastckpt.image import BLOCK_BYTES, address_of
@@ -142,13 +142,12 @@ class StepReader:
         """
         if rank >= self.manifest.world_size:
             return None
-        for writer in self.manifest.writers:
-            if writer.rank == rank:
-                index = self._index(writer)
-                if index.per_rank is None:
-                    return {}
+        for writer in may_have_values(self.manifest.writers, rank):
+            index = self._index(writer)
+            place = index.values_of(rank)
+            if place is not None:
                 what = f"the values of rank {rank} in {self._path(index.file)!r}"
-                content = io.BytesIO(self._read_bytes(index, *index.per_rank))
+                content = io.BytesIO(self._read_bytes(index, *place))
                 values = torch_pickle.unpickled(content, weights_only, what)
                 return values if isinstance(values, dict) else {}
         return {}

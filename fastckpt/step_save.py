@@ -26,7 +26,8 @@ from fastckpt.fence import Watched
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.lustre_layout import Purpose, Stripe
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
-from fastckpt.formats.shard_index import ShardIndex, index_name, shard_name
+from fastckpt.formats.shard_index import index_name, shard_name
+from fastckpt.gathering import AnyShard, Gathered, Gathering, Pool, describe
 from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, Image, block_count
@@ -39,7 +40,6 @@ from fastckpt.shard import Shard, comparable
 from fastckpt.staging import Route, stager_count
 from fastckpt.step_files import StepFiles
 from fastckpt.steps import Begun, Steps
-from fastckpt.storage import patiently, reported
 from fastckpt.transfer import Fetch, Transfer
 from fastckpt.tree import Leaf
 
@@ -80,6 +80,7 @@ class Options:
     keep_every: int | None
     stripe: Stripe = "auto"
     pacing: Pacing = field(default_factory=Pacing)
+    pool: Pool = field(default_factory=Pool)
 
 
 class StepSave(Job):
@@ -145,13 +146,15 @@ class StepSave(Job):
     def _write(self, pipeline: Pipeline) -> None:
         agreement, content = self.agreement, self.content
         assert content is not None
-        shard = Shard(content.leaves, content.per_rank, agreement.rank)
+        shard: AnyShard = Shard(content.leaves, content.per_rank, agreement.rank)
         image = shard.image
         limit = pipeline.staging.blocks_limit(self.options.staging_bytes)
         blocks = block_count(image.body_nbytes, BLOCK_BYTES) + 1
         self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
         stagers = stager_count() - (self.fence == "step")
         pace = self._paced(pipeline)
+        if pace.gathers:
+            describe(image)
         content.description.sample(
             comparable(content.leaves, agreement.world_size), zlib.crc32(agreement.label.encode())
         )
@@ -161,8 +164,9 @@ class StepSave(Job):
             fetch = moving.enter_context(
                 Fetch(pipeline.staging, pipeline.storage, samples, self.handle.path, self.reads)
             )
-            # What is compressed comes to the host.
-            way = self.options.staging if self.options.codec is None else "host"
+            # What is compressed, or another rank writes, comes to the host.
+            by_host = self.options.codec is not None or pace.gathers
+            way = "host" if by_host else self.options.staging
             self.choice = Choice(pipeline.storage, pipeline.staging, way, self.reads)
             direct = self.choice.direct(self.steps.root, self.handle.stats)
             body = Image(tail_nbytes=0, tail=image.tail) if shard.is_empty else image
@@ -182,13 +186,19 @@ class StepSave(Job):
             if limit > 1 and agreement.rank != 0:
                 self.copying.watch()
             nbytes = body.body_nbytes + (0 if objects is None else objects.image.nbytes)
-            pace.tell(nbytes)
+            pace.tell(nbytes, body.body_nbytes)
             place = self._place()
             if limit > 1 and agreement.rank == 0:  # saves make their directories in order
                 self.copying.watch()
             self.name, nonce = place["name"], place["nonce"]
             self.handle.path = self.steps.path(self.name)
             self.files = StepFiles(pipeline.storage, self.steps, self.name, agreement)
+            ranks = pace.meet()
+            if len(ranks) > 1:
+                lent = (shard, transfer, nonce, max(1, limit - 1))
+                gathering = Gathering(self.options.pool, pipeline.staging, agreement, self.handle)
+                body, transfer, shard = gathering.exchange(ranks, *lent, moving)
+                nbytes += body.body_nbytes - image.body_nbytes
             pace.begin(nbytes)
             file = self._open_shard(pipeline, files, body)
             if file is not None:
@@ -210,12 +220,7 @@ class StepSave(Job):
             stats.written_s = self.handle.elapsed_s()
             record = b""
             if file is not None:
-                self._finish_shard(pipeline, file, image.body_nbytes)
-                frames = None if file.writer is None else file.writer.frames()
-                index = shard.index(nonce, self._shard_name(), transfer.block_crcs(), frames)
-                record = self._write_index(pipeline, index, file.fd)
-                if self.options.durable:
-                    self._own.sync_own_directory()
+                record = self._finish_shard(pipeline, file, shard, transfer, nonce)
         self.conclude(record, lambda records: self._publish(nonce, written, records))
 
     def _paced(self, pipeline: Pipeline) -> Pace:
@@ -264,12 +269,30 @@ class StepSave(Job):
         coded = files.enter_context(pipeline.staging.through(fd, writer.transfer))
         return ShardFile(fd, coded, writer)
 
-    def _finish_shard(self, pipeline: Pipeline, file: ShardFile, nbytes: int) -> None:
-        """Gives the shard its size, when all was written, and makes it durable."""
+    def _finish_shard(
+        self,
+        pipeline: Pipeline,
+        file: ShardFile,
+        shard: AnyShard,
+        transfer: Transfer,
+        nonce: str,
+    ) -> bytes:
+        """Gives the shard its size, when all was written, and makes it durable; and its index.
+        Returns what the manifest will say of this writer.
+        """
         path = self._path(self._shard_name())
+        if isinstance(shard, Gathered):
+            shard.check(transfer.slot_crcs())
         if file.route.direct:
-            cut(pipeline.storage, file.fd, path, nbytes)
+            cut(pipeline.storage, file.fd, path, shard.image.body_nbytes)
         settle(pipeline.storage, file.fd, path, self.options.durable)
+        frames = None if file.writer is None else file.writer.frames()
+        index = shard.index(nonce, self._shard_name(), transfer.block_crcs(), frames)
+        name, content = index_name(self.agreement.rank), index.to_bytes()
+        self._own.write(name, content, file.fd, self.options.durable)
+        if self.options.durable:
+            self._own.sync_own_directory()
+        return Writer.of(index, name, content).to_bytes()
 
     def forget(self) -> None:
         assert self.content is not None
@@ -329,19 +352,6 @@ class StepSave(Job):
             error, unequal = disagreement(groups)
             self.differing(unequal)
             raise error
-
-    def _write_index(self, pipeline: Pipeline, index: ShardIndex, shard_fd: int) -> bytes:
-        """Writes the index; returns what the manifest will say of this writer."""
-        name = index_name(self.agreement.rank)
-        path, storage, content = self._path(name), pipeline.storage, index.to_bytes()
-        fd = patiently(storage, shard_fd, lambda: self._own.create(name))
-        try:
-            with reported("write", path):
-                patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
-            settle(storage, fd, path, self.options.durable)
-        finally:
-            close_quietly(storage, fd)
-        return Writer.of(index, name, content).to_bytes()
 
     def _publish(self, nonce: str, objects: ObjectsFile | None, records: list[bytes]) -> None:
         assert objects is not None

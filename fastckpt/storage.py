@@ -152,6 +152,10 @@ class Storage:
         """A file without a name, in memory; gone when it is closed (memfd_create(2))."""
         return _noted(os.memfd_create("fastckpt", os.MFD_CLOEXEC))
 
+    def open_scratch(self, pid: int, fd: int) -> int:
+        """Opens what scratch() made in a process whose memory this one may see."""
+        return _noted(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+
     def close(self, fd: int) -> None:
         """Closes a descriptor; its lock is gone then, even where a child of fork() has a copy."""
         _descriptors.pop(fd, None)

@@ -40,6 +40,7 @@ LAYERS: list[set[str]] = [
         "rates",
         "nodes",
         "pacing",
+        "gathering",
     },
     {"exchange", "reader", "steps", "placing", "divided", "draft"},
     {"retention", "step_copies", "tiers"},

@@ -11,7 +11,7 @@ import hashlib
 import re
 import struct
 import zlib
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -26,6 +26,7 @@ from fastckpt.formats.shard_index import (
     check_version,
     crc_digits,
     lines,
+    per_rank_key,
 )
 from fastckpt.formats.strict_json import check_members, decode, encode, shown
 from fastckpt.shards import span
@@ -304,6 +305,18 @@ def _check_time(created: str) -> None:
 def key_hash(key: str) -> int:
     """The 32 bits that stand for a tensor's key in Writer.keys."""
     return zlib.crc32(key.encode())
+
+
+def may_have_values(writers: Sequence[Writer], rank: int) -> list[Writer]:
+    """Writers whose file can hold the values of a rank: its own, or those that may have gathered
+    its shard, likely ones first.
+    """
+    own = [writer for writer in writers if writer.rank == rank]
+    if own:
+        return own
+    key = key_hash(per_rank_key(rank))
+    before = [writer for writer in writers if writer.rank < rank]
+    return [each for each in reversed(before) if each.keys is None or key in each.keys]
 
 
 def may_hold(writer: Writer, keys: Set[int], low: float, high: float) -> bool:

@@ -27,9 +27,12 @@ from fastckpt.formats.strict_json import (
 from fastckpt.image import PAGE_BYTES, block_count
 from fastckpt.shards import Box
 
-FORMAT, VERSION = "fastckpt-index", 1
+FORMAT, VERSION = "fastckpt-index", 2
 INDEX_BYTES_MAX = 1 << 30
 PER_RANK = "fastckpt.per_rank"
+_PER_RANK_OF = f"{PER_RANK}~rank"
+# Version 1 has no values of other ranks than the writer.
+_FIRST_VERSION = 1
 _CRC_DIGITS = 8
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}")
 _NONCE = re.compile("[0-9a-f]{16,64}")
@@ -80,11 +83,21 @@ class ShardIndex:
     pieces: tuple[Piece, ...]
     per_rank: tuple[int, int] | None
 
+    def values_of(self, rank: int) -> tuple[int, int] | None:
+        """Begin and size in bytes of the values of a rank, the writer or one whose shard it
+        gathered; None: they are not here.
+        """
+        if rank == self.rank:
+            return self.per_rank
+        key = per_rank_key(rank)
+        found = (piece for piece in self.pieces if piece.key == key)
+        return next(((piece.begin, piece.box.numel) for piece in found), None)
+
     def to_bytes(self) -> bytes:
         """The index's file. ValueError if something in it is out of range."""
         written = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if any(map(is_per_rank, self.pieces)) else _FIRST_VERSION,
             "nonce": self.nonce,
             "rank": self.rank,
             "file": self.file,
@@ -168,7 +181,7 @@ def validate(index: Any) -> None:
         "per_rank": (list, type(None)),
     }
     check_members(index, kinds, "it")
-    if (index["format"], index["version"]) != (FORMAT, VERSION):
+    if index["format"] != FORMAT or not _FIRST_VERSION <= index["version"] <= VERSION:
         raise ValueError(f"it is a {shown(index['format'])} of version {index['version']}")
     check_nonce(index["nonce"])
     check_file_name(index["file"])
@@ -276,6 +289,18 @@ def shard_name(rank: int, codec: str | None) -> str:
 def index_name(rank: int) -> str:
     """Name of a writer's index."""
     return f"rank-{rank:05d}.json"
+
+
+def per_rank_key(rank: int) -> str:
+    """Key of the values of a rank whose shard another one wrote. No path has it: there a `~` comes
+    with a digit.
+    """
+    return f"{_PER_RANK_OF}{rank}"
+
+
+def is_per_rank(piece: Piece) -> bool:
+    """Whether this is no tensor, but the values of a rank."""
+    return piece.key.startswith(_PER_RANK_OF)
 
 
 def entry_name(key: str, shape: Sequence[int], box: Box) -> str:

@@ -1,0 +1,157 @@
+"""What each rank does in the tests of gathered shards.
+
+Responsible for saving with writers_per_node and for what goes wrong in the midst of it. Must not
+know what should come of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks.group_crew import Member, Outcome, attempt
+from ranks.steps_bodies import (
+    found_in,
+    isolated,
+    meet,
+    mounted,
+    restore,
+    restore_own_values,
+    save_own_values,
+    save_steps,
+    saved,
+)
+from ranks.steps_states import arranged, differing
+
+from fastckpt import Checkpointer, PerRank, gathering
+from fastckpt.storage import Storage
+
+__all__ = ["restore", "restore_own_values", "save_own_values", "save_steps"]
+
+
+def save_arranged(member: Member, root: str, options: dict[str, Any]) -> list[str]:
+    """Tensors in every placement, and values of each rank; returns what came back otherwise."""
+    with Checkpointer(root, timeout_s=30, **options) as checkpointer:
+        for step in range(3):
+            state = arranged(member, step) | {"own": PerRank([member.rank, step])}
+            checkpointer.save(step, state).result()
+        return restore_arranged(member, root)
+
+
+def restore_arranged(member: Member, root: str) -> list[str]:
+    with Checkpointer(root, timeout_s=30) as checkpointer:
+        blank = arranged(member, 1, blank=True) | {"own": PerRank()}
+        assert checkpointer.restore(blank) == 2
+    own = blank.pop("own")
+    faults = differing(member, blank, 1)
+    if own.found and own.value != [member.rank, 2]:
+        faults.append(f"own is {own.value}")
+    return faults + ([] if own.found else ["own was not found"])
+
+
+def stats_and_memory(
+    member: Member, root: str, nbytes: int, options: dict[str, Any]
+) -> tuple[Any, int, int]:
+    """Stats of the last of several saves that overlap; files in memory then, and after close()."""
+    checkpointer = Checkpointer(root, timeout_s=30, **options)
+    state = {"own": PerRank(torch.full((nbytes // 4,), float(member.rank)))}
+    for step in range(6):
+        handles = [checkpointer.save(2 * step + n, state) for n in range(2)]
+        stats = [handle.result() for handle in handles][-1]
+    held = memory_files()
+    checkpointer.close()
+    return stats, held, memory_files()
+
+
+def memory_files() -> int:
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sum("memfd:fastckpt" in os.readlink(link) for link in links if os.path.islink(link))
+
+
+def save_and_die(member: Member, root: str, dying: int, moment: str) -> Outcome:
+    """One rank is killed at a moment of its exchange; the others tell what they are told."""
+    planted: dict[str, Callable[[], None]] = {
+        "before it lends": lambda: replace("_lend"),
+        "before it gathers": lambda: replace("exchange_gathers"),
+    }
+    with Checkpointer(root, group=member.group, writers_per_node=1, timeout_s=4) as checkpointer:
+        saved(member, checkpointer, 1)
+        meet(member)
+        if member.rank == dying:
+            planted[moment]()
+        return attempt(lambda: saved(member, checkpointer, 2))
+
+
+def replace(where: str) -> None:
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if where == "_lend":
+        gathering.Gathering._lend = die  # type: ignore[method-assign]
+    else:
+        gathering._mapped = die  # type: ignore[assignment]
+
+
+def save_damaged(member: Member, root: str, damaging: int) -> tuple[Outcome, int | None]:
+    """What one rank lends changes before it is gathered; then all save once more."""
+    with Checkpointer(root, group=member.group, writers_per_node=1, timeout_s=20) as checkpointer:
+        saved(member, checkpointer, 1)
+        meet(member)
+        real = Storage.write_at
+
+        def write_at(self: Storage, fd: int, data: Any, offset: int) -> None:
+            os.pwrite(fd, b"\xff\x00\xff\x00", offset - 100)  # the last bytes of the image
+            real(self, fd, data, offset)
+
+        if member.rank == damaging:
+            Storage.write_at = write_at  # type: ignore[method-assign]
+        outcome = attempt(lambda: saved(member, checkpointer, 2))
+        Storage.write_at = real  # type: ignore[method-assign]
+        meet(member)
+        saved(member, checkpointer, 3)
+        return outcome, found_in(member, checkpointer)
+
+
+def save_onto_a_full_disk(
+    member: Member, root: str, nbytes: int
+) -> tuple[Outcome, int | None]:
+    """The root is a file system of so many bytes, on each rank one of its own; then it is not."""
+    isolated()
+    with Checkpointer(root, writers_per_node=1, timeout_s=20) as checkpointer:
+        saved(member, checkpointer, 1)
+        meet(member)
+        with mounted(root, nbytes if member.rank == 0 else 0):
+            outcome = attempt(lambda: saved(member, checkpointer, 2))
+            meet(member)
+        saved(member, checkpointer, 3)
+        return outcome, found_in(member, checkpointer)
+
+
+def time_saves(
+    member: Member, roots: list[str], nbytes: int, rounds: int
+) -> list[tuple[float, float]]:
+    """Seconds of commits without and with a file for all, in turns."""
+    state = {"own": PerRank(torch.full((nbytes // 4,), float(member.rank)))}
+    took = []
+    plain = Checkpointer(roots[0], keep_last=1)
+    gathered = Checkpointer(roots[1], keep_last=1, writers_per_node=1)
+    with plain, gathered:
+        for step in range(rounds):
+            pair = [0.0, 0.0]
+            for which in (step % 2, 1 - step % 2):
+                meet(member)
+                stats = (plain, gathered)[which].save(step, state).result()
+                pair[which] = stats.committed_s
+                meet(member)
+                time.sleep(0.02)
+            took.append((pair[0], pair[1]))
+    return took
+
+
+def shards(root: str, step: int) -> list[str]:
+    return sorted(path.name for path in Path(root).glob(f"step-{step:08d}/rank-*.safetensors*"))
