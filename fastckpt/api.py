@@ -90,8 +90,7 @@ def save(
             directory or the administrator says is kept, progressive layouts above all. "keep": the
             directory's layout. (count, size in bytes): this one, of a size that is a multiple of
             64 KiB; the same on all ranks of a group. Elsewhere it means nothing.
-        drain_rate: the most bytes/s written, by this process's saves to path or by all ranks of a
-            node with group, the same on all. None: no limit. stats.pacing and paced_s tell.
+        drain_rate: the most bytes/s that this process, with group a node, writes. None: no limit.
         group: a torch.distributed process group whose ranks all hold the same object and all call
             save() with the same path; each writes its part of the one file. Storages below 1 MiB
             and everything that is no tensor are taken from the group's first rank. That names,
@@ -117,8 +116,7 @@ def save(
     started = time.perf_counter()
     _check_arguments(fence, backend, staging_bytes, timeout_s, staging)
     checked, pacing = check_stripe(stripe), Pacing(drain_rate, timeout_s=timeout_s)
-    shared = file_save.together(group)
-    current = pipeline.current()
+    shared, current = file_save.together(group), pipeline.current()
     if group is None:
         current.raise_unreported()
     save_by_torch = partial(
@@ -133,8 +131,7 @@ def save(
         _refuse_group(group, "to a file-like object")
         save_by_torch(f)
         return finish_stock(SaveHandle("", started))
-    path = real_path(os.fspath(f))
-    handle = SaveHandle(path, started)
+    handle = SaveHandle(path := real_path(os.fspath(f)), started)
     if is_written_through(os.fspath(f)):
         _refuse_group(group, f"to {path!r}, which is no regular file")
         save_by_torch(f)

@@ -258,9 +258,9 @@ class FileSave(Job):
             self.copying.transfers += [fetch.transfer, transfer]
             self.copying.watch()
             pace = Pace(self.pacing, agreement, pipeline.rates, path, self.handle.stats)
-            pace.tell(part.end - part.begin)
             fd, name, route = self._open(pipeline, files, image, part)
-            pace.meet()
+            if pace.meets:
+                pace.meet(part.end - part.begin)
             pace.begin(part.end - part.begin)
             route = pace.route(route)
             transfer.write_to(fd, part.begin, route)

@@ -31,6 +31,7 @@ from fastckpt.formats.shard_index import (
 )
 from fastckpt.handle import SaveHandle
 from fastckpt.image import Image
+from fastckpt.nodes import Neighbour, groups
 from fastckpt.shard import Shard, index_of
 from fastckpt.shards import Box
 from fastckpt.staging import Staging, stager_count
@@ -39,18 +40,25 @@ from fastckpt.transfer import Transfer
 
 _WHAT = "memory that ranks share"
 _CRC_BYTES = 4
+GATHERED_BYTES_MAX = 256 << 20  # a shard from this on has a file of its own
 
 
 class Pool:
     """Files in memory for other processes to read, used by one save after the other.
 
     They have no names (memfd_create(2)), so whatever becomes of this process, none stays behind.
+
+    Attributes:
+        neighbours: ranks of this node, once they have met.
+        is_settled: whether all ranks know theirs: a save in which they met was committed.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._taken: list[tuple[Storage, int, SaveHandle]] = []
+        self.neighbours: list[Neighbour] = []
+        self.is_settled = False
 
     def take(self, storage: Storage, handle: SaveHandle) -> int:
         """A descriptor for a save, until that is done: then all have read what they will."""
@@ -98,44 +106,53 @@ class Gathering:
         staging: copies, and has backends.
         agreement: the save's round.
         handle: of the save.
+        count: of files for this node.
     """
 
-    def __init__(self, pool: Pool, staging: Staging, agreement: Round, handle: SaveHandle) -> None:
+    def __init__(
+        self, pool: Pool, staging: Staging, agreement: Round, handle: SaveHandle, count: int
+    ) -> None:
         self._pool = pool
+        self._count = count
         self._staging = staging
         self._agreement = agreement
         self._handle = handle
 
     def exchange(
         self,
-        ranks: Sequence[int],
         shard: AnyShard,
         transfer: Transfer,
         nonce: str,
         blocks_limit: int,
         moving: ExitStack,
     ) -> tuple[Image, Transfer, AnyShard]:
-        """Lends this rank's shard; gathers those of others, if that is for this rank to do.
+        """Lends this rank's shard, if it is small; gathers those of others, if that is for this
+        rank to do: for the first of those that share a file.
 
         Args:
-            ranks: that share a file, the one that writes it first.
             shard, transfer: this rank's own, described, and on its way to memory.
             nonce: of the save.
             blocks_limit: as Transfer's.
             moving: is left when nothing is to be in flight any more.
 
         Returns:
-            What this rank writes: the image of all and its transfer; nothing, on the others.
+            What this rank writes: the image of all and its transfer; nothing, where another one
+                writes; its own, if that is not small.
 
         Raises:
             PeerFailed: another rank failed, or is missing. StorageError: there is not memory
                 enough. CheckpointError: what a rank lends cannot be read, or is damaged.
         """
         assert isinstance(shard, Shard)
+        rank, agreement = self._agreement.rank, self._agreement
+        if shard.is_empty or shard.image.body_nbytes >= GATHERED_BYTES_MAX:
+            agreement.put("lent", b"")
+            return (_nothing() if shard.is_empty else shard.image), transfer, shard
         self._lend(shard, transfer, nonce)
-        if ranks[0] != self._agreement.rank:
+        ranks = next(each for each in groups(self._pool.neighbours, self._count) if rank in each)
+        if any(agreement.get("lent", other) for other in ranks[: ranks.index(rank)]):
             return _nothing(), transfer, shard
-        gathered = Gathered(self._staging.storage, self._agreement, ranks, moving)
+        gathered = Gathered(self._staging.storage, agreement, ranks[ranks.index(rank) :], moving)
         path, threads = self._handle.path, stager_count()
         moved = Transfer(self._staging, gathered.image, path, blocks_limit, threads)
         return gathered.image, moving.enter_context(moved), gathered
@@ -175,7 +192,7 @@ class Gathered:
     Args:
         storage: opens the others' memory.
         agreement: the save's round.
-        ranks: that lend theirs, the one that gathers first.
+        ranks: that may lend theirs, the one that gathers first.
         stack: keeps the memory mapped.
 
     Raises:
@@ -192,7 +209,10 @@ class Gathered:
         self._entries: list[_Entry] = []
         owners: list[object] = []
         for rank in ranks:
-            lent = Lent(*json.loads(agreement.get("lent", rank)))
+            record = agreement.get("lent", rank)
+            if not record:
+                continue
+            lent = Lent(*json.loads(record))
             memory = _mapped(storage, lent, rank, stack)
             owners.append(memory)
             self._entries += _entries(memory, lent, rank, own=rank == ranks[0])

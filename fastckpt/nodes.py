@@ -25,26 +25,21 @@ class Neighbour(NamedTuple):
         rank: of the process.
         nbytes: what it has to write.
         space: processes of the same one see each other's memory.
-        gathers: whether that is little enough for one file with others'.
     """
 
     rank: int
     nbytes: int
     space: str
-    gathers: bool
 
 
 def groups(neighbours: Sequence[Neighbour], count: int) -> list[list[int]]:
-    """The ranks of a machine cut into those that write one file: `count` of them at most, but for
-    ranks that do not gather, and processes that do not see each other. The first of each writes.
+    """The ranks of a machine cut into those that share a file, `count` times, but for processes
+    that do not see each other. The first of each group writes it.
     """
     found: list[list[int]] = []
     spaces: dict[str, list[int]] = {}
     for each in neighbours:
-        if each.gathers:
-            spaces.setdefault(each.space, []).append(each.rank)
-        else:
-            found.append([each.rank])
+        spaces.setdefault(each.space, []).append(each.rank)
     for ranks in spaces.values():
         files = min(count, len(ranks))
         cuts = [len(ranks) * number // files for number in range(files + 1)]
@@ -52,18 +47,18 @@ def groups(neighbours: Sequence[Neighbour], count: int) -> list[list[int]]:
     return found
 
 
-def tell(agreement: Round, nbytes: int, gathers: bool) -> None:
-    """Tells the first rank where this one runs and what it has to write; does not wait."""
-    record = [_machine(), nbytes, _space(), gathers]
-    agreement.put("machine", json.dumps(record).encode())
+def neighbours(agreement: Round, nbytes: int) -> list[Neighbour]:
+    """The ranks of this machine, ascending; all ranks call it, and wait for each other.
 
-
-def neighbours(agreement: Round) -> list[Neighbour]:
-    """The ranks of this machine, ascending; once all ranks have told where they are.
+    Args:
+        agreement: the save's round.
+        nbytes: what this rank has to write.
 
     Raises:
         PeerFailed: one of them failed, or is missing.
     """
+    own = [_machine(), nbytes, _space()]
+    agreement.put("machine", json.dumps(own).encode())
     if agreement.rank == 0:
         found: dict[str, list[list[object]]] = {}
         for rank, record in enumerate(agreement.gather("machine")):

@@ -22,7 +22,6 @@ from fastckpt.transfer import Transfer
 
 _LOOK_S = 5.0  # how often a paced write looks whether another rank has failed
 _JITTER_LOOK_S = 1.0
-GATHERED_BYTES_MAX = 256 << 20  # a shard from this on has a file of its own
 _random = SystemRandom()  # the modules that the user seeds stay as they are
 
 
@@ -109,45 +108,25 @@ class Pace:
         self._tokens_s: dict[Transfer, float] = {}
         stats.pacing = pacing.text()
 
-    def tell(self, nbytes: int, shard_nbytes: int = 0) -> None:
-        """Tells the other ranks how much this one has to write, if that matters; does not wait.
-
-        Args:
-            nbytes: in all.
-            shard_nbytes: of its shard, which may go into one file with others'.
-        """
-        if self._asks:
-            gathers = 0 < shard_nbytes < GATHERED_BYTES_MAX and self.gathers
-            nodes.tell(self._agreement, nbytes, gathers)
-
     @property
     def gathers(self) -> bool:
         """Whether shards of several ranks are to go into one file."""
         return self._pacing.writers_per_node is not None and self._agreement.world_size > 1
 
     @property
-    def _asks(self) -> bool:
-        """Whether something is shared with the other ranks of the node."""
-        shared = self._pacing.drain_rate is not None and self._agreement.world_size > 1
-        return shared or self.gathers
+    def meets(self) -> bool:
+        """Whether the ranks of a node share its rate, and have to tell each other of each save."""
+        return self._pacing.drain_rate is not None and self._agreement.world_size > 1
 
-    def meet(self) -> list[int]:
-        """Learns what the ranks of this node write, if that matters.
-
-        Returns:
-            The ranks whose shards go into one file with this one's, the writing one first.
+    def meet(self, nbytes: int) -> list[nodes.Neighbour]:
+        """The ranks of this node, which learn how much each has to write. All ranks call it.
 
         Raises:
             PeerFailed: another rank failed, or is missing.
         """
-        if not self._asks:
-            return [self._agreement.rank]
-        neighbours = nodes.neighbours(self._agreement)
-        nbytes = {each.rank: each.nbytes for each in neighbours}
-        count = self._pacing.writers_per_node or len(neighbours)
-        groups = nodes.groups(neighbours, count)
-        self._writers = {ranks[0]: sum(nbytes[rank] for rank in ranks) for ranks in groups}
-        return next(ranks for ranks in groups if self._agreement.rank in ranks)
+        neighbours = nodes.neighbours(self._agreement, nbytes)
+        self._writers = {each.rank: each.nbytes for each in neighbours if each.nbytes}
+        return neighbours
 
     def share(self, nbytes: int) -> None:
         """Takes this rank's share of its node's rate, to write so much.
@@ -158,7 +137,7 @@ class Pace:
         pacing, size = self._pacing, self._agreement.world_size
         if pacing.drain_rate is None or not nbytes:
             return
-        part, writers = 1.0, {rank: n for rank, n in self._writers.items() if n}
+        part, writers = 1.0, self._writers
         if writers and pacing.max_writers is not None:
             part = 1 / len({chain_of(rank, size, pacing.max_writers) for rank in writers})
         elif writers:

@@ -170,34 +170,25 @@ class StepSave(Job):
             self.choice = Choice(pipeline.storage, pipeline.staging, way, self.reads)
             direct = self.choice.direct(self.steps.root, self.handle.stats)
             body = Image(tail_nbytes=0, tail=image.tail) if shard.is_empty else image
-            transfer = moving.enter_context(
-                Transfer(
-                    pipeline.staging,
-                    body,
-                    self.handle.path,
-                    max(1, limit - 1),
-                    stagers,
-                    self.reads,
-                    direct,
-                )
-            )
+            size = (max(1, limit - 1), stagers)
+            transfer = Transfer(pipeline.staging, body, self.handle.path, *size, self.reads, direct)
+            moving.enter_context(transfer)
             self.copying.transfers += [fetch.transfer, transfer]
             objects = self._stage_objects(pipeline, moving) if limit > 1 else None
             if limit > 1 and agreement.rank != 0:
                 self.copying.watch()
             nbytes = body.body_nbytes + (0 if objects is None else objects.image.nbytes)
-            pace.tell(nbytes, body.body_nbytes)
-            place = self._place()
+            place = self._place(pace)
             if limit > 1 and agreement.rank == 0:  # saves make their directories in order
                 self.copying.watch()
             self.name, nonce = place["name"], place["nonce"]
             self.handle.path = self.steps.path(self.name)
             self.files = StepFiles(pipeline.storage, self.steps, self.name, agreement)
-            ranks = pace.meet()
-            if len(ranks) > 1:
+            if place["meet"]:
+                self.options.pool.neighbours = pace.meet(nbytes)
+            if pace.gathers:
                 lent = (shard, transfer, nonce, max(1, limit - 1))
-                gathering = Gathering(self.options.pool, pipeline.staging, agreement, self.handle)
-                body, transfer, shard = gathering.exchange(ranks, *lent, moving)
+                body, transfer, shard = self._gathering(pipeline).exchange(*lent, moving)
                 nbytes += body.body_nbytes - image.body_nbytes
             pace.begin(nbytes)
             file = self._open_shard(pipeline, files, body)
@@ -213,11 +204,9 @@ class StepSave(Job):
             written = self._finish_objects(pipeline, objects, objects_fd, pace)
             self._compare(content)
             pace.wait_written(transfer)
-            stats = self.handle.stats
-            stats.staged_bytes_max = min(
-                transfer.staged_bytes_max() + BLOCK_BYTES, limit * BLOCK_BYTES
-            )
-            stats.written_s = self.handle.elapsed_s()
+            staged = transfer.staged_bytes_max() + BLOCK_BYTES
+            self.handle.stats.staged_bytes_max = min(staged, limit * BLOCK_BYTES)
+            self.handle.stats.written_s = self.handle.elapsed_s()
             record = b""
             if file is not None:
                 record = self._finish_shard(pipeline, file, shard, transfer, nonce)
@@ -228,14 +217,21 @@ class StepSave(Job):
         whole = self.options.codec is not None  # a frame is of a block
         return Pace(self.options.pacing, self.agreement, rates, root, stats, whole=whole)
 
-    def _place(self) -> dict[str, Any]:
-        """The directory and the nonce of this save, which the first rank decides on."""
+    def _gathering(self, pipeline: Pipeline) -> Gathering:
+        pool, count = self.options.pool, self.options.pacing.writers_per_node or 1
+        return Gathering(pool, pipeline.staging, self.agreement, self.handle, count)
+
+    def _place(self, pace: Pace) -> dict[str, Any]:
+        """The directory and the nonce of this save, which the first rank decides on, and whether
+        ranks of a node meet first.
+        """
         if self.agreement.rank != 0:
             place: dict[str, Any] = json.loads(self.agreement.get("place"))
             return place
         self.made = self.steps.begin(self.step)
         self.name = self.made.name
-        place = {"name": self.made.name, "nonce": secrets.token_hex(16)}
+        meet = pace.meets or (pace.gathers and not self.options.pool.is_settled)
+        place = {"name": self.made.name, "nonce": secrets.token_hex(16), "meet": meet}
         self.agreement.put("place", json.dumps(place).encode())
         return place
 
@@ -270,12 +266,7 @@ class StepSave(Job):
         return ShardFile(fd, coded, writer)
 
     def _finish_shard(
-        self,
-        pipeline: Pipeline,
-        file: ShardFile,
-        shard: AnyShard,
-        transfer: Transfer,
-        nonce: str,
+        self, pipeline: Pipeline, file: ShardFile, shard: AnyShard, transfer: Transfer, nonce: str
     ) -> bytes:
         """Gives the shard its size, when all was written, and makes it durable; and its index.
         Returns what the manifest will say of this writer.
@@ -311,7 +302,7 @@ class StepSave(Job):
 
     def _write_objects(
         self, pipeline: Pipeline, files: ExitStack, objects: Objects | None, pace: Pace
-    ) -> tuple[int, Route] | None:
+    ) -> _ObjectsFile:
         """Makes their file, and writes to it what has been staged."""
         if objects is None:
             return None
@@ -324,11 +315,7 @@ class StepSave(Job):
         return fd, route
 
     def _finish_objects(
-        self,
-        pipeline: Pipeline,
-        objects: Objects | None,
-        file: tuple[int, Route] | None,
-        pace: Pace,
+        self, pipeline: Pipeline, objects: Objects | None, file: _ObjectsFile, pace: Pace
     ) -> ObjectsFile | None:
         """Writes what depends on their checksums, when they were staged."""
         if objects is None or file is None:
@@ -377,6 +364,7 @@ class StepSave(Job):
     def end(self, pipeline: Pipeline) -> None:
         super().end(pipeline)
         if self.agreement.rank == 0 and self.made is not None and self.handle.failure() is None:
+            self.options.pool.is_settled = self.options.pacing.writers_per_node is not None
             keep_last, keep_every = self.options.keep_last, self.options.keep_every
             tidy(self.steps, self.name, self.step, keep_last, keep_every)
 
@@ -389,7 +377,10 @@ class ShardFile(NamedTuple):
     writer: FrameWriter | None
 
 
-class Objects(NamedTuple):
+        if self.agreement.rank == 0 and self.made is not None and self.handle.failure() is None:
+            self.options.pool.is_settled = self.options.pacing.writers_per_node is not None
+            keep_last, keep_every = self.options.keep_last, self.options.keep_every
+            tidy(self.steps, self.name, self.step, keep_last, keep_every)
     """What is not in shards, while it is staged and written."""
 
     image: Image

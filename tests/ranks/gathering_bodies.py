@@ -26,7 +26,7 @@ from ranks.steps_bodies import (
     save_steps,
     saved,
 )
-from ranks.steps_states import arranged, differing
+from ranks.steps_states import arranged, differing, spread_by_group
 
 from fastckpt import Checkpointer, PerRank, gathering
 from fastckpt.storage import Storage
@@ -117,9 +117,7 @@ def save_damaged(member: Member, root: str, damaging: int) -> tuple[Outcome, int
         return outcome, found_in(member, checkpointer)
 
 
-def save_onto_a_full_disk(
-    member: Member, root: str, nbytes: int
-) -> tuple[Outcome, int | None]:
+def save_onto_a_full_disk(member: Member, root: str, nbytes: int) -> tuple[Outcome, int | None]:
     """The root is a file system of so many bytes, on each rank one of its own; then it is not."""
     isolated()
     with Checkpointer(root, writers_per_node=1, timeout_s=20) as checkpointer:
@@ -136,7 +134,8 @@ def time_saves(
     member: Member, roots: list[str], nbytes: int, rounds: int
 ) -> list[tuple[float, float]]:
     """Seconds of commits without and with a file for all, in turns."""
-    state = {"own": PerRank(torch.full((nbytes // 4,), float(member.rank)))}
+    whole = torch.randn(256 * member.world_size, nbytes // 8192)
+    state = {str(number): spread_by_group(member, whole) for number in range(8)}
     took = []
     plain = Checkpointer(roots[0], keep_last=1)
     gathered = Checkpointer(roots[1], keep_last=1, writers_per_node=1)

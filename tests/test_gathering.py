@@ -1,0 +1,180 @@
+"""Shards of several ranks in one file, from the save to restores by any number of ranks.
+
+Responsible for values that are exactly those that were saved, for one file where there were four,
+and for what is told and left when a rank dies in the exchange, memory lies, or the disk is full.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from ranks import gathering_bodies as bodies
+from ranks.group_crew import Crew, Nursery, RankDied
+
+import fastckpt
+from fastckpt import Checkpointer
+from fastckpt.cli import main
+from fastckpt.formats.shard_index import ShardIndex
+from fastckpt.image import BLOCK_BYTES
+from fastckpt.nodes import Neighbour, groups
+
+MIB = 1 << 20
+multiprocess = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    started = Nursery("ranks.gathering_bodies")
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def crew(nursery: Nursery) -> Iterator[Callable[[int], Crew]]:
+    with ExitStack() as stack:
+        crews: dict[int, Crew] = {}
+
+        def of(size: int) -> Crew:
+            if size not in crews or not crews[size].is_usable:
+                crews[size] = stack.enter_context(nursery.crew(size))
+            return crews[size]
+
+        yield of
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_groups(count: int) -> None:
+    """Every rank is in one; none mixes processes that do not see each other."""
+    neighbours = [Neighbour(rank, 1, "a" if rank % 3 else "b") for rank in range(3, 13)]
+    found = groups(neighbours, count)
+    assert sorted(chain.from_iterable(found)) == [*range(3, 13)]
+    for ranks in found:
+        assert ranks == sorted(ranks) and len({rank % 3 == 0 for rank in ranks}) == 1
+    assert len(found) == min(count, 6) + min(count, 4)
+
+
+@pytest.mark.parametrize("wrong", [0, -1])
+def test_wrong_counts_are_refused(tmp_path: Path, wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"writers_per_node is {wrong}, must be at least 1"):
+        Checkpointer(tmp_path, writers_per_node=wrong)
+
+
+def test_one_rank_writes_its_own(disk: Path) -> None:
+    with Checkpointer(disk, writers_per_node=1) as checkpointer:
+        checkpointer.save(1, {"w": torch.arange(300_000.0)}).result()
+        assert torch.equal(checkpointer.load()["w"], torch.arange(300_000.0))
+
+
+@multiprocess
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        ({"writers_per_node": 1}, 1),
+        ({"writers_per_node": 2}, 2),
+        ({"writers_per_node": 9}, 4),
+        ({"writers_per_node": 1, "codec": "zstd"}, 1),
+        ({"writers_per_node": 1, "staging_bytes": BLOCK_BYTES}, 1),
+        ({"writers_per_node": 1, "drain_rate": 30e6, "max_writers": 1, "start_jitter_s": 0.1}, 1),
+        ({"writers_per_node": 1, "fence": "step"}, 1),
+    ],
+    ids=str,
+)
+def test_four_ranks_in_fewer_files(
+    crew: Callable[[int], Crew], disk: Path, options: dict[str, Any], files: int
+) -> None:
+    """Of every placement, and values of each rank; read on as many ranks and on others."""
+    assert crew(4)(bodies.save_arranged, str(disk), options) == [[]] * 4
+    assert len(bodies.shards(str(disk), 2)) == files
+    for ranks in (4, 2):
+        assert crew(ranks)(bodies.restore_arranged, str(disk)) == [[]] * ranks
+    assert main(["verify", str(disk)]) == 0
+
+
+@multiprocess
+def test_the_file_is_a_safetensors_file(crew: Callable[[int], Crew], disk: Path) -> None:
+    """And its index says that it takes a reader who knows whose values are whose."""
+    crew(4)(bodies.save_own_values, str(disk / "plain"))
+    crew(4)(bodies.save_arranged, str(disk), {"writers_per_node": 1})
+    directory = disk / "step-00000002"
+    tensors = safetensors.torch.load((directory / "rank-00000.safetensors").read_bytes())
+    assert {f"fastckpt.per_rank~rank{n}" for n in (1, 2, 3)} | {"fastckpt.per_rank"} <= {*tensors}
+    content = (directory / "rank-00000.json").read_bytes()
+    assert json.loads(content)["version"] == 2
+    index = ShardIndex.from_bytes(content)
+    assert all(index.values_of(rank) for rank in range(4)) and index.values_of(4) is None
+    assert index.to_bytes() == content
+    plain = (disk / "plain" / "step-00000001" / "rank-00000.json").read_bytes()
+    assert json.loads(plain)["version"] == 1
+
+
+@multiprocess
+def test_memory_is_used_again_and_freed(crew: Callable[[int], Crew], disk: Path) -> None:
+    results = crew(4)(bodies.stats_and_memory, str(disk), MIB, {"writers_per_node": 1})
+    for rank, (stats, held, left) in enumerate(results):
+        assert 1 <= held <= 4, "more files in memory than saves that overlap"
+        assert left == 0
+        assert stats.pacing == "writers_per_node 1"
+        assert (stats.nbytes > 4 * MIB) == (rank == 0) and (stats.nbytes == 0) == (rank != 0)
+
+
+@multiprocess
+@pytest.mark.parametrize("damaging", [0, 2])
+def test_memory_that_changes_is_found_out(
+    crew: Callable[[int], Crew], disk: Path, damaging: int
+) -> None:
+    for rank, (outcome, found) in enumerate(crew(4)(bodies.save_damaged, str(disk), damaging)):
+        wanted = fastckpt.CheckpointError if rank == 0 else fastckpt.PeerFailed
+        assert type(outcome.error) is wanted, outcome
+        assert "its CRC-32 differs" in str(outcome.error)
+        assert found == 3
+    assert sorted(os.listdir(disk)) == ["step-00000001", "step-00000003"]
+
+
+@multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dying", "moment"),
+    [(2, "before it lends"), (0, "before it lends"), (0, "before it gathers")],
+)
+def test_a_killed_rank(
+    nursery: Nursery, crew: Callable[[int], Crew], disk: Path, dying: int, moment: str
+) -> None:
+    """Nobody commits, all are told whom they miss, nothing is left, and the next job goes on."""
+    with nursery.crew(4) as doomed:
+        results = doomed(bodies.save_and_die, str(disk), dying, moment)
+        for rank, outcome in enumerate(results):
+            if rank == dying:
+                assert isinstance(outcome, RankDied)
+            else:
+                assert type(outcome.error) is fastckpt.PeerFailed, outcome
+                assert f"rank {dying}" in str(outcome.error), outcome
+    assert [path.parent.name for path in disk.glob("*/manifest.json")] == ["step-00000001"]
+    crew(4)(bodies.save_steps, str(disk), [3], {"writers_per_node": 1})
+    for outcome in crew(4)(bodies.restore, str(disk)):
+        assert outcome.error is None and outcome.value == 3
+
+
+@multiprocess
+def test_a_full_disk(nursery: Nursery, disk: Path) -> None:
+    """Of the rank that writes for all: they all fail for that reason, and the next save works."""
+    with nursery.crew(4) as own:
+        try:
+            results = own(bodies.save_onto_a_full_disk, str(disk), 2 * MIB)
+        except AssertionError as error:
+            if "PermissionError" in str(error):
+                pytest.skip("mounting is not allowed here")
+            raise
+    for rank, (outcome, found) in enumerate(results):
+        wanted = fastckpt.StorageError if rank == 0 else fastckpt.PeerFailed
+        assert type(outcome.error) is wanted, outcome
+        assert "No space left" in str(outcome.error)
+        assert found == 3
