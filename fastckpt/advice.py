@@ -8,7 +8,7 @@ compares what it predicts with what others published.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, isfinite, sqrt
+from math import ceil, floor, isfinite, log10, sqrt
 
 GIB, MIB = 1 << 30, 1 << 20
 BYTES_PER_PARAMETER = 14.0
@@ -16,6 +16,8 @@ BYTES_PER_PARAMETER = 14.0
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
 CALL_S = 0.02  # a call that copies nothing: 0.012 s for 2 GiB in README.md
 SHARED_STRIPES_MAX = 48
+TIMEOUT_S = 600.0
+GATHERED_BYTES_MAX = 256 * MIB  # a shard from this on has a file of its own
 
 COPIES = "GPU-to-host copies"
 STAGING = "staging memory"
@@ -232,6 +234,23 @@ def advise(job: Job) -> Advice:
         torch_one=blocking(job, 1),
         torch_few=blocking(job, job.few_writers or job.nodes),
     )
+
+
+def arguments(job: Job, advised: Advice) -> dict[str, float]:
+    """Arguments of Checkpointer that spare the storage and cost no checkpoint: those not among them
+    are better left alone. drain_rate in bytes a second, two digits, rounded up.
+    """
+    found: dict[str, float] = {"writers_per_node": advised.writers_per_node}
+    if job.rank_bytes >= GATHERED_BYTES_MAX or advised.writers_per_node == job.ranks_per_node:
+        del found["writers_per_node"]
+    if advised.writers < job.ranks and "writers_per_node" not in found:
+        found["max_writers"] = advised.writers
+    if advised.pace_rate < advised.root_rate / job.nodes:
+        digit = 10 ** (floor(log10(advised.pace_rate)) - 1)
+        found["drain_rate"] = float(ceil(advised.pace_rate / digit) * digit)
+        if 2 * advised.interval_s > TIMEOUT_S:  # as long as ranks wait for each other by themselves
+            found["timeout_s"] = float(ceil(2 * advised.interval_s))
+    return found
 
 
 def state_bytes(parameters: float, bytes_per_parameter: float = BYTES_PER_PARAMETER) -> float:

@@ -377,10 +377,10 @@ class ShardFile(NamedTuple):
     writer: FrameWriter | None
 
 
-        if self.agreement.rank == 0 and self.made is not None and self.handle.failure() is None:
-            self.options.pool.is_settled = self.options.pacing.writers_per_node is not None
-            keep_last, keep_every = self.options.keep_last, self.options.keep_every
-            tidy(self.steps, self.name, self.step, keep_last, keep_every)
+_ObjectsFile = tuple[int, Route] | None
+
+
+class Objects(NamedTuple):
     """What is not in shards, while it is staged and written."""
 
     image: Image

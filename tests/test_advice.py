@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastckpt import advice
+from fastckpt import Checkpointer, advice, agreement, gathering
 from fastckpt.advice import Advice, Job, advise
 
 ROOT = Path(__file__).parents[1]
@@ -374,3 +374,39 @@ def test_writers_are_the_fewest_that_saturate(given_job: Job) -> None:
         per_target = inf if even.osts is None else min(even.osts, stripes) * even.ost_rate
         fewer_s = max(even.node_bytes / fewer / even.writer_rate, even.nbytes / per_target)
         assert fewer_s > reached_s
+
+
+# Arguments of Checkpointer
+
+
+def test_arguments_are_accepted_and_cost_no_checkpoint(tmp_path: Path) -> None:
+    """Whatever the job, and the drain they allow is over before the next checkpoint."""
+    seen: set[str] = set()
+    for nbytes in (1e9, 1e12, 1e14):
+        for ranks, nodes in ((8, 1), (512, 64), (16384, 2048)):
+            for osts in (None, 4, 500):
+                of = job(nbytes=nbytes, ranks=ranks, nodes=nodes, osts=osts, step_s=5.0)
+                advised = advise(of)
+                found = advice.arguments(of, advised)
+                seen |= {*found}
+                with Checkpointer(tmp_path, **found):  # type: ignore[arg-type]
+                    pass
+                if "drain_rate" in found:
+                    assert found["drain_rate"] >= advised.pace_rate
+                    drain_s = of.node_bytes / found["drain_rate"]
+                    assert drain_s <= max(advised.interval_s, advised.root_s) * 1.0001
+                    assert drain_s < found.get("timeout_s", 600.0)
+                assert not {"max_writers", "writers_per_node"} <= {*found}
+    assert {"drain_rate", "max_writers", "writers_per_node", "timeout_s"} >= seen > {"drain_rate"}
+
+
+def test_small_shards_alone_are_gathered() -> None:
+    small = job(nbytes=512e6, ranks=8, nodes=1, osts=1)
+    assert advice.arguments(small, advise(small))["writers_per_node"] == 1
+    large = job(nbytes=8e12, ranks=8, nodes=1, osts=1)
+    assert "writers_per_node" not in advice.arguments(large, advise(large))
+
+
+def test_constants_are_the_ones_that_count() -> None:
+    assert advice.GATHERED_BYTES_MAX == gathering.GATHERED_BYTES_MAX
+    assert advice.TIMEOUT_S == agreement.TIMEOUT_S

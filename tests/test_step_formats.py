@@ -47,6 +47,7 @@ from fastckpt.formats.manifest import (
 )
 from fastckpt.formats.safetensors import DTYPES, Entry, layout, parse, supported
 from fastckpt.formats.shard_index import (
+    per_rank_key,
     INDEX_BYTES_MAX,
     PER_RANK,
     Piece,
@@ -691,14 +692,28 @@ def test_a_name_twice_is_refused_even_if_the_values_agree() -> None:
 
 
 def test_a_newer_index_is_incompatible() -> None:
-    newer = GOLDEN_INDEX.replace(b'"version":1', b'"version":2,"new":{}')
-    with pytest.raises(IncompatibleCheckpoint, match="version 2"):
+    newer = GOLDEN_INDEX.replace(b'"version":1', b'"version":3,"new":{}')
+    with pytest.raises(IncompatibleCheckpoint, match="version 3"):
         ShardIndex.from_bytes(newer)
     writer = Writer.of(INDEX, "rank-00003.json", newer)
-    with pytest.raises(IncompatibleCheckpoint, match="version 2"):
+    with pytest.raises(IncompatibleCheckpoint, match="version 3"):
         writer.parse_index(newer, NONCE)
     with pytest.raises(CorruptCheckpoint):
         INDEX_WRITER.parse_index(newer, NONCE)
+
+
+def test_values_of_other_ranks_make_an_index_of_version_2() -> None:
+    """And only they: what older readers understand is written for them."""
+    box = Box((0,), (3,))
+    own = Piece(per_rank_key(7), "U8", (3,), box, INDEX.nbytes - 3)
+    gathered = replace(INDEX, pieces=(own,))
+    content = gathered.to_bytes()
+    assert b'"version":2' in content and ShardIndex.from_bytes(content) == gathered
+    assert gathered.values_of(7) == (INDEX.nbytes - 3, 3) and gathered.values_of(8) is None
+    assert gathered.values_of(INDEX.rank) == INDEX.per_rank
+    for old, new, index in ((b"2", b"1", content), (b"1", b"2", GOLDEN_INDEX)):
+        with pytest.raises(CorruptCheckpoint, match="values of other ranks"):
+            ShardIndex.from_bytes(index.replace(b'"version":' + old, b'"version":' + new, 1))
 
 
 @pytest.mark.parametrize("bomb", [b"[],", b"{},", b'"a",', b"999,"])

@@ -126,8 +126,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.error(str(error))
     advised = advice.advise(inputs.job)
     if arguments.json:
+        spare = advice.arguments(inputs.job, advised)
         told = {"inputs": asdict(inputs.job), "sources": inputs.sources, "measured": inputs.notes}
-        print(json.dumps(told | {"advice": asdict(advised)}, indent=2))
+        print(json.dumps(told | {"advice": asdict(advised), "arguments": spare}, indent=2))
     else:
         print("\n".join(_report(inputs, advised)))
     return 0
@@ -231,9 +232,16 @@ def _advice_rows(job: Job, advised: Advice) -> list[tuple[str, str]]:
         ("slowest drain that keeps up", f"{shown_rate(advised.pace_rate)} a node"),
         ("  time lost at that pace", _percent(advised.paced_lost_share)),
         ("writers that are enough", f"{advised.writers}: {per_node}"),
+        ("arguments that spare the storage", _arguments_text(job, advised)),
         ("Lustre, a file for each rank", f"{advised.file_stripes} stripes of {stripe}"),
         ("Lustre, one shared file", f"{shared}: committed after {late}"),
     ]
+
+
+def _arguments_text(job: Job, advised: Advice) -> str:
+    """As they are passed to Checkpointer."""
+    found = advice.arguments(job, advised)
+    return ", ".join(f"{name}={value:g}" for name, value in found.items()) or "none"
 
 
 def _torch_rows(advised: Advice) -> list[tuple[str, str]]:

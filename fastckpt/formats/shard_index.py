@@ -230,6 +230,9 @@ def _check_pieces(index: Any) -> None:
         if any(o + s > end for o, s, end in zip(offset, size, shape, strict=True)):
             raise ValueError(f"a piece of {shown(key)} is not inside its tensor")
         extents.append((piece["at"], nbytes, key))
+    gathers = any(piece["key"].startswith(_PER_RANK_OF) for piece in index["pieces"])
+    if gathers != (index["version"] > _FIRST_VERSION):
+        raise ValueError("its version does not go with whether it has values of other ranks")
     if index["per_rank"] is not None:
         if not is_numbers(index["per_rank"]) or len(index["per_rank"]) != 2:
             raise ValueError("per_rank is not a list of two numbers")
