@@ -76,7 +76,7 @@ class Checkpointer:
         local: a directory on storage of each node, such as NVMe, that a step is committed to first:
             a process that fails loses nothing after that (handle.wait_local()). From there it is
             drained to the root in the background; when it is committed there, result() returns.
-            Ranks that see the same directory are a node, and nodes need not have the same path.
+            Ranks that see the same directory are a node; nodes need not have the same path.
             Restores take what a node has from there. A tier that is full, lost or slower than the
             root is gone past, with a warning. default: none.
         keep_local: so many steps stay on each node, at least 1, and none goes that the root has not
@@ -134,11 +134,8 @@ class Checkpointer:
         ):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}, must be one of {known}")
-        for name, number in (
-            ("keep_last", keep_last),
-            ("keep_every", keep_every),
-            ("staging_bytes", staging_bytes),
-        ):
+        least_1 = dict(keep_last=keep_last, keep_every=keep_every, staging_bytes=staging_bytes)
+        for name, number in least_1.items():
             if number is not None and operator.index(number) < 1:
                 raise ValueError(f"{name} is {number}, must be at least 1")
         if keep_every is not None and keep_last is None:
@@ -149,6 +146,7 @@ class Checkpointer:
         self.group = default_group() if group is None else group
         self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
         self._rank_of = ranks_within(self.group)
+        pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
         self._options = Options(
             backend,
             durable,
@@ -158,13 +156,13 @@ class Checkpointer:
             keep_last,
             keep_every,
             check_stripe(stripe),
-            Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s),
+            pacing,
         )
         self._fence = fence
         self._timeout_s = timeout_s
         self._steps = Steps(pipeline.current().storage, self.root)
         self._tier = local_tier(
-            pipeline.current().storage, local, keep_local, self._steps, self._coordinator, timeout_s
+            self._steps.storage, local, keep_local, self._steps, self._coordinator, pacing
         )
         self.restored_from: dict[str, str] = {}
         self._handles: list[SaveHandle] = []

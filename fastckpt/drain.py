@@ -24,6 +24,7 @@ from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, Image
 from fastckpt.new_file import new_file
+from fastckpt.pacing import Pace
 from fastckpt.pipeline import Job, Pipeline
 from fastckpt.reader import VerifiedFile, open_verified
 from fastckpt.retention import tidy
@@ -108,11 +109,19 @@ class Drain(Job):
             self.agreement.put("place", self._made.name.encode())
         name = self.agreement.get("place").decode()
         files = self._files = StepFiles(pipeline.storage, root, name, self.agreement)
+        pace = Pace(
+            self._options.pacing, self.agreement, pipeline.rates, root.root, self.handle.stats
+        )
+        nbytes = 0 if manifest is None else _nbytes_of(manifest, self._parts)
+        if pace.meets:
+            pace.meet(nbytes)
+        pace.begin(nbytes)
         if manifest is not None:
             source = self._tier.steps.path(self._own_name)
-            copying = _Copying(pipeline, self._tier, self._options, files, manifest, source)
+            copying = _Copying(pipeline, self._tier, self._options, files, manifest, source, pace)
             for part in self._parts:
                 copying.copy(part)
+        pace.end()
         if self._options.durable:
             files.sync_own_directory()
         self.copied_s = time.monotonic() - begun
@@ -156,6 +165,12 @@ class Drain(Job):
             tidy(tier.root, self._made.name, self._step, keep_last, keep_every)
 
 
+def _nbytes_of(manifest: Manifest, parts: Sequence[int]) -> int:
+    """Bytes of the files of these parts, without their indexes."""
+    shards = sum(each.nbytes for each in manifest.writers if each.rank in parts)
+    return shards + (manifest.objects.nbytes if OBJECTS_PART in parts else 0)
+
+
 class _Copying:
     """Copies files of one step from this node's directory into one of the root."""
 
@@ -167,7 +182,9 @@ class _Copying:
         files: StepFiles,
         manifest: Manifest,
         source: str,
+        pace: Pace,
     ) -> None:
+        self._pace = pace
         self._pipeline = pipeline
         self._storage, self._staging = pipeline.storage, pipeline.staging
         self._tier = tier
@@ -220,15 +237,14 @@ class _Copying:
         """Writes a file of the root, a chunk at a time, while the next one is read."""
         path, options = self._files.path(name), self._options
         purpose = Purpose(nbytes, 1, options.stripe, self._tier.root.root)
-        with ExitStack() as files, _UnderWay() as moving:
+        with ExitStack() as files, _UnderWay(self._pace) as moving:
             made = partial(self._files.made, name)
             fd, _name, route = new_file(self._pipeline, files, made, purpose, path, options.backend)
             offset = 0
             for chunk in content:
-                self._tier.pace(len(chunk))
                 image = Image.of_bytes(chunk)
                 transfer = Transfer(self._staging, image, path, _CHUNK_BLOCKS, 1)
-                transfer.write_to(fd, offset, route)
+                transfer.write_to(fd, offset, self._pace.route(route))
                 moving.follow(transfer)
                 offset += len(chunk)
             moving.follow(None)
@@ -247,7 +263,8 @@ class _Copying:
 class _UnderWay:
     """The chunk that is being written. Leaving the context waits until nothing of it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
         self._transfer: Transfer | None = None
 
     def __enter__(self) -> _UnderWay:
@@ -259,6 +276,7 @@ class _UnderWay:
         if before is not None:
             with before:
                 before.wait_written()
+                self._pace.note_written(before)
 
     def __exit__(self, *_: object) -> None:
         if self._transfer is not None:

@@ -198,6 +198,10 @@ class Pace:
         self._tokens_s[transfer] = transfer.tokens_waited_s()
         self._stats.paced_s = self._held_s + max(self._tokens_s.values())
 
+    def note_written(self, transfer: Transfer) -> None:
+        """Counts what one of many transfers, which was written, waited for the rate."""
+        self._stats.paced_s += transfer.tokens_waited_s()
+
 
 def chain_of(rank: int, world_size: int, chains: int) -> int:
     """In which of so many runs of ranks, one after another, a rank is."""

@@ -21,6 +21,7 @@ from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.formats.manifest import Manifest, ObjectsFile
 from fastckpt.handle import SaveHandle
 from fastckpt.image import Image
+from fastckpt.pacing import Pace, Pacing
 from fastckpt.pipeline import Pipeline
 from fastckpt.step_files import StepFiles
 from fastckpt.step_save import Objects, ShardFile, StepSave
@@ -105,7 +106,11 @@ class TieredSave(StepSave):
 
     # ---- the directories, or the way past them
 
-    def _place(self) -> dict[str, Any]:
+    def _paced(self, pipeline: Pipeline) -> Pace:
+        """Not at all: what was asked for is to spare the root, and the drain's to heed."""
+        return Pace(Pacing(), self.agreement, pipeline.rates, "", self.handle.stats)
+
+    def _place(self, pace: Pace) -> dict[str, Any]:
         """A directory on each node, which its first rank makes; the nonce of rank 0."""
         nodes, agreement = self._tier.nodes(), self.agreement
         first = nodes.first(agreement.rank)
@@ -120,7 +125,8 @@ class TieredSave(StepSave):
             own = {"name": name, "nonce": secrets.token_hex(16)}
             agreement.put("local place", json.dumps(own).encode())
         name = json.loads(agreement.get("local place", first))["name"]
-        return {"name": name, "nonce": json.loads(agreement.get("local place"))["nonce"]}
+        nonce = json.loads(agreement.get("local place"))["nonce"]
+        return {"name": name, "nonce": nonce, "meet": False}
 
     def _stage_objects(self, pipeline: Pipeline, moving: ExitStack) -> Objects | None:
         objects = super()._stage_objects(pipeline, moving)
@@ -171,7 +177,7 @@ class TieredSave(StepSave):
         self.steps = self._tier.root
         stats = self.handle.stats
         stats.local_why, stats.nbytes = f"the local tier {why}", 0
-        self.name = super()._place()["name"]
+        self.name = super()._place(self._paced(pipeline))["name"]
         self.handle.path = self.steps.path(self.name)
         self.files = StepFiles(pipeline.storage, self.steps, self.name, self.agreement)
 

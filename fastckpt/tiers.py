@@ -15,7 +15,6 @@ import operator
 import os
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from fastckpt.agreement import Round
 from fastckpt.coordinator import Coordinator
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
+from fastckpt.pacing import Pacing
 from fastckpt.steps import Committed, Steps
 from fastckpt.storage import NEW_MODE, Storage, reported
 
@@ -89,7 +89,6 @@ class LocalTier:
     Attributes:
         steps: those of the root in the local directory.
         root, keep: as given.
-        pace: called before so many bytes are written to the root, and returns when they may be.
 
     Raises:
         ValueError: the directory lies on the root's file system.
@@ -121,7 +120,6 @@ class LocalTier:
         name = f"{os.path.basename(root.root) or 'root'}-{known_as}"
         self.steps = Steps(storage, os.path.join(self._directory, name))
         self.root, self.keep = root, keep
-        self.pace: Callable[[int], None] = lambda _nbytes: None
         self._rank = coordinator.rank
         self._coordinator, self._timeout_s = coordinator, timeout_s
         self._meeting = self._begin("local tier")
@@ -367,7 +365,7 @@ def local_tier(
     keep: int | None,
     root: Steps,
     coordinator: Coordinator,
-    timeout_s: float,
+    pacing: Pacing,
 ) -> LocalTier | None:
     """The tier that the arguments of a Checkpointer ask for, if they do.
 
@@ -380,5 +378,7 @@ def local_tier(
         if keep is not None:
             raise ValueError("keep_local without local: there is no local tier to keep steps in")
         return None
+    if pacing.writers_per_node is not None:
+        raise ValueError("writers_per_node with local: the local tier has a file for each rank")
     path = os.fsdecode(directory)
-    return LocalTier(storage, path, keep or KEEP_LOCAL, root, coordinator, timeout_s)
+    return LocalTier(storage, path, keep or KEEP_LOCAL, root, coordinator, pacing.timeout_s)
