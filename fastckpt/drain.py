@@ -9,20 +9,21 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import TypeVar
 
 from fastckpt.agreement import Round
 from fastckpt.codec import FrameReader
 from fastckpt.commit import close_quietly, cut, settle
 from fastckpt.devices import Reads
-from fastckpt.errors import CorruptCheckpoint, PeerFailed, StorageError
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, PeerFailed, StorageError
 from fastckpt.formats.lustre_layout import Purpose
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.handle import SaveHandle
-from fastckpt.image import BLOCK_BYTES, Image
+from fastckpt.image import BLOCK_BYTES, Image, block_count
 from fastckpt.new_file import new_file
 from fastckpt.pacing import Pace
 from fastckpt.pipeline import Job, Pipeline
@@ -39,7 +40,10 @@ from fastckpt.transfer import Transfer
 
 log = logging.getLogger("fastckpt")
 
-_CHUNK_BLOCKS = 4  # read at a time, while those before are written
+Source = TypeVar("Source", ReadStream, VerifiedFile)
+
+_CHUNK_BYTES = 32 << 20  # read at a time, while those before are written
+DRAIN_BLOCKS_MIN = 2  # of staging memory, or the one that was read would wait for its own write
 _PART_BYTES = 4 << 20  # of a record in the store
 
 
@@ -221,17 +225,17 @@ class _Copying:
         path = self._source.path(index.file)
         sizes = (index.nbytes, index.block_bytes)
         with self._source.opened(index.file, index.file_nbytes) as fd, ExitStack() as reading:
-            if index.codec is None:
-                stream = self._staging.read(fd, path, *sizes, index.block_crcs)
-                reading.enter_context(_closing(stream))
-                self._write(index.file, index.file_nbytes, _stored(stream, index, path))
-                return
-            kept: dict[int, bytes] = {}
-            frames = FrameReader(self._storage, fd, path, *sizes, index.frames, kept=kept)
-            route = reading.enter_context(self._staging.through(fd, frames.transfer))
-            stream = self._staging.read(fd, path, *sizes, index.block_crcs, route=route)
-            reading.enter_context(_closing(stream))
-            self._write(index.file, index.file_nbytes, _frames(stream, index, path, kept))
+            route, kept = None, None
+            if index.codec is not None:
+                kept = dict[int, bytes]()
+                frames = FrameReader(self._storage, fd, path, *sizes, index.frames, kept=kept)
+                route = reading.enter_context(self._staging.through(fd, frames.transfer))
+
+            def opened(wanted: range) -> ReadStream:
+                crcs = index.block_crcs
+                return self._staging.read(fd, path, *sizes, crcs, wanted, route)
+
+            self._write(index.file, index.file_nbytes, _stored(opened, index, path, kept))
 
     def _write(self, name: str, nbytes: int, content: Iterator[bytearray]) -> None:
         """Writes a file of the root, a chunk at a time, while the next one is read."""
@@ -243,7 +247,7 @@ class _Copying:
             offset = 0
             for chunk in content:
                 image = Image.of_bytes(chunk)
-                transfer = Transfer(self._staging, image, path, _CHUNK_BLOCKS, 1)
+                transfer = Transfer(self._staging, image, path, _CHUNK_BYTES // BLOCK_BYTES, 1)
                 transfer.write_to(fd, offset, self._pace.route(route))
                 moving.follow(transfer)
                 offset += len(chunk)
@@ -284,17 +288,17 @@ class _UnderWay:
 
 
 @contextmanager
-def _closing(source: ReadStream | VerifiedFile) -> Iterator[None]:
+def _closing(source: Source) -> Iterator[Source]:
     try:
-        yield
+        yield source
     finally:
         with suppress(OSError):  # what was read of it has been verified
             source.close()
 
 
-def _chunks(nbytes: int) -> Iterator[bytearray]:
-    """Memory for one chunk after the other; that of a chunk is another's again two later."""
-    size = _CHUNK_BLOCKS * BLOCK_BYTES
+def _chunks(nbytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[bytearray]:
+    """Memory for one chunk of blocks after the other; a chunk's is used again two later."""
+    size = max(1, _CHUNK_BYTES // block_bytes) * block_bytes
     turns = [bytearray(size) for _ in range(min(2, nbytes // size))]
     for number in range(nbytes // size):
         yield turns[number % 2]
@@ -311,40 +315,37 @@ def _octets(file: VerifiedFile, nbytes: int) -> Iterator[bytearray]:
         yield chunk
 
 
-def _stored(stream: ReadStream, index: ShardIndex, path: str) -> Iterator[bytearray]:
-    """All of a shard without codec, verified, in chunks."""
-    begin = 0
-    for chunk in _chunks(index.nbytes):
-        _read(stream, index, path, chunk, begin)
-        begin += len(chunk)
-        yield chunk
-
-
-def _frames(
-    stream: ReadStream, index: ShardIndex, path: str, frames: dict[int, bytes]
+def _stored(
+    opened: Callable[[range], ReadStream],
+    index: ShardIndex,
+    path: str,
+    frames: dict[int, bytes] | None,
 ) -> Iterator[bytearray]:
-    """All frames of a shard, in chunks; `frames` has each when its block has been read."""
-    chunk = bytearray()
-    for number in range(len(index.block_crcs)):
-        begin = number * index.block_bytes
-        block = bytearray(min(index.block_bytes, index.nbytes - begin))
-        _read(stream, index, path, block, begin)
-        chunk += frames.pop(number)
-        if len(chunk) >= _CHUNK_BLOCKS * BLOCK_BYTES:
-            yield chunk
-            chunk = bytearray()
-    if chunk:
-        yield chunk
+    """All of a shard as it is stored, verified, in chunks.
+
+    Args:
+        opened: reads blocks, and no others ahead, whose memory later saves may need.
+        index: of the shard.
+        path: for messages.
+        frames: with a codec, has the frames of blocks that were read.
+    """
+    begin, number = 0, 0
+    for chunk in _chunks(index.nbytes, index.block_bytes):
+        wanted = range(number, number + block_count(len(chunk), index.block_bytes))
+        with _closing(opened(wanted)) as stream:
+            if not stream.readinto(chunk, begin):
+                raise _failure(stream, index, path)
+        begin, number = begin + len(chunk), wanted.stop
+        yield chunk if frames is None else bytearray().join(map(frames.pop, wanted))
 
 
-def _read(stream: ReadStream, index: ShardIndex, path: str, target: bytearray, begin: int) -> None:
-    if not stream.readinto(target, begin):
-        failure = stream.failure()
-        if failure is not None:
-            op, offset, number = failure
-            raise StorageError(op, path, number, offset)
-        at = stream.corrupt_block() * index.block_bytes
-        raise CorruptCheckpoint(f"{path!r} is damaged: CRC-32 mismatch from byte {at} on")
+def _failure(stream: ReadStream, index: ShardIndex, path: str) -> CheckpointError:
+    failure = stream.failure()
+    if failure is not None:
+        op, offset, number = failure
+        return StorageError(op, path, number, offset)
+    at = stream.corrupt_block() * index.block_bytes
+    return CorruptCheckpoint(f"{path!r} is damaged: CRC-32 mismatch from byte {at} on")
 
 
 def send(agreement: Round, key: str, content: bytes) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fastckpt.agreement import Round
-from fastckpt.drain import Drain
+from fastckpt.drain import DRAIN_BLOCKS_MIN, Drain
 from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle
 from fastckpt.pipeline import Pipeline
@@ -76,7 +76,8 @@ def _resumed(
     """Begins to drain what the nodes hold together and the root lacks, newest first."""
     nodes, rank, begun = tier.nodes(), agreement.rank, []
     beside = nodes.beside(rank)
-    for each in tier.survey(agreement):
+    is_able = current.staging.blocks_limit(None) >= DRAIN_BLOCKS_MIN
+    for each in tier.survey(agreement, is_able):
         handle = SaveHandle(tier.root.path(step_name(each.step)), time.perf_counter())
         handle.reported = True  # a failure is logged, and no later save's to raise
         handle.mark_staged()

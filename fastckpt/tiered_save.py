@@ -16,7 +16,7 @@ from typing import Any
 
 from fastckpt.agreement import Round
 from fastckpt.commit import close_quietly
-from fastckpt.drain import Drain, receive, send
+from fastckpt.drain import DRAIN_BLOCKS_MIN, Drain, receive, send
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.formats.manifest import Manifest, ObjectsFile
 from fastckpt.handle import SaveHandle
@@ -65,7 +65,9 @@ class TieredSave(StepSave):
 
     def commit(self, pipeline: Pipeline) -> None:
         try:
-            # Before anything is staged: a drain needs staging memory, too.
+            # Before anything is staged: a drain needs staging memory, too, to read and to write.
+            if pipeline.staging.blocks_limit(None) < DRAIN_BLOCKS_MIN:
+                self._tier.refuse("cannot be drained with staging memory of one block")
             if self._awaited is not None:
                 self._awaited.wait_done()
                 self._awaited = None
@@ -139,8 +141,9 @@ class TieredSave(StepSave):
         """
         with ExitStack() as trial:
             file = None
+            self._trouble = self._trouble or self._tier.refusal()
             try:
-                if self.name:
+                if self.name and not self._trouble:
                     file = super()._open_shard(pipeline, trial, image)
                     coded = image.body_nbytes if self.options.codec is not None else 0
                     beside = self._tier.nodes().beside(self.agreement.rank)

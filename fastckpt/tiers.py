@@ -127,6 +127,7 @@ class LocalTier:
         self._nodes: Nodes | None = None  # under _lock
         self._told = ""
         self._sequence: int | None = None
+        self._highest = 0  # sequence of any step that some node was seen to have
         self._incomplete: set[str] = set()  # names of steps whose other parts are lost
 
     def _device_of(self, path: str) -> int:
@@ -144,7 +145,7 @@ class LocalTier:
 
     def close(self) -> None:
         """Leaves what was begun. Idempotent."""
-        self._meeting.close()
+        self._meeting.close(linger_s=0.0)
 
     # ---- whether it can be used
 
@@ -217,7 +218,7 @@ class LocalTier:
         """
         if self._sequence is None:
             self._sequence = self.root.next_sequence()
-        self._sequence = steps.next_sequence(self._sequence)
+        self._sequence = steps.next_sequence(max(self._sequence, self._highest))
         return self._sequence
 
     # ---- what is there, and what may go
@@ -274,15 +275,22 @@ class LocalTier:
             self.steps.remove_dead()
         return removed
 
-    def survey(self, agreement: Round) -> list[Undrained]:
-        """What the nodes hold together that the root has not, newest first; all ranks call it."""
+    def survey(self, agreement: Round, is_able: bool) -> list[Undrained]:
+        """What the nodes hold together that the root has not, newest first; all ranks call it.
+
+        Nothing if one of them is not able to drain it.
+        """
         nodes = self.nodes()
         is_first = nodes.first(self._rank) == self._rank
         there = {item.manifest.nonce: item for item in self._committed()} if is_first else {}
-        agreement.put("local", json.dumps([*map(self._listed, there.values())]).encode())
+        listed = [*map(self._listed, there.values())]
+        agreement.put("local", json.dumps([is_able, listed]).encode())
         if self._rank == 0:
-            listings = [json.loads(record) for record in agreement.gather("local")]
-            agreement.put("survey", json.dumps(self._merged(listings)).encode())
+            told = [json.loads(record) for record in agreement.gather("local")]
+            merged = self._merged([listing for _able, listing in told])
+            if not all(able for able, _listing in told):
+                merged["undrained"] = []
+            agreement.put("survey", json.dumps(merged).encode())
         told = json.loads(agreement.get("survey"))
         for nonce in there.keys() & set(told["drained"]):
             self.note_drained(there[nonce].name)
@@ -331,6 +339,7 @@ class LocalTier:
         of: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         for rank, listing in enumerate(listings):
             for each in listing:
+                self._highest = max(self._highest, each["sequence"])
                 of.setdefault(each["nonce"], []).append((rank, each))
         told: dict[str, Any] = {"drained": [], "incomplete": [], "undrained": []}
         for nonce, copies in sorted(of.items(), key=lambda pair: -pair[1][0][1]["sequence"]):

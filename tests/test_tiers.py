@@ -35,6 +35,7 @@ from test_process import run_python
 
 from fastckpt import Checkpointer, tiered_save
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.image import BLOCK_BYTES
 from fastckpt.storage import Storage
 
 WAIT_S = 60.0
@@ -585,3 +586,43 @@ def test_any_operation_may_be_the_last(two: tuple[Path, Path]) -> None:
         for each in base:
             shutil.rmtree(each)
     assert steps == {1, 2}
+
+
+# ---- memory and size ----
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_a_drain_of_many_blocks_with_few(disk: Path, local: Path, codec: str | None) -> None:
+    """Both directions of a copy share a budget of two blocks with the saves that follow."""
+    elements = 13_000_000  # two chunks, seven blocks
+    with process_on(None, 2 * BLOCK_BYTES) as current:
+        with Checkpointer(disk / "run", local=local, codec=codec) as checkpointer:
+            for step in (1, 2, 3):
+                checkpointer.save(step, state(step, elements))
+        assert current.staging.engine().arena_blocks == 2
+        found = state(999, elements)
+        with Checkpointer(disk / "run") as checkpointer:
+            for step in (1, 2, 3):
+                assert checkpointer.restore(found, step) == step
+                assert_holds(found, step, elements)
+
+
+def test_one_block_of_memory_is_too_little_for_a_tier(disk: Path, local: Path) -> None:
+    with (
+        process_on(None, BLOCK_BYTES),
+        Checkpointer(disk / "run", local=local) as checkpointer,
+    ):
+        handle = checkpointer.save(1, state(1))
+        assert not handle.wait_local(WAIT_S) and "one block" in handle.stats.local_why
+        assert checkpointer.restore(state(0)) == 1
+
+
+def test_the_rate_of_a_drain_has_one_place(disk: Path, local: Path) -> None:
+    with Checkpointer(disk / "run", local=local) as checkpointer:
+        told: list[int] = []
+        assert checkpointer._tier is not None
+        checkpointer._tier.pace = told.append
+        checkpointer.save(1, state(1, 20_000_000)).result(WAIT_S)
+        names = ("rank-00000.safetensors", "objects.pt")
+        sizes = [(disk / "run/step-00000001" / name).stat().st_size for name in names]
+    assert sum(told) == sum(sizes) and max(told) == 4 * BLOCK_BYTES
