@@ -270,8 +270,10 @@ def test_what_fails_later(disk: Path, on_error: str, caplog: pytest.LogCaptureFi
 
 def test_a_draft_that_somebody_removes_is_a_failed_save(disk: Path) -> None:
     gate = threading.Event()
-    with through(Delay("sync", gate)):
+    storage = Delay("sync", gate)
+    with through(storage):
         handle = save_directory(str(disk / "a"), fill_with(1))
+        assert storage.reached.wait(WAIT_S)  # before that it would be made again
         (draft,) = disk.iterdir()
         draft.rename(disk / "elsewhere")
         gate.set()
