@@ -21,7 +21,6 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -672,18 +671,10 @@ def nursery() -> Iterator[Nursery]:
     started.close()
 
 
-@pytest.fixture(scope="module")
-def crew(nursery: Nursery) -> Iterator[Callable[[int], Crew]]:
+@pytest.fixture
+def crew(nursery: Nursery) -> Callable[[int], Crew]:
     """`crew(n)`: a job of n ranks, the same one for all tests."""
-    with ExitStack() as stack:
-        crews: dict[int, Crew] = {}
-
-        def of(size: int) -> Crew:
-            if size not in crews or not crews[size].is_usable:
-                crews[size] = stack.enter_context(nursery.crew(size))
-            return crews[size]
-
-        yield of
+    return nursery.lasting_crew
 
 
 def values(outcomes: list[Any]) -> list[Any]:

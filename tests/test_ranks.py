@@ -13,7 +13,6 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +41,10 @@ def nursery() -> Iterator[Nursery]:
     started.close()
 
 
-@pytest.fixture(scope="module")
-def crew(nursery: Nursery) -> Iterator[Callable[[int], Crew]]:
+@pytest.fixture
+def crew(nursery: Nursery) -> Callable[[int], Crew]:
     """`crew(n)`: a job of n ranks, the same one for all tests."""
-    with ExitStack() as stack:
-        crews: dict[int, Crew] = {}
-
-        def of(size: int) -> Crew:
-            if size not in crews or not crews[size].is_usable:
-                crews[size] = stack.enter_context(nursery.crew(size))
-            return crews[size]
-
-        yield of
+    return nursery.lasting_crew
 
 
 def restored(crew: Crew, root: Path, step: int | None = None) -> Any:

@@ -185,14 +185,13 @@ class Nursery:
         theirs.close()
         self._socket.settimeout(WAIT_S)
         self._lasting = contextlib.ExitStack()
-        self._crew: Crew | None = None
+        self._crews: dict[int, Crew] = {}
 
     def lasting_crew(self, size: int) -> Crew:
-        """A crew for many tests; another one if the last test left it in the midst of a call."""
-        if self._crew is None or not self._crew.is_usable:
-            self._lasting.close()
-            self._crew = self._lasting.enter_context(self.crew(size))
-        return self._crew
+        """A crew of this size for many tests; another if a test left it in the midst of a call."""
+        if size not in self._crews or not self._crews[size].is_usable:
+            self._crews[size] = self._lasting.enter_context(self.crew(size))
+        return self._crews[size]
 
     @contextlib.contextmanager
     def crew(self, size: int, orderly: bool = False) -> Iterator[Crew]:
