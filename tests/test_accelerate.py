@@ -6,22 +6,23 @@ Must not know how a directory is written: tests/test_directory_save.py does.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import example_run
 import pytest
 import safetensors.torch
 import torch
+from example_run import finish, logged
 from torch import nn
 
 pytest.importorskip("accelerate")
@@ -290,32 +291,7 @@ def test_a_directory_has_to_be_named(disk: Path) -> None:
         load_state(run.accelerator, disk / "none")
 
 
-def run_example(cwd: Path, *options: object, ranks: int = 1) -> subprocess.Popen[bytes]:
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    cwd.mkdir(exist_ok=True)
-    command += [str(ROOT / "examples" / "accelerate_loop.py"), "--loss-log", "losses"]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    with open(cwd / "output", "ab") as output:
-        return subprocess.Popen(
-            command + [str(option) for option in options],
-            cwd=cwd,
-            env=os.environ | environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def finish(process: subprocess.Popen[bytes], cwd: Path) -> list[tuple[int, str]]:
-    assert process.wait(timeout=200) == 0, (cwd / "output").read_text()[-3000:]
-    return logged(cwd)
-
-
-def logged(cwd: Path) -> list[tuple[int, str]]:
-    records = map(json.loads, (cwd / "losses").read_text().splitlines())
-    return [(record["step"], record["loss"]) for record in records]
+run_example = functools.partial(example_run.start, "accelerate_loop")
 
 
 @pytest.mark.slow
