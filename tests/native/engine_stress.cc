@@ -126,8 +126,12 @@ class File {
 
 void write_plan(Engine& engine, const std::shared_ptr<Backend>& backend, int fd, Random& random,
                 Plan& plan) {
-    auto job = engine.write(fd, 0, plan.segments, plan.slots, backend, false, 1 + below(random, 5),
-                            1 + static_cast<unsigned>(below(random, 3)));
+    const size_t held = 1 + below(random, 5);
+    const auto threads = static_cast<unsigned>(1 + below(random, 3));
+    auto job = engine.stage(plan.segments, plan.slots, {}, nullptr, held, threads);
+    std::shared_ptr<fastckpt::TokenBucket> bucket;  // a third of the jobs waits for tokens
+    if (below(random, 3) == 0) bucket = std::make_shared<fastckpt::TokenBucket>(4e6, 4096);
+    job->write_to(fd, 0, backend, false, {}, bucket);
     expect(job->wait_staged(kLongest), "a job is staged in time");
     expect(job->failure().error == 0, "a job succeeds");
     expect(job->block_crcs() == block_crcs(plan.image), "block checksums are right");
@@ -142,7 +146,8 @@ void read_back(Engine& engine, const std::shared_ptr<Backend>& backend, int fd, 
     const bool damaged = below(random, 4) == 0;
     const size_t bad = below(random, crcs.size());
     if (damaged) crcs[bad] ^= 1;
-    auto stream = engine.read(fd, image.size(), crcs, {}, backend, false, 1 + below(random, 6));
+    auto stream =
+        engine.read(fd, image.size(), crcs, {}, backend, false, 1 + below(random, 6), nullptr);
     for (int i = 0; i < 5; ++i) {
         const size_t offset = below(random, image.size());
         Bytes target(below(random, image.size() - offset + 1));
@@ -211,7 +216,7 @@ std::shared_ptr<Backend> faulty_backend(unsigned seed, unsigned fatal) {
 // Reads a file that may be short or not there yet. The stream is gone before anybody waits for a
 // job: while it is open, it keeps blocks.
 void read_in_vain(Engine& engine, const std::shared_ptr<Backend>& backend, int fd, size_t nbytes) {
-    auto stream = engine.read(fd, nbytes, {}, {}, backend, false, 3);
+    auto stream = engine.read(fd, nbytes, {}, {}, backend, false, 3, nullptr);
     Bytes target(nbytes);
     if (!stream->read(target.data(), 0, nbytes))
         expect(stream->failure().error != 0, "a failed read says why");
