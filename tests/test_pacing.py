@@ -259,7 +259,7 @@ def test_start_at_a_random_moment(crew: Callable[[int], Crew], disk: Path) -> No
 
 
 @multiprocess
-@pytest.mark.parametrize("options", [{"drain_rate": 200e3}, {"max_writers": 1}], ids=str)
+@pytest.mark.parametrize("options", [{"drain_rate": 300e3}, {"max_writers": 1}], ids=str)
 def test_a_failure_elsewhere_ends_the_wait(
     crew: Callable[[int], Crew], disk: Path, options: dict[str, Any]
 ) -> None:
