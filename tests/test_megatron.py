@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from ranks import megatron_bodies as bodies
 from ranks.group_crew import Crew, Nursery, RankDied
 from torch.torch_version import TorchVersion
 
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.integrations import dcp
 
 ROOT = Path(__file__).resolve().parents[1]
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -300,6 +302,14 @@ def test_nothing_whole_is_an_error_and_nothing_at_all_is_none(crew: Crew, disk: 
     for outcome in crew(bodies.load_any, str(disk)):
         assert isinstance(outcome.error, CorruptCheckpoint)
         assert "iter_0000001" in str(outcome.error)
+
+
+def test_a_checkpoint_of_another_format_is_not_taken_for_damage(crew: Crew, disk: Path) -> None:
+    state = {"model": {"decoder.weight": torch.ones(2)}, "optimizer": {"step": 1}}
+    dcp.save(state, checkpoint_id=disk / "iter_0000002", no_dist=True)
+    for outcome in crew(bodies.load_any, str(disk)):
+        assert isinstance(outcome.error, IncompatibleCheckpoint)
+        assert "fsdp_dtensor or torch_dcp" in str(outcome.error)
 
 
 def test_another_model_is_refused_and_not_taken_for_damage(crew: Crew, disk: Path) -> None:

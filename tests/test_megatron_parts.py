@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,9 +28,9 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.planner import SavePlan
 
-from fastckpt import IncompatibleCheckpoint
-from fastckpt.integrations import megatron
-from fastckpt.integrations.megatron import division, iterations
+from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, pipeline
+from fastckpt.integrations import dcp, megatron
+from fastckpt.integrations.megatron import division, iterations, ranges
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.buckets import _scatter
 from fastckpt.integrations.megatron.reshard import (
@@ -209,6 +210,55 @@ def test_what_all_hold_is_divided_evenly_and_covered(ranks: int, shapes: Any) ->
     assert max(sizes) - min(sizes) <= division.CUT_BYTES_MIN + 4 * 700 * len(shapes)
 
 
+def flat(key: str, size: int) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.zeros(size))
+
+
+def test_states_of_a_parameter_are_written_in_turns() -> None:
+    size = 3 * division.TURN_BYTES_MIN // 4  # float32: three turns
+    shards = [flat("param", size), flat("exp_avg", size), flat("small", 9), shard("w", 2, size)]
+    ((plan,), metadata) = division.divide([offer(*shards)])
+    third = size // 3
+    assert [(item.index.fqn, tuple(item.index.offset)) for item in plan.items] == [
+        *((key, (third * turn,)) for turn in range(3) for key in ("param", "exp_avg")),
+        ("small", (0,)),
+        ("w", (0, 0)),
+    ]
+    chunks = metadata.state_dict_metadata["exp_avg"].chunks
+    assert [tuple(chunk.sizes) for chunk in chunks] == [(third,)] * 3
+    many = [flat(key, 400 * division.TURN_BYTES_MIN // 4) for key in ("param", "exp_avg")]
+    ((plan,), _) = division.divide([offer(*many)])
+    assert len(plan.items) <= division.TURNS_MAX + 2
+
+
+def test_objects_are_read_without_their_block_and_verified(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1 << 20), "o": {"step": 7}}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    metadata = dcp.Reader(tmp_path).read_metadata()
+    (info,) = [info for key, info in metadata.storage_data.items() if key.fqn == "o.step"]
+    path = tmp_path / info.relative_path
+    counted: list[int] = []
+    storage = pipeline.current().storage
+    read_at = storage.read_at
+
+    def noted(fd: int, nbytes: int, offset: int) -> bytes:
+        counted.append(nbytes)
+        return read_at(fd, nbytes, offset)
+
+    with (
+        mock.patch.object(storage, "read_at", noted),
+        mock.patch.object(pipeline.current().staging, "read", side_effect=AssertionError),
+    ):
+        (content,) = ranges.read_objects(str(tmp_path), ["o.step"]).values()
+    assert ranges.unpickled(content, "o.step") == 7
+    assert sum(counted) < 1 << 16
+    whole = bytearray(path.read_bytes())
+    whole[info.offset + info.length // 2] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(CorruptCheckpoint, match=r"CRC-32 mismatch in bytes .* in 'o.step'"):
+        ranges.read_objects(str(tmp_path), ["o.step"])
+
+
 def test_what_does_not_fit_together_is_refused() -> None:
     half, other = shard("w", 4, 4, 0, 2), shard("w", 4, 4, 1, 2)
     division.divide([offer(half), offer(other)])
@@ -242,6 +292,7 @@ def test_retention_spares_links_the_newest_and_what_is_newer(tmp_path: Path) -> 
     os.symlink(elsewhere, tmp_path / "iter_0000003")
     assert iterations.retain(str(tmp_path), 6, 2, 4) == [1, 2]
     assert iterations.complete_iterations(str(tmp_path)) == [3, 4, 5, 6]
+    assert iterations.retain(str(tmp_path), 6, 1, None, {4}) == [5]
     assert (tmp_path / "iter_0000007").is_dir()
 
 

@@ -55,7 +55,7 @@ SIZES = (
 )
 _own_groups: set[Any] = set()  # of this rank, before Megatron makes any
 OFF = ["no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "finetune", "async_save"]
-OFF += ["overlap_param_gather", "log_energy", "log_progress", "use_megatron_fsdp"]
+OFF += ["overlap_param_gather", "log_energy", "log_progress", "use_megatron_fsdp", "fp8"]
 TEXT = torch.arange(4096) * 7 % 251
 
 
@@ -455,6 +455,7 @@ def train_by_megatron(member: Member, root: str) -> Any:
         mock.patch.object(global_vars, "_GLOBAL_ENERGY_MONITOR", energy),
         mock.patch.object(training.one_logger_utils, "track_e2e_metrics"),
         mock.patch.object(training, "report_memory"),
+        mock.patch.object(training, "should_disable_forward_pre_hook", lambda _: False),
         mock.patch.object(torch.cuda, "empty_cache"),
     ):
         global_vars.get_timers()("interval-time", log_level=0).start()

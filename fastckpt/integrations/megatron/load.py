@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from fastckpt import CheckpointError, CorruptCheckpoint
+from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.integrations.megatron import iterations
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.optimizer import SHARDING
@@ -161,9 +161,15 @@ class _Loading:
 
     def look(self) -> None:
         """Whether what tells the rest is there; without a collective."""
-        if not os.path.isfile(os.path.join(self._path, iterations.CONFIG)):
-            raise CorruptCheckpoint(f"{iterations.CONFIG!r} is missing")
         self._metadata = stored_metadata(self._path)
+        if not os.path.isfile(os.path.join(self._path, iterations.CONFIG)):
+            if any(key.startswith("model.") for key in self._metadata.state_dict_metadata):
+                raise IncompatibleCheckpoint(
+                    f"{self._path!r} is in the format fsdp_dtensor or torch_dcp, which is not "
+                    "loaded here: give a fastckpt.integrations.dcp.Reader to "
+                    "torch.distributed.checkpoint.load"
+                )
+            raise CorruptCheckpoint(f"{iterations.CONFIG!r} is missing")
         self.common = stored_common(self._path, self._metadata, self._weights_only)
 
     def read(self) -> None:
