@@ -28,7 +28,14 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.planner import SavePlan
 
-from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, pipeline
+from fastckpt import (
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    SaveHandle,
+    SaveStats,
+    StorageError,
+    pipeline,
+)
 from fastckpt.integrations import dcp, megatron
 from fastckpt.integrations.megatron import division, iterations, ranges
 from fastckpt.integrations.megatron import optimizer as optimizers
@@ -307,6 +314,34 @@ def test_tracker_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         iterations.track(str(tmp_path), 6)
     assert os.listdir(tmp_path) == [iterations.TRACKER]
     assert iterations.tracked(str(tmp_path)) == 5
+
+
+def test_a_later_save_that_was_faster_stays_the_last(tmp_path: Path) -> None:
+    saves, root = megatron.Saves(), str(tmp_path)
+    committed: list[Callable[[], None]] = []
+    handles = [SaveHandle("first", 0.0), SaveHandle("second", 0.0)]
+    assert saves.is_first(root)
+    for number, handle in enumerate(handles, 1):
+        (tmp_path / iterations.directory_name(number)).mkdir()
+
+        def save(after_commit: Callable[[], None], handle: SaveHandle = handle) -> SaveHandle:
+            committed.append(after_commit)
+            return handle
+
+        assert saves.begin(root, number, 1, None, save) is handle
+    assert not saves.is_first(root)
+    (tmp_path / iterations.directory_name(2) / ".metadata").touch()
+    committed[1]()
+    assert iterations.tracked(root) == 2
+    assert (tmp_path / iterations.directory_name(1)).is_dir()  # it is being written
+    committed[0]()
+    assert iterations.tracked(root) == 2
+    handles[0].set_result(SaveStats())
+    handles[1].set_exception(StorageError("write", "second", 28))
+    with pytest.raises(StorageError):
+        saves.wait()
+    saves.wait()  # it has been told
+    assert megatron.Saves().is_first(root)  # others know nothing of it
 
 
 def test_a_release_is_a_candidate(tmp_path: Path) -> None:
