@@ -9,6 +9,7 @@ ranks talk, or what the committing file says.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +25,13 @@ from fastckpt.devices import Reads
 from fastckpt.fence import Watched
 from fastckpt.formats import distcp
 from fastckpt.formats.lustre_layout import Purpose
+from fastckpt.gds import STAGINGS
 from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, Image, block_count
 from fastckpt.new_file import new_file, note_route
 from fastckpt.pipeline import Job, Pipeline
-from fastckpt.staging import Route, stager_count
+from fastckpt.staging import BACKENDS, Route, stager_count
 from fastckpt.storage import Storage, reported
 from fastckpt.transfer import Transfer
 
@@ -40,12 +42,24 @@ Places = list[tuple[int, int]]  # offset and size of each item
 
 @dataclass(frozen=True)
 class Options:
-    """How files are written: as fastckpt.save's arguments of the same names."""
+    """How files are written: as fastckpt.save's arguments of the same names.
+
+    Raises:
+        ValueError, TypeError: one of them is none.
+    """
 
     backend: str = "auto"
     durable: bool = True
     staging_bytes: int | None = None
     staging: str = "host"
+
+    def __post_init__(self) -> None:
+        choices = (("backend", self.backend, BACKENDS), ("staging", self.staging, STAGINGS))
+        for name, value, known in choices:
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}, must be one of {known}")
+        if self.staging_bytes is not None and operator.index(self.staging_bytes) < 1:
+            raise ValueError(f"staging_bytes is {self.staging_bytes}, must be at least 1")
 
 
 @dataclass

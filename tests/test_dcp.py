@@ -506,6 +506,16 @@ def test_objects_that_need_more_than_weights_only(tmp_path: Path) -> None:
         assert load({"o": None}, tmp_path)["o"] == slice(1, 2)
 
 
+@pytest.mark.parametrize(
+    "options", [{"backend": "dd"}, {"staging": "usb"}, {"staging_bytes": -5}, {"path": ""}]
+)
+def test_a_writer_checks_its_arguments(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Writer(**{"path": tmp_path, **options})
+    with pytest.raises(ValueError, match="path is None"):
+        Reader(None)  # type: ignore[arg-type]
+
+
 def test_a_path_out_of_the_directory_is_refused(tmp_path: Path) -> None:
     save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "c")
     metadata = Reader(tmp_path / "c").read_metadata()

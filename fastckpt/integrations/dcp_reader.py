@@ -46,6 +46,8 @@ class Reader(StorageReader):
         super().__init__()
         self.weights_only = weights_only
         self._metadata: Metadata | None = None
+        if not path:
+            raise ValueError(f"path is {path!r}")
         self.reset(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

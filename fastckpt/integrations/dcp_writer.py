@@ -61,6 +61,9 @@ class Writer(StorageWriter):
     Args:
         path: the checkpoint's directory, made when it is missing; a checkpoint_id replaces it.
         backend, durable, staging_bytes, staging: as fastckpt.save's.
+
+    Raises:
+        ValueError, TypeError: an argument is unknown or out of range, or path is no path.
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class Writer(StorageWriter):
         self.options = Options(backend, durable, staging_bytes, staging)
         self.rank: int | None = None
         self.use_collectives = True
+        if not path:
+            raise ValueError(f"path is {path!r}")
         self.reset(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
