@@ -122,8 +122,7 @@ class ItemsSave(Job):
         self.content.items.clear()
 
     def commit(self, pipeline: Pipeline) -> None:
-        if self.previous is not None:  # what it leaves is known before anything new is made
-            self.previous.wait_done()
+        self.wait_for_previous()  # what they leave is known before anything new is made
         try:
             places = self._write(pipeline)
             assert self._conclude is not None

@@ -89,8 +89,7 @@ class Drain(Job):
 
     def commit(self, pipeline: Pipeline) -> None:
         try:
-            if self.previous is not None:  # one after the other: the root is no faster for two
-                self.previous.wait_done()
+            self.wait_for_previous()  # one after the other: the root is no faster for two
             self._copy(pipeline)
         except BaseException as error:
             self.agreement.fail(error)

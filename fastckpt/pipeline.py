@@ -158,8 +158,8 @@ class Pipeline:
                     self._in_flight.remove((job.lane, handle))
                 self._changed.notify_all()
 
-    def _pending(self, lane: str) -> SaveHandle | None:
-        return next((h for other, h in reversed(self._in_flight) if other == lane), None)
+    def _pending(self, lane: str) -> list[SaveHandle]:
+        return [handle for other, handle in self._in_flight if other == lane]
 
     def wait_for(self, lane: str, *, ended: bool = False) -> None:
         """Waits for the saves of this lane (one file: its path) that are in flight; a failure is
@@ -170,13 +170,13 @@ class Pipeline:
         """
         with self._lock:
             pending = self._pending(lane)
-        if pending is not None:
-            pending.wait_done()
+        for handle in pending:
+            handle.wait_done()
         if ended:
             with self._changed:
                 if threading.get_ident() in self._telling:
                     return
-                self._changed.wait_for(lambda: self._pending(lane) is None, _FREEING_S)
+                self._changed.wait_for(lambda: not self._pending(lane), _FREEING_S)
 
     def raise_unreported(self) -> None:
         """Raises the first error of an earlier save that nobody has asked for; then it counts as
@@ -250,7 +250,7 @@ class Job:
         self.choice: Choice | None = None
         self.fence = fence
         self.lane = lane
-        self.previous: SaveHandle | None = None
+        self.previous: list[SaveHandle] = []  # all in flight: the last may fail before the others
         self.begun = False  # guarded by the pipeline's lock
         self.staging_nbytes = 0  # what it would have used of the arena, had all pages been there
         self.may_be_visible = False  # for all that is known here; not if the agreement failed
@@ -285,13 +285,17 @@ class Job:
         finally:
             self.copying.close()
             self.release()
-            self.previous = None
+            self.previous = []
         return None
 
+    def wait_for_previous(self) -> None:
+        """Waits until what was saved before in this lane has committed or failed."""
+        for handle in self.previous:
+            handle.wait_done()
+
     def wait_turn(self) -> None:
-        """On the first rank: returns when the save before this one in its lane has committed."""
-        if self.previous is not None:
-            self.previous.wait_done()
+        """On the first rank: returns when the saves before this one in its lane have committed."""
+        self.wait_for_previous()
 
     def follow(self) -> None:
         """On the other ranks: what they do while the first one commits."""

@@ -187,8 +187,9 @@ class TieredSave(StepSave):
     # ---- the commit in the local tier
 
     def wait_turn(self) -> None:
-        if self.previous is not None and self._is_local:
-            self.previous.wait_first()
+        if self._is_local:
+            for handle in self.previous:
+                handle.wait_first()
         else:
             super().wait_turn()
 
@@ -219,8 +220,7 @@ class TieredSave(StepSave):
     def follow(self) -> None:
         """On the first rank of another node: publishes there what rank 0 publishes on its own."""
         if not self._is_local:
-            if self.previous is not None:  # which rank 0 waits for, too
-                self.previous.wait_done()
+            self.wait_for_previous()  # as rank 0 does
             return
         if self.made is None:
             return

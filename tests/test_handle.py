@@ -528,6 +528,26 @@ def test_saves_to_one_path_commit_in_order_when_the_first_is_slow(disk: Path) ->
     assert not temporaries(disk)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: one stager, which is held")
+def test_a_save_that_fails_early_lets_none_after_it_overtake_one_before(disk: Path) -> None:
+    path = disk / "a.pt"
+    with HeldTensor() as held, HeldTensor() as other:
+        slow = fastckpt.save({"w": held.tensor}, path, fence="step")
+        held.wait_reached()
+        failing = fastckpt.save({"w": other.tensor}, path, fence="step")
+        other.wait_reached()
+        last = fastckpt.save(filled(9), path, fence="step")
+        other.tensor[0] = 0
+        other.release()
+        assert isinstance(failing.exception(WAIT_S), fastckpt.StagingConflict)
+        with pytest.raises(TimeoutError):
+            last.result(0.3)
+        held.release()
+    slow.result(WAIT_S)
+    last.result(WAIT_S)
+    assert value_of(path) == 9
+
+
 def test_save_after_a_failed_one_to_the_same_path_commits(disk: Path) -> None:
     path = disk / "a.pt"
     with HeldTensor() as held:
