@@ -617,12 +617,17 @@ def test_one_block_of_memory_is_too_little_for_a_tier(disk: Path, local: Path) -
         assert checkpointer.restore(state(0)) == 1
 
 
-def test_the_rate_of_a_drain_has_one_place(disk: Path, local: Path) -> None:
-    with Checkpointer(disk / "run", local=local) as checkpointer:
-        told: list[int] = []
-        assert checkpointer._tier is not None
-        checkpointer._tier.pace = told.append
-        checkpointer.save(1, state(1, 20_000_000)).result(WAIT_S)
-        names = ("rank-00000.safetensors", "objects.pt")
-        sizes = [(disk / "run/step-00000001" / name).stat().st_size for name in names]
-    assert sum(told) == sum(sizes) and max(told) == 4 * BLOCK_BYTES
+def test_a_drain_is_paced_and_a_local_commit_is_not(disk: Path, local: Path) -> None:
+    nbytes, rate = 24_000_000, 16e6
+    with Checkpointer(disk / "run", local=local, drain_rate=rate) as checkpointer:
+        handle = checkpointer.save(1, state(1, nbytes // 4))
+        handle.result(WAIT_S)
+    stats = handle.stats
+    assert stats.local_committed_s is not None and stats.committed_s is not None
+    assert stats.committed_s - stats.local_committed_s > 0.8 * nbytes / rate
+    assert stats.paced_s > 0.5 * nbytes / rate and "drain_rate 16 MB/s" in stats.pacing
+
+
+def test_aggregation_is_not_for_a_local_tier(disk: Path, local: Path) -> None:
+    with pytest.raises(ValueError, match="writers_per_node with local"):
+        Checkpointer(disk / "run", local=local, writers_per_node=1)
