@@ -8,6 +8,7 @@ CXX ?= g++
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+RUNNING := build/running-test
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +35,9 @@ build: $(ENGINE)  ## rebuild the extension in place when csrc/ changed
 
 test: build  ## run the tests; no GPU is needed
 	@echo "== test"
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests || { code=$$?; \
+	  [ $$code -lt 128 ] || echo "== test: pytest was ended by a signal in $$(cat $(RUNNING))"; \
+	  exit $$code; }
 
 check: build $(WERROR)  ## formatting, lint, types, and the build without warnings
 	@echo "== check: ruff format"
