@@ -94,6 +94,7 @@ class _Directory:
         self._lock = threading.Lock()
         # State below is protected by _lock.
         self._tracked = 0  # the save that the tracker was last moved for
+        self._newest = 0  # its iteration
         self._in_flight: dict[int, int] = {}  # iterations
         self._handles: list[SaveHandle] = []
 
@@ -120,18 +121,18 @@ class _Directory:
     def committed(
         self, number: int, iteration: int, keep_last: int | None, keep_every: int | None
     ) -> None:
-        """Moves the tracker and removes old iterations, unless a later save was faster. The
-        checkpoint is committed whatever happens here, and load_checkpoint finds it without the
-        tracker.
+        """Moves the tracker, unless a later save was faster, and removes old iterations, of which
+        this may be one then. The checkpoint is committed whatever happens here, and load_checkpoint
+        finds it without the tracker.
         """
         with self._lock:
-            if number < self._tracked:
-                return
-            self._tracked = number
+            self._in_flight.pop(number, None)
             in_flight = {*self._in_flight.values()}
             try:
-                iterations.track(self._root, iteration)
+                if number > self._tracked:
+                    self._tracked, self._newest = number, iteration
+                    iterations.track(self._root, iteration)
                 if keep_last is not None:
-                    iterations.retain(self._root, iteration, keep_last, keep_every, in_flight)
+                    iterations.retain(self._root, self._newest, keep_last, keep_every, in_flight)
             except Exception as error:
                 log.error("%s does not name iteration %d: %s", iterations.TRACKER, iteration, error)
