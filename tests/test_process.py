@@ -208,7 +208,7 @@ with HeldTensor(value=1.0) as held:
     handle = fastckpt.save(held.tensor, sys.argv[1], fence="step")
 
     def interrupt():
-        wait_until(lambda: stands_in(main, "result"), "the main thread waits")
+        wait_until(lambda: all(stands_in(main, name) for name in ("result", "wait")), "it waits")
         signal.pthread_kill(main.ident, signal.SIGINT)
 
     try:
