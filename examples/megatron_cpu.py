@@ -13,11 +13,27 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
+
+
+class _Event:
+    """An event that has happened already."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 class _Stream:
     """A stream on which everything has happened already."""
+
+    def record_event(self, *_events: Any) -> _Event:
+        return _Event()
 
     def wait_stream(self, *_others: Any) -> None: ...
 
@@ -60,10 +76,19 @@ def on_cpu() -> Iterator[None]:
         "current_stream": lambda *_: _Stream(),
         "Stream": lambda *_, **__: _Stream(),
         "stream": lambda _stream: contextlib.nullcontext(),
+        "Event": _Event,
+        "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),
+        "set_rng_state": lambda *_: None,
     }
+    mesh_of = DeviceMesh.from_group
+
+    def mesh_on_cpu(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+        return mesh_of(group, "cpu", *args, **kwargs)
+
     with contextlib.ExitStack() as stack:
         for name, stand_in in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(mock.patch.object(DeviceMesh, "from_group", mesh_on_cpu))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self))
         stack.enter_context(mock.patch.object(torch.Tensor, "type", cuda_named))
         from megatron.core.tensor_parallel.random import CudaRNGStatesTracker

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
-from fastckpt.integrations.megatron import iterations
+from fastckpt.integrations.megatron import fsdp, iterations
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.optimizer import SHARDING
 from fastckpt.integrations.megatron.state import (
@@ -51,6 +51,7 @@ def load_checkpoint(
     """Loads the newest complete iteration, in place. All ranks call it.
 
     It may have been saved by stock Megatron, and on other tensor, pipeline and data parallel sizes.
+    Into a model in Megatron-FSDP the format fsdp_dtensor is loaded, into others torch_dist.
     Where the newest is damaged or incomplete, or the tracker is, the next older one is taken, with
     a warning; all ranks take the same. A newer non-persistent checkpoint is preferred.
 
@@ -58,7 +59,7 @@ def load_checkpoint(
         model, optimizer, opt_param_scheduler: as save_checkpoint's; what is None is not loaded.
         load: the run's directory.
         iteration: load this one, and no other.
-        strict: whether the model must know all that was saved of it.
+        strict: whether the model must know all that was saved of it; not used with Megatron-FSDP.
         load_rng: whether random number generators go on where they were; on another parallelism
             they are left alone.
         weights_only: False runs code from the files; as torch.load's.
@@ -158,21 +159,39 @@ class _Loading:
         self._models, self._optimizer, self._scheduler = chunks(model), optimizer, scheduler
         self._state: Any = None
         self._by_megatron = False  # whether Megatron itself puts the optimizer's state
+        self._fsdp: fsdp.Restore | None = None
 
     def look(self) -> None:
         """Whether what tells the rest is there; without a collective."""
         self._metadata = stored_metadata(self._path)
         if not os.path.isfile(os.path.join(self._path, iterations.CONFIG)):
             if any(key.startswith("model.") for key in self._metadata.state_dict_metadata):
-                raise IncompatibleCheckpoint(
-                    f"{self._path!r} is in the format fsdp_dtensor or torch_dcp, which is not "
-                    "loaded here: give a fastckpt.integrations.dcp.Reader to "
-                    "torch.distributed.checkpoint.load"
-                )
+                self._look_at_fsdp()
+                return
             raise CorruptCheckpoint(f"{iterations.CONFIG!r} is missing")
+        if fsdp.is_wrapped(self._models):
+            raise IncompatibleCheckpoint(
+                f"{self._path!r} is in the format torch_dist, the model in Megatron-FSDP"
+            )
         self.common = stored_common(self._path, self._metadata, self._weights_only)
 
+    def _look_at_fsdp(self) -> None:
+        if not fsdp.is_wrapped(self._models):
+            raise IncompatibleCheckpoint(
+                f"{self._path!r} is in the format fsdp_dtensor or torch_dcp: the former is loaded "
+                "into a model in Megatron-FSDP, the latter is not loaded here: give a "
+                "fastckpt.integrations.dcp.Reader to torch.distributed.checkpoint.load"
+            )
+        self.common = fsdp.stored_common(self._path, self._metadata, self._weights_only)
+        self._fsdp = fsdp.Restore(
+            self._path, self._metadata, self._models, self._optimizer, self._weights_only
+        )
+
     def read(self) -> None:
+        if self._fsdp is not None:
+            self._fsdp.read()
+            self._state = {**self.common, RNG: fsdp.own_rng(self.common)}
+            return
         keys = self._metadata.state_dict_metadata
         content = dict(self.common.get("content_metadata") or {})
         content = {**content_metadata(content.get(SHARDING, "")), **content}
@@ -201,13 +220,10 @@ class _Loading:
 
     def put(self, strict: bool, load_rng: bool) -> None:
         """Gives everybody what was read."""
-        for name, model in named(self._models):
-            model.load_state_dict(self._state[name], strict=strict)
-        if self._by_megatron:
-            with optimizers.steps_known(self._optimizer):
-                self._optimizer.load_state_dict(self._state["optimizer"])
-        if self._optimizer is not None:
-            optimizers.part_steps(self._optimizer)
+        if self._fsdp is not None:
+            self._fsdp.put()
+        else:
+            self._put_shards(strict)
         if self._scheduler is not None and "opt_param_scheduler" in self._state:
             if hasattr(self._scheduler, "num_steps"):
                 self._scheduler.num_steps = 0  # Megatron's goes on by as many as were saved
@@ -217,3 +233,12 @@ class _Loading:
             set_rng_state(states[0])
         elif load_rng:
             log.warning("random number generators go on by themselves: parallelism has changed")
+
+    def _put_shards(self, strict: bool) -> None:
+        for name, model in named(self._models):
+            model.load_state_dict(self._state[name], strict=strict)
+        if self._by_megatron:
+            with optimizers.steps_known(self._optimizer):
+                self._optimizer.load_state_dict(self._state["optimizer"])
+        if self._optimizer is not None:
+            optimizers.part_steps(self._optimizer)
