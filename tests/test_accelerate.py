@@ -14,6 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,16 +241,19 @@ def test_a_damaged_directory_is_not_loaded(disk: Path, name: str) -> None:
     assert all(torch.equal(before[key], now) for key, now in run.model.state_dict().items())
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
+    """Around a whole test, for pytest's own output may go to a file as well."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 10, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.usefixtures("full_disk")
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
+@full_disk()
 def test_a_full_disk(disk: Path, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
     run = Run().train(2)
     handle = save_state(run.accelerator, disk / "a", on_error=on_error)

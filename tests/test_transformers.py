@@ -311,14 +311,17 @@ class Full(TrainerCallback):
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10 if full else most, most))
 
 
-@pytest.fixture
-def files_of_any_size() -> Iterator[None]:
+@contextmanager
+def limit_kept() -> Iterator[None]:
+    """Around a whole test, for pytest's own output may go to a file as well."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.usefixtures("files_of_any_size")
+@limit_kept()
 def test_a_full_disk_ends_training(disk: Path) -> None:
     trainer = make(AsyncTrainer, disk, callbacks=[Full(4, 100)])
     with pytest.raises(StorageError, match="too large"):
@@ -329,7 +332,7 @@ def test_a_full_disk_ends_training(disk: Path) -> None:
     assert check(str(disk / "checkpoint-2"))
 
 
-@pytest.mark.usefixtures("files_of_any_size")
+@limit_kept()
 def test_training_goes_on_with_a_full_disk_if_told_so(
     disk: Path, stock: tuple[Path, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,7 +344,7 @@ def test_training_goes_on_with_a_full_disk_if_told_so(
     assert_goes_on_like(trainer, stock[1])
 
 
-@pytest.mark.usefixtures("files_of_any_size")
+@limit_kept()
 def test_a_best_checkpoint_that_could_not_be_saved_is_none(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

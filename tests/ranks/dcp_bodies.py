@@ -18,8 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks.dcp_states import is_same, numbers, sharded
-from ranks.group_crew import Member, Outcome, attempt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,6 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fastckpt.integrations import dcp as ours
+from ranks.dcp_states import is_same, numbers, sharded
+from ranks.group_crew import Member, Outcome, attempt
 
 TIMEOUT_S = 20.0
 

@@ -5,10 +5,11 @@ Responsible for their quick start. It starts no thread, which a fork would leave
 
 from __future__ import annotations
 
-import ranks.dcp_bodies
 import torch
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
+
+import ranks.dcp_bodies
 
 __all__ = ["ranks", "torch"]
 

@@ -28,11 +28,11 @@ import deepspeed.runtime.zero.stage3
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from ranks.group_crew import Member, attempt
 from torch import nn
 
 from fastckpt import pipeline
 from fastckpt.integrations import deepspeed as integration
+from ranks.group_crew import Member, attempt
 
 FEATURES, HIDDEN, WAIT_S = 64, 128, 30.0
 # A kernel that DeepSpeed would compile first, and whose ranks spin for each other.

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from fastckpt import Checkpointer, PerRank, gathering
+from fastckpt.storage import Storage
 from ranks.group_crew import Member, Outcome, attempt
 from ranks.steps_bodies import (
     found_in,
@@ -27,9 +30,6 @@ from ranks.steps_bodies import (
     saved,
 )
 from ranks.steps_states import arranged, differing, spread_by_group
-
-from fastckpt import Checkpointer, PerRank, gathering
-from fastckpt.storage import Storage
 
 __all__ = ["restore", "restore_own_values", "save_own_values", "save_steps"]
 

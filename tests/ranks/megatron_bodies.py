@@ -26,6 +26,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+
 from ranks.group_crew import Member, Outcome, attempt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

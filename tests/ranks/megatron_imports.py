@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import megatron.core.models.gpt.gpt_layer_specs
 import megatron.core.optimizer
+
 import ranks.megatron_bodies
 import ranks.megatron_fsdp
 import ranks.megatron_layouts

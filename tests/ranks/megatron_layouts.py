@@ -15,11 +15,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from ranks import megatron_bodies as bodies
-from ranks.group_crew import Member
 
 from fastckpt.integrations import megatron
 from fastckpt.integrations.megatron import optimizer as optimizers
+from ranks import megatron_bodies as bodies
+from ranks.group_crew import Member
 
 HIDDEN, LAYERS = 32, 4
 

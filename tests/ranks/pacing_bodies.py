@@ -12,12 +12,12 @@ import time
 from typing import Any
 
 import torch
-from ranks.group_crew import Member, Outcome, attempt
-from ranks.steps_bodies import found_in, meet, saved
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
 from fastckpt.storage import Storage
+from ranks.group_crew import Member, Outcome, attempt
+from ranks.steps_bodies import found_in, meet, saved
 
 
 def own_state(member: Member, nbytes: int) -> dict[str, Any]:

@@ -18,6 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+import fastckpt
+from fastckpt import Checkpointer, PerRank
+from fastckpt.step_load import StepReader, Target
+from fastckpt.storage import Storage
 from ranks.group_crew import Member, Outcome, attempt
 from ranks.steps_states import (
     Part,
@@ -36,12 +42,6 @@ from ranks.steps_training import (
     train_and_save,
     train_behind_the_step_fence,
 )
-from torch.distributed.tensor import DTensor, Partial, Replicate
-
-import fastckpt
-from fastckpt import Checkpointer, PerRank
-from fastckpt.step_load import StepReader, Target
-from fastckpt.storage import Storage
 
 __all__ = ["restore_and_train", "train_and_save", "train_behind_the_step_fence"]
 

@@ -6,11 +6,12 @@ first used, and each rank would do so anew. It starts no thread, which a fork wo
 
 from __future__ import annotations
 
-import ranks.steps_bodies
-import ranks.steps_lives
 import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
+
+import ranks.steps_bodies
+import ranks.steps_lives
 
 __all__ = ["ranks", "torch"]
 

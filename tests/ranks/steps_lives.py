@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 from doubles import Operation, Recorder
-from ranks.group_crew import Member
-from ranks.steps_states import restamp, stamped, step_of
 
 from fastckpt import Checkpointer, CheckpointError, pipeline
+from ranks.group_crew import Member
+from ranks.steps_states import restamp, stamped, step_of
 
 BORN, RESTORED, BEGUN, COMMITTED, FAILED = b"p", b"r", b"b", b"c", b"f"
 REPORT = struct.Struct("<cI")

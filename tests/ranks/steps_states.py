@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ranks.group_crew import Member
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fastckpt import PerRank
+from ranks.group_crew import Member
 
 # torch's store asks for the name of every process that connects. Where names are not served, that
 # is to cost one second and not five.

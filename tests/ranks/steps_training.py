@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks.group_crew import Member
-from ranks.steps_states import mesh, same_bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +21,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fastckpt import Checkpointer, PerRank
+from ranks.group_crew import Member
+from ranks.steps_states import mesh, same_bits
 
 WORDS, WIDTH, HIDDEN = 9000, 30, 68  # the embedding has more than 1 MiB, WIDTH is uneven over 4
 SAVED_AT, LAST = 3, 6

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from doubles import Operation, Recorder
+
+from fastckpt import Checkpointer, pipeline
 from ranks.group_crew import Member, Outcome, attempt
 from ranks.steps_bodies import found_in, meet, saved
 from ranks.steps_states import stamped
-
-from fastckpt import Checkpointer, pipeline
 
 T = TypeVar("T")
 
