@@ -108,6 +108,11 @@ class Pace:
         self._tokens_s: dict[Transfer, float] = {}
         stats.pacing = pacing.text()
 
+    def heed(self, pacing: Pacing) -> None:
+        """From now on this is asked for; nothing was written yet."""
+        self._pacing = pacing
+        self._stats.pacing = pacing.text()
+
     @property
     def gathers(self) -> bool:
         """Whether shards of several ranks are to go into one file."""

@@ -53,6 +53,7 @@ class TieredSave(StepSave):
         # That has to be in the root before this one is written, or too much would be in the tier.
         self._awaited = earlier[-tier.keep - 1] if len(earlier) > tier.keep else None
         self._drain: Drain | None = None
+        self._pace: Pace | None = None
         self._trouble = ""
         self._objects_nbytes = 0
         self._opened_s = 0.0
@@ -109,8 +110,11 @@ class TieredSave(StepSave):
     # ---- the directories, or the way past them
 
     def _paced(self, pipeline: Pipeline) -> Pace:
-        """Not at all: what was asked for is to spare the root, and the drain's to heed."""
-        return Pace(Pacing(), self.agreement, pipeline.rates, "", self.handle.stats)
+        """Not at all until it goes past the tier: what was asked for is to spare the root."""
+        rates, root, stats = pipeline.rates, self._tier.root.root, self.handle.stats
+        whole = self.options.codec is not None
+        self._pace = Pace(Pacing(), self.agreement, rates, root, stats, whole=whole)
+        return self._pace
 
     def _place(self, pace: Pace) -> dict[str, Any]:
         """A directory on each node, which its first rank makes; the nonce of rank 0."""
@@ -156,7 +160,7 @@ class TieredSave(StepSave):
                 self._wrote_shard = file is not None
                 files.push(trial.pop_all())
                 return file
-        self._go_past(pipeline, why)
+        self._go_past(pipeline, why, image.body_nbytes + self._objects_nbytes)
         return super()._open_shard(pipeline, files, image)
 
     def _agreed(self) -> str:
@@ -169,8 +173,10 @@ class TieredSave(StepSave):
             agreement.put("tier", why.encode())
         return agreement.get("tier").decode()
 
-    def _go_past(self, pipeline: Pipeline, why: str) -> None:
-        """Leaves the local tier as it was, and turns to the root."""
+    def _go_past(self, pipeline: Pipeline, why: str, nbytes: int) -> None:
+        """Leaves the local tier as it was, and turns to the root, when this rank may write there
+        so much.
+        """
         if self.agreement.rank == 0 or self._trouble:
             self._tier.warn(self.step, why)
         self._remove()
@@ -180,9 +186,15 @@ class TieredSave(StepSave):
         self.steps = self._tier.root
         stats = self.handle.stats
         stats.local_why, stats.nbytes = f"the local tier {why}", 0
-        self.name = super()._place(self._paced(pipeline))["name"]
+        pace = self._pace
+        assert pace is not None
+        pace.heed(self.options.pacing)
+        self.name = super()._place(pace)["name"]
         self.handle.path = self.steps.path(self.name)
         self.files = StepFiles(pipeline.storage, self.steps, self.name, self.agreement)
+        if pace.meets:
+            pace.meet(nbytes)
+        pace.begin(nbytes)
 
     # ---- the commit in the local tier
 

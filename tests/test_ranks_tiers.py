@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import tiers_bodies as bodies
@@ -268,3 +269,35 @@ def test_one_node_is_full(crew: Callable[[int], Crew], disk: Path, local: Path) 
             assert committed_s is None and "of rank 2" in why and "No space" in why
         assert directories(next(nodes.a.iterdir())) == []
         assert nodes.restored(crew(4), locals_)[0] == 1
+
+
+@pytest.mark.filesystem
+def test_one_node_is_full_and_ranks_take_turns(
+    crew: Callable[[int], Crew], disk: Path, local: Path
+) -> None:
+    """All go to the root, at the pace that was asked for there."""
+    nodes = Nodes(disk, local)
+    paced = {"drain_rate": 50e6, "start_jitter_s": 0.1, "max_writers": 1}
+    with mounted("tmpfs", disk, 64 * MIB) as small:
+        leave_free(small, MIB)
+        locals_ = [str(nodes.a), str(nodes.a), str(small), str(small)]
+        for told in crew(4)(bodies.save_paced, str(nodes.root), locals_, 1, paced):
+            why, pacing = told
+            assert "of rank 2" in why
+            assert pacing.startswith("drain_rate 50 MB/s a node, start_jitter_s 0.1, max_writers 1")
+            assert pacing.endswith("; 50 MB/s of it here"), "one of the node's ranks at a time"
+        assert nodes.restored(crew(4), locals_)[0] == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "zstd"}, {"fence": "step"}], ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+def test_drains_are_paced(
+    crew: Callable[[int], Crew], nodes: Nodes, size: int, options: dict[str, Any]
+) -> None:
+    """Ranks share the rate of their machine and take turns; nothing of it delays local commits."""
+    paced = {"drain_rate": 50e6, "start_jitter_s": 0.1, "max_writers": 2, **options}
+    locals_ = nodes.two[:: 4 // size]
+    for why, pacing in crew(size)(bodies.save_paced, str(nodes.root), locals_, 3, paced):
+        assert why == "" and pacing.endswith("; 25 MB/s of it here")
+    assert nodes.restored(crew(size), locals_)[0] == 3
+    assert not [path for path in nodes.root.rglob("*") if ".tmp" in path.name]

@@ -628,6 +628,25 @@ def test_a_drain_is_paced_and_a_local_commit_is_not(disk: Path, local: Path) -> 
     assert stats.paced_s > 0.5 * nbytes / rate and "drain_rate 16 MB/s" in stats.pacing
 
 
+@pytest.mark.filesystem
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_what_goes_past_the_tier_is_paced(disk: Path, codec: str | None) -> None:
+    """It is the root that is to be spared, whichever way bytes come there."""
+    nbytes, rate = 24_000_000, 16e6
+    paced: dict[str, Any] = {"drain_rate": rate, "start_jitter_s": 0.01, "max_writers": 1}
+    with mounted("tmpfs", disk, 64 * MIB) as local:
+        leave_free(local, MIB)
+        with Checkpointer(disk / "run", local=local, codec=codec, **paced) as checkpointer:
+            stats = checkpointer.save(1, state(1, nbytes // 4)).result(WAIT_S)
+            found = state(999, nbytes // 4)
+            assert checkpointer.restore(found) == 1
+    assert_holds(found, 1, nbytes // 4)
+    assert "No space" in stats.local_why and "drain_rate 16 MB/s" in stats.pacing
+    wanted_s = 0.9 * (nbytes - BLOCK_BYTES) / rate  # frames are of blocks, and one is no wait
+    assert stats.written_s is not None and stats.written_s > wanted_s
+    assert stats.paced_s > 0.8 * wanted_s
+
+
 def test_aggregation_is_not_for_a_local_tier(disk: Path, local: Path) -> None:
     with pytest.raises(ValueError, match="writers_per_node with local"):
         Checkpointer(disk / "run", local=local, writers_per_node=1)

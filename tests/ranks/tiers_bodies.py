@@ -54,6 +54,23 @@ def save_tiered(
     return told
 
 
+def save_paced(
+    member: Member, root: str, locals_: list[str], steps: int, options: dict[str, Any]
+) -> tuple[str, str]:
+    """Saves so many stamped steps that overlap; returns why the last one went past the local
+    directory, and what its stats tell of its pace.
+    """
+    options = {"timeout_s": 30, "keep_local": 2, **options}
+    with Checkpointer(root, group=member.group, local=locals_[member.rank], **options) as saving:
+        handles = []
+        for step in range(1, steps + 1):
+            handles.append(saving.save(step, stamped(member, step)))
+            handles[-1].wait_staged()
+        stats = [handle.result() for handle in handles][-1]
+    meet(member)
+    return stats.local_why, stats.pacing
+
+
 def save_and_die(
     member: Member, root: str, locals_: list[str], step: int, deaths: dict[int, tuple[str, str]]
 ) -> Any:
