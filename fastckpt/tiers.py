@@ -345,7 +345,9 @@ class LocalTier:
         for nonce, copies in sorted(of.items(), key=lambda pair: -pair[1][0][1]["sequence"]):
             one = copies[0][1]
             holder = {part: rank for rank, each in reversed(copies) for part in each["parts"]}
-            if nonce in in_root or any(each["drained"] for _rank, each in copies):
+            was_drained = any(each["drained"] for _rank, each in copies)
+            # Of steps that were drained the root removes old ones; a new one it has lost.
+            if nonce in in_root or (was_drained and one["sequence"] <= newest):
                 told["drained"].append(nonce)
             elif len(holder) < one["of"]:
                 told["incomplete"].append(nonce)

@@ -145,6 +145,24 @@ def test_what_a_lost_node_had_is_read_from_the_root(
     assert local_step(gone, 3).exists()
 
 
+@pytest.mark.parametrize("loss", ["root", "step"])
+def test_what_the_root_has_lost_is_read_from_the_nodes(
+    crew: Callable[[int], Crew], nodes: Nodes, loss: str
+) -> None:
+    """And is in the root again; what it has removed itself stays away."""
+    options = {"keep_last": 1, "keep_local": 2}
+    crew(4)(bodies.save_tiered, str(nodes.root), nodes.two, [1, 2], options)
+    assert directories(nodes.root) == ["step-00000002"]
+    shutil.rmtree(nodes.root if loss == "root" else nodes.root / "step-00000002")
+    assert nodes.restored(crew(4), nodes.two)[0] == 2
+    assert "step-00000002" in directories(nodes.root)
+    assert nodes.restored(crew(1), [str(nodes.a)])[0] == 2
+    crew(4)(bodies.save_tiered, str(nodes.root), nodes.two, [3], options)
+    assert directories(nodes.root) == ["step-00000003"]
+    assert nodes.restored(crew(4), nodes.two)[0] == 3
+    assert directories(nodes.root) == ["step-00000003"]
+
+
 @pytest.mark.parametrize("name", ["shard", "index"])
 def test_what_is_damaged_on_one_node_is_read_from_the_root(
     crew: Callable[[int], Crew], nodes: Nodes, name: str
