@@ -278,8 +278,7 @@ class _UnderWay:
         before, self._transfer = self._transfer, transfer
         if before is not None:
             with before:
-                before.wait_written()
-                self._pace.note_written(before)
+                self._pace.wait_one(before)
 
     def __exit__(self, *_: object) -> None:
         if self._transfer is not None:

@@ -197,15 +197,19 @@ class Pace:
 
     def wait_written(self, transfer: Transfer) -> None:
         """As the transfer's; ends early if another rank fails, since at its pace it may be long."""
-        while self._rate is not None and not transfer.written(_LOOK_S):
-            self._agreement.check()
-        transfer.wait_written()
+        self._watch(transfer)
         self._tokens_s[transfer] = transfer.tokens_waited_s()
         self._stats.paced_s = self._held_s + max(self._tokens_s.values())
 
-    def note_written(self, transfer: Transfer) -> None:
-        """Counts what one of many transfers, which was written, waited for the rate."""
+    def wait_one(self, transfer: Transfer) -> None:
+        """The same for one of many transfers that are written one after another."""
+        self._watch(transfer)
         self._stats.paced_s += transfer.tokens_waited_s()
+
+    def _watch(self, transfer: Transfer) -> None:
+        while self._rate is not None and not transfer.written(_LOOK_S):
+            self._agreement.check()
+        transfer.wait_written()
 
 
 def chain_of(rank: int, world_size: int, chains: int) -> int:

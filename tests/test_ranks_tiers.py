@@ -23,7 +23,7 @@ from test_checkpointer import directories
 from test_faults import leave_free, mounted
 from test_tiers import local, local_step
 
-from fastckpt import Checkpointer, PeerFailed
+from fastckpt import Checkpointer, PeerFailed, StorageError
 
 __all__ = ["local"]
 MIB = 1 << 20
@@ -319,3 +319,16 @@ def test_drains_are_paced(
         assert why == "" and pacing.endswith("; 25 MB/s of it here")
     assert nodes.restored(crew(size), locals_)[0] == 3
     assert not [path for path in nodes.root.rglob("*") if ".tmp" in path.name]
+
+
+def test_a_paced_drain_ends_when_another_rank_fails(
+    crew: Callable[[int], Crew], nodes: Nodes
+) -> None:
+    """At its pace it would write for long; the step is in the local tier, and found there."""
+    locals_ = [str(nodes.a), str(nodes.b)]
+    told = crew(2)(bodies.drain_and_fail, str(nodes.root), locals_, 1, {"drain_rate": 2e6})
+    (one, waited_s), (other, _waited_s) = told
+    assert isinstance(one.error, PeerFailed) and one.error.ranks == (1,)
+    assert isinstance(other.error, StorageError) and "No space" in str(other.error)
+    assert waited_s < 15.0, "24 MB at 1 MB/s"
+    assert not [path for path in nodes.root.rglob("*") if path.is_file()]

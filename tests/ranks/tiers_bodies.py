@@ -6,14 +6,18 @@ of it. Must not know what should come of it.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from doubles import Operation, Recorder
 
-from fastckpt import Checkpointer, pipeline
+from fastckpt import Checkpointer, PerRank, pipeline
+from fastckpt.storage import Storage
 from ranks.group_crew import Member, Outcome, attempt
 from ranks.steps_bodies import found_in, meet, saved
 from ranks.steps_states import stamped
@@ -69,6 +73,33 @@ def save_paced(
         stats = [handle.result() for handle in handles][-1]
     meet(member)
     return stats.local_why, stats.pacing
+
+
+def drain_and_fail(
+    member: Member, root: str, locals_: list[str], failing: int, options: dict[str, Any]
+) -> tuple[Outcome, float]:
+    """One rank has no room in the root; returns what each is told, and after how long."""
+    real = Storage.allocate
+
+    def allocate(storage: Storage, fd: int, nbytes: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(root):
+            raise OSError(errno.ENOSPC, "planted")
+        real(storage, fd, nbytes)
+
+    options = {"timeout_s": 60, **options}
+    with Checkpointer(root, group=member.group, local=locals_[member.rank], **options) as saving:
+        if member.rank == failing:
+            Storage.allocate = allocate  # type: ignore[method-assign]
+        own = {"own": PerRank(torch.full((6_000_000,), float(member.rank)))}
+        meet(member)
+        handle = saving.save(1, own)
+        assert handle.wait_local(30)
+        began = time.monotonic()
+        outcome = attempt(handle.result)
+        waited_s = time.monotonic() - began
+        Storage.allocate = real  # type: ignore[method-assign]
+        meet(member)
+    return outcome, waited_s
 
 
 def save_and_die(
