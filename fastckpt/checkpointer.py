@@ -167,7 +167,7 @@ class Checkpointer:
         self.restored_from: dict[str, str] = {}
         self._handles: list[SaveHandle] = []
         self._differing: frozenset[str] = frozenset()
-        self._closed = False
+        self._closed = self._ended = False
 
     def save(self, step: int, state: Any) -> SaveHandle:
         """Begins to save a step. All ranks call it, with the same step.
@@ -322,7 +322,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for the saves in flight; raises the first failure that nobody asked for."""
-        if self._closed:
+        if self._ended:
             return
         self._closed = True
         for handle in self._handles:
@@ -332,6 +332,7 @@ class Checkpointer:
             self._tier.close()
         self._coordinator.close()
         self._options.pool.close()
+        self._ended = True
         failed = [h for h in self._handles if h.failure() is not None and not h.reported]
         self._handles = []
         for handle in failed[:1]:

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -626,6 +627,24 @@ def test_a_drain_is_paced_and_a_local_commit_is_not(disk: Path, local: Path) -> 
     assert stats.local_committed_s is not None and stats.committed_s is not None
     assert stats.committed_s - stats.local_committed_s > 0.8 * nbytes / rate
     assert stats.paced_s > 0.5 * nbytes / rate and "drain_rate 16 MB/s" in stats.pacing
+
+
+def test_a_close_that_was_interrupted_is_taken_up_again(disk: Path, local: Path) -> None:
+    """It waits for the drain, at its pace, as the first one would have."""
+    checkpointer = Checkpointer(disk / "run", local=local, drain_rate=8e6)
+    handle = checkpointer.save(1, state(1, 4_000_000))
+    assert handle.wait_local(WAIT_S)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.close()
+    timer.join()
+    assert not handle.done()
+    with pytest.raises(ValueError, match="is closed"):
+        checkpointer.save(2, state(2))
+    checkpointer.close()
+    assert handle.done() and directories(disk / "run") == ["step-00000001"]
+    checkpointer.close()
 
 
 @pytest.mark.filesystem
