@@ -161,6 +161,8 @@ def candidates(
         if warn:
             log.warning("skipping a step: %s", fault.error)
     for name in steps.incomplete() if warn else ():
+        if steps.is_being_written(name):  # from a local tier, and read there
+            continue
         log.warning("skipping %s: its save was not committed", steps.path(name))
     if faults and not found:
         raise CorruptCheckpoint(f"no step under {steps.root!r} is whole: {faults[0].error}")

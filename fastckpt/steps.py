@@ -87,6 +87,7 @@ class Steps:
         self._sequence = 0  # of the last commit that was begun here
         self._failed: dict[int, int] = {}  # attempts at a step that failed here
         self._damaged: set[str] = set()  # names
+        self._begun: set[str] = set()  # names that saves of this process are writing to
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
 
     def path(self, name: str, *parts: str) -> str:
@@ -187,6 +188,7 @@ class Steps:
                     except FileNotFoundError:
                         continue  # while it was empty, another save took it for a dead one's
                     self.storage.lock(fd)
+                self._begun.add(name)
                 return Begun(name, fd, temporary)
         raise StorageError("make directory", self.path(step_name(step)), errno.EEXIST)
 
@@ -260,12 +262,14 @@ class Steps:
                     storage.remove(self.path(begun.name, MANIFEST))
                 raise
         self._known[begun.name] = _UNSEEN, manifest
+        self._begun.discard(begun.name)
 
     def abandon(self, begun: Begun) -> None:
         """Removes the directory of a save that failed; its name is not taken again here."""
         match = NAME.match(begun.name)
         assert match is not None
         self._failed[int(match[1])] = int(match[2] or 0) + 1
+        self._begun.discard(begun.name)
         self.discard(begun.name)
 
     def has_another(self, name: str, step: int) -> bool:
@@ -339,6 +343,10 @@ class Steps:
         """Removes every directory that is surely dead; returns their names."""
         with self._removing:
             return [name for name in self.incomplete() if self.remove_if_dead(name)]
+
+    def is_being_written(self, name: str) -> bool:
+        """Whether a save of this process is at a step."""
+        return name in self._begun
 
     def note_damaged(self, name: str) -> None:
         """Remembers that a step could not be restored."""

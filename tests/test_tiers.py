@@ -37,6 +37,8 @@ from test_process import run_python
 from fastckpt import Checkpointer, tiered_save
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.image import BLOCK_BYTES
+from fastckpt.step_choice import candidates
+from fastckpt.steps import Steps
 from fastckpt.storage import Storage
 
 WAIT_S = 60.0
@@ -260,6 +262,22 @@ def test_killed_between_the_commits(killed: tuple[Path, Path]) -> None:
         [*directories(next(root.glob("step-00000002*"))), "drained"]
     )
     assert not [path for path in root.rglob("*") if ".tmp" in path.name]
+
+
+def test_a_step_on_its_way_to_the_root_is_not_told_to_be_skipped(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the very one that is read from the tier meanwhile."""
+    steps = Steps(Storage(), str(disk / "run"))
+    begun = steps.begin(5)
+    assert candidates([steps], None) == [] and "not committed" not in caplog.text
+    assert candidates([Steps(Storage(), steps.root)], None) == []
+    assert "step-00000005: its save was not committed" in caplog.text
+    caplog.clear()
+    steps.abandon(begun)
+    os.mkdir(steps.path(begun.name))
+    assert candidates([steps], None) == [] and "its save was not committed" in caplog.text
+    os.close(begun.manifest_fd)
 
 
 def test_killed_between_the_commits_and_the_local_tier_lost(killed: tuple[Path, Path]) -> None:
