@@ -35,6 +35,7 @@ from test_handle import wait_until
 from test_process import run_python
 
 from fastckpt import Checkpointer, tiered_save
+from fastckpt.codec import FrameWriter
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.image import BLOCK_BYTES
 from fastckpt.step_choice import candidates
@@ -482,6 +483,23 @@ def test_a_slow_tier_is_used_no_more(
         stats = checkpointer.save(2, state(2)).result(WAIT_S)
         assert stats.local_committed_s is None and "is slow" in stats.local_why
         assert checkpointer.restore(state(0)) == 2
+
+
+def test_a_tier_is_not_slow_because_compression_is(
+    disk: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes past it is compressed as well; a drain copies frames as they are."""
+    real = FrameWriter.transfer
+
+    def transfer(*args: Any) -> Any:
+        threading.Event().wait(1.0)
+        return real(*args)
+
+    monkeypatch.setattr(tiered_save, "SLOW_S", 0.2)
+    monkeypatch.setattr(FrameWriter, "transfer", transfer)
+    with Checkpointer(disk / "run", local=local, codec="zstd") as checkpointer:
+        for step in (1, 2):
+            assert checkpointer.save(step, state(step)).result(WAIT_S).local_why == ""
 
 
 def test_a_drain_that_fails_is_told_and_made_up_for(disk: Path, local: Path) -> None:
