@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,16 +38,9 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="module")
-def crew(nursery: Nursery) -> Iterator[Callable[[int], Crew]]:
-    with ExitStack() as stack:
-        crews: dict[int, Crew] = {}
-
-        def of(size: int) -> Crew:
-            if size not in crews or not crews[size].is_usable:
-                crews[size] = stack.enter_context(nursery.crew(size))
-            return crews[size]
-
-        yield of
+def crew(nursery: Nursery) -> Callable[[int], Crew]:
+    """`crew(n)`: a job of n ranks, the same one for all tests."""
+    return nursery.lasting_crew
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])

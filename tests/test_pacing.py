@@ -14,7 +14,6 @@ import re
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -201,16 +200,9 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="module")
-def crew(nursery: Nursery) -> Iterator[Callable[[int], Crew]]:
-    with ExitStack() as stack:
-        crews: dict[int, Crew] = {}
-
-        def of(size: int) -> Crew:
-            if size not in crews or not crews[size].is_usable:
-                crews[size] = stack.enter_context(nursery.crew(size))
-            return crews[size]
-
-        yield of
+def crew(nursery: Nursery) -> Callable[[int], Crew]:
+    """`crew(n)`: a job of n ranks, the same one for all tests."""
+    return nursery.lasting_crew
 
 
 multiprocess = pytest.mark.multiprocess
