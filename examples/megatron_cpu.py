@@ -13,7 +13,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed import Work, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _CoalescingManager, _IllegalWork
 from torch.overrides import TorchFunctionMode
 
 
@@ -53,7 +55,18 @@ class _CudaIsCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if func is torch.device and str(args[:1]).startswith("('cuda"):
             args = ("cpu",)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, Work) and not isinstance(result, _IllegalWork):
+            result.wait()  # Megatron frees what streams order, which are none here
+        return result
+
+
+class _Coalesced(_CoalescingManager):
+    """Collectives that were begun together have ended by then, as single ones have."""
+
+    def append(self, work: Work | None = None) -> None:
+        if work is not None:
+            work.wait()
 
 
 @contextlib.contextmanager
@@ -89,6 +102,7 @@ def on_cpu() -> Iterator[None]:
         for name, stand_in in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         stack.enter_context(mock.patch.object(DeviceMesh, "from_group", mesh_on_cpu))
+        stack.enter_context(mock.patch.object(distributed_c10d, "_CoalescingManager", _Coalesced))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self))
         stack.enter_context(mock.patch.object(torch.Tensor, "type", cuda_named))
         from megatron.core.tensor_parallel.random import CudaRNGStatesTracker

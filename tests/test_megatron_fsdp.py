@@ -34,12 +34,10 @@ def nursery() -> Iterator[Nursery]:
     started.close()
 
 
-@pytest.fixture(scope="module")
-def crews(nursery: Nursery) -> Iterator[dict[Any, Crew]]:
+@pytest.fixture
+def crews(nursery: Nursery) -> dict[Any, Crew]:
     """By ranks and tensor parallel size: DTensor keeps meshes of groups that are no more."""
-    with nursery.crew(2) as tensor_parallel:
-        one, two = nursery.lasting_crew(1), nursery.lasting_crew(2)
-        yield {(1, 1): one, (2, 1): two, (2, 2): tensor_parallel}
+    return {(n, tp): nursery.lasting_crew(n, f"tp{tp}") for n, tp in ((1, 1), (2, 1), (2, 2))}
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -38,17 +38,9 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="module")
-def crew(nursery: Nursery) -> Iterator[Callable[[int], Crew]]:
+def crew(nursery: Nursery) -> Callable[[int], Crew]:
     """`crew(n)`: a job of n ranks, the same one for all tests."""
-    with ExitStack() as stack:
-        crews: dict[int, Crew] = {}
-
-        def of(size: int) -> Crew:
-            if size not in crews or not crews[size].is_usable:
-                crews[size] = stack.enter_context(nursery.crew(size))
-            return crews[size]
-
-        yield of
+    return nursery.lasting_crew
 
 
 class Nodes:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 WAIT_S = 100.0
+OTHERS_S = 5.0  # for ranks to tell of themselves when one has failed
 TESTS = Path(__file__).resolve().parent.parent
 RANKS_MAX = 8
 
@@ -129,6 +130,7 @@ class Crew:
         deadline = time.monotonic() + WAIT_S
         called, self._called = self._called, []
         results: dict[int, Any] = {}
+        failures: list[str] = []
         pending = {self._connections[rank]: rank for rank in called}
         self.is_usable = False
         while pending:
@@ -136,14 +138,19 @@ class Crew:
             if not ready:
                 for rank in pending.values():
                     os.kill(self._pids[rank], signal.SIGABRT)  # shows where its threads stand
-                raise AssertionError(f"ranks {sorted(pending.values())} do not end")
+                failures.append(f"ranks {sorted(pending.values())} do not end")
+                break
             for connection in ready:
                 rank = pending.pop(connection)
                 try:
                     failed, results[rank] = connection.recv()
                 except (EOFError, ConnectionError):
                     failed, results[rank] = False, RankDied(f"rank {rank}")
-                assert not failed, f"rank {rank}: {results[rank]}"
+                if failed:  # what the others say may be the cause
+                    failures.append(f"rank {rank}: {results[rank]}")
+                    deadline = min(deadline, time.monotonic() + OTHERS_S)
+        died = [rank for rank, result in results.items() if isinstance(result, RankDied)]
+        assert not failures, "\n".join([*failures, f"ranks that died: {died}"])
         self.is_usable = True
         return [results[rank] for rank in called]
 
@@ -185,13 +192,17 @@ class Nursery:
         theirs.close()
         self._socket.settimeout(WAIT_S)
         self._lasting = contextlib.ExitStack()
-        self._crews: dict[int, Crew] = {}
+        self._crews: dict[tuple[int, str], Crew] = {}
 
-    def lasting_crew(self, size: int) -> Crew:
-        """A crew of this size for many tests; another if a test left it in the midst of a call."""
-        if size not in self._crews or not self._crews[size].is_usable:
-            self._crews[size] = self._lasting.enter_context(self.crew(size))
-        return self._crews[size]
+    def lasting_crew(self, size: int, purpose: str = "") -> Crew:
+        """A crew of this size, and for one purpose, for many tests; another if a test left it in
+        the midst of a call.
+        """
+        kept = self._crews.get((size, purpose))
+        if kept is None or not kept.is_usable:
+            kept = self._lasting.enter_context(self.crew(size))
+        self._crews[size, purpose] = kept
+        return kept
 
     @contextlib.contextmanager
     def crew(self, size: int, orderly: bool = False) -> Iterator[Crew]:
@@ -240,9 +251,18 @@ def serve(connection: Connection, rank: int, size: int, port: int) -> None:
         os._exit(0)
 
 
+def bury(*_: Any) -> None:
+    """Who has died is gone, and no zombie; of what, if of a signal, is told."""
+    with contextlib.suppress(ChildProcessError):
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            if os.WIFSIGNALED(child[1]):
+                cause = signal.Signals(os.WTERMSIG(child[1])).name
+                os.write(2, f"rank's process {child[0]} died of {cause}\n".encode())
+
+
 def main(fd: int, name: str) -> None:
     control = socket.socket(fileno=fd)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who has died is gone, and no zombie
+    signal.signal(signal.SIGCHLD, bury)
     importlib.import_module(name)
     while True:
         order, fds, _flags, _address = socket.recv_fds(control, 4096, RANKS_MAX)
