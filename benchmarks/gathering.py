@@ -22,16 +22,25 @@ sys.path.append(str(ROOT))  # an installed fastckpt comes first
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 
-from fastckpt import Checkpointer, PerRank  # noqa: E402
+from fastckpt import Checkpointer  # noqa: E402
 
 WAYS: dict[str, dict[str, Any]] = {"a file each": {}, "gathered": {"writers_per_node": 1}}
+TENSORS, COLUMNS = 8, 1024
 CLOCKS = ("stall_s", "staged_s", "written_s", "committed_s")
 
 
 def rounds(root: Path, mib: int, saves: int) -> list[dict[str, Any]]:
     """The clocks of the slowest rank, for each save of each way; the first of each warms up."""
-    state = {"own": PerRank(torch.randn(mib << 18))}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {
+        f"layers.{number}.weight": DTensor.from_local(
+            torch.randn((mib << 18) // TENSORS // COLUMNS, COLUMNS), mesh, [Shard(0)]
+        )
+        for number in range(TENSORS)
+    }
     ways = {
         name: Checkpointer(root / name.replace(" ", "-"), keep_last=1, **options)
         for name, options in WAYS.items()

@@ -92,7 +92,7 @@ class Checkpointer:
         max_writers: the most ranks of the job that write at a time; None: all. timeout_s covers the
             wait for a turn, too.
         writers_per_node: shards below 256 MiB go into so many files for each node instead of one
-            for each rank, through memory that its ranks share and that has room for them.
+            for each rank; not with codec, nor with local.
         timeout_s: the longest that ranks wait for each other, in one save or restore.
 
     Attributes:
@@ -142,22 +142,15 @@ class Checkpointer:
             raise ValueError("keep_every without keep_last: all steps are kept anyway")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
+        if codec is not None and writers_per_node is not None:
+            raise ValueError("writers_per_node with codec: what is compressed has its own file")
         self.root = os.path.realpath(os.fsdecode(root))
         self.group = default_group() if group is None else group
         self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
         self._rank_of = ranks_within(self.group)
         pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
-        self._options = Options(
-            backend,
-            durable,
-            staging_bytes,
-            codec,
-            staging,
-            keep_last,
-            keep_every,
-            check_stripe(stripe),
-            pacing,
-        )
+        kept = (keep_last, keep_every, check_stripe(stripe), pacing)
+        self._options = Options(backend, durable, staging_bytes, codec, staging, *kept)
         self._fence = fence
         self._timeout_s = timeout_s
         self._steps = Steps(pipeline.current().storage, self.root)

@@ -25,7 +25,15 @@ class Shard:
         leaves: tensors of the shards; every rank has the same keys in the same order.
         per_rank: a torch zip of this rank's own values, or nothing.
         rank: this rank.
+
+    Attributes:
+        image: of the file; without a byte if the shard is empty.
+        nbytes: of the file.
+        begin, header: where the image goes in the file, and what comes before.
     """
+
+    begin = 0
+    header = b""
 
     def __init__(self, leaves: Sequence[Leaf], per_rank: bytes, rank: int) -> None:
         self._rank = rank
@@ -55,6 +63,9 @@ class Shard:
             )
         self.is_empty = not entries
         self.image, self._offsets = safetensors.layout(entries, owners, {"format": "pt"})
+        if self.is_empty:
+            self.image = Image(tail_nbytes=0, tail=self.image.tail)
+        self.nbytes = self.image.body_nbytes
 
     def index(
         self, nonce: str, name: str, block_crcs: list[int], frames: tuple[int, ...] | None
@@ -65,12 +76,12 @@ class Shard:
             for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False)
         ]
         own = (self._offsets[-1], self._per_rank_nbytes) if self._per_rank_nbytes else None
-        return index_of(self._rank, self.image, nonce, name, block_crcs, frames, pieces, own)
+        return index_of(self._rank, self.nbytes, nonce, name, block_crcs, frames, pieces, own)
 
 
 def index_of(
     rank: int,
-    image: Image,
+    nbytes: int,
     nonce: str,
     name: str,
     block_crcs: list[int],
@@ -78,8 +89,7 @@ def index_of(
     pieces: Sequence[Piece],
     per_rank: tuple[int, int] | None,
 ) -> ShardIndex:
-    """The index of a file of this image, by this rank, when it was written."""
-    nbytes = image.body_nbytes
+    """The index of a file of so many bytes, by this rank, when it was written."""
     return ShardIndex(
         nonce=nonce,
         rank=rank,

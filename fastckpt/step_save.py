@@ -27,7 +27,7 @@ from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.lustre_layout import Purpose, Stripe
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import index_name, shard_name
-from fastckpt.gathering import AnyShard, Gathered, Gathering, Pool, describe
+from fastckpt.gathering import AnyShard, Gathered, Gathering, Guest, Pool, is_small, part_of
 from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, Image, block_count
@@ -146,15 +146,13 @@ class StepSave(Job):
     def _write(self, pipeline: Pipeline) -> None:
         agreement, content = self.agreement, self.content
         assert content is not None
-        shard: AnyShard = Shard(content.leaves, content.per_rank, agreement.rank)
-        image = shard.image
+        own = Shard(content.leaves, content.per_rank, agreement.rank)
+        pace = self._paced(pipeline)
+        body = part_of(own) if pace.gathers and is_small(own) else own.image
         limit = pipeline.staging.blocks_limit(self.options.staging_bytes)
-        blocks = block_count(image.body_nbytes, BLOCK_BYTES) + 1
+        blocks = block_count(body.body_nbytes, BLOCK_BYTES) + 1
         self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
         stagers = stager_count() - (self.fence == "step")
-        pace = self._paced(pipeline)
-        if pace.gathers:
-            describe(image)
         content.description.sample(
             comparable(content.leaves, agreement.world_size), zlib.crc32(agreement.label.encode())
         )
@@ -164,12 +162,10 @@ class StepSave(Job):
             fetch = moving.enter_context(
                 Fetch(pipeline.staging, pipeline.storage, samples, self.handle.path, self.reads)
             )
-            # What is compressed, or another rank writes, comes to the host.
-            by_host = self.options.codec is not None or pace.gathers
+            by_host = self.options.codec is not None or pace.gathers  # checksums of parts
             way = "host" if by_host else self.options.staging
             self.choice = Choice(pipeline.storage, pipeline.staging, way, self.reads)
             direct = self.choice.direct(self.steps.root, self.handle.stats)
-            body = Image(tail_nbytes=0, tail=image.tail) if shard.is_empty else image
             size = (max(1, limit - 1), stagers)
             transfer = Transfer(pipeline.staging, body, self.handle.path, *size, self.reads, direct)
             moving.enter_context(transfer)
@@ -186,14 +182,14 @@ class StepSave(Job):
             self.files = StepFiles(pipeline.storage, self.steps, self.name, agreement)
             if place["meet"]:
                 self.options.pool.neighbours = pace.meet(nbytes)
+            shard: AnyShard = own
             if pace.gathers:
-                lent = (shard, transfer, nonce, max(1, limit - 1))
-                body, transfer, shard = self._gathering(pipeline).exchange(*lent, moving)
-                nbytes += body.body_nbytes - image.body_nbytes
+                shard = self._gathering(pipeline).place(own, body, nonce)
+            file = self._open_shard(pipeline, files, shard)
+            self.handle.stats.nbytes += len(shard.header) + body.body_nbytes
             pace.begin(nbytes)
-            file = self._open_shard(pipeline, files, body)
             if file is not None:
-                transfer.write_to(file.fd, 0, pace.route(file.route))
+                transfer.write_to(file.fd, shard.begin, pace.route(file.route))
             if limit == 1:  # of which the objects need that one block
                 transfer.wait_written()
                 objects = self._stage_objects(pipeline, moving)
@@ -219,7 +215,7 @@ class StepSave(Job):
 
     def _gathering(self, pipeline: Pipeline) -> Gathering:
         pool, count = self.options.pool, self.options.pacing.writers_per_node or 1
-        return Gathering(pool, pipeline.staging, self.agreement, self.handle, count)
+        return Gathering(pool, pipeline.storage, self.agreement, self.handle, count)
 
     def _place(self, pace: Pace) -> dict[str, Any]:
         """The directory and the nonce of this save, which the first rank decides on, and whether
@@ -246,22 +242,32 @@ class StepSave(Job):
     def _shard_name(self) -> str:
         return shard_name(self.agreement.rank, self.options.codec)
 
-    def _open_shard(self, pipeline: Pipeline, files: ExitStack, image: Image) -> ShardFile | None:
-        """Makes the shard's file, if there is a shard, and decides how it is written."""
-        if not image.body_nbytes:
+    def _open_shard(
+        self, pipeline: Pipeline, files: ExitStack, shard: AnyShard
+    ) -> ShardFile | None:
+        """Makes the shard's file, or opens that it goes to, and decides how it is written."""
+        if shard.is_empty:
             return None
-        name, options, nbytes = self._shard_name(), self.options, image.body_nbytes
+        name, options, storage = self._shard_name(), self.options, pipeline.storage
         path, made = self._path(name), partial(self._own.made, name)
+        if isinstance(shard, Guest):
+            fd = shard.open()
+            files.callback(close_quietly, storage, fd)
+            at, backend = shard.begin, options.backend
+            route = pipeline.staging.route(fd, path, backend, writing=True, offset=at)
+            note_route(self.handle.stats, route)
+            return ShardFile(fd, route, None)
         plain = options.codec is None
-        purpose = Purpose(nbytes, 1, options.stripe, self.steps.root)
+        purpose = Purpose(shard.nbytes, 1, options.stripe, self.steps.root)
         fd, _name, route = new_file(
             pipeline, files, made, purpose, path, options.backend, allocates=plain
         )
         note_route(self.handle.stats, route)
-        self.handle.stats.nbytes += nbytes
+        if isinstance(shard, Gathered):
+            shard.announce(fd)
         if plain:
             return ShardFile(fd, route, None)
-        writer = FrameWriter(pipeline.storage, fd, path, nbytes, BLOCK_BYTES)
+        writer = FrameWriter(storage, fd, path, shard.nbytes, BLOCK_BYTES)
         coded = files.enter_context(pipeline.staging.through(fd, writer.transfer))
         return ShardFile(fd, coded, writer)
 
@@ -271,14 +277,21 @@ class StepSave(Job):
         """Gives the shard its size, when all was written, and makes it durable; and its index.
         Returns what the manifest will say of this writer.
         """
+        if isinstance(shard, Guest):
+            shard.written(transfer.slot_crcs())
+            return b""
         path = self._path(self._shard_name())
+        crcs = transfer.block_crcs()
         if isinstance(shard, Gathered):
-            shard.check(transfer.slot_crcs())
-        if file.route.direct:
-            cut(pipeline.storage, file.fd, path, shard.image.body_nbytes)
-        settle(pipeline.storage, file.fd, path, self.options.durable)
+            with Transfer(pipeline.staging, Image.of_bytes(shard.header), path, 1, 1) as first:
+                first.write_to(file.fd, 0, file.route)
+                first.wait_written()
+            crcs = transfer.slot_crcs()
         frames = None if file.writer is None else file.writer.frames()
-        index = shard.index(nonce, self._shard_name(), transfer.block_crcs(), frames)
+        index = shard.index(nonce, self._shard_name(), crcs, frames)
+        if file.route.direct:
+            cut(pipeline.storage, file.fd, path, shard.nbytes)
+        settle(pipeline.storage, file.fd, path, self.options.durable)
         name, content = index_name(self.agreement.rank), index.to_bytes()
         self._own.write(name, content, file.fd, self.options.durable)
         if self.options.durable:

@@ -152,8 +152,8 @@ class Storage:
         """A file without a name, in memory; gone when it is closed (memfd_create(2))."""
         return _noted(os.memfd_create("fastckpt", os.MFD_CLOEXEC))
 
-    def open_scratch(self, pid: int, fd: int) -> int:
-        """Opens what scratch() made in a process whose memory this one may see."""
+    def open_of(self, pid: int, fd: int) -> int:
+        """Opens once more what another process has open, if this one may see its memory."""
         return _noted(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
 
     def close(self, fd: int) -> None:

@@ -19,8 +19,8 @@ from fastckpt.commit import close_quietly
 from fastckpt.drain import DRAIN_BLOCKS_MIN, Drain, receive, send
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.formats.manifest import Manifest, ObjectsFile
+from fastckpt.gathering import AnyShard
 from fastckpt.handle import SaveHandle
-from fastckpt.image import Image
 from fastckpt.pacing import Pace, Pacing
 from fastckpt.pipeline import Pipeline
 from fastckpt.step_files import StepFiles
@@ -140,7 +140,9 @@ class TieredSave(StepSave):
         self._objects_nbytes = 0 if objects is None else objects.image.nbytes
         return objects
 
-    def _open_shard(self, pipeline: Pipeline, files: ExitStack, image: Image) -> ShardFile | None:
+    def _open_shard(
+        self, pipeline: Pipeline, files: ExitStack, shard: AnyShard
+    ) -> ShardFile | None:
         """In the local tier where every rank has room; before the first byte is written, for what
         was written is no longer in memory.
         """
@@ -149,8 +151,8 @@ class TieredSave(StepSave):
             self._trouble = self._trouble or self._tier.refusal()
             try:
                 if self.name and not self._trouble:
-                    file = super()._open_shard(pipeline, trial, image)
-                    coded = image.body_nbytes if self.options.codec is not None else 0
+                    file = super()._open_shard(pipeline, trial, shard)
+                    coded = shard.nbytes if self.options.codec is not None else 0
                     beside = self._tier.nodes().beside(self.agreement.rank)
                     self._tier.check_room(self._objects_nbytes + coded * len(beside))
             except StorageError as error:
@@ -161,8 +163,8 @@ class TieredSave(StepSave):
                 self._wrote_shard = file is not None
                 files.push(trial.pop_all())
                 return file
-        self._go_past(pipeline, why, image.body_nbytes + self._objects_nbytes)
-        return super()._open_shard(pipeline, files, image)
+        self._go_past(pipeline, why, shard.nbytes + self._objects_nbytes)
+        return super()._open_shard(pipeline, files, shard)
 
     def _agreed(self) -> str:
         """Why some rank cannot write to the local tier; "" if all can."""
@@ -175,9 +177,7 @@ class TieredSave(StepSave):
         return agreement.get("tier").decode()
 
     def _go_past(self, pipeline: Pipeline, why: str, nbytes: int) -> None:
-        """Leaves the local tier as it was, and turns to the root, when this rank may write there
-        so much.
-        """
+        """Leaves the local tier as it was, and turns to the root, to write so much there."""
         if self.agreement.rank == 0 or self._trouble:
             self._tier.warn(self.step, why)
         self._remove()
@@ -195,7 +195,6 @@ class TieredSave(StepSave):
         self.files = StepFiles(pipeline.storage, self.steps, self.name, self.agreement)
         if pace.meets:
             pace.meet(nbytes)
-        pace.begin(nbytes)
 
     # ---- the commit in the local tier
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,22 +99,16 @@ def layout(
         ValueError: a name twice, reserved or no Unicode text; a dtype that the format has not; a
             header beyond 100 MB.
     """
-    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     order = sorted(range(len(entries)), key=lambda number: -entries[number].dtype.itemsize)
-    offsets, end = [0] * len(entries), 0
-    for number in order:
-        name, dtype, shape, _address = entries[number]
-        if name in header or name == METADATA:
-            raise ValueError(f"two entries are named {name!r}, or the name is reserved")
+    for name, dtype, _shape, _address in entries:
         if dtype not in NAMES:
             raise ValueError(f"{name!r} is {dtype}, which safetensors files cannot hold")
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        offsets[number] = begin
-        header[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(LENGTH_BYTES + len(text)) % PAGE_BYTES)
-    content = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-    validate(header, len(content), len(content) + end)
+    tensors = [(entries[n].name, NAMES[entries[n].dtype], entries[n].shape) for n in order]
+    content = bytearray(header(tensors, metadata, PAGE_BYTES))
+    offsets, end = [0] * len(entries), len(content)
+    for number in order:
+        offsets[number] = end
+        end += math.prod(entries[number].shape) * entries[number].dtype.itemsize
 
     image = Image.of_bytes(content)
     image.sources.extend(owners)
@@ -122,7 +116,33 @@ def layout(
         nbytes = math.prod(entries[number].shape) * entries[number].dtype.itemsize
         if nbytes:
             image.append(entries[number].address, nbytes)
-    return image, [len(content) + offset for offset in offsets]
+    return image, offsets
+
+
+def header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], grain: int
+) -> bytes:
+    """What comes before the data of a file of these tensors, without gaps and in this order.
+
+    Args:
+        tensors: name, dtype by its name in the format, and shape of each.
+        metadata: as layout()'s.
+        grain: its size is a multiple of so many bytes.
+
+    Raises:
+        ValueError: as layout().
+    """
+    written: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape in tensors:
+        if name in written or name == METADATA:
+            raise ValueError(f"two entries are named {name!r}, or the name is reserved")
+        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        written[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [begin, end]}
+    text = json.dumps(written, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % grain)
+    validate(written, LENGTH_BYTES + len(text), LENGTH_BYTES + len(text) + end)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def header_nbytes(head: bytes, nbytes: int) -> int:

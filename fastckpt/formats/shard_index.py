@@ -31,6 +31,7 @@ FORMAT, VERSION = "fastckpt-index", 2
 INDEX_BYTES_MAX = 1 << 30
 PER_RANK = "fastckpt.per_rank"
 _PER_RANK_OF = f"{PER_RANK}~rank"
+_PADDING_BEFORE = "fastckpt.padding~rank"
 # Version 1 has no values of other ranks than the writer.
 _FIRST_VERSION = 1
 _CRC_DIGITS = 8
@@ -299,6 +300,11 @@ def per_rank_key(rank: int) -> str:
     with a digit.
     """
     return f"{_PER_RANK_OF}{rank}"
+
+
+def padding_key(rank: int) -> str:
+    """Name of the zeros before the part of a rank whose shard is in another one's file."""
+    return f"{_PADDING_BEFORE}{rank}"
 
 
 def is_per_rank(piece: Piece) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,38 +74,37 @@ def memory_files() -> int:
 
 def save_and_die(member: Member, root: str, dying: int, moment: str) -> Outcome:
     """One rank is killed at a moment of its exchange; the others tell what they are told."""
-    planted: dict[str, Callable[[], None]] = {
-        "before it lends": lambda: replace("_lend"),
-        "before it gathers": lambda: replace("exchange_gathers"),
+    planted: dict[str, tuple[type, str]] = {
+        "before it lends": (gathering.Gathering, "_lend"),
+        "before it makes the file": (gathering.Gathered, "announce"),
+        "before it writes": (gathering.Guest, "open"),
+        "when it has written": (
+            (gathering.Gathered, "index") if member.rank == 0 else (gathering.Guest, "written")
+        ),
     }
     with Checkpointer(root, group=member.group, writers_per_node=1, timeout_s=4) as checkpointer:
         saved(member, checkpointer, 1)
         meet(member)
         if member.rank == dying:
-            planted[moment]()
+            setattr(*planted[moment], die)
         return attempt(lambda: saved(member, checkpointer, 2))
 
 
-def replace(where: str) -> None:
-    def die(*_: object, **__: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if where == "_lend":
-        gathering.Gathering._lend = die  # type: ignore[method-assign]
-    else:
-        gathering._mapped = die  # type: ignore[assignment]
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def save_damaged(member: Member, root: str, damaging: int) -> tuple[Outcome, int | None]:
-    """What one rank lends changes before it is gathered; then all save once more."""
+    """What one rank says changes before it is read; then all save once more."""
     with Checkpointer(root, group=member.group, writers_per_node=1, timeout_s=20) as checkpointer:
         saved(member, checkpointer, 1)
         meet(member)
         real = Storage.write_at
 
         def write_at(self: Storage, fd: int, data: Any, offset: int) -> None:
-            os.pwrite(fd, b"\xff\x00\xff\x00", offset - 100)  # the last bytes of the image
             real(self, fd, data, offset)
+            if b'"lent"' in bytes(data):
+                os.pwrite(fd, b"\xff", len(data) // 2)
 
         if member.rank == damaging:
             Storage.write_at = write_at  # type: ignore[method-assign]
