@@ -32,8 +32,10 @@ TENSORS, COLUMNS = 8, 1024
 CLOCKS = ("stall_s", "staged_s", "written_s", "committed_s")
 
 
-def rounds(root: Path, mib: int, saves: int) -> list[dict[str, Any]]:
-    """The clocks of the slowest rank, for each save of each way; the first of each warms up."""
+def rounds(root: Path, mib: int, saves: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The clocks of the slowest rank, for each save of each way, the first of which warms up; and
+    how many files of tensors the last one of each way has.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {
         f"layers.{number}.weight": DTensor.from_local(
@@ -41,10 +43,8 @@ def rounds(root: Path, mib: int, saves: int) -> list[dict[str, Any]]:
         )
         for number in range(TENSORS)
     }
-    ways = {
-        name: Checkpointer(root / name.replace(" ", "-"), keep_last=1, **options)
-        for name, options in WAYS.items()
-    }
+    roots = {name: root / name.replace(" ", "-") for name in WAYS}
+    ways = {name: Checkpointer(roots[name], keep_last=1, **WAYS[name]) for name in WAYS}
     rows = []
     for number in range(saves + 1):
         for name in [*ways] if number % 2 else [*reversed(ways)]:
@@ -53,13 +53,14 @@ def rounds(root: Path, mib: int, saves: int) -> list[dict[str, Any]]:
             told: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(told, {clock: getattr(stats, clock) for clock in CLOCKS})
             row = {clock: max(its[clock] or 0.0 for its in told) for clock in CLOCKS}
-            steps = [*(root / name.replace(" ", "-")).iterdir()]
-            files = min(len([*step.glob("rank-*.safetensors")]) for step in steps)
             if number:
-                rows.append({"way": name, "number": number, "files": files, **row})
+                rows.append({"way": name, "number": number, **row})
     for checkpointer in ways.values():
         checkpointer.close()
-    return rows
+    return rows, {
+        name: len([*path.glob(f"step-{saves:08d}/rank-*.safetensors")])
+        for name, path in roots.items()
+    }
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ def main() -> None:
     place: list[Any] = made or [None]
     dist.broadcast_object_list(place)
     try:
-        rows = rounds(Path(place[0]), arguments.mib, arguments.saves)
+        rows, files = rounds(Path(place[0]), arguments.mib, arguments.saves)
         dist.barrier()
     finally:
         for path in made:
@@ -86,7 +87,7 @@ def main() -> None:
                 f"{clock} {1e3 * statistics.median(row[clock] for row in mine):.1f} ms"
                 for clock in CLOCKS
             )
-            print(f"{name}: {max(row['files'] for row in mine)} files, {clocks}")
+            print(f"{name}: {files[name]} files, {clocks}")
         pairs = [
             after["committed_s"] / before["committed_s"]
             for before, after in zip(

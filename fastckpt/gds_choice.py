@@ -88,7 +88,7 @@ class _Trial:
         self._staging = staging
         self._path = path
         self.reads = staging.devices.reads([content.untyped_storage()])
-        self._image = Image(tail_nbytes=0, tail=lambda _blocks, _slots: b"", sources=[content])
+        self._image = Image.tailless(content)
         for _ in range(TRIAL_BLOCKS):
             self._image.append(content.data_ptr(), BLOCK_BYTES)
 

@@ -66,9 +66,14 @@ class Image:
         return self.body_nbytes + self.tail_nbytes
 
     @classmethod
+    def tailless(cls, *sources: object) -> Image:
+        """An image to append to, as yet without a byte: a body of any size, no tail."""
+        return cls(tail_nbytes=0, tail=lambda _blocks, _slots: b"", sources=[*sources])
+
+    @classmethod
     def of_bytes(cls, content: bytearray) -> Image:
-        """The image that is just these bytes: a body of any size, no tail."""
-        image = cls(tail_nbytes=0, tail=lambda _blocks, _slots: b"", sources=[content])
+        """The image that is just these bytes."""
+        image = cls.tailless(content)
         image.append(address_of(content), len(content))
         return image
 

@@ -29,11 +29,10 @@ class Shard:
     Attributes:
         image: of the file; without a byte if the shard is empty.
         nbytes: of the file.
-        begin, header: where the image goes in the file, and what comes before.
+        begin, head: where the image goes in the file, and what this rank writes before it.
     """
 
     begin = 0
-    header = b""
 
     def __init__(self, leaves: Sequence[Leaf], per_rank: bytes, rank: int) -> None:
         self._rank = rank
@@ -64,8 +63,9 @@ class Shard:
         self.is_empty = not entries
         self.image, self._offsets = safetensors.layout(entries, owners, {"format": "pt"})
         if self.is_empty:
-            self.image = Image(tail_nbytes=0, tail=self.image.tail)
+            self.image = Image.tailless()
         self.nbytes = self.image.body_nbytes
+        self.head = Image.tailless()
 
     def index(
         self, nonce: str, name: str, block_crcs: list[int], frames: tuple[int, ...] | None

@@ -48,9 +48,7 @@ class Route(NamedTuple):
 
 
 class ReadStream:
-    """The engine's stream, its descriptor, and the engine made for it, if one was; close() frees
-    all.
-    """
+    """The engine's stream, its descriptor, and the engine made for it, if any; close() ends all."""
 
     def __init__(
         self,
@@ -151,9 +149,11 @@ class Staging:
             blocks if staging_bytes is None else max(1, min(blocks, staging_bytes // BLOCK_BYTES))
         )
 
-    def route(self, fd: int, path: str, requested: str, *, writing: bool, offset: int = 0) -> Route:
-        """Decides backend and O_DIRECT for an open file by policy, probe and what the caller asked
-        for. With `writing` the probe may write a page of zeros at `offset`.
+    def route(
+        self, fd: int, path: str, requested: str, *, writing: bool, offset: int | None = 0
+    ) -> Route:
+        """Decides backend and O_DIRECT for an open file by policy, probe (a page at `offset`, of
+        zeros if `writing`; None: O_DIRECT is known to work) and what the caller asked for.
 
         Raises:
             BackendUnavailable: `requested` names a backend that does not work here.
@@ -169,7 +169,7 @@ class Staging:
         if direct and not writing and self.storage.cached_share(fd) > 0.5:
             direct, why = False, f"{name}: most of the file is in the page cache"
         elif direct:
-            with reported("write" if writing else "read", path, offset):
+            with reported("write" if writing else "read", path, offset or 0):
                 refusal = self.storage.set_direct(fd, writing=writing, offset=offset)
             if refusal is not None:
                 direct, why = False, f"{why}; {refusal}"

@@ -27,12 +27,13 @@ from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.lustre_layout import Purpose, Stripe
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import index_name, shard_name
-from fastckpt.gathering import AnyShard, Gathered, Gathering, Guest, Pool, is_small, part_of
+from fastckpt.gathering import AnyShard, Gathered, Gathering, Guest, Pool, is_small
 from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, Image, block_count
 from fastckpt.new_file import new_file, note_route
 from fastckpt.pacing import Pace, Pacing
+from fastckpt.parts import part_of
 from fastckpt.pipeline import Job, Pipeline
 from fastckpt.replicas import Description, disagreement
 from fastckpt.retention import tidy
@@ -148,14 +149,13 @@ class StepSave(Job):
         assert content is not None
         own = Shard(content.leaves, content.per_rank, agreement.rank)
         pace = self._paced(pipeline)
-        body = part_of(own) if pace.gathers and is_small(own) else own.image
+        body = part_of(own.image) if pace.gathers and is_small(own) else own.image
         limit = pipeline.staging.blocks_limit(self.options.staging_bytes)
         blocks = block_count(body.body_nbytes, BLOCK_BYTES) + 1
         self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
         stagers = stager_count() - (self.fence == "step")
-        content.description.sample(
-            comparable(content.leaves, agreement.world_size), zlib.crc32(agreement.label.encode())
-        )
+        compared = comparable(content.leaves, agreement.world_size)
+        content.description.sample(compared, zlib.crc32(agreement.label.encode()))
         # Whatever happens, blocks in flight arrive before the files they go to are closed.
         with ExitStack() as files, ExitStack() as moving:
             samples = content.description.samples()
@@ -174,22 +174,28 @@ class StepSave(Job):
             if limit > 1 and agreement.rank != 0:
                 self.copying.watch()
             nbytes = body.body_nbytes + (0 if objects is None else objects.image.nbytes)
+            pool, count = self.options.pool, self.options.pacing.writers_per_node or 1
+            gathering = Gathering(pool, pipeline.storage, agreement, self.handle)
+            if pace.gathers:
+                gathering.lend(own)
             place = self._place(pace)
+            self.name, nonce = place["name"], place["nonce"]
             if limit > 1 and agreement.rank == 0:  # saves make their directories in order
                 self.copying.watch()
-            self.name, nonce = place["name"], place["nonce"]
             self.handle.path = self.steps.path(self.name)
             self.files = StepFiles(pipeline.storage, self.steps, self.name, agreement)
             if place["meet"]:
-                self.options.pool.neighbours = pace.meet(nbytes)
-            shard: AnyShard = own
-            if pace.gathers:
-                shard = self._gathering(pipeline).place(own, body, nonce)
+                pool.neighbours = pace.meet(nbytes)
+            shard = gathering.place(own, body, count) if pace.gathers else own
             file = self._open_shard(pipeline, files, shard)
-            self.handle.stats.nbytes += len(shard.header) + body.body_nbytes
+            self.handle.stats.nbytes += shard.head.body_nbytes + body.body_nbytes
+            head = Transfer(pipeline.staging, shard.head, self.handle.path, 1, 1)
+            moving.enter_context(head)
             pace.begin(nbytes)
             if file is not None:
-                transfer.write_to(file.fd, shard.begin, pace.route(file.route))
+                route = pace.route(file.route)
+                head.write_to(file.fd, 0, route)
+                transfer.write_to(file.fd, shard.begin, route)
             if limit == 1:  # of which the objects need that one block
                 transfer.wait_written()
                 objects = self._stage_objects(pipeline, moving)
@@ -197,8 +203,11 @@ class StepSave(Job):
             pace.end(transfer, *([] if objects is None else [objects.transfer]))
             self.copying.wait()
             fetch.fill()
+            if not isinstance(shard, Shard):
+                shard.describe(transfer.slot_crcs())
             written = self._finish_objects(pipeline, objects, objects_fd, pace)
             self._compare(content)
+            head.wait_written()
             pace.wait_written(transfer)
             staged = transfer.staged_bytes_max() + BLOCK_BYTES
             self.handle.stats.staged_bytes_max = min(staged, limit * BLOCK_BYTES)
@@ -212,10 +221,6 @@ class StepSave(Job):
         rates, root, stats = pipeline.rates, self.steps.root, self.handle.stats
         whole = self.options.codec is not None  # a frame is of a block
         return Pace(self.options.pacing, self.agreement, rates, root, stats, whole=whole)
-
-    def _gathering(self, pipeline: Pipeline) -> Gathering:
-        pool, count = self.options.pool, self.options.pacing.writers_per_node or 1
-        return Gathering(pool, pipeline.storage, self.agreement, self.handle, count)
 
     def _place(self, pace: Pace) -> dict[str, Any]:
         """The directory and the nonce of this save, which the first rank decides on, and whether
@@ -251,10 +256,9 @@ class StepSave(Job):
         name, options, storage = self._shard_name(), self.options, pipeline.storage
         path, made = self._path(name), partial(self._own.made, name)
         if isinstance(shard, Guest):
-            fd = shard.open()
-            files.callback(close_quietly, storage, fd)
-            at, backend = shard.begin, options.backend
-            route = pipeline.staging.route(fd, path, backend, writing=True, offset=at)
+            files.callback(close_quietly, storage, fd := shard.open())
+            at = None if shard.is_direct else shard.begin
+            route = pipeline.staging.route(fd, path, options.backend, writing=True, offset=at)
             note_route(self.handle.stats, route)
             return ShardFile(fd, route, None)
         plain = options.codec is None
@@ -264,7 +268,7 @@ class StepSave(Job):
         )
         note_route(self.handle.stats, route)
         if isinstance(shard, Gathered):
-            shard.announce(fd)
+            shard.announce(fd, route.direct)
         if plain:
             return ShardFile(fd, route, None)
         writer = FrameWriter(storage, fd, path, shard.nbytes, BLOCK_BYTES)
@@ -274,21 +278,17 @@ class StepSave(Job):
     def _finish_shard(
         self, pipeline: Pipeline, file: ShardFile, shard: AnyShard, transfer: Transfer, nonce: str
     ) -> bytes:
-        """Gives the shard its size, when all was written, and makes it durable; and its index.
-        Returns what the manifest will say of this writer.
-        """
+        """Makes shard and index durable. Returns what the manifest will say of this writer."""
         if isinstance(shard, Guest):
-            shard.written(transfer.slot_crcs())
+            shard.written()
             return b""
         path = self._path(self._shard_name())
-        crcs = transfer.block_crcs()
         if isinstance(shard, Gathered):
-            with Transfer(pipeline.staging, Image.of_bytes(shard.header), path, 1, 1) as first:
-                first.write_to(file.fd, 0, file.route)
-                first.wait_written()
-            crcs = transfer.slot_crcs()
-        frames = None if file.writer is None else file.writer.frames()
-        index = shard.index(nonce, self._shard_name(), crcs, frames)
+            shard.wait_written()
+            index = shard.index(nonce, self._shard_name())
+        else:
+            frames = None if file.writer is None else file.writer.frames()
+            index = shard.index(nonce, self._shard_name(), transfer.block_crcs(), frames)
         if file.route.direct:
             cut(pipeline.storage, file.fd, path, shard.nbytes)
         settle(pipeline.storage, file.fd, path, self.options.durable)

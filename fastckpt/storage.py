@@ -358,17 +358,17 @@ class Storage:
         """Name of the file system the open file lies on, and its policy."""
         return _policy(fd)
 
-    def set_direct(self, fd: int, *, writing: bool, offset: int = 0) -> str | None:
-        """Switches an open file to O_DIRECT and tries one page. Returns None, or why it does not
-        work.
-
-        With `writing` the page at offset is written, with zeros: call it before there is content.
+    def set_direct(self, fd: int, *, writing: bool, offset: int | None = 0) -> str | None:
+        """Switches an open file to O_DIRECT and, given an offset, tries one page; with `writing` by
+        zeros, before there is content. Returns None if it works, or why not.
         """
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         except OSError as error:
             return f"O_DIRECT refused by open: {os.strerror(error.errno or errno.EINVAL)}"
+        if offset is None:
+            return None
         with mmap.mmap(-1, PAGE_BYTES) as page:  # anonymous memory: aligned to a page
             try:
                 os.pwritev(fd, [page], offset) if writing else os.preadv(fd, [page], offset)

@@ -53,7 +53,7 @@ class Fetch:
         self._path = path
         self._late: list[bytearray] = []
         self._fd: int | None = None
-        image = Image(tail_nbytes=0, tail=lambda _blocks, _slots: b"")
+        image = Image.tailless()
         for address, memory in ranges:
             if address in reads:
                 image.append(address, len(memory))

@@ -26,9 +26,9 @@ import fastckpt
 from fastckpt import Checkpointer
 from fastckpt.cli import main
 from fastckpt.formats.shard_index import ShardIndex
-from fastckpt.gathering import GRAIN_BYTES, Runs
 from fastckpt.image import BLOCK_BYTES
 from fastckpt.nodes import Neighbour, groups
+from fastckpt.parts import GRAIN_BYTES, Runs
 
 MIB = 1 << 20
 multiprocess = pytest.mark.multiprocess

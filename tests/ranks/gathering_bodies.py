@@ -75,7 +75,7 @@ def memory_files() -> int:
 def save_and_die(member: Member, root: str, dying: int, moment: str) -> Outcome:
     """One rank is killed at a moment of its exchange; the others tell what they are told."""
     planted: dict[str, tuple[type, str]] = {
-        "before it lends": (gathering.Gathering, "_lend"),
+        "before it lends": (gathering.Gathering, "lend"),
         "before it makes the file": (gathering.Gathered, "announce"),
         "before it writes": (gathering.Guest, "open"),
         "when it has written": (
