@@ -276,7 +276,7 @@ class FileSave(Job):
                 tail = bytearray(image.tail(*checksums.joined()))
                 end = moving.enter_context(Transfer(staging, Image.of_bytes(tail), path, 1, 1))
                 end.write_to(fd, image.body_nbytes, route)
-                end.wait_written()
+                pace.wait_written(end)
             pace.wait_written(transfer)
             self._patch(pipeline.storage, fd, checksums)
             stats = self.handle.stats

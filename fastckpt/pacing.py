@@ -20,7 +20,7 @@ from fastckpt.rates import Rates
 from fastckpt.staging import Route
 from fastckpt.transfer import Transfer
 
-_LOOK_S = 5.0  # how often a paced write looks whether another rank has failed
+_LOOK_S = 2.0  # how often a paced write looks whether another rank has failed
 _JITTER_LOOK_S = 1.0
 _random = SystemRandom()  # the modules that the user seeds stay as they are
 
@@ -117,6 +117,11 @@ class Pace:
     def gathers(self) -> bool:
         """Whether shards of several ranks are to go into one file."""
         return self._pacing.writers_per_node is not None and self._agreement.world_size > 1
+
+    @property
+    def files_per_node(self) -> int:
+        """Into how many they are to go."""
+        return self._pacing.writers_per_node or 1
 
     @property
     def meets(self) -> bool:

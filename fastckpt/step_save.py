@@ -162,8 +162,7 @@ class StepSave(Job):
             fetch = moving.enter_context(
                 Fetch(pipeline.staging, pipeline.storage, samples, self.handle.path, self.reads)
             )
-            by_host = self.options.codec is not None or pace.gathers  # checksums of parts
-            way = "host" if by_host else self.options.staging
+            way = "host" if self.options.codec or pace.gathers else self.options.staging
             self.choice = Choice(pipeline.storage, pipeline.staging, way, self.reads)
             direct = self.choice.direct(self.steps.root, self.handle.stats)
             size = (max(1, limit - 1), stagers)
@@ -174,8 +173,7 @@ class StepSave(Job):
             if limit > 1 and agreement.rank != 0:
                 self.copying.watch()
             nbytes = body.body_nbytes + (0 if objects is None else objects.image.nbytes)
-            pool, count = self.options.pool, self.options.pacing.writers_per_node or 1
-            gathering = Gathering(pool, pipeline.storage, agreement, self.handle)
+            gathering = Gathering(self.options.pool, pipeline.storage, agreement, self.handle)
             if pace.gathers:
                 gathering.lend(own)
             place = self._place(pace)
@@ -185,8 +183,8 @@ class StepSave(Job):
             self.handle.path = self.steps.path(self.name)
             self.files = StepFiles(pipeline.storage, self.steps, self.name, agreement)
             if place["meet"]:
-                pool.neighbours = pace.meet(nbytes)
-            shard = gathering.place(own, body, count) if pace.gathers else own
+                self.options.pool.neighbours = pace.meet(nbytes)
+            shard = gathering.place(own, body, pace.files_per_node) if pace.gathers else own
             file = self._open_shard(pipeline, files, shard)
             self.handle.stats.nbytes += shard.head.body_nbytes + body.body_nbytes
             head = Transfer(pipeline.staging, shard.head, self.handle.path, 1, 1)
@@ -197,7 +195,7 @@ class StepSave(Job):
                 head.write_to(file.fd, 0, route)
                 transfer.write_to(file.fd, shard.begin, route)
             if limit == 1:  # of which the objects need that one block
-                transfer.wait_written()
+                pace.wait_written(transfer)
                 objects = self._stage_objects(pipeline, moving)
             objects_fd = self._write_objects(pipeline, files, objects, pace)
             pace.end(transfer, *([] if objects is None else [objects.transfer]))
@@ -207,7 +205,7 @@ class StepSave(Job):
                 shard.describe(transfer.slot_crcs())
             written = self._finish_objects(pipeline, objects, objects_fd, pace)
             self._compare(content)
-            head.wait_written()
+            pace.wait_written(head)
             pace.wait_written(transfer)
             staged = transfer.staged_bytes_max() + BLOCK_BYTES
             self.handle.stats.staged_bytes_max = min(staged, limit * BLOCK_BYTES)
@@ -338,7 +336,7 @@ class StepSave(Job):
         pace.wait_written(transfer)
         with Transfer(pipeline.staging, Image.of_bytes(tail), path, 1, 1) as end:
             end.write_to(fd, image.body_nbytes, route)
-            end.wait_written()
+            pace.wait_written(end)
         if route.direct:
             cut(pipeline.storage, fd, path, image.nbytes)
         self.handle.stats.nbytes += image.nbytes

@@ -41,6 +41,7 @@ LAYERS: list[set[str]] = [
         "nodes",
         "pacing",
         "gathering",
+        "parts",
     },
     {"exchange", "reader", "steps", "placing", "divided", "draft"},
     {"retention", "step_copies", "tiers"},

@@ -253,7 +253,7 @@ def serve(connection: Connection, rank: int, size: int, port: int) -> None:
 
 def bury(*_: Any) -> None:
     """Who has died is gone, and no zombie; of what, if of a signal, is told."""
-    with contextlib.suppress(ChildProcessError):
+    with contextlib.suppress(ChildProcessError):  # none is left
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
             if os.WIFSIGNALED(child[1]):
                 cause = signal.Signals(os.WTERMSIG(child[1])).name

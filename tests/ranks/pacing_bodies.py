@@ -42,13 +42,21 @@ def save_paced(
 
 
 def save_and_fail_elsewhere(
-    member: Member, root: str, nbytes: int, failing: int, options: dict[str, Any]
+    member: Member,
+    root: str,
+    nbytes: int,
+    failing: int,
+    options: dict[str, Any],
+    after_s: float = 0.0,
 ) -> tuple[Outcome, int | None]:
-    """One rank has no room for its file, while another writes; then all save once more."""
+    """One rank finds after a while that it has no room for its file, while another writes; then all
+    save once more.
+    """
     with Checkpointer(root, timeout_s=30, **options) as checkpointer:
         real = Storage.allocate
 
         def allocate(_self: Storage, _fd: int, _nbytes: int) -> None:
+            time.sleep(after_s)
             raise OSError(28, "planted")
 
         if member.rank == failing:
