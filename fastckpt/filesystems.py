@@ -47,7 +47,8 @@ class Policy(NamedTuple):
         ahead = "blocks are allocated ahead" if self.allocates else "the size is set ahead"
         sync = "fsync" if self.syncs_all else "fdatasync"
         rename = "" if self.renames_at_once else "; a rename copies, so a crash may lose both files"
-        return f"{self.why}; {ahead}, made durable by {sync}{rename}"
+        again = "; what the server refuses is tried again" if self.remote else ""
+        return f"{self.why}; {ahead}, made durable by {sync}{rename}{again}"
 
 
 _DEEP = "direct I/O runs in parallel here, and io_uring keeps it deep without threads"

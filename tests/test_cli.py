@@ -309,7 +309,7 @@ def saved(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "saved"))
 
 
-def verified(capsys: pytest.CaptureFixture[str], *paths: Path) -> tuple[int, list[str]]:
+def verified(capsys: pytest.CaptureFixture[str], *paths: Path | str) -> tuple[int, list[str]]:
     status = main(["verify", *map(str, paths)])
     told = capsys.readouterr()
     assert not told.err
@@ -401,6 +401,22 @@ def test_verify_names_every_damaged_file_of_a_step(
     assert status == 1 and len(lines) == 2
     assert "objects.pt' is missing" in lines[0] and "rank-00000.safetensors'" in lines[0]
     assert lines[1].startswith("ok ")
+
+
+def test_verify_of_a_local_tier_misses_nothing_of_other_nodes(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part of a step is right as far as it goes, with all that belongs to a file of it."""
+    step = saved / "run" / "step-00000001"
+    (step / "objects.pt").unlink()
+    status, (line,) = verified(capsys, "--local", step)
+    assert status == 0 and line.startswith("ok ")
+    (step / "rank-00000.json").unlink()
+    status, (line,) = verified(capsys, "--local", step)
+    assert status == 1 and "rank-00000.json' is missing" in line
+    (step / "rank-00000.safetensors").unlink()
+    status, (line,) = verified(capsys, "--local", step)
+    assert status == 1 and "has none of the step's files" in line
 
 
 def test_verify_says_what_it_cannot_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,13 +44,19 @@ def add_arguments(commands: Any) -> None:
         help="a file of fastckpt.save, a step, a Checkpointer's root, a .distcp file, a checkpoint "
         "of DCP, Transformers or Accelerate, or a directory of such",
     )
+    parser.add_argument(
+        "--local",
+        action="store_true",
+        help="PATHs are a Checkpointer's local tier: files that only other nodes have are not "
+        "missed",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     status = 0
     for path in arguments.paths:
-        for name, check in _parts(os.path.realpath(path)):
+        for name, check in _parts(os.path.realpath(path), arguments.local):
             try:
                 print(f"ok       {name}: {shown_size(check())}", flush=True)
             except (CheckpointError, OSError) as error:
@@ -60,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _parts(path: str) -> Iterator[tuple[str, Callable[[], int]]]:
+def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]:
     """What a path holds: for each its name, and what verifies it and tells how many bytes it has.
 
     The oldest steps first; those without a manifest are no steps, and left out.
@@ -73,13 +79,13 @@ def _parts(path: str) -> Iterator[tuple[str, Callable[[], int]]]:
         return
     parent, name = os.path.split(path)
     if os.path.exists(os.path.join(path, MANIFEST)):
-        yield path, partial(_verify_step, _steps(parent), name)
+        yield path, partial(_verify_step, _steps(parent), name, is_local)
         return
     steps = _steps(path)
     incomplete = set(steps.incomplete())
     found = [name for name in sorted(steps.names()) if name not in incomplete]
     for name in found:
-        yield os.path.join(path, name), partial(_verify_step, steps, name)
+        yield os.path.join(path, name), partial(_verify_step, steps, name, is_local)
     of_frameworks = [*_of_frameworks(path)]
     if not found and not of_frameworks:  # perhaps they are in it
         inner = (os.path.join(path, name) for name in sorted(os.listdir(path)) if name[0] != ".")
@@ -189,12 +195,21 @@ def _verify_distcp(fd: int, path: str) -> int:
     return nbytes
 
 
-def _verify_step(steps: Steps, name: str) -> int:
-    """Every file that the manifest names, while nobody may remove the step."""
+def _verify_step(steps: Steps, name: str, is_local: bool) -> int:
+    """Every file that the manifest names, while nobody may remove the step; with is_local those of
+    the writers of which there is a file, at least.
+    """
     with steps.hold(name):
         manifest = steps.read(name)
-        checks = [partial(_verify_objects, steps.path(name), *manifest.objects)]
-        checks += [partial(_verify_writer, steps, name, manifest, w) for w in manifest.writers]
+        there = {*os.listdir(steps.path(name))}
+        checks = []
+        if not is_local or manifest.objects[0] in there:
+            checks.append(partial(_verify_objects, steps.path(name), *manifest.objects))
+        for writer in manifest.writers:
+            if not is_local or {writer.index, writer.file} & there:
+                checks.append(partial(_verify_writer, steps, name, manifest, writer))
+        if not checks:
+            raise CorruptCheckpoint(f"{steps.path(name)!r} has none of the step's files")
         nbytes, damage = 0, []
         for check in checks:
             try:
