@@ -10,19 +10,16 @@ written to them.
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rank_devices import BLKIO
+from rank_devices import BLKIO, patiently, run
 
 QUEUE = 4  # requests of a target; the fewest that a kernel allows
 SLACK_BYTES = 96 << 20  # of file systems and journals
-GONE_S = 10.0
 # Puts a target of its own under the common path, for one process alone, which is throttled.
 ENTER = 'mount --bind "$1" "$2" && echo $$ > "$3/cgroup.procs" && shift 3 && exec "$@"'
 
@@ -62,7 +59,7 @@ def targets(count: int, nbytes: int, write_bps: int, backing: Path) -> Iterator[
             stack.enter_context(tempfile.TemporaryDirectory(prefix="burst-", dir=backing))
         )
         cgroup = Path(tempfile.mkdtemp(prefix="fastckpt-burst-", dir=BLKIO))
-        stack.callback(_patiently, cgroup.rmdir)
+        stack.callback(patiently, cgroup.rmdir)
         common = folder / "common"
         common.mkdir()
         mounted = []
@@ -88,38 +85,18 @@ def _mounted(image: Path, nbytes: int, where: Path) -> Iterator[str]:
             file.truncate(nbytes)
     where.mkdir()
     options = ["--find", "--show", f"--direct-io={'on' if layered else 'off'}"]
-    device = _run("losetup", *options, str(image)).strip()
+    device = run("losetup", *options, str(image)).strip()
     try:
-        _run("mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
+        run("mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
         if layered:
             queue = Path("/sys/block", Path(device).name, "queue")
             (queue / "scheduler").write_text("none")
             (queue / "nr_requests").write_text(str(QUEUE))
-        _run("mount", "-t", "ext4", device, str(where))
+        run("mount", "-t", "ext4", device, str(where))
         try:
             yield device
         finally:
-            _patiently(lambda: _run("umount", str(where)))
+            patiently(lambda: run("umount", str(where)))
     finally:
-        _patiently(lambda: _run("losetup", "--detach", device))
+        patiently(lambda: run("losetup", "--detach", device))
         image.unlink()
-
-
-def _patiently(action: Callable[[], object]) -> None:
-    """Do something again until it works: mounts of a process outlive it by moments."""
-    end = time.monotonic() + GONE_S
-    while True:
-        try:
-            action()
-            return
-        except OSError:
-            if time.monotonic() >= end:
-                raise
-        time.sleep(0.05)
-
-
-def _run(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except subprocess.CalledProcessError as error:
-        raise OSError(f"{' '.join(command)}: {error.stderr.strip()}") from None

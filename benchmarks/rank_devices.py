@@ -12,7 +12,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +91,7 @@ def _cgroup() -> Iterator[Path]:
     try:
         yield path
     finally:
-        _patiently(path.rmdir)
+        patiently(path.rmdir)
 
 
 @contextmanager
@@ -102,27 +102,26 @@ def _device(image: Path, nbytes: int) -> Iterator[str]:
     is_memory = mount_of(image.parent)["filesystem"] == "tmpfs"
     direct = "off" if is_memory else "on"
     try:
-        device = _run("losetup", "--find", "--show", f"--direct-io={direct}", str(image)).strip()
+        device = run("losetup", "--find", "--show", f"--direct-io={direct}", str(image)).strip()
         assert stat.S_ISBLK(os.stat(device).st_mode)
-        _run("mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
+        run("mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
         yield device
     finally:
         # While it is mounted somewhere still, it goes as soon as it is not. Asked by the file: the
         # number may be somebody else's by then.
-        for name in _run("losetup", "-j", str(image), "-n", "-O", "NAME").split():
-            _run("losetup", "--detach", name)
-        _patiently(lambda: _check_detached(image))
+        for name in run("losetup", "-j", str(image), "-n", "-O", "NAME").split():
+            run("losetup", "--detach", name)
+        patiently(lambda: _check_detached(image))
         image.unlink()
 
 
 def _check_detached(image: Path) -> None:
-    if _run("losetup", "-j", str(image)).strip():
+    if run("losetup", "-j", str(image)).strip():
         raise OSError(f"{image} is still attached")
 
 
-def _patiently(action: object) -> None:
+def patiently(action: Callable[[], object]) -> None:
     """Do something again until it works; raise what it raises after GONE_S."""
-    assert callable(action)
     end = time.monotonic() + GONE_S
     while True:
         try:
@@ -134,7 +133,8 @@ def _patiently(action: object) -> None:
         time.sleep(0.05)
 
 
-def _run(*command: str) -> str:
+def run(*command: str) -> str:
+    """Run a program; returns what it printed, or raises OSError with what it complained of."""
     try:
         done: Sequence[str] = command
         return subprocess.run(done, capture_output=True, text=True, check=True).stdout
