@@ -43,8 +43,6 @@ def build(
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -87,13 +85,21 @@ def build(
         DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=buckets),
         model,
     )
+    return parallel, *optimizer_of(parallel, dtype)
+
+
+def optimizer_of(parallel: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A model's distributed optimizer and learning rate schedule."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=3e-3,
             min_lr=3e-4,
             weight_decay=0.1,
-            bf16=bf16,
+            bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
         ),
@@ -103,7 +109,7 @@ def build(
     scheduler = OptimizerParamScheduler(
         optimizer, 3e-4, 3e-3, 3e-4, 4, 200, "cosine", 0.1, 0.1, 200, "constant"
     )
-    return parallel, optimizer, scheduler
+    return optimizer, scheduler
 
 
 def batch(text: torch.Tensor, iteration: int) -> torch.Tensor:

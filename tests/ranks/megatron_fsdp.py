@@ -26,8 +26,6 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.fsdp_dtensor_checkpoint import (
     handle_fp8_extra_state_case,
     handle_swiglu_in_state_dict,
@@ -89,23 +87,7 @@ def build(tp: int, *, layers: int = 2, hidden: int = 32, bf16: bool = True, seed
     # Megatron asks whether modules are Transformer Engine's, which is not here.
     with mock.patch.object(mcore_fsdp_adapter, "TELinear", _NoLinear):
         parallel = mcore_fsdp_adapter.FullyShardedDataParallel(config, ddp, model)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=3e-3,
-            min_lr=3e-4,
-            weight_decay=0.1,
-            bf16=bf16,
-            params_dtype=dtype,
-            use_distributed_optimizer=True,
-        ),
-        [parallel],
-        use_gloo_process_groups=False,
-    )
-    scheduler = OptimizerParamScheduler(
-        optimizer, 3e-4, 3e-3, 3e-4, 4, 200, "cosine", 0.1, 0.1, 200, "constant"
-    )
-    return parallel, optimizer, scheduler
+    return parallel, *megatron_gpt.optimizer_of(parallel, dtype)
 
 
 def give_state_to_empty_shards(optimizer: Any) -> None:
