@@ -244,8 +244,7 @@ class FileSave(Job):
         # With the step fence one CPU is left to the training that goes on meanwhile.
         stagers = stager_count() - (self.fence == "step")
         # Whatever happens, blocks in flight arrive before the file they go to is closed.
-        with ExitStack() as files, ExitStack() as moving:
-            moving.push(self._tell)
+        with ExitStack() as files, self.telling(), ExitStack() as moving:
             fetch = moving.enter_context(
                 Fetch(staging, pipeline.storage, gathered, path, self.reads)
             )
@@ -291,11 +290,6 @@ class FileSave(Job):
                 cut(pipeline.storage, fd, path, image.nbytes)
             settle(pipeline.storage, fd, path, self.durable)
             self.conclude(b"", lambda _records: self._publish(pipeline, fd, name, image.nbytes))
-
-    def _tell(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Tells of a failure before the file is gone, which other ranks may be about to open."""
-        if error is not None:
-            self.agreement.fail(error)
 
     def _open(
         self, pipeline: Pipeline, files: ExitStack, image: Image, part: Part

@@ -11,7 +11,8 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from fastckpt.agreement import Round
@@ -175,7 +176,9 @@ class Gathered:
         for rank in (rank for rank in ranks if lent[rank]):
             begin = -(-end // GRAIN_BYTES) * GRAIN_BYTES
             told = Lent(*json.loads(lent[rank]))
-            index = ShardIndex.from_bytes(_read(storage, told, rank))
+            with _explained(agreement):
+                content = _read(storage, told, rank)
+            index = ShardIndex.from_bytes(content)
             parts.append(laid_out(index, told.header_nbytes, rank, begin, ranks[0]))
             end = parts[-1].end
         self._parts = parts
@@ -265,7 +268,14 @@ class Guest:
         """
         place: dict[str, Any] = json.loads(self._agreement.get("file", self._host))
         self.begin, self.is_direct = place["begins"][str(self._agreement.rank)], place["direct"]
-        return _opened(self._storage, self._host, place["pid"], place["fd"])
+        with _explained(self._agreement):
+            fd = _opened(self._storage, self._host, place["pid"], place["fd"])
+        try:
+            self._agreement.check()  # the host tells of a failure before that is another file's
+        except BaseException:
+            self._storage.close(fd)
+            raise
+        return fd
 
     def describe(self, slot_crcs: Sequence[int]) -> None:
         """Tells the one that makes the file the checksums of this rank's part, now staged."""
@@ -275,6 +285,16 @@ class Guest:
     def written(self) -> None:
         """Tells it that the part was written."""
         self._agreement.put("written", b"")
+
+
+@contextmanager
+def _explained(agreement: Round) -> Iterator[None]:
+    """If the save has failed meanwhile, that is why the body fails."""
+    try:
+        yield
+    except CheckpointError:
+        agreement.check()
+        raise
 
 
 def _read(storage: Storage, lent: Lent, rank: int) -> bytes:

@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from fastckpt.agreement import Round
 from fastckpt.devices import Devices, Reads
@@ -287,6 +288,17 @@ class Job:
             self.release()
             self.previous = []
         return None
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tells of a failure of the body at once: other ranks may be about to open what it made,
+        and would report what they no longer find, or find another file by its number.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.agreement.fail(error)
+            raise
 
     def wait_for_previous(self) -> None:
         """Waits until what was saved before in this lane has committed or failed."""

@@ -126,9 +126,7 @@ class StepSave(Job):
     def commit(self, pipeline: Pipeline) -> None:
         try:
             self._write(pipeline)
-        except BaseException as error:
-            # Now, or ranks that are slower would report what they no longer find.
-            self.agreement.fail(error)
+        except BaseException:
             # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
             if not self.may_be_visible or self.agreement.failed:
                 self._remove()
@@ -157,7 +155,7 @@ class StepSave(Job):
         compared = comparable(content.leaves, agreement.world_size)
         content.description.sample(compared, zlib.crc32(agreement.label.encode()))
         # Whatever happens, blocks in flight arrive before the files they go to are closed.
-        with ExitStack() as files, ExitStack() as moving:
+        with ExitStack() as files, self.telling(), ExitStack() as moving:
             samples = content.description.samples()
             fetch = moving.enter_context(
                 Fetch(pipeline.staging, pipeline.storage, samples, self.handle.path, self.reads)

@@ -171,6 +171,23 @@ def test_what_is_said_of_shards_and_changes_is_found_out(
 
 
 @multiprocess
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_rank_that_comes_when_the_save_has_failed(
+    crew: Callable[[int], Crew], disk: Path, is_taken: bool
+) -> None:
+    """It is told why, and writes nothing to what has the descriptor's number by then."""
+    root = disk / "root"
+    results = crew(3)(bodies.save_late, str(root), is_taken)
+    for rank, (outcome, content, found) in enumerate(results):
+        wanted = fastckpt.StorageError if rank == 0 else fastckpt.PeerFailed
+        assert type(outcome.error) is wanted, outcome
+        assert "rank 0 failed: StorageError" in str(outcome.error) or rank == 0, outcome
+        assert "Input/output error" in str(outcome.error)
+        assert content == b""
+        assert found == 3
+
+
+@multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dying", "moment"),

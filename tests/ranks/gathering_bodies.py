@@ -6,6 +6,7 @@ know what should come of it.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from fastckpt import Checkpointer, PerRank, gathering
+from fastckpt.errors import StorageError
 from fastckpt.storage import Storage
 from ranks.group_crew import Member, Outcome, attempt
 from ranks.steps_bodies import (
@@ -28,7 +30,7 @@ from ranks.steps_bodies import (
     save_steps,
     saved,
 )
-from ranks.steps_states import arranged, differing, spread_by_group
+from ranks.steps_states import arranged, differing, spread_by_group, stamped
 
 __all__ = ["restore", "restore_own_values", "save_own_values", "save_steps"]
 
@@ -152,3 +154,48 @@ def time_saves(
 
 def shards(root: str, step: int) -> list[str]:
     return sorted(path.name for path in Path(root).glob(f"step-{step:08d}/rank-*.safetensors*"))
+
+
+def save_late(member: Member, root: str, is_taken: bool) -> tuple[Outcome, bytes, int | None]:
+    """The rank that makes the file fails when it has told where that is; another one comes to it
+    when its descriptor is closed, or another file's. Then all save once more.
+
+    Returns what is in that other file, too.
+    """
+    announced: list[int] = []
+    told, come = gathering.Gathered.announce, gathering.Guest.open
+    decoy = Path(root).with_suffix(f".decoy{member.rank}")
+    with Checkpointer(root, group=member.group, writers_per_node=1, timeout_s=20) as checkpointer:
+        saved(member, checkpointer, 1)
+
+        def announce(self: gathering.Gathered, fd: int, is_direct: bool) -> None:
+            told(self, fd, is_direct)
+            announced.append(fd)
+            raise StorageError("write", root, errno.EIO, 0)
+
+        def come_late(self: gathering.Guest) -> int:
+            member.store.wait([f"late {root}"])
+            return come(self)
+
+        gathering.Gathered.announce = announce  # type: ignore[method-assign]
+        gathering.Guest.open = come_late  # type: ignore[method-assign]
+        handle = checkpointer.save(2, stamped(member, 2))
+        if member.rank == 0:
+            handle.wait_done()
+            with decoy.open("wb") as file:
+                if is_taken:
+                    os.dup2(file.fileno(), announced[0])
+                member.store.set(f"late {root}", b"")
+                meet(member)
+                if is_taken:
+                    os.close(announced[0])
+        else:
+            handle.wait_done()
+            meet(member)
+        gathering.Gathered.announce = told  # type: ignore[method-assign]
+        gathering.Guest.open = come  # type: ignore[method-assign]
+        outcome = attempt(handle.result)
+        meet(member)
+        saved(member, checkpointer, 3)
+        content = decoy.read_bytes() if member.rank == 0 else b""
+        return outcome, content, found_in(member, checkpointer)
