@@ -67,6 +67,9 @@ class Pool:
             if os.getpid() == self._pid:  # a child of fork() has none of them
                 storage.close(fd)
 
+    def __del__(self) -> None:
+        self.close()  # nobody did, and every save has let go of it
+
 
 class Lent(NamedTuple):
     """Where a rank says what it writes: an index of a file of its own, without checksums yet."""
@@ -245,6 +248,7 @@ class Guest:
         part: what this rank writes.
 
     Attributes:
+        host: as given.
         begin, is_direct: of the part in the file, and whether that takes O_DIRECT; once it is open.
         nbytes: of the part.
     """
@@ -255,7 +259,7 @@ class Guest:
         self.nbytes = part.body_nbytes
         self._storage = storage
         self._agreement = agreement
-        self._host = host
+        self.host = host
         self._part = part
         self.begin, self.is_direct = 0, False
         self.head = Image.tailless()
@@ -266,10 +270,10 @@ class Guest:
         Raises:
             PeerFailed: another rank failed, or is missing. CheckpointError: this rank may not.
         """
-        place: dict[str, Any] = json.loads(self._agreement.get("file", self._host))
+        place: dict[str, Any] = json.loads(self._agreement.get("file", self.host))
         self.begin, self.is_direct = place["begins"][str(self._agreement.rank)], place["direct"]
         with _explained(self._agreement):
-            fd = _opened(self._storage, self._host, place["pid"], place["fd"])
+            fd = _opened(self._storage, self.host, place["pid"], place["fd"])
         try:
             self._agreement.check()  # the host tells of a failure before that is another file's
         except BaseException:

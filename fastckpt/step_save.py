@@ -252,6 +252,7 @@ class StepSave(Job):
         name, options, storage = self._shard_name(), self.options, pipeline.storage
         path, made = self._path(name), partial(self._own.made, name)
         if isinstance(shard, Guest):
+            path = self._path(shard_name(shard.host, options.codec))
             files.callback(close_quietly, storage, fd := shard.open())
             at = None if shard.is_direct else shard.begin
             route = pipeline.staging.route(fd, path, options.backend, writing=True, offset=at)

@@ -158,6 +158,11 @@ def test_memory_is_used_again_and_freed(crew: Callable[[int], Crew], disk: Path)
 
 
 @multiprocess
+def test_memory_of_one_that_nobody_closed_is_freed(crew: Callable[[int], Crew], disk: Path) -> None:
+    assert crew(2)(bodies.memory_of_a_forgotten_one, str(disk)) == [(1, 0)] * 2
+
+
+@multiprocess
 @pytest.mark.parametrize("damaging", [0, 2])
 def test_what_is_said_of_shards_and_changes_is_found_out(
     crew: Callable[[int], Crew], disk: Path, damaging: int

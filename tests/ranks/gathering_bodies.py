@@ -7,6 +7,7 @@ know what should come of it.
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import time
@@ -67,6 +68,19 @@ def stats_and_memory(
     held = memory_files()
     checkpointer.close()
     return stats, held, memory_files()
+
+
+def memory_of_a_forgotten_one(member: Member, root: str) -> tuple[int, int]:
+    """Files in memory while a Checkpointer is there, and when it is not, which nobody closed."""
+    checkpointer = Checkpointer(root, timeout_s=30, writers_per_node=1)
+    checkpointer.save(1, {"own": PerRank(member.rank)}).result()
+    held = memory_files()
+    del checkpointer
+    until = time.monotonic() + 10
+    while memory_files() and time.monotonic() < until:  # the save may still be ending
+        time.sleep(0.05)
+        gc.collect()
+    return held, memory_files()
 
 
 def memory_files() -> int:
