@@ -411,6 +411,10 @@ def test_verify_of_a_local_tier_misses_nothing_of_other_nodes(
     (step / "objects.pt").unlink()
     status, (line,) = verified(capsys, "--local", step)
     assert status == 0 and line.startswith("ok ")
+    tier = saved / "tier"  # as given to a Checkpointer: it has a directory for each run
+    shutil.copytree(step, tier / "run-0123456789ab" / step.name)
+    status, (line,) = verified(capsys, "--local", tier)
+    assert status == 0 and line.startswith("ok ") and "run-0123456789ab" in line
     (step / "rank-00000.json").unlink()
     status, (line,) = verified(capsys, "--local", step)
     assert status == 1 and "rank-00000.json' is missing" in line

@@ -86,10 +86,16 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
     found = [name for name in sorted(steps.names()) if name not in incomplete]
     for name in found:
         yield os.path.join(path, name), partial(_verify_step, steps, name, is_local)
+    inner = [os.path.join(path, name) for name in sorted(os.listdir(path)) if name[0] != "."]
+    inner = [each for each in inner if os.path.isdir(each)]
+    runs = [] if found or not is_local else [each for each in inner if _steps(each).names()]
+    for each in runs:  # what was given as `local` has a directory for each run
+        yield from _parts(each, is_local)
+    if runs:
+        return
     of_frameworks = [*_of_frameworks(path)]
     if not found and not of_frameworks:  # perhaps they are in it
-        inner = (os.path.join(path, name) for name in sorted(os.listdir(path)) if name[0] != ".")
-        of_frameworks = [p for each in inner if os.path.isdir(each) for p in _of_frameworks(each)]
+        of_frameworks = [part for each in inner for part in _of_frameworks(each)]
     yield from of_frameworks
     if not found and not of_frameworks:
         yield path, partial(_refuse, f"{path!r} holds no committed step and no {_DISTCP} file")
