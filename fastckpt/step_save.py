@@ -126,7 +126,8 @@ class StepSave(Job):
     def commit(self, pipeline: Pipeline) -> None:
         try:
             self._write(pipeline)
-        except BaseException:
+        except BaseException as error:
+            self.agreement.fail(error)
             # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
             if not self.may_be_visible or self.agreement.failed:
                 self._remove()
@@ -185,13 +186,9 @@ class StepSave(Job):
             shard = gathering.place(own, body, pace.files_per_node) if pace.gathers else own
             file = self._open_shard(pipeline, files, shard)
             self.handle.stats.nbytes += shard.head.body_nbytes + body.body_nbytes
-            head = Transfer(pipeline.staging, shard.head, self.handle.path, 1, 1)
-            moving.enter_context(head)
             pace.begin(nbytes)
             if file is not None:
-                route = pace.route(file.route)
-                head.write_to(file.fd, 0, route)
-                transfer.write_to(file.fd, shard.begin, route)
+                transfer.write_to(file.fd, shard.begin, pace.route(file.route))
             if limit == 1:  # of which the objects need that one block
                 pace.wait_written(transfer)
                 objects = self._stage_objects(pipeline, moving)
@@ -203,7 +200,6 @@ class StepSave(Job):
                 shard.describe(transfer.slot_crcs())
             written = self._finish_objects(pipeline, objects, objects_fd, pace)
             self._compare(content)
-            pace.wait_written(head)
             pace.wait_written(transfer)
             staged = transfer.staged_bytes_max() + BLOCK_BYTES
             self.handle.stats.staged_bytes_max = min(staged, limit * BLOCK_BYTES)
@@ -281,6 +277,9 @@ class StepSave(Job):
             return b""
         path = self._path(self._shard_name())
         if isinstance(shard, Gathered):
+            with Transfer(pipeline.staging, shard.head, path, 1, 1) as head:
+                head.write_to(file.fd, 0, file.route)
+                head.wait_written()
             shard.wait_written()
             index = shard.index(nonce, self._shard_name())
         else:

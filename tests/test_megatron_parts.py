@@ -434,17 +434,22 @@ def test_install_refuses_loudly_what_it_does_not_know(
 def test_a_save_that_a_later_one_overtook_is_removed_when_it_has_ended(tmp_path: Path) -> None:
     saves = megatron.Saves()
     committed: list[Callable[[], None]] = []
+    handles: list[SaveHandle] = []
 
     def begin(after_commit: Callable[[], None]) -> SaveHandle:
         committed.append(after_commit)
-        return SaveHandle("", 0.0)
+        handles.append(SaveHandle("", 0.0))
+        return handles[-1]
 
     for number in (6, 7):
         (tmp_path / f"iter_{number:07d}").mkdir()
         (tmp_path / f"iter_{number:07d}" / ".metadata").touch()
         saves.begin(str(tmp_path), number, 1, None, begin)
     committed[1]()
+    handles[1].set_result(handles[1].stats)
     assert iterations.complete_iterations(str(tmp_path)) == [6, 7]
     committed[0]()
+    handles[0].set_result(handles[0].stats)
+    saves.wait()
     assert iterations.complete_iterations(str(tmp_path)) == [7]
     assert (tmp_path / iterations.TRACKER).read_text() == "7"

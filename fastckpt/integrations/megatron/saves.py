@@ -27,7 +27,8 @@ class Saves:
         self._directories: dict[str, _Directory] = {}
 
     def wait(self) -> None:
-        """Waits until all have been committed or have failed; before the process group goes.
+        """Waits until all have been committed, and old iterations removed, or have failed; before
+        the process group goes.
 
         Raises:
             CheckpointError: a save failed with on_error="raise", and nobody has asked for why.
@@ -43,6 +44,8 @@ class Saves:
         ]
         for handle in handles:
             handle.wait_done()
+        for directory in self._directories.values():
+            directory.wait_ended()
         return handles
 
     def __enter__(self) -> Saves:
@@ -72,7 +75,7 @@ class Saves:
         save: Callable[[Callable[[], None]], SaveHandle],
     ) -> SaveHandle:
         """Begins a save: `save` is given what is to be called after its commit, which moves the
-        tracker and removes old iterations.
+        tracker. When the result has been told, old iterations are removed.
         """
         directory = self._directories.setdefault(root, _Directory(root))
         number = directory.number(iteration)
@@ -91,11 +94,12 @@ class _Directory:
     def __init__(self, root: str) -> None:
         self._root = root
         self._begun = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         # State below is protected by _lock.
         self._tracked = 0  # the save that the tracker was last moved for
         self._newest = 0  # its iteration
         self._in_flight: dict[int, int] = {}  # iterations
+        self._due: dict[int, tuple[int, int | None]] = {}  # committed, and so many are to be kept
         self._handles: list[SaveHandle] = []
 
     def number(self, iteration: int) -> int:
@@ -115,24 +119,36 @@ class _Directory:
         return handles
 
     def ended(self, number: int) -> None:
+        """Removes old iterations, if this save has committed here and was to."""
         with self._lock:
             self._in_flight.pop(number, None)
+            kept = self._due.pop(number, None)
+            self._lock.notify_all()
+            if kept is None:
+                return
+            try:
+                iterations.retain(self._root, self._newest, *kept, {*self._in_flight.values()})
+            except Exception as error:
+                log.error("old iterations stay in %s: %s", self._root, error)
+
+    def wait_ended(self) -> None:
+        """Waits for ended() of saves whose results are known."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._in_flight)
 
     def committed(
         self, number: int, iteration: int, keep_last: int | None, keep_every: int | None
     ) -> None:
-        """Moves the tracker, unless a later save was faster, and removes old iterations, of which
-        this may be one then. The checkpoint is committed whatever happens here, and load_checkpoint
-        finds it without the tracker.
+        """Moves the tracker, unless a later save was faster: then this may be one of the old
+        iterations. The checkpoint is committed whatever happens here, and load_checkpoint finds it
+        without the tracker.
         """
         with self._lock:
-            self._in_flight.pop(number, None)
-            in_flight = {*self._in_flight.values()}
+            if keep_last is not None:
+                self._due[number] = (keep_last, keep_every)
             try:
                 if number > self._tracked:
                     self._tracked, self._newest = number, iteration
                     iterations.track(self._root, iteration)
-                if keep_last is not None:
-                    iterations.retain(self._root, self._newest, keep_last, keep_every, in_flight)
             except Exception as error:
                 log.error("%s does not name iteration %d: %s", iterations.TRACKER, iteration, error)
