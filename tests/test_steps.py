@@ -365,7 +365,7 @@ def test_checkpointers_of_one_root_commit_in_one_order(root: Path) -> None:
 
 
 FORKING = """
-import os, signal, sys, torch
+import os, signal, sys, time, torch
 from test_checkpointer import assert_holds, held_up, state
 from fastckpt import Checkpointer
 root = sys.argv[1]
@@ -377,12 +377,18 @@ with held_up("rename") as (delay, go_on), Checkpointer(root, keep_last=1) as che
         signal.pause()
     go_on.set()
     first.result()
-    kept = [os.readlink(f"/proc/{child}/fd/{fd}") for fd in os.listdir(f"/proc/{child}/fd")]
+    def kept():
+        links = os.scandir(f"/proc/{child}/fd")
+        return [path for link in links if (path := os.readlink(link.path)).startswith(root)]
+    end = time.monotonic() + 60
+    while kept() and time.monotonic() < end:  # until it has had its turn
+        time.sleep(0.01)
     found = state(0)
     step = checkpointer.restore(found)
     checkpointer.save(2, state(2)).result()
+    held = kept()
 os.kill(child, signal.SIGKILL)
-print(step, [path for path in kept if path.startswith(root)], sorted(os.listdir(root)))
+print(step, held, sorted(os.listdir(root)))
 """
 
 
