@@ -420,7 +420,7 @@ def test_verify_of_a_local_tier_misses_nothing_of_other_nodes(
     assert status == 1 and "rank-00000.json' is missing" in line
     (step / "rank-00000.safetensors").unlink()
     status, (line,) = verified(capsys, "--local", step)  # as of a node that had nothing to write
-    assert status == 0 and line.endswith(": 0 bytes")
+    assert status == 0 and line.endswith(": 0.00 B")
 
 
 def test_verify_says_what_it_cannot_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -640,16 +640,17 @@ def test_closing_leaves_no_thread_descriptor_or_mapping() -> None:
                 backends.append(_engine.uring_backend(4))
             except _engine.BackendUnavailable:
                 pass  # then there is only one kind to close
-            engine = Engine(64 << 20, PAGE, 4)
+            engine = Engine(1 << 30, PAGE, 4)  # more than malloc reserves for threads, 64 MiB each
             for each in backends:
                 written(start(engine, fd, plain(20 * PAGE), each))
             engine.close()
             for each in backends:
                 each.close()
             del engine, backends, each
-    assert task_count() == tasks
-    assert descriptors() == fds
-    assert status_kib("VmSize") - mapped < 2 * (64 << 10)
+    # What tests before this one have left may go meanwhile.
+    assert task_count() <= tasks
+    assert descriptors() <= fds
+    assert status_kib("VmSize") - mapped < 2 << 20
 
 
 def test_arena_is_budgeted_in_whole_blocks() -> None:
