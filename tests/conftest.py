@@ -25,6 +25,7 @@ import torch
 from accelerator import Runtime
 from cuda_stub import CudaStub
 from cufile_stub import CufileStub
+from ranks.group_crew import Nursery
 
 import fastckpt
 
@@ -222,6 +223,14 @@ def gpu(driver: CudaStub, runtime: Runtime) -> Iterator[CudaStub]:
 @pytest.fixture
 def runtime(accelerator_library: Path) -> Runtime:
     return accelerator.registered(accelerator_library)
+
+
+@pytest.fixture(scope="module")
+def nursery(request: pytest.FixtureRequest) -> Iterator[Nursery]:
+    """Forks ranks that have imported what the test module names as RANKS_IMPORT."""
+    started = Nursery(request.module.RANKS_IMPORT)
+    yield started
+    started.close()
 
 
 @pytest.fixture

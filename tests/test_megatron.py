@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,7 @@ VERSION = TorchVersion(importlib.metadata.version("megatron-core"))
 # object from 0.19 on.
 COMMON = ["common.pt"] if VERSION < "0.19" else []
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    started = Nursery("ranks.megatron_imports")
-    yield started
-    started.close()
+RANKS_IMPORT = "ranks.megatron_imports"
 
 
 @pytest.fixture

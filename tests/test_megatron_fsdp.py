@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint
 
 pytestmark = pytest.mark.multiprocess
+RANKS_IMPORT = "ranks.megatron_imports"
 
 FLOAT32 = {"bf16": False}
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    started = Nursery("ranks.megatron_imports")
-    yield started
-    started.close()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ What the ranks do stands in ranks/megatron_layouts.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ranks import megatron_layouts as layouts
 from ranks.group_crew import Crew, Nursery
 
 pytestmark = pytest.mark.multiprocess
+RANKS_IMPORT = "ranks.megatron_imports"
 
 DENSE = {"tp": 1, "pp": 1}
 INTERLEAVED = {"tp": 1, "pp": 2, "vp": 2}
@@ -22,13 +22,6 @@ PIPELINE = {"tp": 1, "pp": 2}
 EXPERTS = {"tp": 1, "pp": 1, "ep": 2, "experts": 4}
 TENSOR_EXPERTS = {"tp": 2, "pp": 1, "ep": 2, "experts": 4}
 REPLICATED_EXPERTS = {"tp": 1, "pp": 1, "ep": 1, "experts": 4}
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    started = Nursery("ranks.megatron_imports")
-    yield started
-    started.close()
 
 
 @pytest.fixture
