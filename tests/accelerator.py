@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cuda_stub import CudaStub
 
 from fastckpt import _engine, pipeline
 from fastckpt.devices import Devices
 from fastckpt.gds import Gds
 from fastckpt.pipeline import Pipeline
 from fastckpt.storage import Storage
+from tests.cuda_stub import CudaStub
 
 SOURCE = Path(__file__).parent / "stubs" / "accelerator.cc"
 KIND = "stub"

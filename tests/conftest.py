@@ -17,17 +17,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import accelerator
-import cuda_stub
-import cufile_stub
 import pytest
 import torch
-from accelerator import Runtime
-from cuda_stub import CudaStub
-from cufile_stub import CufileStub
-from ranks.group_crew import Nursery
 
 import fastckpt
+from tests import accelerator, cuda_stub, cufile_stub
+from tests.accelerator import Runtime
+from tests.crews.group_crew import Nursery
+from tests.cuda_stub import CudaStub
+from tests.cufile_stub import CufileStub
 
 RUNNING = Path(__file__).parent.parent / "build" / "running-test"
 TEMPORARIES = ".*.tmp"

@@ -1,4 +1,1 @@
-"""What processes of tests do as ranks of a job.
-
-A package by name, so that no other module called so is taken for it, wherever tests look for one.
-"""
+"""What ranks tell each other: all agree or all fail, and every wait ends."""

@@ -1,0 +1,490 @@
+"""The command line, as a user calls it: `python -m fastckpt`, judged by what it prints, its exit
+status and what it leaves behind.
+
+This file is responsible for arguments and their units, for reports, and for what verify finds and
+doctor tells. It must not know the formulas of the model, nor how anything is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import fastckpt
+from fastckpt import advice
+from fastckpt.cli import main, quantities
+from fastckpt.directory_save import save_directory
+from fastckpt.draft import Draft
+from fastckpt.integrations import dcp as fast_dcp
+from tests.paths import ROOT
+
+JOB = ("--params", "70e9", "--gpus", "512", "--nodes", "64")
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "fastckpt", *map(str, arguments)]
+
+
+def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+def advised(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """What advise --json says, in this process."""
+    assert main(["advise", *arguments, "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that cannot be understood says."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    assert not told.out
+    return told.err
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (quantities.size, "4.3TiB", 4.3 * 2**40),
+        (quantities.size, "24 GB", 24e9),
+        (quantities.size, "512mib", 2.0**29),
+        (quantities.size, "1e9", 1e9),
+        (quantities.size, "7B", 7.0),
+        (quantities.rate, "75GB/s", 75e9),
+        (quantities.rate, "6 GiB/s", 6 * 2.0**30),
+        (quantities.rate, "100MB", 100e6),
+        (quantities.time, "3h", 10800.0),
+        (quantities.time, "1.5min", 90.0),
+        (quantities.time, "20ms", 0.02),
+        (quantities.time, "2d", 172800.0),
+        (quantities.time, "90", 90.0),
+        (quantities.count, "340e9", 340e9),
+        (quantities.count, "340B", 340e9),
+        (quantities.count, "70m", 70e6),
+    ],
+)
+def test_units(read: Any, text: str, value: float) -> None:
+    assert read(text) == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (quantities.size, "4.3TiB/s"),
+        (quantities.size, "4,3TiB"),
+        (quantities.size, "-1GB"),
+        (quantities.size, "TiB"),
+        (quantities.size, "inf"),
+        (quantities.size, "1e400"),
+        (quantities.rate, "75Gb/h"),
+        (quantities.time, "3 weeks"),
+        (quantities.time, "nan"),
+        (quantities.count, "340GB"),
+        (quantities.count, ""),
+        (quantities.count, "٣"),
+    ],
+)
+def test_what_is_no_quantity_is_refused_in_its_own_words(read: Any, text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        read(text)
+    assert str(caught.value).startswith(f"{text!r} is not a")
+
+
+@pytest.mark.parametrize(
+    ("shown", "value", "text"),
+    [
+        (quantities.shown_size, 4.3 * 2**40, "4.30 TiB"),
+        (quantities.shown_size, 512.0, "512 B"),
+        (quantities.shown_size, 2.0**80, "1073741824 PiB"),
+        (quantities.shown_rate, 75e9, "75.0 GB/s"),
+        (quantities.shown_time, 0.0, "0.00 ms"),
+        (quantities.shown_time, 16.42, "16.4 s"),
+        (quantities.shown_time, 119.0, "119 s"),
+        (quantities.shown_time, 300.0, "5.00 min"),
+        (quantities.shown_time, 11135.0, "3.09 h"),
+        (quantities.shown_time, 1e6, "11.6 d"),
+    ],
+)
+def test_quantities_are_shown_with_three_digits(shown: Any, value: float, text: str) -> None:
+    assert shown(value) == text
+
+
+def test_advise_prints_a_report() -> None:
+    done = run("advise", *JOB, "--osts", 100, "--step-time", "20s", "--staging", "500GiB")
+    assert done.returncode == 0, done.stderr
+    found = advice.advise(
+        advice.Job(980e9, 512, 64, advice.mtbf_s(512), osts=100, step_s=20, staging_bytes=2**39)
+    )
+    for expected in (
+        "size of a checkpoint 913 GiB (14 bytes for each parameter)",
+        "100 (given, --osts)",
+        "6.00 GB/s (assumed, --network)",
+        f"committed on the storage after {quantities.shown_time(found.root_s)} ",
+        f"bottleneck {found.bottleneck} ",
+        f"{quantities.shown_time(found.interval_s)}, {found.interval_steps} steps",
+        f"{100 * found.lost_share:.2f} %",
+    ):
+        assert expected in " ".join(done.stdout.split())
+    assert not done.stderr
+    assert "Measured" not in done.stdout
+
+
+def test_advise_tells_json(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--size", "4.3TiB", "--gpus", "384", "--mtbf", "3h", "--network", "6GB/s")
+    told = advised(capsys, *given, "--nvme", "20GB/s", "--few-writers", "12", "--restart-time", "0")
+    job = advice.Job(4.3 * 2**40, 384, 48, 10800.0, nvme_rate=20e9, few_writers=12, restart_s=0.0)
+    assert told["inputs"] == asdict(job)
+    assert told["advice"] == asdict(advice.advise(job))
+    assert told["measured"] == []
+    sources = told["sources"]
+    assert set(sources) == set(told["inputs"])
+    assert (sources["network_rate"], sources["d2h_rate"]) == ("given", "assumed")
+    assert (sources["nodes"], sources["mtbf_s"]) == ("assumed", "given")
+
+
+def test_every_input_of_a_job_has_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ("--d2h", "--writer", "--network", "--ost", "--nvme", "--torch")
+    times = ("--step-time", "--commit-time", "--restart-time", "--mtbf")
+    counts = ("--osts", "--few-writers")
+    given = [text for flag in rates for text in (flag, "3GB/s")]
+    given += [text for flag in times for text in (flag, "7s")]
+    given += [text for flag in counts for text in (flag, "5")]
+    told = advised(capsys, *JOB, *given, "--staging", "1GiB", "--bytes-per-param", "16")
+    expected = {
+        **{name: 3e9 for name in told["inputs"] if name.endswith("_rate")},
+        **dict.fromkeys(("step_s", "commit_s", "restart_s", "mtbf_s"), 7.0),
+        **dict.fromkeys(("osts", "few_writers"), 5),
+        **{"nbytes": 16 * 70e9, "ranks": 512, "nodes": 64, "staging_bytes": 2.0**30},
+    }
+    assert told["inputs"] == expected
+
+
+def test_failures_of_a_gpu_give_the_mtbf(capsys: pytest.CaptureFixture[str]) -> None:
+    told = advised(capsys, *JOB, "--failures-per-gpu-hour", "1e-4")
+    assert told["inputs"]["mtbf_s"] == pytest.approx(3600 / (512 * 1e-4))
+    assert told["sources"]["mtbf_s"] == "from the failures given"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("fly",), "invalid choice: 'fly'"),
+        (("advise", "--gpus", "8"), "one of the arguments --params --size is required"),
+        (("advise", "--params", "7B"), "the following arguments are required: --gpus"),
+        (("advise", *JOB, "--size", "1GB"), "not allowed with argument --params"),
+        (("advise", *JOB, "--speed", "1"), "unrecognized arguments: --speed 1"),
+        (("advise", *JOB, "--network", "fast"), "'fast' is not a rate such as 75GB/s"),
+        (("advise", *JOB, "--mtbf", "3 weeks"), "'3 weeks' is not a time"),
+        (("advise", *JOB, "--osts", "many"), "argument --osts: invalid int value: 'many'"),
+        (("advise", *JOB, "--osts", "0"), "osts is 0, must be finite and above 0"),
+        (("advise", "--params", "7B", "--gpus", "0"), "0 ranks"),
+        (("advise", "--params", "7B", "--gpus", "8", "--nodes", "9"), "more than there are ranks"),
+        (("advise", *JOB, "--failures-per-gpu-hour", "0"), "no MTBF"),
+        (("advise", *JOB, "--bytes-per-param", "nan"), "nbytes is nan"),
+        (("advise", *JOB, "--osts", "0", "--measure", "/nowhere"), "osts is 0"),
+        (("verify",), "the following arguments are required: PATH"),
+        (("doctor", "--fix"), "unrecognized arguments: --fix"),
+    ],
+)
+def test_wrong_arguments_are_told(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, *arguments)
+
+
+def test_main_is_what_gets_installed() -> None:
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    assert '[project.scripts]\nfastckpt = "fastckpt.cli:main"\n' in text
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"fastckpt {fastckpt.__version__}\n")
+    assert run("advise", "--nonsense").returncode == 2
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
+    shell = f"{' '.join(command('advise', *JOB))} --json | head -c 1"
+    done = subprocess.run(
+        shell, shell=True, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("{", "")
+
+
+def test_measured_rates_take_the_place_of_assumed_ones(disk: Path) -> None:
+    done = run("advise", *JOB, "--measure", ".", "--d2h", "20GB/s", "--json", cwd=disk)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    sources, inputs = told["sources"], told["inputs"]
+    assert sources["writer_rate"] == sources["network_rate"] == "measured"
+    assert (sources["d2h_rate"], inputs["d2h_rate"]) == ("given", 20e9)
+    assert 1e6 < inputs["writer_rate"] <= inputs["network_rate"] < 1e11
+    assert inputs["writer_rate"] not in (2e9, 6e9)
+    assert len(told["measured"]) == 3
+    assert told["measured"][0].startswith("one process writes ")
+    assert list(disk.iterdir()) == []
+
+
+def test_measuring_that_is_ended_leaves_nothing(disk: Path) -> None:
+    with subprocess.Popen(
+        command("advise", *JOB, "--measure", disk),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        until = time.monotonic() + 60
+        while not any(disk.rglob("*.pt*")) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert any(disk.iterdir()), "nothing was measured"
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, b"")
+    assert list(disk.iterdir()) == []
+
+
+def test_measuring_nowhere_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", *JOB, "--measure", str(tmp_path / "gone")]) == 1
+    told = capsys.readouterr()
+    assert told.err.startswith("fastckpt advise: ") and "No such file" in told.err
+    assert not told.out
+
+
+def flip(path: Path, offset: int) -> None:
+    """Changes one byte of a file; from its end, if offset is negative."""
+    with open(path, "r+b") as file:
+        file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def state() -> dict[str, Any]:
+    return {"weights": torch.arange(3_000_000.0), "bias": torch.ones(1000), "step": 7}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file, a root of two steps, a compressed one, and a directory of DCP."""
+    directory = tmp_path_factory.mktemp("pristine")
+    fastckpt.save(state(), directory / "one.pt").result()
+    for codec, name in ((None, "run"), ("zstd", "packed")):
+        with fastckpt.Checkpointer(directory / name, codec=codec) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(step, state()).result()
+    fast_dcp.save(state(), checkpoint_id=str(directory / "dcp"))
+    return directory
+
+
+@pytest.fixture
+def saved(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of them to damage."""
+    return Path(shutil.copytree(pristine, tmp_path / "saved"))
+
+
+def verified(capsys: pytest.CaptureFixture[str], *paths: Path | str) -> tuple[int, list[str]]:
+    status = main(["verify", *map(str, paths)])
+    told = capsys.readouterr()
+    assert not told.err
+    return status, told.out.splitlines()
+
+
+def test_verify_finds_all_whole(saved: Path) -> None:
+    done = run("verify", "one.pt", "run", "packed/step-00000001", "dcp", cwd=saved)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["ok"] * 6
+    assert f"{saved}/dcp/.metadata" in lines.pop(4)
+    for line, name in zip(
+        lines,
+        ("one.pt", "run/step-00000001", "run/step-00000002", "packed/step-00000001", "dcp/__0_"),
+        strict=True,
+    ):
+        assert f"{saved}/{name}" in line and line.endswith(" MiB")
+
+
+@pytest.mark.parametrize(
+    ("file", "offset"),
+    [
+        ("one.pt", 4_000_000),
+        ("one.pt", -30),
+        ("run/step-00000002/rank-00000.safetensors", 100),
+        ("run/step-00000002/rank-00000.safetensors", 11_000_000),
+        ("run/step-00000002/rank-00000.json", 50),
+        ("run/step-00000002/objects.pt", 600),
+        ("run/step-00000002/manifest.json", 50),
+        ("packed/step-00000002/rank-00000.safetensors.zst", 1000),
+    ],
+)
+def test_verify_names_what_is_damaged(
+    file: str, offset: int, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(saved / file, offset)
+    status, lines = verified(capsys, saved / Path(file).parts[0])
+    assert status == 1
+    assert lines[-1].startswith("damaged  ") and f"{saved / file}'" in lines[-1]
+    assert all(line.startswith("ok ") for line in lines[:-1])
+
+
+def test_verify_names_a_damaged_file_of_dcp(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = (saved / "dcp").glob("*.distcp")
+    flip(file, 4_000_000)
+    status, lines = verified(capsys, saved / "dcp")
+    assert status == 1 and lines[0].startswith("ok ")
+    assert re.match(rf"damaged +{file}: .*CRC-32 mismatch in bytes 0 to", lines[1])
+    flip(saved / "dcp" / ".metadata", 100)
+    assert re.match("damaged .*metadata' is damaged", verified(capsys, saved / "dcp")[1][0])
+
+
+def test_verify_wants_all_files_of_dcp(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = (saved / "dcp").glob("*.distcp")
+    file.rename(saved / "kept")
+    status, (line,) = verified(capsys, saved / "dcp")
+    assert status == 1 and re.match(f"damaged .*'{file.name}'.* is missing", line)
+    (saved / "kept").rename(file)
+    (saved / "dcp" / ".metadata").unlink()
+    status, lines = verified(capsys, saved / "dcp")
+    assert status == 1 and "no checkpoint was committed" in lines[0] and lines[1].startswith("ok ")
+
+
+def test_verify_reads_directories_by_their_list(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(draft: Draft) -> None:
+        draft.add(state(), "one.pt")
+
+    save_directory(str(saved / "trainer" / "checkpoint-1"), fill).result()
+    save_directory(str(saved / "trainer" / "checkpoint-2"), fill).result()
+    status, lines = verified(capsys, saved / "trainer")
+    assert status == 0 and [line.split()[0] for line in lines] == ["ok", "ok"]
+    flip(saved / "trainer" / "checkpoint-1" / "one.pt", 1000)
+    status, (line,) = verified(capsys, saved / "trainer" / "checkpoint-1")
+    assert status == 1 and re.match("damaged .*'one.pt' has", line)
+
+
+def test_verify_names_every_damaged_file_of_a_step(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = saved / "run" / "step-00000001"
+    flip(step / "rank-00000.safetensors", 5000)
+    (step / "objects.pt").unlink()
+    status, lines = verified(capsys, step, saved / "one.pt")
+    assert status == 1 and len(lines) == 2
+    assert "objects.pt' is missing" in lines[0] and "rank-00000.safetensors'" in lines[0]
+    assert lines[1].startswith("ok ")
+
+
+def test_verify_of_a_local_tier_misses_nothing_of_other_nodes(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part of a step is right as far as it goes, with all that belongs to a file of it."""
+    step = saved / "run" / "step-00000001"
+    (step / "objects.pt").unlink()
+    status, (line,) = verified(capsys, "--local", step)
+    assert status == 0 and line.startswith("ok ")
+    tier = saved / "tier"  # as given to a Checkpointer: it has a directory for each run
+    shutil.copytree(step, tier / "run-0123456789ab" / step.name)
+    status, (line,) = verified(capsys, "--local", tier)
+    assert status == 0 and line.startswith("ok ") and "run-0123456789ab" in line
+    (step / "rank-00000.json").unlink()
+    status, (line,) = verified(capsys, "--local", step)
+    assert status == 1 and "rank-00000.json' is missing" in line
+    (step / "rank-00000.safetensors").unlink()
+    status, (line,) = verified(capsys, "--local", step)  # as of a node that had nothing to write
+    assert status == 0 and line.endswith(": 0.00 B")
+
+
+def test_verify_says_what_it_cannot_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(state(), saved / "stock.pt")
+    dcp.save(state(), checkpoint_id=str(saved / "stock"), no_dist=True)
+    (saved / "empty").mkdir()
+    os.truncate(saved / "one.pt", 1_000_000)
+    paths = [saved / name for name in ("stock.pt", "stock", "empty", "gone", "one.pt")]
+    status, lines = verified(capsys, *paths)
+    assert status == 1
+    for line, message in zip(
+        lines,
+        (
+            "FAILED .*not written by fastckpt: it has no checksums",
+            "FAILED .*metadata' was not written by fastckpt",
+            "FAILED .*distcp' was not written by fastckpt",
+            "FAILED .*holds no committed step",
+            "FAILED .*gone' does not exist",
+            "damaged .*truncated or damaged",
+        ),
+        strict=True,
+    ):
+        assert re.match(message, line)
+
+
+def test_verify_passes_over_what_was_not_committed(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (saved / "run" / "step-00000002" / "manifest.json").unlink()
+    status, lines = verified(capsys, saved / "run")
+    assert status == 0 and len(lines) == 1 and "step-00000001" in lines[0]
+
+
+def test_doctor_tells_what_would_be_done(disk: Path) -> None:
+    done = run("doctor", cwd=disk)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = dict(re.split(r"  +", line, maxsplit=1) for line in done.stdout.splitlines())
+    handle = fastckpt.save({}, disk / "a.pt")
+    stats = handle.result()
+    assert told["directory"] == str(disk)
+    way = f"{stats.backend}, {'O_DIRECT' if stats.direct else 'buffered'}: {stats.why}"
+    assert told["backend"] == way
+    assert told["file system"].split(":")[0] == stats.why.split(":")[0]
+    assert {"kernel", "CRC-32", "staging memory", "io_uring", "GPU driver", "cuFile"} <= {*told}
+    assert [path.name for path in disk.iterdir()] == ["a.pt"]
+
+
+def test_doctor_tells_why_saves_are_impossible(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(tmp_path / "gone")]) == 0
+    assert re.search(r"^saves +impossible: open of .*gone", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_doctor_leaves_the_gpu_alone_unless_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def touched() -> bool:
+        raise AssertionError("the GPU was asked for")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", touched)
+        assert main(["doctor", str(tmp_path)]) == 0
+    assert "GPU 0" not in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path), "--gpu"]) == 0
+    expected = r"^GPU 0 " if torch.cuda.is_available() else r"^GPU +torch finds none$"
+    assert re.search(expected, capsys.readouterr().out, re.MULTILINE)

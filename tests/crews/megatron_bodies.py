@@ -1,0 +1,524 @@
+"""What each rank does in the tests of Megatron-core; the module whose functions the ranks call.
+
+Responsible for models and optimizers of the real megatron-core on the CPU, whose values say which
+element of which tensor they are, and for telling what came of a save or a load. Must not know what
+should come of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.crews.group_crew import Member, Outcome, attempt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import megatron.core.dist_checkpointing as mdc
+import megatron_gpt
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron_cpu import on_cpu
+
+from fastckpt import pipeline
+from fastckpt.integrations import megatron
+from fastckpt.integrations.megatron import optimizer as optimizers
+from fastckpt.integrations.megatron.state import chunks, content_metadata, model_state
+
+SIZES = (
+    parallel_state.get_tensor_model_parallel_world_size,
+    parallel_state.get_pipeline_model_parallel_world_size,
+    parallel_state.get_virtual_pipeline_model_parallel_world_size,
+    parallel_state.get_expert_model_parallel_world_size,
+)
+_own_groups: set[Any] = set()  # of this rank, before Megatron makes any
+OFF = ["no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "finetune", "async_save"]
+OFF += ["overlap_param_gather", "log_energy", "log_progress", "use_megatron_fsdp", "fp8"]
+TEXT = torch.arange(4096) * 7 % 251
+
+
+def on_the_cpu(body: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with on_cpu():
+            return body(*args, **kwargs)
+
+    inside.__name__ = inside.__qualname__ = body.__name__
+    inside.__module__ = body.__module__
+    return inside
+
+
+# Values that tell where they belong.
+
+
+def numbered(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Of a parameter the same as of the optimizer's copy, which is it itself if it is float32."""
+    seed = zlib.crc32(key.removeprefix("optimizer.state.param.").encode())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def expected(shard: ShardedTensor) -> torch.Tensor:
+    """A shard's part of the numbered tensor of its key."""
+    whole = numbered(shard.key, tuple(shard.global_shape))
+    box = shard.global_slice()
+    return whole[box].reshape(shard.local_shape).to(shard.dtype)
+
+
+def optimizer_state(model: Any, optimizer: Any, loading: bool) -> Any:
+    """As Megatron's own fully_reshardable format has it."""
+    metadata = content_metadata("fully_reshardable")
+    state = model_state(chunks(model), metadata)
+    return optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+
+
+def fill(value: Any) -> Any:
+    """A state dict with the numbered values in place of its shards."""
+    if isinstance(value, ShardedTensorFactory):
+        return value.merge_fn([fill(part) for part in value.build()])
+    if isinstance(value, ShardedTensor):
+        return expected(value)
+    if isinstance(value, dict):
+        return {key: fill(each) for key, each in value.items()}
+    return value
+
+
+@torch.no_grad()
+def make_numbered(model: Any, optimizer: Any) -> None:
+    optimizers.allocate(optimizer)
+    with optimizers.steps_known(optimizer):
+        optimizer.load_state_dict(fill(optimizer_state(model, optimizer, True)))
+    optimizers.part_steps(optimizer)
+    for chunk in chunks(model):
+        values = fill(chunk.sharded_state_dict(metadata=content_metadata("")))
+        chunk.load_state_dict(
+            {key: value for key, value in values.items() if isinstance(value, torch.Tensor)},
+            strict=False,
+        )
+
+
+@torch.no_grad()
+def wrong_keys(model: Any, optimizer: Any) -> list[str]:
+    """Keys of shards, of the model and of its optimizer, that are not bit for bit as numbered."""
+    state: Any = model_state(chunks(model), content_metadata(""))
+    state["optimizer"] = optimizer_state(model, optimizer, False)
+    apply_factories(state)
+    shards = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
+    assert any(".exp_avg_sq." in shard.key for shard in shards)
+    return sorted({s.key for s in shards if not torch.equal(s.data, expected(s))})
+
+
+def regroup(tp: int, pp: int, vp: int | None = None, ep: int = 1) -> None:
+    """Makes way for a parallelism: the groups of another one, each of which has threads, are
+    destroyed.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        if [size() for size in SIZES] != [tp, pp, vp, ep]:
+            parallel_state.destroy_model_parallel()
+            for group in set(dist.distributed_c10d._world.pg_map) - _own_groups:
+                dist.destroy_process_group(group)
+    elif not _own_groups:
+        _own_groups.update(dist.distributed_c10d._world.pg_map)
+
+
+def build(tp: int, pp: int, **options: Any) -> tuple[Any, Any, Any]:
+    regroup(tp, pp)
+    return megatron_gpt.build(tp, pp, **{"hidden": 32, **options})
+
+
+def ready(tp: int, pp: int) -> tuple[Any, Any, Any]:
+    """With state, as if it had been trained: Megatron cannot save an optimizer that never was."""
+    model = build(tp, pp)
+    optimizers.allocate(model[1])
+    return model
+
+
+def train(model: tuple[Any, Any, Any], first: int, count: int) -> list[str]:
+    return [
+        megatron_gpt.train_step(*model, megatron_gpt.batch(TEXT, first + number)).hex()
+        for number in range(count)
+    ]
+
+
+# What tests call.
+
+
+@on_the_cpu
+def save_numbered(_member: Member, root: str, tp: int, pp: int, options: Any, how: Any) -> None:
+    model, optimizer, scheduler = build(tp, pp, **options)
+    make_numbered(model, optimizer)
+    megatron.save_checkpoint(1, model, optimizer, scheduler, 5, save=root, **how).result(60)
+
+
+@on_the_cpu
+def load_numbered(
+    _member: Member, root: str, tp: int, pp: int, options: Any
+) -> tuple[Any, list[str]]:
+    model, optimizer, scheduler = build(tp, pp, seed=3, **options)
+    found = megatron.load_checkpoint(model, optimizer, scheduler, load=root)
+    return found, wrong_keys(model, optimizer)
+
+
+@on_the_cpu
+def refuse(_member: Member, root: str, tp: int, pp: int) -> Outcome:
+    model, optimizer, scheduler = build(tp, pp)
+    return attempt(lambda: megatron.load_checkpoint(model, optimizer, scheduler, load=root))
+
+
+@on_the_cpu
+def train_save_train(
+    _member: Member, root: str, tp: int, bf16: bool, fence: str
+) -> tuple[list[str], list[float], float | None]:
+    """Three iterations and a save; losses of three more, and random numbers after the save."""
+    model = build(tp, 1, bf16=bf16)
+    train(model, 1, 3)
+    random.seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
+    torch.manual_seed(dist.get_rank())
+    handle = megatron.save_checkpoint(3, *model, 77, save=root, fence=fence)
+    numbers = [random.random(), np.random.rand(), float(torch.rand(()))]
+    losses = train(model, 4, 3)
+    handle.result(60)
+    return losses, numbers, handle.stats.stall_s
+
+
+@on_the_cpu
+def load_and_train(
+    _member: Member, root: str, tp: int, bf16: bool
+) -> tuple[tuple[int, int], list[str], list[float]]:
+    model = build(tp, 1, bf16=bf16, seed=9)
+    train(model, 1, 2)  # it goes back to what it loads
+    found = megatron.load_checkpoint(*model, load=root)
+    numbers = [random.random(), np.random.rand(), float(torch.rand(()))]
+    return found, train(model, 4, 3), numbers
+
+
+@on_the_cpu
+def train_on_from_stock(_member: Member, root: str) -> tuple[list[str], list[str]]:
+    """Losses after a save by stock Megatron, and those after loading it here."""
+    model = build(2, 1)
+    train(model, 1, 3)
+    megatron_gpt.save_as_megatron(*model[:2], Path(root, "iter_0000003"))
+    schedule = model[2].state_dict()
+    losses = train(model, 4, 3)
+    model = build(2, 1, seed=9)
+    assert megatron.load_checkpoint(*model[:2], load=root) == (3, 0)
+    model[2].load_state_dict(schedule)
+    return losses, train(model, 4, 3)
+
+
+def small_state(rank: int, value: float) -> dict[str, Any]:
+    """One of each kind of thing that a sharded state dict has."""
+
+    def halves(key: str, data: torch.Tensor, replica_id: Any, _range: Any) -> list[ShardedTensor]:
+        return [
+            ShardedTensor.from_rank_offsets(key, part, (0, at, 4), replica_id=replica_id)
+            for at, part in zip((rank, 2 + rank), data.chunk(2), strict=True)
+        ]
+
+    full = torch.full
+    return {
+        "split": ShardedTensor.from_rank_offsets("split", full((3, 5), value + rank), (0, rank, 2)),
+        "layer": ShardedTensor.from_rank_offsets(
+            "layers.weight", full((4,), value + rank), (0, rank, 2), prepend_axis_num=1
+        ),
+        "same": ShardedTensor.from_rank_offsets(
+            "same", full((600, 1000), value), replica_id=(0, 0, rank)
+        ),
+        "cut": ShardedTensorFactory("cut", full((8, 2), value + rank), halves, torch.cat),
+        "object": ShardedObject("object", {"rank": rank, "value": value}, (2,), (rank,)),
+        "one": ShardedObject("one", [value], (1,), (0,), replica_id=rank),
+        "local": LocalNonpersistentObject([value]),
+        "common": {"value": value, "list": [1, 2.5, "three"]},
+        3: {"integer key": full((2,), 1.0)},
+    }
+
+
+def plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, torch.Tensor) else state
+
+
+def loaded_small(rank: int, path: str, strategy: Any) -> Any:
+    state = mdc.load(small_state(rank, -1.0), path, sharded_strategy=strategy)
+    same = state.pop("same")
+    return plain(state) | {"same": sorted({*same.flatten().tolist()})}
+
+
+@on_the_cpu
+def exchange_with_stock(member: Member, root: str) -> dict[str, Any]:
+    """What comes back of a small state, by who saved and who loaded it."""
+    found = {}
+    for saver, strategy in (("ours", megatron.SaveStrategy()), ("stock", None)):
+        path = os.path.join(root, saver)
+        os.makedirs(path, exist_ok=True)
+        dist.barrier()
+        mdc.save(small_state(member.rank, 2.0), path, strategy)
+        for loader in ("ours", "stock"):
+            ours = megatron.LoadStrategy() if loader == "ours" else None
+            found[f"{saver} by {loader}"] = loaded_small(member.rank, path, ours)
+        found[f"{saver} keys"] = sorted(megatron.LoadStrategy().load_sharded_metadata(path))
+        found[f"{saver} nbytes"] = [f.stat().st_size for f in sorted(Path(path).glob("*.distcp"))]
+    return found
+
+
+def empty_directory(path: str) -> str:
+    os.makedirs(path, exist_ok=True)
+    dist.barrier()
+    return path
+
+
+@on_the_cpu
+def save_through(member: Member, root: str, wrapped: bool, asynchronous: bool) -> Any:
+    """What is loaded of a small state after a checked save, and the files' names."""
+    path = empty_directory(root)
+    strategy: Any = megatron.SaveStrategy()
+    if wrapped:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, dist.group.WORLD)
+    for value in (4.0, 2.0):  # the second time the strategy is known
+        state = small_state(member.rank, value)
+        request = megatron.save_checked(state, path, strategy, async_sharded_save=asynchronous)
+        for finalize in request.finalize_fns if asynchronous else ():
+            finalize()
+    dist.barrier()
+    found = {
+        "ours": loaded_small(member.rank, path, megatron.LoadStrategy()),
+        "stock": loaded_small(member.rank, path, None),
+    }
+    return found, sorted(os.listdir(path))
+
+
+@contextlib.contextmanager
+def not_taken(real: bool) -> Iterator[None]:
+    """Inside, Megatron does not take our strategy for one that it may use, as later versions may
+    not.
+
+    Args:
+        real: Megatron itself replaces it; it does so from 0.17 on.
+    """
+    if real:
+        other = type("Other", (TorchDistSaveShardedStrategy,), {})
+        with mock.patch.object(mdc.serialization, "TorchDistSaveShardedStrategy", other):
+            yield
+        return
+    save = mdc.save
+
+    def replacing(state: Any, path: str, _strategy: Any, **options: Any) -> Any:
+        return save(state, path, None, **options)
+
+    with mock.patch.object(mdc, "save", replacing):
+        yield
+
+
+@on_the_cpu
+def save_replaced(member: Member, root: str, real: bool) -> tuple[Outcome, bool]:
+    """What save_checked() says when Megatron saves by itself, and whether the result loads."""
+    path = empty_directory(root)
+    state = small_state(member.rank, 2.0)
+    with not_taken(real):
+        told = attempt(lambda: megatron.save_checked(state, path))
+    dist.barrier()
+    return told, loaded_small(member.rank, path, None)["same"] == [2.0]
+
+
+@on_the_cpu
+def save_mixed(member: Member, root: str) -> Outcome:
+    """What save_checked() says when the directory shows files of others."""
+    path = empty_directory(root)
+    strategy = megatron.SaveStrategy()
+
+    def replacing(state: Any, *_: Any, **options: Any) -> Any:
+        strategy.begun += 1
+        return mdc_save(state, path, None, **options)
+
+    mdc_save = mdc.save
+    with mock.patch.object(mdc, "save", replacing):
+        return attempt(lambda: megatron.save_checked(small_state(member.rank, 2.0), path, strategy))
+
+
+@on_the_cpu
+def save_without_finalizing(member: Member, path: str, die: bool) -> Any:
+    """An async request that nobody finalizes; then the rank is killed."""
+    os.makedirs(path, exist_ok=True)
+    dist.barrier()
+    model, _optimizer, _scheduler = build(2, 1)
+    if die:
+        metadata = content_metadata("dp_reshardable")
+        state: Any = {"model": model.module.sharded_state_dict(metadata=metadata)}
+        state |= {"content_metadata": {k: v for k, v in metadata.items() if k != "dp_cp_group"}}
+    else:
+        state = small_state(member.rank, 4.0)
+    request = mdc.save(state, path, megatron.SaveStrategy(), async_sharded_save=True)
+    deadline = time.monotonic() + 30
+    while not os.path.exists(os.path.join(path, ".metadata")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if die:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for finalize in request.finalize_fns:
+        finalize()
+    return request.async_fn, request.preload_fn, sorted(os.listdir(path))
+
+
+@on_the_cpu
+def load_model(_member: Member, root: str) -> tuple[int, int]:
+    model, _optimizer, _scheduler = build(2, 1)
+    return megatron.load_checkpoint(model, load=root)
+
+
+@contextlib.contextmanager
+def file_limit(nbytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@on_the_cpu
+def save_on_full_disk(member: Member, root: str, on_error: str) -> dict[str, Any]:
+    """Iterations 1 and 3 have room; iteration 2 has none on the last rank."""
+    model = ready(2, 1)
+    how: dict[str, Any] = {"save": root, "on_error": on_error}
+    megatron.save_checkpoint(1, *model, **how).result(60)
+    with file_limit(4096) if member.rank == 1 else contextlib.nullcontext():
+        handle = megatron.save_checkpoint(2, *model, **how)
+        handle.wait_done()
+    dist.barrier()
+    told: dict[str, Any] = {"tracker": Path(root, "latest_checkpointed_iteration.txt").read_text()}
+    again = attempt(lambda: megatron.save_checkpoint(3, *model, **how).result(60))
+    if on_error == "raise":
+        told["again"] = type(again.error).__name__
+        again = attempt(lambda: megatron.save_checkpoint(4, *model, **how).result(60))
+    told |= {"error": again.error, "at": megatron.load_checkpoint(*model, load=root)[0]}
+    return told
+
+
+@on_the_cpu
+def save_many(_member: Member, root: str, numbers: list[int], how: Any) -> list[str]:
+    model = ready(2, 1)
+    with megatron.Saves() as saves:
+        for number in numbers:
+            megatron.save_checkpoint(number, *model, number * 10, save=root, saves=saves, **how)
+    dist.barrier()
+    return sorted(os.listdir(root))
+
+
+@on_the_cpu
+def train_by_megatron(member: Member, root: str) -> Any:
+    """Saves and loads by what Megatron's own training loop calls for it, once installed."""
+    from megatron.core.timers import Timers
+    from megatron.training import checkpointing, global_vars, training
+
+    stock_load = checkpointing.load_checkpoint
+
+    args = argparse.Namespace(
+        **dict.fromkeys(OFF, False),
+        **dict.fromkeys(["ckpt_step", "pretrained_checkpoint", "non_persistent_ckpt_type"]),
+        use_distributed_optimizer=True,
+        ckpt_format="torch_dist",
+        consumed_train_samples=64,
+        consumed_valid_samples=8,
+        save=root,
+        load=root,
+    )
+    saves = megatron.install(on_error="raise")
+    parts = ready(2, 1)
+    model, optimizer, scheduler = [parts[0]], parts[1], parts[2]
+    energy = argparse.Namespace(pause=lambda: None, resume=lambda: None)
+    with (
+        mock.patch.object(global_vars, "_GLOBAL_ARGS", args),
+        mock.patch.object(global_vars, "_GLOBAL_TIMERS", Timers(0, "max")),
+        mock.patch.object(global_vars, "_GLOBAL_ENERGY_MONITOR", energy),
+        mock.patch.object(training.one_logger_utils, "track_e2e_metrics"),
+        mock.patch.object(training, "report_memory"),
+        mock.patch.object(training, "should_disable_forward_pre_hook", lambda _: False),
+        mock.patch.object(torch.cuda, "empty_cache"),
+    ):
+        global_vars.get_timers()("interval-time", log_level=0).start()
+        training.save_checkpoint_and_time(3, model, optimizer, scheduler, 33, {})
+        saves.wait()
+        dist.barrier()
+        args.consumed_train_samples = 0
+        groups = {}
+        if "tp_group" in inspect.signature(stock_load).parameters:  # as training.py passes them
+            groups = {"tp_group": parallel_state.get_tensor_model_parallel_group()}
+        with (
+            mock.patch.object(checkpointing, "check_checkpoint_args") as checked,
+            mock.patch.object(checkpointing, "update_num_microbatches"),
+        ):
+            found = training.load_checkpoint(
+                model, optimizer, scheduler, checkpointing_context={}, **groups
+            )
+        assert checked.call_args.args[0].save == root
+    return found, args.consumed_train_samples, sorted(os.listdir(root))
+
+
+@on_the_cpu
+def load_any(_member: Member, root: str, iteration: int | None = None) -> Outcome:
+    model = build(2, 1)
+    return attempt(lambda: megatron.load_checkpoint(*model, load=root, iteration=iteration))
+
+
+@on_the_cpu
+def bytes_of_reshard(_member: Member, root: str, save: Any, load: Any) -> tuple[int, int]:
+    """(bytes that reading optimizer state took, bytes needed) on another parallelism."""
+    options = {"hidden": 1408}  # so much that blocks of 8 MiB count little
+    model, optimizer, scheduler = build(*save, **options)
+    optimizers.allocate(optimizer)
+    megatron.save_checkpoint(1, model, optimizer, scheduler, save=root).result(60)
+    del model, optimizer, scheduler
+    model, optimizer, _ = build(*load, **options)
+    optimizers.allocate(optimizer)
+    streams: list[Any] = []
+    staging = pipeline.current().staging
+    reading = staging.read
+
+    def noted(*args: Any) -> Any:
+        streams.append(reading(*args))
+        return streams[-1]
+
+    staging.read = noted  # type: ignore[method-assign]
+    try:
+        path = os.path.join(root, "iter_0000001")
+        state = {"model": model.module.sharded_state_dict(metadata=content_metadata(""))}
+        metadata = megatron.strategies.stored_metadata(path)
+        with torch.no_grad():
+            needed = optimizers.load_buckets(optimizer, state, path, metadata)
+        took = sum(stream.nbytes_read() for stream in streams)
+    finally:
+        del staging.read
+    return took, needed
+
+
+@on_the_cpu
+def convert_numbered(member: Member, src: str, dst: str, how: Any) -> None:
+    if member.rank == 0:
+        shutil.rmtree(dst, ignore_errors=True)
+    dist.barrier()
+    megatron.convert(src, dst, **how)
+    dist.barrier()

@@ -1,0 +1,468 @@
+"""What each rank does in the tests of steps; the module whose functions the ranks call.
+
+Responsible for calling Checkpointer with whatever is wrong on one rank, and for telling what came
+of it. Must not know what should come of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+import fastckpt
+from fastckpt import Checkpointer, PerRank
+from fastckpt.step_load import StepReader, Target
+from fastckpt.storage import Storage
+from tests.crews.group_crew import Member, Outcome, attempt
+from tests.crews.steps_states import (
+    Part,
+    arranged,
+    content,
+    differing,
+    numbers,
+    restamp,
+    spread,
+    spread_by_group,
+    stamped,
+    step_of,
+)
+from tests.crews.steps_training import (
+    restore_and_train,
+    train_and_save,
+    train_behind_the_step_fence,
+)
+
+__all__ = ["restore_and_train", "train_and_save", "train_behind_the_step_fence"]
+
+CLONE_NEWNS, MS_REC, MS_PRIVATE, MNT_DETACH = 0x20000, 0x4000, 1 << 18, 2
+
+
+def meet(member: Member) -> None:
+    """Waits until every rank that was called is here."""
+    dist.barrier(member.group)
+
+
+def found_in(
+    member: Member | Part, checkpointer: Checkpointer, step: int | None = None
+) -> int | None:
+    """The step that restore() finds, after looking whether all of the state is of it."""
+    state = stamped(member, 0)
+    found = checkpointer.restore(state, step)
+    if found is not None:
+        assert step_of(member, state) == found
+    return found
+
+
+def saved(member: Member | Part, checkpointer: Checkpointer, step: int) -> Any:
+    return checkpointer.save(step, stamped(member, step)).result()
+
+
+def save_steps(member: Member, root: str, steps: list[int], options: dict[str, Any]) -> None:
+    """Saves stamped steps, one after another."""
+    with Checkpointer(root, group=member.group, **options) as checkpointer:
+        for step in steps:
+            saved(member, checkpointer, step)
+
+
+def restore(member: Member, root: str, step: int | None = None) -> Outcome:
+    with Checkpointer(root, group=member.group) as checkpointer:
+        return attempt(lambda: found_in(member, checkpointer, step))
+
+
+# Placements
+
+
+def save_arranged(member: Member, root: str, variations: list[int]) -> None:
+    with Checkpointer(root) as checkpointer:
+        for variation in variations:
+            checkpointer.save(variation, arranged(member, variation)).result()
+
+
+def restore_arranged(member: Member, root: str, pairs: list[tuple[int, int]]) -> list[str]:
+    """Restores steps into other variations; returns what came back otherwise."""
+    faults = []
+    with Checkpointer(root) as checkpointer:
+        for step, variation in pairs:
+            state = arranged(member, variation, blank=True)
+            assert checkpointer.restore(state, step) == step
+            faults += [
+                f"{step} -> {variation}: {key}" for key in differing(member, state, variation)
+            ]
+    return faults
+
+
+def save_partial(member: Member, root: str, ranks: list[int]) -> tuple[Outcome, int | None]:
+    """Some ranks have a tensor that is yet to be reduced; then all save a state without it."""
+    part = torch.ones(300_000)
+    mesh = spread(part, ((member.world_size,), (Replicate(),))).device_mesh
+    placement = Partial() if member.rank in ranks else Replicate()
+    tensor = DTensor.from_local(part, mesh, [placement], run_check=False)
+    with Checkpointer(root, timeout_s=20) as checkpointer:
+        failed = attempt(lambda: checkpointer.save(1, {"gradient": tensor}).result())
+        saved(member, checkpointer, 2)
+        return failed, found_in(member, checkpointer)
+
+
+# What is written and read
+
+
+def save_replicated(member: Member, root: str, sizes: list[int]) -> None:
+    """Saves plain tensors of so many elements."""
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {str(n): numbers(n, size) for n, size in enumerate(sizes)}).result()
+
+
+def save_rows(member: Member, root: str, repeats: int) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, rows(member, repeats)).result()
+
+
+def restore_rows(member: Member, root: str, repeats: int) -> list[tuple[int, int]]:
+    """Bytes needed and bytes read, of each call of the reader."""
+    seen = []
+    real = StepReader.read
+
+    def read(reader: StepReader, targets: list[Target], staging: str) -> int:
+        needed = real(reader, targets, staging)
+        seen.append((needed, reader.nbytes_read))
+        return needed
+
+    StepReader.read = read
+    try:
+        with Checkpointer(root) as checkpointer:
+            state = {k: torch.zeros_like(v) for k, v in rows(member, repeats).items()}
+            checkpointer.restore(state)
+    finally:
+        StepReader.read = real
+    for key, tensor in rows(member, repeats).items():
+        assert torch.equal(state[key].to_local(), tensor.to_local()), key
+    return seen
+
+
+def rows(member: Member, repeats: int) -> dict[str, Any]:
+    """Tensors of which each rank holds some rows, 2 MB each."""
+    whole = numbers(1, 512 * 1035).view(512, -1)  # blocks of rows are as even as the mesh
+    return {str(n): spread_by_group(member, whole + n) for n in range(repeats)}
+
+
+def save_own_values(member: Member, root: str) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, own_values(member.rank, big=300_000)).result()
+
+
+def restore_own_values(member: Member, root: str) -> list[tuple[Any, Any]]:
+    """What a rank got, whether anything was found, and what load() has of it."""
+    with Checkpointer(root) as checkpointer:
+        state = own_values(1000 + member.rank, big=1)
+        checkpointer.restore(state)
+        loaded = checkpointer.load()
+    return [
+        (own.found, _told(own.value), _told(other.value))
+        for own, other in zip(state.values(), loaded.values(), strict=True)
+    ]
+
+
+def own_values(number: int, big: int) -> dict[str, PerRank]:
+    return {
+        "number": PerRank({"rank": number}),
+        "rng": PerRank(torch.Generator().manual_seed(number).get_state()),
+        "tensor": PerRank(torch.full((big,), float(number))),
+    }
+
+
+def _told(value: Any) -> Any:
+    return value.tolist()[:20] if isinstance(value, torch.Tensor) else value
+
+
+# Saves that meet no fault
+
+
+def save_overlapping(member: Member, root: str, count: int, options: dict[str, Any]) -> None:
+    """Begins saves without waiting for one, changing the state in between; restores each."""
+    state = stamped(member, 0)
+    with Checkpointer(root, **options) as checkpointer:
+        handles = []
+        for step in range(count):
+            restamp(member, state, step)
+            handles.append(checkpointer.save(step, state))
+        for handle in handles:
+            handle.result()
+        for step in range(count):
+            found_in(member, checkpointer, step)
+
+
+def save_and_keep(member: Member, root: str, options: dict[str, Any]) -> list[list[int]]:
+    """Saves steps that retention makes few; returns which there are after each of two jobs."""
+    seen = []
+    for steps in (range(1, 6), range(6, 8)):
+        save_steps(member, root, list(steps), options)
+        meet(member)
+        with Checkpointer(root) as checkpointer:
+            seen.append(checkpointer.steps())
+        meet(member)
+    return seen
+
+
+def save_with_budgets(member: Member, root: str, budgets: dict[int, int]) -> tuple[int, int | None]:
+    """Saves with a staging budget of each rank's own; returns the most staging memory used."""
+    options = {"staging_bytes": budgets.get(member.rank)}
+    with Checkpointer(root, **options) as checkpointer:
+        stats = checkpointer.save(1, rows(member, 40)).result()
+        state = {k: torch.zeros_like(v) for k, v in rows(member, 40).items()}
+        found = checkpointer.restore(state)
+    for key, tensor in rows(member, 40).items():
+        assert torch.equal(state[key].to_local(), tensor.to_local()), key
+    return stats.staged_bytes_max, found
+
+
+def save_late(
+    member: Member, root: str, late: int, late_s: float
+) -> tuple[float, float, int | None]:
+    """One rank calls later; returns when save() was called, when it had returned, what is found."""
+    with Checkpointer(root) as checkpointer:
+        saved(member, checkpointer, 1)
+        state = stamped(member, 2)
+        meet(member)
+        if member.rank == late:
+            time.sleep(late_s)
+        called = time.monotonic()
+        handle = checkpointer.save(2, state)
+        returned = time.monotonic()
+        handle.result()
+        return called, returned, found_in(member, checkpointer)
+
+
+def save_again_before_a_late_rank_wakes(member: Member, root: str) -> tuple[Any, ...]:
+    """Rank 1's disk stalls in a save that the others give up; then all save that step again."""
+    entered, go_on = threading.Event(), threading.Event()
+    with Checkpointer(root, group=member.group, timeout_s=2.0) as checkpointer:
+        with patched_sync(entered, go_on) if member.rank == 1 else nullcontext():
+            first = checkpointer.save(5, stamped(member, 1))
+            if member.rank == 1:
+                entered.wait()
+            else:
+                first.exception()
+            meet(member)
+        second = attempt(lambda: checkpointer.save(5, stamped(member, 2)).result())
+        meet(member)
+        go_on.set()
+        late = first.exception()
+        meet(member)
+        state = stamped(member, 0)
+        step = checkpointer.restore(state)
+        return second.error, late, step, step_of(member, state)
+
+
+@contextmanager
+def patched_sync(entered: threading.Event, go_on: threading.Event) -> Iterator[None]:
+    """The first sync of this process waits for the second event."""
+    real = Storage.sync
+
+    def sync(self: Storage, fd: int) -> None:
+        if not entered.is_set():
+            entered.set()
+            go_on.wait()
+        real(self, fd)
+
+    Storage.sync = sync  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Storage.sync = real  # type: ignore[method-assign]
+
+
+def save_in_parts(member: Member, root: str) -> list[Any]:
+    """Two halves of the job save to roots of their own, at the same time."""
+    half = member.world_size // 2
+    begin = 0 if member.rank < half else half
+    part = Part(member.rank - begin, member.group_of(begin, begin + half))
+    with Checkpointer(f"{root}/{begin}", group=part.group) as checkpointer:
+        for step in (begin + 1, begin + 2):
+            saved(part, checkpointer, step)
+        return [checkpointer.steps(), found_in(part, checkpointer)]
+
+
+def count_operations(member: Member, root: str, saves: int) -> dict[str, Any]:
+    """Saves while every operation of every store, and every collective, is counted."""
+    state = stamped(member, 1)
+    by_training: list[str] = []
+    by_others: list[str] = []
+    with Checkpointer(root) as checkpointer:
+        saved(member, checkpointer, 0)
+        group = dist.distributed_c10d._get_default_group()
+        collectives = group._get_sequence_number_for_group()
+        with counted_operations(by_training, by_others):
+            handles = [checkpointer.save(step, state) for step in range(1, saves + 1)]
+            for handle in handles:
+                handle.result()
+        collectives = group._get_sequence_number_for_group() - collectives
+    return {"training": by_training, "others": len(by_others), "collectives": collectives}
+
+
+@contextmanager
+def counted_operations(by_training: list[str], by_others: list[str]) -> Iterator[None]:
+    """Notes by which thread each operation of a store is asked for."""
+    training = threading.get_ident()
+    replaced: list[tuple[type, str, Any]] = []
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **options: Any) -> Any:
+            (by_training if threading.get_ident() == training else by_others).append(name)
+            return real(*args, **options)
+
+        return operation
+
+    for kind in (dist.Store, dist.TCPStore, dist.PrefixStore):
+        for name, real in vars(kind).items():
+            if callable(real) and not name.startswith("_"):
+                replaced.append((kind, name, real))
+    try:
+        for kind, name, real in replaced:
+            setattr(kind, name, noted(name, real))
+        yield
+    finally:
+        for kind, name, real in replaced:
+            setattr(kind, name, real)
+
+
+# Saves that do
+
+
+def save_wrongly(
+    member: Member, root: str, wrongs: list[dict[int, str]], timeout_s: float
+) -> list[tuple[Outcome, Outcome, int | None]]:
+    """Again and again, some ranks do something else than save, and then all save a later step.
+
+    Args:
+        wrongs: for each time, what which ranks do.
+
+    Returns:
+        For each time what came of the save that met this, for which step 10, 20, ... was meant, and
+        of the other, of 14, 24, ...; and which step is found then.
+    """
+    with Checkpointer(root, group=member.group, timeout_s=timeout_s) as checkpointer:
+
+        def once(step: int, wrong: dict[int, str]) -> tuple[Outcome, Outcome, int | None]:
+            meet(member)
+            did = wrong.get(member.rank)
+            first = attempt(lambda: _saved_wrongly(member, checkpointer, step, did))
+            meet(member)
+            state = stamped(member, step + 4)
+            if "another content" in wrong.values():
+                state["same"] += member.rank
+            second = attempt(lambda: checkpointer.save(step + 4, state).result())
+            meet(member)
+            return first, second, attempt(lambda: found_in(member, checkpointer)).value
+
+        return [once(10 * number, wrong) for number, wrong in enumerate(wrongs, 1)]
+
+
+def _saved_wrongly(member: Member, checkpointer: Checkpointer, step: int, wrong: str | None) -> Any:
+    state = stamped(member, step)
+    if wrong == "nothing":
+        return None
+    if wrong == "another step":
+        step += 1
+    elif wrong == "another key":
+        state["other"] = state.pop("same")
+    elif wrong == "another shape":
+        state["same"] = state["same"][:-1].clone()
+    elif wrong == "another type":
+        state["same"] = state["same"].double()
+    elif wrong == "another content":
+        state["same"] += 1
+    elif wrong == "another placement":
+        state["sharded"] = spread(content("even"), ((member.world_size,), (Replicate(),)))
+    elif wrong == "no step":
+        step = -1
+    elif wrong == "an error of before":
+        failed = fastckpt.save(torch.ones(3), os.path.join(checkpointer.root, "missing", "a.pt"))
+        failed.wait_done()
+    elif wrong == "cannot be pickled":
+        state["own"] = PerRank(threading.Lock())
+    else:
+        assert wrong is None
+    return checkpointer.save(step, state).result()
+
+
+def save_onto_a_small_disk(
+    member: Member, root: str, small: int, nbytes: int
+) -> tuple[Outcome, list[str], Outcome, int | None]:
+    """One rank's root is a file system of its own, and a small one, when step 2 is saved.
+
+    Returns:
+        What came of step 2, which directories are then committed, what came of step 3, and which
+        step is found at the end.
+    """
+    isolated()  # before the engine has threads: this is a property of threads
+    with Checkpointer(root, timeout_s=20) as checkpointer:
+        saved(member, checkpointer, 1)
+        meet(member)
+        with mounted(root, nbytes if member.rank == small else 0):
+            first = attempt(lambda: saved(member, checkpointer, 2))
+            meet(member)
+        names = committed(root)
+        meet(member)
+        second = attempt(lambda: saved(member, checkpointer, 3))
+        return first, names, second, found_in(member, checkpointer)
+
+
+def save_with_a_file_size_limit(
+    member: Member, root: str, limited: int, nbytes: int
+) -> tuple[Outcome, list[str], Outcome, int | None]:
+    """As save_onto_a_small_disk(), but that rank's files may not grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpointer(root, timeout_s=20) as checkpointer:
+        saved(member, checkpointer, 1)
+        meet(member)
+        if member.rank == limited:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+        first = attempt(lambda: saved(member, checkpointer, 2))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        meet(member)
+        names = committed(root)
+        meet(member)
+        second = attempt(lambda: saved(member, checkpointer, 3))
+        return first, names, second, found_in(member, checkpointer)
+
+
+def committed(root: str) -> list[str]:
+    return sorted(path.parent.name for path in Path(root).glob("step-*/manifest.json"))
+
+
+def isolated() -> None:
+    """From here on this process mounts for itself alone; PermissionError if it may not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _checked(libc.unshare(CLONE_NEWNS))
+    _checked(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+
+
+@contextmanager
+def mounted(path: str, nbytes: int) -> Iterator[None]:
+    """A file system in memory, of this size, over a directory; none if the size is 0."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if nbytes:
+        options = f"size={nbytes}".encode()
+        _checked(libc.mount(b"none", os.fsencode(path), b"tmpfs", 0, options))
+    try:
+        yield
+    finally:
+        if nbytes:
+            _checked(libc.umount2(os.fsencode(path), MNT_DETACH))
+
+
+def _checked(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

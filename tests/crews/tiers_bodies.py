@@ -1,0 +1,123 @@
+"""What each rank does in the tests of tiers; the module whose functions the ranks call.
+
+Responsible for calling Checkpointer with a local directory for each node, and for telling what came
+of it. Must not know what should come of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from fastckpt import Checkpointer, PerRank, pipeline
+from fastckpt.storage import Storage
+from tests.crews.group_crew import Member, Outcome, attempt
+from tests.crews.steps_bodies import found_in, meet, saved
+from tests.crews.steps_states import stamped
+from tests.doubles import Operation, Recorder
+
+T = TypeVar("T")
+
+
+class Deadly(Recorder):
+    """Kills the process as soon as something is done to a path, as often as that was done before.
+
+    Args:
+        name: of the operation.
+        part: of the path.
+    """
+
+    def __init__(self, name: str, part: str) -> None:
+        super().__init__(by_engine=True)
+        self._name, self._part = name, part
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == self._name and self._part in operation.path:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real()
+
+
+def save_tiered(
+    member: Member, root: str, locals_: list[str], steps: list[int], options: dict[str, Any]
+) -> list[tuple[float | None, str]]:
+    """Saves stamped steps, one after another, over the local directory of each rank; returns when
+    each was committed there, or why it was not.
+    """
+    told = []
+    with Checkpointer(root, group=member.group, local=locals_[member.rank], **options) as saving:
+        for step in steps:
+            stats = saved(member, saving, step)
+            told.append((stats.local_committed_s, stats.local_why))
+    meet(member)
+    return told
+
+
+def save_paced(
+    member: Member, root: str, locals_: list[str], steps: int, options: dict[str, Any]
+) -> tuple[str, str]:
+    """Saves so many stamped steps that overlap; returns why the last one went past the local
+    directory, and what its stats tell of its pace.
+    """
+    options = {"timeout_s": 30, "keep_local": 2, **options}
+    with Checkpointer(root, group=member.group, local=locals_[member.rank], **options) as saving:
+        handles = []
+        for step in range(1, steps + 1):
+            handles.append(saving.save(step, stamped(member, step)))
+            handles[-1].wait_staged()
+        stats = [handle.result() for handle in handles][-1]
+    meet(member)
+    return stats.local_why, stats.pacing
+
+
+def drain_and_fail(
+    member: Member, root: str, locals_: list[str], failing: int, options: dict[str, Any]
+) -> tuple[Outcome, float]:
+    """One rank has no room in the root; returns what each is told, and after how long."""
+    real = Storage.allocate
+
+    def allocate(storage: Storage, fd: int, nbytes: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(root):
+            raise OSError(errno.ENOSPC, "planted")
+        real(storage, fd, nbytes)
+
+    options = {"timeout_s": 60, **options}
+    with Checkpointer(root, group=member.group, local=locals_[member.rank], **options) as saving:
+        if member.rank == failing:
+            Storage.allocate = allocate  # type: ignore[method-assign]
+        own = {"own": PerRank(torch.full((6_000_000,), float(member.rank)))}
+        meet(member)
+        handle = saving.save(1, own)
+        assert handle.wait_local(30)
+        began = time.monotonic()
+        outcome = attempt(handle.result)
+        waited_s = time.monotonic() - began
+        Storage.allocate = real  # type: ignore[method-assign]
+        meet(member)
+    return outcome, waited_s
+
+
+def save_and_die(
+    member: Member, root: str, locals_: list[str], step: int, deaths: dict[int, tuple[str, str]]
+) -> Any:
+    """Saves a step in the midst of which ranks are killed, each by what it does to some path."""
+    if member.rank in deaths:
+        pipeline._current = pipeline.Pipeline(Deadly(*deaths[member.rank]))
+    checkpointer = Checkpointer(root, group=member.group, local=locals_[member.rank], timeout_s=3)
+    handle = checkpointer.save(step, stamped(member, step))
+    local = attempt(lambda: handle.wait_local(20))
+    return local, handle.exception(), handle.stats.local_committed_s
+
+
+def restore_tiered(
+    member: Member, root: str, locals_: list[str], step: int | None = None
+) -> tuple[Outcome, dict[str, str]]:
+    """What is restored, every element of which was looked at; and where it was read from."""
+    with Checkpointer(root, group=member.group, local=locals_[member.rank]) as checkpointer:
+        found = attempt(lambda: found_in(member, checkpointer, step))
+        return found, checkpointer.restored_from

@@ -1,0 +1,1 @@
+"""Directories in others' formats: the whole directory or none."""

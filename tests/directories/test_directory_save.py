@@ -1,0 +1,425 @@
+"""Directories of files in others' formats: what is visible after a crash or an error at any moment,
+what stock readers find in them, and what is said of a damaged one. Must not know any framework.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import fastckpt
+from fastckpt import pipeline as pipeline_module
+from fastckpt.directory_check import check, newest_whole
+from fastckpt.directory_save import remove_directory, save_directory, wait_for_directories
+from fastckpt.draft import Draft
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StagingConflict,
+    StorageError,
+)
+from fastckpt.formats import file_list
+from fastckpt.pipeline import Pipeline
+from fastckpt.storage import Storage
+from tests.doubles import Delay, FailAt, Recorder, dead_pid
+
+BUDGET_BYTES = 64 << 20
+WAIT_S = 60.0
+FILES = {"fastckpt.json", "model.safetensors", "notes.txt", "optimizer.pt", "sub/more.txt"}
+
+
+@contextmanager
+def through(storage: Storage, budget_bytes: int = BUDGET_BYTES) -> Iterator[Pipeline]:
+    """Saves of this process go through a pipeline of this storage."""
+    pipeline = Pipeline(storage, budget_bytes)
+    kept, pipeline_module._current = pipeline_module._current, pipeline
+    try:
+        yield pipeline
+    finally:
+        pipeline_module._current = kept
+        pipeline.close()
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    weight = torch.arange(6000, dtype=torch.float32).reshape(60, 100) + step
+    return {
+        "weight": weight,
+        "tied": weight,
+        "column": weight[:, 3],
+        "half": weight.to(torch.bfloat16)[:7],
+        "none": torch.empty(0, 4),
+        "count": torch.tensor(step),
+    }
+
+
+def fill_with(step: int) -> Callable[[Draft], None]:
+    def fill(draft: Draft) -> None:
+        assert draft.add_tensors(tensors(step), "model.safetensors", {"format": "pt"})
+        draft.add({"step": step, "state": torch.ones(40_000) * step}, "optimizer.pt")
+        Path(draft.directory, "notes.txt").write_text(f"step {step}")
+        Path(draft.directory, "sub").mkdir()
+        Path(draft.directory, "sub", "more.txt").write_text("")
+
+    return fill
+
+
+def files_in(directory: Path) -> set[str]:
+    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+
+
+def step_in(directory: Path) -> int:
+    """Which step a directory holds, read by stock readers; fails unless it is whole."""
+    assert files_in(directory) == FILES
+    state = torch.load(directory / "optimizer.pt")
+    step: int = state["step"]
+    loaded = safetensors.torch.load_file(directory / "model.safetensors")
+    assert loaded.keys() == tensors(step).keys()
+    for name, tensor in tensors(step).items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
+    assert torch.equal(state["state"], torch.ones(40_000) * step)
+    assert (directory / "notes.txt").read_text() == f"step {step}"
+    assert check(str(directory))
+    return step
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+@pytest.mark.parametrize("budget_bytes", [8 << 20, BUDGET_BYTES])
+def test_stock_readers_find_what_was_saved(disk: Path, fence: str, budget_bytes: int) -> None:
+    with through(Storage(), budget_bytes):
+        for step in range(3):  # the first makes the directory and its parent, others replace it
+            handle = save_directory(str(disk / "runs" / "a"), fill_with(step), fence=fence)
+            stats = handle.result(WAIT_S)
+            wait_for_directories(str(disk / "runs"))
+            assert step_in(disk / "runs" / "a") == step
+            assert os.listdir(disk / "runs") == ["a"]
+            assert stats.nbytes > 200_000 and stats.committed_s is not None
+    with safetensors.safe_open(disk / "runs" / "a" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_large_files_are_written_in_blocks(disk: Path) -> None:
+    large = {"a": torch.randn(5 << 20), "b": torch.randn(1000)}  # 20 MiB, blocks of 8
+    with through(Storage(), 16 << 20):
+
+        def fill(draft: Draft) -> None:
+            draft.add_tensors(large, "model.safetensors", {})
+            draft.add(large, "model.pt")
+
+        save_directory(str(disk / "a"), fill).result(WAIT_S)
+    assert check(str(disk / "a"))
+    for loaded in (
+        safetensors.torch.load_file(disk / "a" / "model.safetensors"),
+        fastckpt.load(disk / "a" / "model.pt"),
+    ):
+        assert all(torch.equal(loaded[name], large[name]) for name in large)
+
+
+def test_a_stop_at_any_operation_leaves_the_old_directory_or_the_new_one(disk: Path) -> None:
+    path, seen = disk / "a", set()
+    with through(Storage()):
+        save_directory(str(path), fill_with(0)).result(WAIT_S)
+    number, failed = 0, True
+    while failed:
+        with through(FailAt(number, errno.EIO, lasting=True)):
+            handle = save_directory(str(path), fill_with(number + 1), on_error="warn")
+            failed = handle.exception(WAIT_S) is not None
+        seen.add((failed, step_in(path) == number + 1))
+        assert failed or step_in(path) == number + 1
+        with through(Storage()):
+            save_directory(str(path), fill_with(0)).result(WAIT_S)
+        number += 1
+    assert number > 30 and {(True, False), (False, True)} <= seen
+    for left in disk.glob(".*.tmp"):  # of this process, which is alive
+        os.rename(left, str(left).replace(f"-{os.getpid()}-", f"-{dead_pid()}-"))
+    with through(Storage()):
+        save_directory(str(path), fill_with(1)).result(WAIT_S)
+    assert os.listdir(disk) == ["a"]
+
+
+def test_everything_is_durable_before_the_name_and_the_name_before_the_result(disk: Path) -> None:
+    path = disk / "a"
+    with through(Storage()):
+        save_directory(str(path), fill_with(0)).result(WAIT_S)
+    storage = Recorder()
+    with through(storage):
+        save_directory(str(path), fill_with(1)).result(WAIT_S)
+    (commit,) = storage.numbers_of("exchange")
+    synced = {Path(op.path).name for op in storage.log[:commit] if op.name == "sync"}
+    assert synced == {Path(name).name for name in FILES}
+    for name in ("model.safetensors", "optimizer.pt"):
+        order = [op.name for op in storage.log[:commit] if Path(op.path).name == name]
+        assert order.index("sync") > max(n for n, op in enumerate(order) if op == "write")
+    names = [Path(op.path).name for op in storage.log[:commit] if op.name == "sync_directory"]
+    assert names == ["sub", "a"]
+    assert ("sync_directory", str(disk)) in [(op.name, op.path) for op in storage.log[commit:]]
+
+
+def test_without_exchange_it_is_replaced_by_two_renames(disk: Path) -> None:
+    class Without(Storage):
+        def exchange(self, one: str, other: str) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    with through(Without()):
+        for step in range(2):
+            save_directory(str(disk / "a"), fill_with(step)).result(WAIT_S)
+            wait_for_directories(str(disk))
+            assert step_in(disk / "a") == step
+    assert os.listdir(disk) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "deep/mine.txt", "link"])
+def test_files_of_others_are_not_replaced(disk: Path, name: str) -> None:
+    path, mine = disk / "a", disk / "a" / name
+    with through(Storage()) as pipeline:
+        save_directory(str(path), fill_with(1)).result(WAIT_S)
+        mine.parent.mkdir(exist_ok=True)
+        if name == "link":
+            mine.symlink_to("notes.txt")
+        else:
+            mine.write_text("mine")
+        handle = save_directory(str(path), fill_with(2))
+        with pytest.raises(CheckpointError, match=f"of no checkpoint \\({name}\\)"):
+            handle.result(WAIT_S)
+        pipeline.drain()
+        assert mine.exists() and os.listdir(disk) == ["a"]
+        mine.unlink()
+        assert step_in(path) == 1
+        (path / "fastckpt.json").unlink()  # as others write the same files
+        save_directory(str(path), fill_with(3)).result(WAIT_S)
+        assert step_in(path) == 3
+
+
+def test_a_file_is_not_replaced(disk: Path) -> None:
+    (disk / "a").write_text("mine")
+    with through(Storage()), pytest.raises(CheckpointError, match="is a file"):
+        save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
+    assert (disk / "a").read_text() == "mine" and os.listdir(disk) == ["a"]
+
+
+def test_directories_commit_in_the_order_of_their_saves(disk: Path) -> None:
+    gate = threading.Event()
+    retained: list[list[str]] = []
+
+    def retain() -> None:
+        retained.append(sorted(name for name in os.listdir(disk) if name[0] != "."))
+
+    with through(Delay("sync", gate)) as pipeline:
+        first = save_directory(str(disk / "a"), fill_with(1), retain=retain)
+        second = save_directory(str(disk / "b"), fill_with(2), retain=retain)
+        time.sleep(0.3)
+        assert not first.done() and not second.done() and not (disk / "b").exists()
+        gate.set()
+        second.result(WAIT_S)
+        assert first.done()
+        pipeline.drain()
+    assert retained[0] in (["a"], ["a", "b"]) and retained[1] == ["a", "b"]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_what_fails_at_once(disk: Path, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
+    def fill(draft: Draft) -> None:
+        fill_with(1)(draft)
+        raise RuntimeError("no more")
+
+    if on_error == "raise":
+        with pytest.raises(RuntimeError, match="no more"):
+            save_directory(str(disk / "a"), fill)
+    else:
+        handle = save_directory(str(disk / "a"), fill, on_error="warn")
+        assert isinstance(handle.exception(0), RuntimeError)
+        assert "was not saved: RuntimeError: no more" in caplog.text
+    assert os.listdir(disk) == []
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_what_fails_later(disk: Path, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Full(Storage):
+        full = True
+
+        def allocate(self, fd: int, nbytes: int) -> None:
+            if self.full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().allocate(fd, nbytes)
+
+    storage = Full()
+    with through(storage) as pipeline:
+        handle = save_directory(str(disk / "a"), fill_with(1), on_error=on_error)
+        pipeline.drain()
+        assert os.listdir(disk) == []
+        storage.full = False
+        if on_error == "raise":
+            with pytest.raises(StorageError, match="No space left"):
+                save_directory(str(disk / "a"), fill_with(2), on_error=on_error)
+        else:
+            assert "No space left" in caplog.text and handle.reported
+        save_directory(str(disk / "a"), fill_with(2), on_error=on_error).result(WAIT_S)
+    assert step_in(disk / "a") == 2
+
+
+def test_a_draft_that_somebody_removes_is_a_failed_save(disk: Path) -> None:
+    gate = threading.Event()
+    storage = Delay("sync", gate)
+    with through(storage):
+        handle = save_directory(str(disk / "a"), fill_with(1))
+        assert storage.reached.wait(WAIT_S)  # before that it would be made again
+        (draft,) = disk.iterdir()
+        draft.rename(disk / "elsewhere")
+        gate.set()
+        with pytest.raises(StorageError, match="No such file"):
+            handle.result(WAIT_S)
+    assert os.listdir(disk) == ["elsewhere"]
+
+
+def test_a_tensor_that_changes_too_early_fails_the_save(disk: Path) -> None:
+    weight = torch.zeros(1 << 20)
+    gate = threading.Event()
+
+    def fill(draft: Draft) -> None:
+        draft.add_tensors({"weight": weight, "small": torch.zeros(3)}, "m.safetensors", {})
+
+    with through(Storage()) as pipeline:
+        staging = pipeline.staging
+        real = staging.blocks_limit
+
+        def late(nbytes: int | None) -> int:
+            assert gate.wait(WAIT_S)
+            return real(nbytes)
+
+        staging.blocks_limit = late  # type: ignore[method-assign]
+        handle = save_directory(str(disk / "a"), fill, fence="step")
+        weight.add_(1)
+        gate.set()
+        with pytest.raises(StagingConflict, match="weight"):
+            handle.result(WAIT_S)
+    assert os.listdir(disk) == []
+
+
+def test_small_tensors_may_change_at_once(disk: Path) -> None:
+    small = torch.zeros(100)
+
+    def fill(draft: Draft) -> None:
+        draft.add_tensors({"small": small}, "m.safetensors", {})
+
+    with through(Storage()):
+        handle = save_directory(str(disk / "a"), fill, fence="step")
+        small.add_(1)
+        handle.result(WAIT_S)
+    loaded = safetensors.torch.load_file(disk / "a" / "m.safetensors")
+    assert not loaded["small"].any()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2, dtype=torch.complex64),
+        torch.zeros(2, 2).to_sparse(),
+        torch.zeros(2, device="meta"),
+    ],
+    ids=["complex", "sparse", "meta"],
+)
+def test_what_the_format_has_not_is_left_to_others(disk: Path, tensor: torch.Tensor) -> None:
+    def fill(draft: Draft) -> None:
+        assert not draft.add_tensors({"good": torch.ones(2), "other": tensor}, "m", {})
+        assert not draft.pending
+
+    with through(Storage()):
+        save_directory(str(disk / "a"), fill).result(WAIT_S)
+    assert files_in(disk / "a") == {"fastckpt.json"}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "a bit": flip,
+    "its end": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "the file": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FILES - {"sub/more.txt"}))
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_told(disk: Path, name: str, damage: str) -> None:
+    with through(Storage()):
+        save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
+    DAMAGE[damage](disk / "a" / name)
+    if name == "fastckpt.json" and damage == "the file":
+        assert not check(str(disk / "a"))  # as if others had written it
+        return
+    with pytest.raises(CorruptCheckpoint, match=name.replace("fastckpt.json", "a.* is damaged")):
+        check(str(disk / "a"))
+
+
+def test_the_newest_that_is_whole(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [str(disk / name) for name in "cba"]
+    with through(Storage()):
+        for path in paths:
+            save_directory(path, fill_with(1)).result(WAIT_S)
+    assert newest_whole(paths) == paths[0]
+    assert newest_whole([]) is None
+    flip(disk / "c" / "model.safetensors")
+    assert newest_whole(paths) == paths[1]
+    assert "'model.safetensors' has" in caplog.text
+    for name in "ba":
+        flip(disk / name / "notes.txt")
+    with pytest.raises(CorruptCheckpoint, match=r"c' is damaged: 'model\.safetensors'"):
+        newest_whole(paths)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {"files": {}},
+        {"fastckpt": 0, "files": {}},
+        {"fastckpt": 1, "files": {"../a": {"nbytes": 1, "crc32": 1}}},
+        {"fastckpt": 1, "files": {"/a": {"nbytes": 1, "crc32": 1}}},
+        {"fastckpt": 1, "files": {"a": {"nbytes": -1, "crc32": 1}}},
+        {"fastckpt": 1, "files": {"a": {"nbytes": 1, "crc32": 1 << 32}}},
+        {"fastckpt": 1, "files": {"a": {"nbytes": 1}}},
+    ],
+)
+def test_a_list_that_nobody_wrote_is_refused(value: object) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        file_list.from_bytes(json.dumps(value).encode())
+
+
+def test_a_list_of_a_newer_version_is_told() -> None:
+    with pytest.raises(IncompatibleCheckpoint, match="version 2"):
+        file_list.from_bytes(b'{"fastckpt": 2, "folders": []}')
+
+
+def test_removal_leaves_a_directory_whole_or_hidden(disk: Path) -> None:
+    with through(Storage()):
+        save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
+    storage = FailAt(1, errno.EIO, lasting=True)  # after the rename
+    with through(storage), pytest.raises(StorageError):
+        remove_directory(str(disk / "a"))
+    assert storage.names_logged()[:2] == ["rename", "remove_tree"]
+    (left,) = os.listdir(disk)
+    assert left.startswith(".a.") and left.endswith(".tmp")
+    with through(Storage()):
+        os.rename(disk / left, disk / "a")
+        remove_directory(str(disk / "a"))
+    assert os.listdir(disk) == []
+
+
+def test_arguments_are_checked(disk: Path) -> None:
+    for wrong in ({"fence": "none"}, {"on_error": "ignore"}):
+        with pytest.raises(ValueError, match="fence is"):
+            save_directory(str(disk / "a"), fill_with(1), **wrong)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Blocks between memory and files: every byte once, checksummed, and nothing left behind."""

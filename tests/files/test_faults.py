@@ -1,0 +1,487 @@
+"""Faults of the world met by a save, made by real means: full and read-only file systems, limits of
+a process, directories that are missing or go away. What counts is always the same: a StorageError
+that says what failed, the previous checkpoint intact, nothing left behind, and saving goes on
+afterwards. Must not know in which order a save uses the file system.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import io
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastckpt
+from tests.saving.test_handle import WAIT_S, HeldTensor, saving_threads, temporaries, wait_until
+from tests.saving.test_process import run_python
+
+MIB = 1 << 20
+# The smallest that mkfs makes without special options, and room for a few checkpoints.
+DISK_BYTES = {"ext2": 64 * MIB, "ext4": 64 * MIB, "xfs": 320 * MIB, "btrfs": 256 * MIB}
+MKFS_OPTIONS = {"ext2": ["-q"], "ext4": ["-q"], "xfs": ["-q"], "btrfs": ["-q"]}
+
+
+def run_as_root(*command: str) -> None:
+    """Runs a command of mount(8) and its kind; where it is not allowed, the test is skipped."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        pytest.skip(f"{command[0]} does not work here: {result.stderr.strip()}")
+
+
+@contextmanager
+def mounted(kind: str, disk: Path, nbytes: int = 0, options: str = "") -> Iterator[Path]:
+    """A new file system of this kind, on a loop device unless it lives in memory."""
+    point = disk / f"mount-{kind}"
+    point.mkdir()
+    wanted = [options] if options else []
+    image = disk / f"{kind}.img"
+    if kind in ("tmpfs", "ramfs"):
+        wanted += [f"size={nbytes}"] if nbytes else []
+        source = ["none"]
+    else:
+        with image.open("wb") as file:
+            file.truncate(nbytes or DISK_BYTES[kind])
+        run_as_root(f"mkfs.{kind}", *MKFS_OPTIONS[kind], str(image))
+        wanted.append("loop")
+        source = [str(image)]
+    run_as_root(
+        "mount", "-t", kind, *(["-o", ",".join(wanted)] if wanted else []), *source, str(point)
+    )
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+        image.unlink(missing_ok=True)
+        point.rmdir()
+
+
+def state(value: float, nbytes: int = 10 * MIB) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((nbytes // 4,), float(value))}
+
+
+def value_of(path: Path) -> float:
+    w = fastckpt.load(path)["w"]
+    assert bool((w == w[0]).all()), "old and new values mixed"
+    return float(w[0])
+
+
+def leave_free(directory: Path, nbytes: int) -> Path:
+    """Fills the file system of a directory until so much is left; returns the file to remove."""
+    ballast = directory / "ballast"
+    free = os.statvfs(directory)
+    with ballast.open("wb") as file:
+        for _ in range(4):  # its own metadata takes space as well
+            more = free.f_bfree * free.f_frsize - nbytes
+            if more > 0:
+                os.posix_fallocate(file.fileno(), file.tell(), more)
+                file.seek(0, io.SEEK_END)
+            os.fsync(file.fileno())
+            free = os.statvfs(directory)
+    return ballast
+
+
+@pytest.fixture(autouse=True)
+def every_test_settles(disk: Path) -> Iterator[None]:
+    """No save outlives its test, and no failure that nobody asked for meets the next one."""
+    yield
+    wait_until(lambda: not saving_threads(), "the saves of the test are over")
+    for _ in range(100):
+        try:
+            fastckpt.save(None, io.BytesIO())
+            return
+        except fastckpt.CheckpointError:
+            continue
+    pytest.fail("a failed save is raised again and again")
+
+
+def check_storage_error(
+    error: BaseException | None, number: int, path: Path, *ops: str
+) -> fastckpt.StorageError:
+    """That the error tells all of it: what failed, where, why; in every way callers look at it."""
+    assert isinstance(error, fastckpt.StorageError)
+    assert isinstance(error, fastckpt.CheckpointError)
+    assert isinstance(error, RuntimeError) and isinstance(error, OSError)
+    assert error.errno == number, error
+    assert error.op in ops, error
+    assert error.path == str(path) and error.filename == str(path)
+    assert (error.offset is not None) == (error.op in ("write", "read")), error
+    for part in (error.op, str(path), os.strerror(number), errno.errorcode[number]):
+        assert part in str(error)
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error) and vars(copy).keys() >= {"op", "path", "offset"}
+    return error
+
+
+# A full disk.
+
+
+@contextmanager
+def no_room(directory: Path) -> Iterator[None]:
+    """The file system has room for a small file only."""
+    ballast = leave_free(directory, 2 * MIB)
+    yield
+    ballast.unlink()
+
+
+@pytest.mark.filesystem
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4", "xfs", "ext2"])
+def test_full_disk(disk: Path, kind: str) -> None:
+    with mounted(kind, disk, 48 * MIB if kind == "tmpfs" else 0) as mount:
+        path = mount / "a.pt"
+        fastckpt.save(state(1), path).result(WAIT_S)
+        with no_room(mount):
+            for fence in ("call", "step"):
+                handle = fastckpt.save(state(2), path, fence=fence)
+                error = check_storage_error(
+                    handle.exception(WAIT_S), errno.ENOSPC, path, "allocate", "write"
+                )
+                with pytest.raises(fastckpt.StorageError):
+                    handle.result()
+                # ext2 cannot allocate ahead: there the write itself meets the end of the disk.
+                assert error.op == ("write" if kind == "ext2" else "allocate")
+                assert error.offset is None or 0 <= error.offset < handle.stats.nbytes
+                assert value_of(path) == 1 and not temporaries(mount)
+            free = os.statvfs(mount)
+            assert free.f_bfree * free.f_frsize > MIB, "the failed saves keep their space"
+        fastckpt.save(state(3), path).result(WAIT_S)
+        assert value_of(path) == 3
+
+
+@pytest.mark.filesystem
+@pytest.mark.parametrize("backend", ["threads", "io_uring"])
+def test_write_that_meets_the_end_of_the_disk_names_its_offset(disk: Path, backend: str) -> None:
+    with mounted("ext2", disk) as mount:
+        path = mount / "a.pt"
+        leave_free(mount, 20 * MIB)
+        handle = fastckpt.save(state(1, 40 * MIB), path, backend=backend, staging_bytes=16 * MIB)
+        error = handle.exception(WAIT_S)
+        if isinstance(error, fastckpt.BackendUnavailable):
+            pytest.skip(str(error))
+        error = check_storage_error(error, errno.ENOSPC, path, "write")
+        assert error.offset is not None and 8 * MIB <= error.offset < 24 * MIB
+        assert not path.exists() and not temporaries(mount)
+
+
+@pytest.mark.filesystem
+def test_full_disk_and_torchs_legacy_format(disk: Path) -> None:
+    with mounted("tmpfs", disk, 48 * MIB) as mount:
+        path = mount / "a.pt"
+        fastckpt.save(state(1), path).result(WAIT_S)
+        with no_room(mount):
+            with pytest.raises((OSError, RuntimeError)):
+                fastckpt.save(state(2), path, _use_new_zipfile_serialization=False).result(WAIT_S)
+            assert value_of(path) == 1 and not temporaries(mount)
+        fastckpt.save(state(3), path, _use_new_zipfile_serialization=False).result(WAIT_S)
+        assert value_of(path) == 3
+
+
+@pytest.mark.filesystem
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4", "xfs"])
+@pytest.mark.parametrize("durable", [True, False])
+def test_room_for_two_copies_is_enough_for_ever(disk: Path, kind: str, durable: bool) -> None:
+    with mounted(kind, disk, 48 * MIB if kind == "tmpfs" else 0) as mount:
+        path = mount / "a.pt"
+        # Two copies and what the file system adds of its own, but never three.
+        leave_free(mount, 24 * MIB)
+        turns = 100 if kind == "tmpfs" else 25
+        for turn in range(turns):
+            fastckpt.save(state(turn), path, durable=durable).result(WAIT_S)
+        assert value_of(path) == turns - 1
+        assert not temporaries(mount)
+
+
+@pytest.mark.filesystem
+def test_room_for_two_copies_without_waiting_for_results(disk: Path) -> None:
+    with mounted("tmpfs", disk, 48 * MIB) as mount:
+        path = mount / "a.pt"
+        leave_free(mount, 24 * MIB)
+        for turn in range(100):
+            handle = fastckpt.save(state(turn), path)
+            concurrent.futures.wait([handle], WAIT_S)
+        assert value_of(path) == 99
+
+
+@pytest.mark.filesystem
+def test_training_survives_a_full_disk(disk: Path) -> None:
+    with mounted("tmpfs", disk, 48 * MIB) as mount:
+        path = mount / "a.pt"
+        weight = torch.nn.Parameter(torch.zeros(10 * MIB // 4))
+        weight.grad = -torch.ones_like(weight)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        committed = []
+        for step in range(6):
+            if step == 2:
+                ballast = leave_free(mount, 2 * MIB)
+            if step == 4:
+                ballast.unlink()
+            handle = fastckpt.save({"w": weight, "step": step}, path, fence="step")
+            optimizer.step()
+            if handle.exception(WAIT_S) is None:
+                committed.append(step)
+            loaded = fastckpt.load(path)
+            assert loaded["step"] == committed[-1]
+            assert bool((loaded["w"] == committed[-1]).all())
+        assert committed == [0, 1, 4, 5]
+        assert bool((weight == 6).all())
+
+
+# Limits and permissions.
+
+FILE_SIZE_LIMIT = """
+import errno, resource, sys
+import torch, fastckpt
+path = sys.argv[1]
+fastckpt.save({"w": torch.zeros(10)}, path).result(60)
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+for limit in (1 << 20, 1000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        fastckpt.save({"w": torch.ones(3 << 20)}, path).result(60)
+        sys.exit("the limit was not met")
+    except fastckpt.StorageError as error:
+        assert error.errno == errno.EFBIG and error.path == path, error
+        assert error.op in ("allocate", "write") and "ulimit" in str(error), error
+assert fastckpt.load(path)["w"].numel() == 10
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+fastckpt.save({"w": torch.ones(3 << 20)}, path).result(60)
+assert fastckpt.load(path)["w"].numel() == 3 << 20
+"""
+
+
+@pytest.mark.multiprocess
+def test_file_size_limit(disk: Path) -> None:
+    run_python(FILE_SIZE_LIMIT, disk / "a.pt")
+    assert [path.name for path in disk.iterdir()] == ["a.pt"]
+
+
+OPEN_FILES_LIMIT = """
+import errno, os, resource, sys
+import torch, fastckpt
+path = sys.argv[1]
+fastckpt.save({"w": torch.zeros(10)}, path).result(60)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+taken = []
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+try:
+    while True:
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+except OSError as error:
+    assert error.errno == errno.EMFILE
+for spare in range(4):
+    handle = fastckpt.save({"w": torch.ones(10)}, path)
+    error = handle.exception(60)
+    if error is None:
+        break
+    assert isinstance(error, fastckpt.StorageError) and error.errno == errno.EMFILE, repr(error)
+    os.close(taken.pop())
+else:
+    sys.exit("four descriptors were not enough")
+assert bool((fastckpt.load(path)["w"] == 1).all())
+"""
+
+
+@pytest.mark.multiprocess
+def test_no_descriptors_left(disk: Path) -> None:
+    run_python(OPEN_FILES_LIMIT, disk / "a.pt")
+    assert [path.name for path in disk.iterdir()] == ["a.pt"]
+
+
+@pytest.mark.filesystem
+@pytest.mark.parametrize("how", ["remount", "bind"])
+def test_read_only_mount(disk: Path, how: str) -> None:
+    with mounted("tmpfs", disk, 48 * MIB) as mount:
+        path = mount / "a.pt"
+        fastckpt.save(state(1, MIB), path).result(WAIT_S)
+        if how == "bind":
+            run_as_root("mount", "--bind", str(mount), str(mount))
+            run_as_root("mount", "-o", "remount,bind,ro", str(mount))
+        else:
+            run_as_root("mount", "-o", "remount,ro", str(mount))
+        try:
+            error = fastckpt.save(state(2, MIB), path).exception(WAIT_S)
+        finally:
+            undo = ["umount", "-l", str(mount)]
+            if how == "remount":
+                undo = ["mount", "-o", "remount,rw", str(mount)]
+            subprocess.run(undo, check=True)
+        check_storage_error(error, errno.EROFS, path, "open")
+        assert value_of(path) == 1 and not temporaries(mount)
+        fastckpt.save(state(3, MIB), path).result(WAIT_S)
+        assert value_of(path) == 3
+
+
+def missing_directory(disk: Path) -> Path:
+    return disk / "missing" / "a.pt"
+
+
+def directory_itself(disk: Path) -> Path:
+    (disk / "a.pt" / "inside").mkdir(parents=True)
+    return disk / "a.pt"
+
+
+def below_a_file(disk: Path) -> Path:
+    (disk / "file").write_text("a file")
+    return disk / "file" / "a.pt"
+
+
+def too_long_a_name(disk: Path) -> Path:
+    return disk / ("n" * 256)
+
+
+BAD_PATHS: dict[Callable[[Path], Path], int] = {
+    missing_directory: errno.ENOENT,
+    directory_itself: errno.EISDIR,
+    below_a_file: errno.ENOTDIR,
+    too_long_a_name: errno.ENAMETOOLONG,
+}
+
+
+@pytest.mark.parametrize("make", BAD_PATHS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_path_that_cannot_be(disk: Path, make: Callable[[Path], Path], fence: str) -> None:
+    path = make(disk)
+    before = sorted(disk.rglob("*"))
+    handle = fastckpt.save(state(1, MIB), path, fence=fence)
+    error = handle.exception(WAIT_S)
+    check_storage_error(error, BAD_PATHS[make], path, "open", "rename")
+    assert sorted(disk.rglob("*")) == before
+    fastckpt.save(state(2, MIB), disk / "good.pt").result(WAIT_S)
+    assert value_of(disk / "good.pt") == 2
+
+
+def test_symbolic_link_to_itself(disk: Path) -> None:
+    path = disk / "a.pt"
+    path.symlink_to(path)
+    with pytest.raises(fastckpt.StorageError) as caught:
+        fastckpt.save(state(1, MIB), path).result(WAIT_S)
+    assert caught.value.errno == errno.ELOOP
+    assert path.is_symlink() and len(list(disk.iterdir())) == 1
+
+
+def test_directory_removed_during_the_save(disk: Path) -> None:
+    path = disk / "run" / "a.pt"
+    path.parent.mkdir()
+    with HeldTensor() as held:
+        handle = fastckpt.save({"w": held.tensor}, path, fence="step")
+        held.wait_reached()
+        wait_until(lambda: temporaries(path.parent), "the save has begun to write")
+        shutil.rmtree(path.parent)
+        held.release()
+    check_storage_error(handle.exception(WAIT_S), errno.ENOENT, path, "rename")
+    assert list(disk.iterdir()) == []
+    path.parent.mkdir()
+    fastckpt.save(state(2, MIB), path).result(WAIT_S)
+    assert value_of(path) == 2
+
+
+def test_directory_put_in_place_of_the_file_during_the_save(disk: Path) -> None:
+    path = disk / "a.pt"
+    with HeldTensor() as held:
+        handle = fastckpt.save({"w": held.tensor}, path, fence="step")
+        held.wait_reached()
+        wait_until(lambda: temporaries(disk), "the save has begun to write")
+        path.mkdir()
+        held.release()
+    check_storage_error(handle.exception(WAIT_S), errno.EISDIR, path, "rename")
+    assert path.is_dir() and not temporaries(disk)
+
+
+def test_a_full_device(disk: Path) -> None:
+    with pytest.raises(Exception) as stock:
+        torch.save(state(1, MIB), "/dev/full")
+    link = disk / "link"
+    link.symlink_to("/dev/full")
+    for path in ("/dev/full", link):
+        with pytest.raises((RuntimeError, OSError)) as ours:
+            fastckpt.save(state(1, MIB), path).result(WAIT_S)
+        assert type(ours.value) is type(stock.value)
+    assert link.is_symlink() and not Path("/dev/full").is_file()
+    fastckpt.save(state(2, MIB), disk / "good.pt").result(WAIT_S)
+    assert value_of(disk / "good.pt") == 2
+
+
+# Who hears of a failure.
+
+
+def test_failure_not_asked_for_is_raised_by_the_next_save_once(disk: Path) -> None:
+    failed = fastckpt.save(state(1, MIB), disk / "missing" / "a.pt")
+    concurrent.futures.wait([failed], WAIT_S)
+    good = disk / "good.pt"
+    with pytest.raises(fastckpt.StorageError) as caught:
+        fastckpt.save(state(2, MIB), good)
+    assert caught.value.path == str(disk / "missing" / "a.pt")
+    assert not good.exists(), "the save that raises an earlier error must not begin"
+    fastckpt.save(state(3, MIB), good).result(WAIT_S)
+    assert value_of(good) == 3
+    with pytest.raises(fastckpt.StorageError) as again:
+        failed.result()
+    assert again.value is caught.value
+
+
+def test_several_failures_are_raised_in_order_one_by_each_save(disk: Path) -> None:
+    paths = [disk / "missing" / f"{i}.pt" for i in range(3)]
+    with HeldTensor() as held:
+        # All three are on their way before the first can fail.
+        handles = [
+            fastckpt.save({"w": held.tensor}, disk / f"{i}.pt", fence="step") for i in range(3)
+        ]
+        held.tensor[0] = 0
+        held.release()
+    concurrent.futures.wait(handles, WAIT_S)
+    raised = []
+    for _ in paths:
+        with pytest.raises(fastckpt.StagingConflict) as caught:
+            fastckpt.save(state(1, MIB), disk / "good.pt")
+        raised.append(caught.value)
+    assert len(set(map(id, raised))) == 3
+    assert {id(handle.exception()) for handle in handles} == set(map(id, raised))
+    fastckpt.save(state(2, MIB), disk / "good.pt").result(WAIT_S)
+    assert [path.name for path in disk.iterdir()] == ["good.pt"]
+
+
+@pytest.mark.parametrize("ask", ["result", "exception"])
+def test_failure_asked_for_is_not_raised_again(disk: Path, ask: str) -> None:
+    handle = fastckpt.save(state(1, MIB), disk / "missing" / "a.pt")
+    if ask == "result":
+        with pytest.raises(fastckpt.StorageError):
+            handle.result(WAIT_S)
+    else:
+        assert handle.exception(WAIT_S) is not None
+    fastckpt.save(state(2, MIB), disk / "good.pt").result(WAIT_S)
+
+
+def test_failure_is_raised_by_a_save_to_a_file_object_too(disk: Path) -> None:
+    failed = fastckpt.save(state(1, MIB), disk / "missing" / "a.pt")
+    concurrent.futures.wait([failed], WAIT_S)
+    with pytest.raises(fastckpt.StorageError):
+        fastckpt.save(state(1, MIB), io.BytesIO())
+
+
+def test_failures_leak_nothing(disk: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    fastckpt.save(state(1, MIB), disk / "a.pt").result(WAIT_S)
+    wait_until(lambda: not saving_threads(), "the first save is over")
+    before = descriptors()
+    for i in range(40):  # more than may be in flight together: each must give its place back
+        path = disk / ("missing/a.pt" if i % 2 else "n" * 256)
+        error = fastckpt.save(state(2, MIB), path).exception(WAIT_S)
+        assert isinstance(error, fastckpt.StorageError)
+    wait_until(lambda: not saving_threads(), "the failed saves are over")
+    assert descriptors() == before
+    fastckpt.save(state(3, MIB), disk / "a.pt").result(WAIT_S)
+    assert value_of(disk / "a.pt") == 3

@@ -1,0 +1,383 @@
+"""The engine with memory of devices: what is copied, in which order, and what comes of refusals.
+
+The driver is a stub over host memory whose streams are threads and whose clock is its own, so order
+is real and times are exact. Must not know torch, formats or checkpoints.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastckpt import _engine
+from fastckpt.image import address_of
+from tests.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub, built
+from tests.engine.test_engine import (
+    BLOCK_SIZES,
+    PAGE,
+    POOL,
+    POOL_ADDRESS,
+    WAIT_S,
+    Plan,
+    crcs_of,
+    engine_of,
+    opened,
+    plain,
+    plans,
+    relaxed,
+)
+from tests.paths import ROOT
+
+# A PCIe 5 link of 16 lanes, as it is measured: 8 microseconds to begin, then 55 GB/s.
+LATENCY_US, BYTES_PER_US = 8.0, 55_000.0
+Queue = _engine.DeviceQueue
+Range = _engine.DeviceRange
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
+    return CudaStub(built(tmp_path_factory.mktemp("stub")))
+
+
+@pytest.fixture
+def stub(library: CudaStub) -> Iterator[CudaStub]:
+    before = library.alive()
+    library.configure()
+    yield library
+    library.configure()
+    assert library.alive() == before, "what was made of the driver was freed"
+
+
+@pytest.fixture
+def driver(stub: CudaStub) -> _engine.CudaDriver:
+    return _engine.CudaDriver(stub.path)
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[_engine.Backend]:
+    made = _engine.threads_backend(2)
+    yield made
+    made.close()
+
+
+def ranges(queues: list[Queue], cuts: list[int]) -> list[Range]:
+    """Every second part of POOL is a device's, of one queue after the other."""
+    bounds = sorted({0, *cuts, len(POOL)})
+    return [
+        Range(POOL_ADDRESS + begin, POOL_ADDRESS + end, queues[number // 2 % len(queues)])
+        for number, (begin, end) in enumerate(itertools.pairwise(bounds))
+        if number % 2 == 0
+    ]
+
+
+def stage(
+    engine: _engine.Engine, plan: Plan, devices: list[Range], limit: int = 1 << 20, stagers: int = 4
+) -> _engine.WriteJob:
+    segments, slots = plan.columns()
+    return engine.stage(segments, slots, limit, stagers, devices)
+
+
+def write(job: _engine.WriteJob, path: Path, backend: _engine.Backend) -> bytes:
+    with opened(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
+        job.write_to(fd, 0, backend, False)
+        assert job.wait_written(WAIT_S)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
+@settings(relaxed, max_examples=60)
+@given(data=st.data(), blocks=st.integers(1, 6), stagers=st.sampled_from([1, 4]))
+def test_written_file_is_the_rendering(
+    library: CudaStub,
+    backend: _engine.Backend,
+    disk: Path,
+    block_bytes: int,
+    data: st.DataObject,
+    blocks: int,
+    stagers: int,
+) -> None:
+    """Host and device memory, of one device or two, in one image."""
+    library.configure()
+    driver = _engine.CudaDriver(library.path)
+    plan = data.draw(plans(block_bytes))
+    cuts = data.draw(st.lists(st.integers(1, len(POOL) - 1), max_size=6))
+    queues = [Queue(driver, ordinal) for ordinal in range(data.draw(st.integers(1, 2)))]
+    expected, slot_crcs = plan.render()
+    with engine_of(blocks, block_bytes, stagers) as engine:
+        job = stage(engine, plan, ranges(queues, cuts), data.draw(st.integers(1, blocks)))
+        assert write(job, disk / "image", backend) == expected
+        assert job.failure() is None and job.pin_error() == 0
+        assert job.block_crcs() == crcs_of(expected, block_bytes)
+        assert job.slot_crcs() == slot_crcs
+
+
+def test_copies_follow_what_the_stream_was_given_and_lead_what_comes(
+    stub: CudaStub, driver: _engine.CudaDriver, backend: _engine.Backend, disk: Path
+) -> None:
+    """The call fence: the caller waits for no copy, and its next kernel waits for all of them."""
+    stub.configure(LATENCY_US, BYTES_PER_US)
+    nbytes = 40 * PAGE
+    tensor = bytearray(nbytes)
+    address = address_of(tensor)
+    queue = Queue(driver, 0)
+    with engine_of(64) as engine:
+        stub.hold(True)
+        stub.kernel(tensor, 1, 500.0)
+        queue.follow(0)
+        job = engine.stage(
+            array("Q", [0, nbytes, address]),
+            array("Q"),
+            64,
+            2,
+            [Range(address, address + nbytes, queue)],
+        )
+        assert job.wait_queued(WAIT_S)
+        queue.lead(0)
+        stub.kernel(tensor, 2, 100.0)
+        assert not job.wait_staged(0.05), "no copy has begun, and the caller is here"
+        stub.hold(False)
+        assert write(job, disk / "image", backend) == b"\1" * nbytes
+        assert stub.synchronize(0) == pytest.approx(
+            500 + 40 * LATENCY_US + nbytes / BYTES_PER_US + 100
+        )
+    assert set(tensor) == {2}
+    log = stub.log()
+    copies = [done for done in log if done.kind == TO_HOST]
+    kernels = [done for done in log if done.kind == KERNEL]
+    assert sum(done.nbytes for done in copies) == nbytes
+    assert kernels[0].end_us <= min(done.begin_us for done in copies)
+    assert max(done.end_us for done in copies) <= kernels[1].begin_us
+
+
+def test_copies_run_beside_kernels(
+    stub: CudaStub, driver: _engine.CudaDriver, backend: _engine.Backend, disk: Path
+) -> None:
+    """The step fence: compute that was queued after the save began takes no longer for it."""
+    stub.configure(LATENCY_US, BYTES_PER_US)
+    nbytes, scratch = 32 * PAGE, bytearray(PAGE)
+    queue = Queue(driver, 0)
+    address = POOL_ADDRESS
+    with engine_of(64) as engine:
+        queue.follow(0)
+        stub.kernel(scratch, 1, 10_000.0)  # forward and backward
+        job = engine.stage(
+            array("Q", [0, nbytes, address]),
+            array("Q"),
+            64,
+            2,
+            [Range(address, address + nbytes, queue)],
+        )
+        assert job.wait_queued(WAIT_S)
+        queue.lead(0)
+        stub.kernel(scratch, 2, 50.0)  # the optimizer
+        assert stub.synchronize(0) == pytest.approx(10_050.0), "all was copied by then"
+        write(job, disk / "image", backend)
+
+
+def test_copies_of_one_job_keep_the_link_busy(
+    stub: CudaStub, driver: _engine.CudaDriver, backend: _engine.Backend, disk: Path
+) -> None:
+    """Queued ahead: between two blocks the link waits for nothing, though the host sums up each."""
+    stub.configure(LATENCY_US, BYTES_PER_US)
+    block = 65536
+    queue = Queue(driver, 0)
+    with engine_of(16, block) as engine:
+        job = stage(
+            engine, plain(15 * block), [Range(POOL_ADDRESS, POOL_ADDRESS + len(POOL), queue)]
+        )
+        assert write(job, disk / "image", backend) == bytes(POOL[: 15 * block])
+    copies = [done for done in stub.log() if done.kind == TO_HOST]
+    assert len(copies) == 15
+    begin, end = min(d.begin_us for d in copies), max(d.end_us for d in copies)
+    assert end - begin == pytest.approx(15 * (LATENCY_US + block / BYTES_PER_US))
+
+
+def test_the_arena_is_pinned_once_and_by_parts(
+    stub: CudaStub, driver: _engine.CudaDriver, backend: _engine.Backend, disk: Path
+) -> None:
+    queue = Queue(driver, 0)
+    with engine_of(40) as engine:
+        for _ in range(3):
+            job = stage(
+                engine, plain(16 * PAGE), [Range(POOL_ADDRESS, POOL_ADDRESS + PAGE * 16, queue)]
+            )
+            write(job, disk / "image", backend)
+        host_only = stage(engine, plain(PAGE), [])
+        write(host_only, disk / "image", backend)
+        parts = stub.alive().pinned_parts
+        assert 1 <= parts <= 2, "what no copy came to is not pinned"
+        assert stub.calls("cuMemHostRegister_v2") == parts
+    del engine
+    assert stub.alive().pinned_bytes == 0
+
+
+def test_what_cannot_be_pinned_is_copied_all_the_same(
+    stub: CudaStub, driver: _engine.CudaDriver, backend: _engine.Backend, disk: Path
+) -> None:
+    stub.fail("cuMemHostRegister_v2", OUT_OF_MEMORY)
+    queue = Queue(driver, 0)
+    with engine_of(40) as engine:
+        job = stage(
+            engine, plain(40 * PAGE), [Range(POOL_ADDRESS, POOL_ADDRESS + PAGE * 40, queue)]
+        )
+        assert write(job, disk / "image", backend) == bytes(POOL[: 40 * PAGE])
+        assert job.failure() is None and job.pin_error() == OUT_OF_MEMORY
+        assert "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory" in driver.text(job.pin_error())
+    assert stub.calls("cuMemHostRegister_v2") == 1, "it is not asked for again and again"
+
+
+@pytest.mark.parametrize("after", [0, 1, 7])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cuMemcpyDtoHAsync_v2",
+        "cuEventRecord",
+        "cuEventCreate",
+        "cuEventSynchronize",
+        "cuCtxPushCurrent_v2",
+    ],
+)
+def test_a_refusal_fails_the_job(
+    stub: CudaStub, backend: _engine.Backend, disk: Path, name: str, after: int
+) -> None:
+    """Whatever the driver refuses from some call on: the job ends, with the code, and the engine
+    goes on."""
+    driver = _engine.CudaDriver(stub.path)
+    queue = Queue(driver, 0)
+    found = [Range(POOL_ADDRESS, POOL_ADDRESS + PAGE * 200, queue)]
+    with engine_of(8) as engine:
+        stub.fail(name, ILLEGAL_ADDRESS, after=after)
+        job = stage(engine, plain(200 * PAGE), found)
+        write(job, disk / "image", backend)
+        assert job.wait_staged(WAIT_S)
+        failure = job.failure()
+        assert failure is not None and (failure[0], failure[2]) == ("copy", ILLEGAL_ADDRESS)
+        stub.fail(name, 0, times=0)
+        job = stage(engine, plain(200 * PAGE), found)
+        assert write(job, disk / "image", backend) == bytes(POOL[: 200 * PAGE])
+        assert job.failure() is None
+
+
+def test_host_jobs_go_on_while_copies_are_awaited(
+    stub: CudaStub, driver: _engine.CudaDriver, backend: _engine.Backend, disk: Path
+) -> None:
+    queue = Queue(driver, 0)
+    with engine_of(8) as engine:
+        stub.hold(True)
+        waiting = stage(
+            engine, plain(4 * PAGE), [Range(POOL_ADDRESS, POOL_ADDRESS + PAGE * 4, queue)]
+        )
+        assert waiting.wait_queued(WAIT_S)
+        for _ in range(5):
+            job = stage(engine, plain(30 * PAGE), [])
+            assert write(job, disk / "host", backend) == bytes(POOL[: 30 * PAGE])
+        assert not waiting.wait_staged(0.01)
+        stub.hold(False)
+        assert write(waiting, disk / "image", backend) == bytes(POOL[: 4 * PAGE])
+
+
+def test_a_cancelled_job_waits_for_copies_in_flight(
+    stub: CudaStub, driver: _engine.CudaDriver
+) -> None:
+    """The block belongs to the copy until that is over."""
+    queue = Queue(driver, 0)
+    with engine_of(4) as engine:
+        stub.hold(True)
+        job = stage(
+            engine, plain(10 * PAGE), [Range(POOL_ADDRESS, POOL_ADDRESS + PAGE * 10, queue)]
+        )
+        while engine.arena_blocks_in_use() < 4:
+            pass
+        job.cancel()
+        assert not job.wait_written(0.05) and engine.arena_blocks_in_use() == 4
+        stub.hold(False)
+        assert job.wait_written(WAIT_S) and engine.arena_blocks_in_use() == 0
+
+
+def test_a_stream_that_is_captured_is_refused(stub: CudaStub, driver: _engine.CudaDriver) -> None:
+    queue = Queue(driver, 0)
+    stub.capture(True)
+    with pytest.raises(_engine.StreamCaptured, match="captured into a CUDA graph"):
+        queue.follow(0)
+
+
+def test_what_is_missing_is_named(stub: CudaStub, tmp_path: Path) -> None:
+    with pytest.raises(_engine.DeviceUnavailable, match="libcuda-none"):
+        _engine.CudaDriver("libcuda-none.so.1")
+    with pytest.raises(_engine.DeviceUnavailable, match=r"libc\.so\.6 has no cuInit: update"):
+        _engine.CudaDriver("libc.so.6")
+    stub.fail("cuInit", 100)
+    with pytest.raises(
+        _engine.DeviceUnavailable, match=r"cuInit failed: CUDA_ERROR_UNKNOWN \(100\)"
+    ):
+        _engine.CudaDriver(stub.path)
+    stub.configure()
+    driver = _engine.CudaDriver(stub.path)
+    with pytest.raises(_engine.DeviceError, match=r"cuda:9: device: .*\(101\)"):
+        Queue(driver, 9)
+    for name in ("cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuStreamCreate"):
+        stub.configure()
+        stub.fail(name, OUT_OF_MEMORY, times=1)
+        with pytest.raises(_engine.DeviceError, match="out of memory"):
+            Queue(driver, 0)
+    assert Queue(driver, 1).bus_id == "0000:01:00.0"
+
+
+def headers() -> list[Path]:
+    """Where NVIDIA's cuda.h is: in a toolkit, or in the packages that torch for CUDA brings."""
+    packages = [Path(place) / "nvidia" for place in sys.path if place.endswith("site-packages")]
+    found = [file for place in packages for file in place.glob("*/include/cuda.h")]
+    return [file.parent for file in [*found, *Path("/usr/local").glob("cuda*/include/cuda.h")]]
+
+
+def compiles(shim: str, include: Path, tmp_path: Path) -> bool:
+    (tmp_path / "cuda_shim.h").write_text(shim)
+    source = ROOT / "tests" / "stubs" / "cuda_headers.cc"
+    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{tmp_path}", "-isystem", str(include)]
+    return subprocess.run([*command, str(source)], capture_output=True, check=False).returncode == 0
+
+
+def test_the_driver_is_declared_as_nvidia_declares_it(tmp_path: Path) -> None:
+    if not headers():
+        pytest.skip("NVIDIA's cuda.h is not on this machine")
+    shim = (ROOT / "csrc" / "cuda_shim.h").read_text()
+    for include in headers():
+        assert compiles(shim, include, tmp_path), include
+        for right, wrong in (
+            ("(void* memory, size_t nbytes, unsigned flags)", "(void* memory, size_t nbytes)"),
+            ("(float* ms,", "(double* ms,"),
+            ("kNotReady = 600", "kNotReady = 601"),
+        ):
+            assert shim.count(right) == 1
+            assert not compiles(shim.replace(right, wrong), include, tmp_path), wrong
+
+
+def test_a_process_without_a_gpu_loads_no_driver() -> None:
+    code = (
+        "import torch, fastckpt, tempfile, os\n"
+        "with tempfile.TemporaryDirectory() as d:\n"
+        "    fastckpt.save({'w': torch.ones(9)}, os.path.join(d, 'a.pt')).result()\n"
+        "    fastckpt.load(os.path.join(d, 'a.pt'))\n"
+        "assert 'libcuda' not in open('/proc/self/maps').read()\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_process_that_used_a_device_ends(stub: CudaStub) -> None:
+    code = (
+        "import torch\n"
+        "from fastckpt import _engine\n"
+        f"queue = _engine.DeviceQueue(_engine.CudaDriver({stub.path!r}), 0)\n"
+        "queue.follow(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,775 @@
+"""Device memory to and from files by cuFile, and checksums computed on the device.
+
+Driver and cuFile are stubs over host memory, so that every refusal can be made to happen; files are
+on a real disk. What only NVIDIA's own parts can show is compared where they are at hand: the header
+that declares cuFile, and the compiler that made the kernel. Must not know torch or formats.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastckpt import _engine
+from fastckpt.image import address_of
+from tests import cuda_stub, cufile_stub
+from tests.cuda_stub import ILLEGAL_ADDRESS, LAUNCH, ON_DEVICE, OUT_OF_MEMORY, TO_HOST, CudaStub
+from tests.cufile_stub import FILE_SYSTEM, CufileStub
+from tests.engine.test_engine import opened, relaxed
+from tests.paths import ROOT
+
+PAGE = 4096
+BLOCK = 64 * PAGE
+BLOCKS = 6
+CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+KERNEL_CHUNK = 65536
+Op = tuple[str, int, int, int, int, bool]
+
+
+class Stubs(NamedTuple):
+    cuda: CudaStub
+    cufile: CufileStub
+
+    def alive(self) -> tuple[object, ...]:
+        return (self.cuda.alive(), self.cuda.memory(), self.cufile.alive())
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Stubs:
+    directory = tmp_path_factory.mktemp("stubs")
+    cuda = CudaStub(cuda_stub.built(directory))
+    return Stubs(cuda, CufileStub(cufile_stub.built(directory), cuda.path))
+
+
+def reset(stubs: Stubs) -> None:
+    stubs.cuda.configure()
+    stubs.cufile.configure()
+
+
+@pytest.fixture
+def stubs(libraries: Stubs) -> Iterator[Stubs]:
+    """Whatever is made of the driver and of cuFile is given back, and no descriptor stays open."""
+    reset(libraries)
+    before, descriptors = libraries.alive(), len(os.listdir("/proc/self/fd"))
+    yield libraries
+    reset(libraries)
+    assert libraries.alive() == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def library_of(path: str, driver: _engine.CudaDriver) -> _engine.CufileLibrary:
+    """Also where a sandbox has no /proc/modules."""
+    return _engine.CufileLibrary(path, driver, modules=os.devnull)
+
+
+class Gds(NamedTuple):
+    queue: _engine.DeviceQueue
+    blocks: _engine.GdsBlocks
+    backend: _engine.GdsBackend
+
+
+def made(stubs: Stubs, threads: int = 2, blocks: int = BLOCKS, block_bytes: int = BLOCK) -> Gds:
+    driver = _engine.CudaDriver(stubs.cuda.path)
+    queue = _engine.DeviceQueue(driver, 0)
+    library = library_of(stubs.cufile.path, driver)
+    memory = _engine.GdsBlocks(library, queue, blocks, block_bytes)
+    return Gds(queue, memory, _engine.gds_backend(memory, threads))
+
+
+@contextmanager
+def gds_of(stubs: Stubs, threads: int = 2) -> Iterator[Gds]:
+    gds = made(stubs, threads)
+    try:
+        yield gds
+    finally:
+        gds.backend.close()
+        reset(stubs)  # what is alive is freed, whatever the test made fail
+
+
+def fill(address: int, content: bytes) -> None:
+    ctypes.memmove(address, content, len(content))
+
+
+def held(address: int, nbytes: int) -> bytes:
+    return ctypes.string_at(address, nbytes)
+
+
+def content_of(seed: int, nbytes: int) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def write_blocks(gds: Gds, fd: int, content: bytes, direct: bool = True) -> list[tuple[int, ...]]:
+    """All blocks at once; the file gets them in reverse."""
+    ops: list[Op] = []
+    for index in range(BLOCKS):
+        address = gds.blocks.address(index)
+        fill(address, content[index * BLOCK : (index + 1) * BLOCK])
+        ops.append(("write", fd, address, BLOCK, (BLOCKS - 1 - index) * BLOCK, direct))
+    return _engine.run_ops(gds.backend, ops)
+
+
+def read_blocks(gds: Gds, fd: int, direct: bool = True) -> tuple[list[tuple[int, ...]], bytes]:
+    for index in range(BLOCKS):
+        fill(gds.blocks.address(index), bytes(BLOCK))
+    ends = _engine.run_ops(
+        gds.backend,
+        [
+            ("read", fd, gds.blocks.address(index), BLOCK, index * BLOCK, direct)
+            for index in range(BLOCKS)
+        ],
+    )
+    return ends, b"".join(held(gds.blocks.address(index), BLOCK) for index in range(BLOCKS))
+
+
+def reversed_blocks(content: bytes) -> bytes:
+    return b"".join(content[i * BLOCK : (i + 1) * BLOCK] for i in reversed(range(BLOCKS)))
+
+
+@contextmanager
+def direct_file(gds: Gds, path: Path, flags: int = CREATE | os.O_DIRECT) -> Iterator[int]:
+    with opened(path, flags) as fd:
+        gds.backend.begin_file(fd)
+        yield fd
+
+
+CONTENT = content_of(1, BLOCKS * BLOCK)
+WHOLE = [(BLOCK, 0, 0)] * BLOCKS
+
+
+# The library.
+
+
+def test_what_is_missing_is_named(stubs: Stubs, tmp_path: Path) -> None:
+    driver = _engine.CudaDriver(stubs.cuda.path)
+    with pytest.raises(_engine.CufileUnavailable, match=r"cannot be loaded: .*libcufile-none"):
+        library_of("libcufile-none.so.0", driver)
+    with pytest.raises(_engine.CufileUnavailable, match=r"libc\.so\.6 has no cuFileDriverOpen"):
+        library_of("libc.so.6", driver)
+    stubs.cufile.fail("cuFileDriverOpen", 5001)
+    with pytest.raises(_engine.CufileUnavailable, match="nvidia-fs is not loaded") as raised:
+        library_of(stubs.cufile.path, driver)
+    assert "CU_FILE_DRIVER_NOT_INITIALIZED (5001)" in str(raised.value)
+    assert ("/run/udev does not exist" in str(raised.value)) is not os.path.exists("/run/udev")
+    assert stubs.cufile.calls("cuFileDriverClose") == 0
+    calls = stubs.cufile.calls("cuFileDriverOpen")
+    with pytest.raises(_engine.CufileUnavailable, match="none cannot be read"):
+        _engine.CufileLibrary(stubs.cufile.path, driver, modules=str(tmp_path / "none"))
+    assert stubs.cufile.calls("cuFileDriverOpen") == calls, "it would not return"
+
+
+def test_a_driver_that_others_opened_stays_theirs(stubs: Stubs) -> None:
+    driver = _engine.CudaDriver(stubs.cuda.path)
+    library = library_of(stubs.cufile.path, driver)
+    assert library.version == 1140 and stubs.cufile.alive().drivers == 1
+    stubs.cufile.fail("cuFileDriverOpen", 5026)
+    second = library_of(stubs.cufile.path, driver)
+    del second
+    assert stubs.cufile.alive().drivers == 1
+    del library
+    assert stubs.cufile.alive().drivers == 0
+    stubs.cufile.fail("cuFileGetVersion", 5030)
+    stubs.cufile.fail("cuFileDriverOpen", 0)
+    assert library_of(stubs.cufile.path, driver).version == 0
+
+
+def test_an_old_release_lacks_what_is_optional(stubs: Stubs, tmp_path: Path) -> None:
+    old = CufileStub(cufile_stub.built(tmp_path, "STUB_OLD"), stubs.cuda.path)
+    library = library_of(old.path, _engine.CudaDriver(stubs.cuda.path))
+    assert library.version == 0 and old.alive().drivers == 1
+    del library
+    assert old.alive().drivers == 0 and old.calls("cuFileDriverClose") == 1
+
+
+def test_errors_in_words(stubs: Stubs) -> None:
+    library = library_of(stubs.cufile.path, _engine.CudaDriver(stubs.cuda.path))
+    assert library.text(5011, OUT_OF_MEMORY) == (
+        "CU_FILE_CUDA_DRIVER_ERROR (5011): the CUDA driver refused a call: "
+        "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory"
+    )
+    assert library.text(5016, 0) == "CU_FILE_INVALID_MAPPING_SIZE (5016): more than may be pinned"
+    assert library.text(5999, 0) == "unknown error (5999): no text"
+
+
+# Whether cuFile goes directly.
+
+NVME, NVMEOF, NVME_P2P, LUSTRE, POSIX, P2P = 1 << 4, 1 << 5, 1 << 11, 1 << 0, 1 << 2, 1 << 4
+
+
+@pytest.mark.parametrize(
+    ("properties", "file_system", "expected"),
+    [
+        ({}, "ext4", ("compat", "nvidia-fs is not loaded, and there is no PCI P2PDMA")),
+        (
+            {"version": (2, 25), "status": NVME},
+            "ext4",
+            ("direct", "nvidia-fs 2.25 serves ext4"),
+        ),
+        ({"version": (2, 25), "status": NVMEOF}, "xfs", ("direct", "nvidia-fs 2.25 serves xfs")),
+        (
+            {"version": (2, 25), "status": NVME},
+            "lustre",
+            ("compat", "cuFile's driver does not serve lustre here"),
+        ),
+        (
+            {"version": (2, 25), "status": LUSTRE},
+            "lustre",
+            ("direct", "nvidia-fs 2.25 serves lustre"),
+        ),
+        ({"version": (2, 25), "status": NVME}, "tmpfs", ("compat", "cuFile does not know tmpfs")),
+        (
+            {"version": (2, 25), "status": NVME},
+            "",
+            ("compat", "cuFile does not know an unknown file system"),
+        ),
+        ({"features": P2P}, "xfs", ("direct", "PCI P2PDMA serves xfs")),
+        ({"status": NVME_P2P}, "ext4", ("direct", "PCI P2PDMA serves ext4")),
+        (
+            {"features": P2P, "status": LUSTRE},
+            "lustre",
+            ("compat", "cuFile's driver does not serve lustre here"),
+        ),
+        (
+            {"version": (2, 25), "status": NVME, "control": POSIX},
+            "ext4",
+            ("compat", "cuFile is configured to use POSIX calls"),
+        ),
+    ],
+)
+def test_mode_is_what_the_properties_say(
+    stubs: Stubs, properties: dict[str, int], file_system: str, expected: tuple[str, str]
+) -> None:
+    library = library_of(stubs.cufile.path, _engine.CudaDriver(stubs.cuda.path))
+    stubs.cufile.properties(**properties)
+    assert library.mode(file_system) == expected
+    stubs.cufile.fail("cuFileDriverGetProperties", 5002)
+    assert library.mode(file_system)[0] == "compat"
+
+
+def test_the_mount_table_names_the_file_system(disk: Path) -> None:
+    with opened(disk / "image", CREATE) as fd, open("/proc/self/stat") as proc:
+        named = subprocess.run(
+            ["findmnt", "-n", "-o", "FSTYPE", "-T", str(disk)], capture_output=True, text=True
+        )
+        assert named.returncode != 0 or _engine.file_system_of(fd) in (named.stdout.strip(), "")
+        assert _engine.file_system_of(proc.fileno()) == "proc"
+    assert _engine.file_system_of(-1) == ""
+
+
+def test_mode_of_a_file_that_fell_back_says_why(stubs: Stubs, disk: Path) -> None:
+    with gds_of(stubs) as gds, opened(disk / "image", CREATE) as fd:
+        assert gds.backend.mode(fd)[0] == "compat"
+        gds.backend.begin_file(fd)
+        assert gds.backend.mode(fd) == ("compat", "the file was not opened with O_DIRECT")
+    stubs.cufile.fail("cuFileBufRegister", 5036)
+    with gds_of(stubs) as gds, opened(disk / "image", CREATE) as fd:
+        assert gds.backend.mode(fd) == ("compat", gds.blocks.refusal)
+
+
+# Blocks.
+
+
+def test_blocks_are_aligned_registered_once_and_freed(stubs: Stubs) -> None:
+    gds = made(stubs)
+    assert gds.backend.name == "gds"
+    assert (gds.blocks.count, gds.blocks.block_bytes, gds.blocks.refusal) == (BLOCKS, BLOCK, "")
+    addresses = [gds.blocks.address(index) for index in range(BLOCKS)]
+    assert addresses[0] % 65536 == 0
+    assert addresses == [addresses[0] + index * BLOCK for index in range(BLOCKS)]
+    assert stubs.cufile.alive().buffers == 1 and stubs.cuda.memory().allocations == 1
+    assert stubs.cufile.calls("cuFileBufRegister") == 1
+    fill(addresses[0], CONTENT[:BLOCK])
+    _engine.copy_on_device(gds.queue, addresses[1], addresses[0], BLOCK)
+    assert held(addresses[1], BLOCK) == CONTENT[:BLOCK]
+    assert [done.kind for done in stubs.cuda.log()] == [ON_DEVICE]
+
+
+def test_no_memory_for_blocks(stubs: Stubs) -> None:
+    stubs.cuda.fail("cuMemAlloc_v2", OUT_OF_MEMORY)
+    with pytest.raises(_engine.DeviceError, match=r"cuda:0: memory: .*out of memory"):
+        made(stubs)
+
+
+# Transfers.
+
+
+@pytest.mark.parametrize("most", [0, PAGE, 5 * PAGE])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_blocks_come_back_from_a_file(stubs: Stubs, disk: Path, most: int, threads: int) -> None:
+    """By cuFile alone, which may transfer less than it is asked for."""
+    with gds_of(stubs, threads) as gds:
+        stubs.cufile.at_most(most)
+        with direct_file(gds, disk / "image") as fd:
+            assert write_blocks(gds, fd, CONTENT) == WHOLE
+            assert gds.backend.end_file(fd) == (len(CONTENT), 0, "")
+        assert (disk / "image").read_bytes() == reversed_blocks(CONTENT)
+        with direct_file(gds, disk / "image", os.O_RDONLY | os.O_DIRECT) as fd:
+            assert read_blocks(gds, fd) == (WHOLE, reversed_blocks(CONTENT))
+            assert gds.backend.end_file(fd) == (len(CONTENT), 0, "")
+        assert gds.backend.fallback_reason() == ""
+        assert stubs.cufile.alive().files == 0
+        assert not stubs.cuda.log(), "nothing was copied"
+
+
+REFUSALS = [
+    *[("cuFileWrite", 5008, "CU_FILE_IO_NOT_SUPPORTED (5008)", after) for after in (0, 1, 4)],
+    *[("cuFileRead", 5010, "CU_FILE_NVFS_DRIVER_ERROR (5010)", after) for after in (0, 1, 4)],
+    ("cuFileWrite", 5045, "unknown error (5045)", 0),
+    ("cuFileHandleRegister", 5011, "CUDA_ERROR_OUT_OF_MEMORY (2)", 0),
+    ("cuFileHandleRegister", 5019, "CU_FILE_INVALID_FILE_OPEN_FLAG (5019)", 0),
+    ("cuFileBufRegister", 5016, "CU_FILE_INVALID_MAPPING_SIZE (5016)", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "code", "words", "after"), REFUSALS)
+def test_what_cufile_refuses_goes_through_the_host(
+    stubs: Stubs, disk: Path, name: str, code: int, words: str, after: int
+) -> None:
+    """From the first refusal on, the whole file; nothing is lost, and the next file is new."""
+    stubs.cufile.fail(name, code, OUT_OF_MEMORY, after=after, times=1)
+    with gds_of(stubs, 1) as gds:
+        reports = []
+        for flags in (CREATE | os.O_DIRECT, os.O_RDWR | os.O_DIRECT):
+            with direct_file(gds, disk / "image", flags) as fd:
+                assert write_blocks(gds, fd, CONTENT) == WHOLE
+                assert (disk / "image").read_bytes() == reversed_blocks(CONTENT)
+                assert read_blocks(gds, fd) == (WHOLE, reversed_blocks(CONTENT))
+                reports.append(gds.backend.end_file(fd))
+        direct, by_host, reason = reports[0]
+        assert direct + by_host == 2 * len(CONTENT) and by_host > 0
+        assert words in reason and reason.startswith(f"{name}: ")
+        if name == "cuFileWrite":
+            assert direct == after * BLOCK and stubs.cufile.calls(name) == after + 1 + BLOCKS
+        assert gds.backend.fallback_reason() == reason
+        if name == "cuFileBufRegister":
+            assert gds.blocks.refusal == reason and reports[1] == reports[0]
+        else:
+            assert reports[1] == (2 * len(CONTENT), 0, "")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EAGAIN])
+def test_what_the_file_system_refuses_cufile_is_tried_by_the_host(
+    stubs: Stubs, disk: Path, number: int
+) -> None:
+    stubs.cufile.fail("cuFileWrite", FILE_SYSTEM, number, after=2, times=1)
+    with gds_of(stubs) as gds, direct_file(gds, disk / "image") as fd:
+        assert write_blocks(gds, fd, CONTENT) == WHOLE
+        assert (disk / "image").read_bytes() == reversed_blocks(CONTENT)
+        reason = f"cuFileWrite: {os.strerror(number)} (errno {number})"
+        assert gds.backend.end_file(fd)[2] == reason
+
+
+def test_a_refusal_in_the_middle_of_an_op(stubs: Stubs, disk: Path) -> None:
+    """What cuFile has moved stays; the rest goes through the host."""
+    with gds_of(stubs, 1) as gds, direct_file(gds, disk / "image") as fd:
+        stubs.cufile.at_most(8 * PAGE)
+        stubs.cufile.fail("cuFileWrite", 5030, after=5, times=1)
+        assert write_blocks(gds, fd, CONTENT) == WHOLE
+        assert gds.backend.end_file(fd)[:2] == (40 * PAGE, len(CONTENT) - 40 * PAGE)
+        assert (disk / "image").read_bytes() == reversed_blocks(CONTENT)
+
+
+def test_interruptions_are_tried_again(stubs: Stubs, disk: Path) -> None:
+    with gds_of(stubs, 1) as gds, direct_file(gds, disk / "image") as fd:
+        stubs.cufile.fail("cuFileWrite", FILE_SYSTEM, errno.EINTR, times=3)
+        assert write_blocks(gds, fd, CONTENT) == [(BLOCK, 0, 3), *WHOLE[1:]]
+        assert gds.backend.fallback_reason() == ""
+        stubs.cufile.fail("cuFileRead", FILE_SYSTEM, errno.EINTR)
+        ends, found = read_blocks(gds, fd)
+        assert [end[:2] for end in ends] == [(BLOCK, 0)] * BLOCKS, "not for ever"
+        assert found == reversed_blocks(CONTENT)
+        assert "errno 4" in gds.backend.end_file(fd)[2]
+
+
+def test_a_write_that_moves_nothing_is_a_refusal(stubs: Stubs, disk: Path) -> None:
+    path = disk / "image"
+    path.write_bytes(CONTENT)
+    with gds_of(stubs) as gds, direct_file(gds, path, os.O_RDWR | os.O_DIRECT) as fd:
+        empty = ("write", fd, gds.blocks.address(0), BLOCK, 0, True)
+        stubs.cufile.fail("cuFileWrite", FILE_SYSTEM, 0, times=1)
+        assert _engine.run_ops(gds.backend, [empty]) == [(BLOCK, 0, 0)]
+        assert "(errno 0)" in gds.backend.end_file(fd)[2]
+
+
+def test_files_opened_without_o_direct_go_through_the_host(stubs: Stubs, disk: Path) -> None:
+    with gds_of(stubs) as gds, opened(disk / "image", CREATE) as fd:
+        gds.backend.begin_file(fd)
+        assert write_blocks(gds, fd, CONTENT, direct=False) == WHOLE
+        assert read_blocks(gds, fd, direct=False) == (WHOLE, reversed_blocks(CONTENT))
+        report = gds.backend.end_file(fd)
+        assert report == (0, 2 * len(CONTENT), "the file was not opened with O_DIRECT")
+        assert stubs.cufile.calls("cuFileHandleRegister") == 0
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_reads_end_with_the_file(stubs: Stubs, disk: Path, refused: bool) -> None:
+    path = disk / "image"
+    path.write_bytes(CONTENT[: BLOCK + PAGE + 100])
+    if refused:
+        stubs.cufile.fail("cuFileHandleRegister", 5008)
+    with gds_of(stubs) as gds, direct_file(gds, path, os.O_RDONLY | os.O_DIRECT) as fd:
+        ends, found = read_blocks(gds, fd)
+        assert ends == [(BLOCK, 0, 0), (PAGE + 100, 0, 0), *[(0, 0, 0)] * (BLOCKS - 2)]
+        assert found[: BLOCK + PAGE + 100] == path.read_bytes()
+        gds.backend.end_file(fd)
+
+
+def test_what_no_one_can_write_is_an_error(stubs: Stubs) -> None:
+    with gds_of(stubs) as gds, opened(Path("/dev/full"), os.O_RDWR) as fd:
+        gds.backend.begin_file(fd)
+        ends = write_blocks(gds, fd, CONTENT, direct=False)
+        assert [end[:2] for end in ends] == [(0, errno.ENOSPC)] * BLOCKS
+        assert gds.backend.end_file(fd)[:2] == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cuMemcpyDtoHAsync_v2", "cuEventCreate", "cuEventRecord", "cuEventSynchronize"],
+)
+def test_a_device_that_fails_fails_the_op(stubs: Stubs, disk: Path, name: str) -> None:
+    """Only once neither way is left."""
+    with gds_of(stubs) as gds, opened(disk / "image", CREATE) as fd:
+        stubs.cufile.fail("cuFileHandleRegister", 5008)
+        gds.backend.begin_file(fd)
+        stubs.cuda.fail(name, ILLEGAL_ADDRESS, times=1)
+        ends = write_blocks(gds, fd, CONTENT, direct=False)
+        assert sorted(end[1] for end in ends) == [0] * (BLOCKS - 1) + [errno.EIO]
+        gds.backend.end_file(fd)
+
+
+def test_a_device_without_context_fails_the_op(stubs: Stubs, disk: Path) -> None:
+    with gds_of(stubs) as gds, direct_file(gds, disk / "image") as fd:
+        stubs.cuda.fail("cuCtxPushCurrent_v2", ILLEGAL_ADDRESS)
+        ends = write_blocks(gds, fd, CONTENT)
+        assert [end[:2] for end in ends] == [(0, errno.EIO)] * BLOCKS
+        stubs.cuda.configure()
+        direct, by_host, reason = gds.backend.end_file(fd)
+        assert (direct, by_host) == (0, 0)
+        assert reason == "context: CUDA_ERROR_ILLEGAL_ADDRESS (700): an illegal memory access"
+
+
+def test_a_read_whose_copy_fails_is_an_error(stubs: Stubs, disk: Path) -> None:
+    path = disk / "image"
+    path.write_bytes(CONTENT)
+    with gds_of(stubs) as gds, opened(path, os.O_RDONLY) as fd:
+        gds.backend.begin_file(fd)
+        stubs.cuda.fail("cuMemcpyHtoDAsync_v2", ILLEGAL_ADDRESS)
+        ends, _ = read_blocks(gds, fd, direct=False)
+        assert [end[:2] for end in ends] == [(0, errno.EIO)] * BLOCKS
+        gds.backend.end_file(fd)
+
+
+def test_unpinned_buffers_will_do(stubs: Stubs, disk: Path) -> None:
+    with gds_of(stubs) as gds, opened(disk / "image", CREATE) as fd:
+        stubs.cuda.fail("cuMemHostRegister_v2", OUT_OF_MEMORY)
+        gds.backend.begin_file(fd)
+        assert write_blocks(gds, fd, CONTENT, direct=False) == WHOLE
+        assert stubs.cuda.alive().pinned_parts == 0
+        gds.backend.end_file(fd)
+    assert (disk / "image").read_bytes() == reversed_blocks(CONTENT)
+
+
+def test_buffers_are_few_and_freed_on_close(stubs: Stubs, disk: Path) -> None:
+    gds = made(stubs, threads=2)
+    with opened(disk / "image", CREATE) as fd:
+        gds.backend.begin_file(fd)
+        for _ in range(3):
+            write_blocks(gds, fd, CONTENT, direct=False)
+        alive = stubs.cuda.alive()
+        assert 1 <= alive.pinned_parts <= 2 and alive.pinned_bytes == alive.pinned_parts * BLOCK
+        gds.backend.end_file(fd)
+    gds.backend.close()
+    gds.backend.close()
+    assert stubs.cuda.alive().pinned_parts == 0
+
+
+def test_close_deregisters_what_was_not_ended(stubs: Stubs, disk: Path) -> None:
+    gds = made(stubs)
+    with direct_file(gds, disk / "image"):
+        assert stubs.cufile.alive().files == 1
+        gds.backend.close()
+        assert stubs.cufile.alive().files == 0
+
+
+def test_memory_of_the_host_is_written_as_ever(stubs: Stubs, disk: Path) -> None:
+    """Ops beside the blocks need no cuFile, and no begin_file()."""
+    memory = bytearray(CONTENT[:PAGE])
+    with gds_of(stubs) as gds, opened(disk / "image", CREATE) as fd:
+        op = ("write", fd, address_of(memory), PAGE, 0, False)
+        assert _engine.run_ops(gds.backend, [op]) == [(PAGE, 0, 0)]
+        assert stubs.cufile.calls("cuFileWrite") == 0
+    assert (disk / "image").read_bytes() == CONTENT[:PAGE]
+
+
+@relaxed
+@given(
+    data=st.data(),
+    pieces=st.lists(st.integers(1, 64), min_size=1, max_size=BLOCKS),
+    most=st.sampled_from([0, PAGE, 7 * PAGE]),
+)
+def test_whatever_fails_nothing_is_lost(
+    libraries: Stubs, disk: Path, data: st.DataObject, pieces: list[int], most: int
+) -> None:
+    """Any call of cuFile's fails in any way: what was written is read, bit for bit."""
+    reset(libraries)
+    failures = data.draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(
+                    ["cuFileWrite", "cuFileRead", "cuFileHandleRegister", "cuFileBufRegister"]
+                ),
+                st.sampled_from([5008, 5010, 5016, 5030]),
+                st.integers(0, 8),
+                st.integers(1, 3),
+            ),
+            max_size=3,
+        )
+    )
+    for name, code, after, times in failures:
+        libraries.cufile.fail(name, code, after=after, times=times)
+    libraries.cufile.at_most(most)
+    expected = [content_of(index, pages * PAGE) for index, pages in enumerate(pieces)]
+    with gds_of(libraries) as gds, direct_file(gds, disk / "image") as fd:
+        where = list(enumerate(expected))
+        offsets = [sum(pieces[:index]) * PAGE for index in range(len(pieces))]
+        for index, content in where:
+            fill(gds.blocks.address(index), content)
+        for kind in ("write", "read"):
+            ends = _engine.run_ops(
+                gds.backend,
+                [
+                    (kind, fd, gds.blocks.address(index), len(content), offsets[index], True)
+                    for index, content in where
+                ],
+            )
+            assert ends == [(len(content), 0, 0) for content in expected]
+            if kind == "write":
+                assert (disk / "image").read_bytes() == b"".join(expected)
+                for index, _ in where:
+                    fill(gds.blocks.address(index), bytes(BLOCK))
+        assert [held(gds.blocks.address(i), len(content)) for i, content in where] == expected
+        direct, by_host, reason = gds.backend.end_file(fd)
+        assert direct + by_host == 2 * sum(map(len, expected))
+        assert (by_host > 0) is (reason != "")
+    del gds
+    assert libraries.cufile.alive() == (0, 0, 0) and libraries.cuda.memory().allocations == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("run(('write', 1, blocks.address(0), 4096, 0, True))", "found != files_.end()"),
+        ("run(('write', 1, blocks.address(1) + 4096, 8192, 0, True))", "last <= end"),
+        ("blocks.address(2)", "index < count_"),
+        ("_engine.GdsBlocks(library, queue, 2, 1000)", "block_bytes % kDirectAlign"),
+    ],
+)
+def test_programmers_errors_are_checked(stubs: Stubs, wrong: str, words: str) -> None:
+    code = (
+        "import torch\nfrom fastckpt import _engine\n"
+        f"driver = _engine.CudaDriver({stubs.cuda.path!r})\n"
+        "queue = _engine.DeviceQueue(driver, 0)\n"
+        f"library = _engine.CufileLibrary({stubs.cufile.path!r}, driver, {os.devnull!r})\n"
+        "blocks = _engine.GdsBlocks(library, queue, 2, 8192)\n"
+        "backend = _engine.gds_backend(blocks, 1)\n"
+        "run = lambda op: _engine.run_ops(backend, [op])\n"
+        f"{wrong}\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGABRT and "CHECK failed" in ended.stderr
+    assert words in ended.stderr
+
+
+# Checksums on the device.
+
+
+class Checksums(NamedTuple):
+    gpu: _engine.Crc32Gpu
+    queue: _engine.DeviceQueue
+
+
+def checksums(stubs: Stubs) -> Checksums:
+    queue = _engine.DeviceQueue(_engine.CudaDriver(stubs.cuda.path), 0)
+    return Checksums(_engine.Crc32Gpu(queue), queue)
+
+
+POOL = bytearray(content_of(2, 3 * KERNEL_CHUNK))
+ZEROS = bytearray(KERNEL_CHUNK)
+
+
+def crcs(found: Checksums, pool: bytearray, cuts: list[tuple[int, int]]) -> list[int]:
+    address = address_of(pool)
+    return found.gpu.crcs(found.queue, [(address + begin, nbytes) for begin, nbytes in cuts])
+
+
+def expected_crcs(pool: bytearray, cuts: list[tuple[int, int]]) -> list[int]:
+    return [zlib.crc32(pool[begin : begin + nbytes]) for begin, nbytes in cuts]
+
+
+cut = st.integers(0, len(POOL)).flatmap(
+    lambda begin: st.tuples(
+        st.just(begin),
+        st.one_of(st.integers(0, min(70, len(POOL) - begin)), st.integers(0, len(POOL) - begin)),
+    )
+)
+
+
+@relaxed
+@given(cuts=st.lists(cut, max_size=8))
+def test_crcs_of_the_device_are_those_of_zlib(
+    libraries: Stubs, cuts: list[tuple[int, int]]
+) -> None:
+    reset(libraries)
+    assert crcs(checksums(libraries), POOL, cuts) == expected_crcs(POOL, cuts)
+
+
+def test_crcs_at_every_edge(stubs: Stubs) -> None:
+    """Ends of 16 bytes, of rows of 4 KiB and of chunks of 64 KiB, and one byte to either side."""
+    edges = [0, 16, 4096, 4112, KERNEL_CHUNK - 4096, KERNEL_CHUNK, 2 * KERNEL_CHUNK]
+    near = sorted({edge + by for edge in edges for by in (-1, 0, 1) if edge + by >= 0})
+    cuts = [(begin, end - begin) for begin in near for end in near if begin <= end]
+    found = checksums(stubs)
+    assert crcs(found, POOL, cuts) == expected_crcs(POOL, cuts)
+    lengths = [(begin, nbytes) for begin in range(17) for nbytes in range(50)]
+    assert crcs(found, POOL, lengths) == expected_crcs(POOL, lengths)
+    assert crcs(found, ZEROS, [(3, 40_000)]) == [zlib.crc32(bytes(40_000))]
+    assert crcs(found, POOL, []) == [] and crcs(found, POOL, [(5, 0)]) == [0]
+
+
+def test_more_ranges_than_a_launch_takes(stubs: Stubs) -> None:
+    """By count, and by what they leave."""
+    found = checksums(stubs)
+    launches = stubs.cuda.calls("cuLaunchKernel")
+    cuts = [(begin, 100 + begin) for begin in range(300)]
+    assert crcs(found, POOL, cuts) == expected_crcs(POOL, cuts)
+    assert stubs.cuda.calls("cuLaunchKernel") == launches + 3
+    big = bytearray(40 << 20)
+    big[::4097] = content_of(3, len(big[::4097]))
+    cuts = [(7 + begin, len(big) - 100) for begin in range(7)]
+    assert crcs(found, big, cuts) == expected_crcs(big, cuts)
+    assert stubs.cuda.calls("cuLaunchKernel") == launches + 5
+    with pytest.raises(ValueError, match="too long"):
+        found.gpu.crcs(found.queue, [(4096, (256 << 20) + 1)])
+
+
+def test_results_come_after_the_kernel_on_one_stream(stubs: Stubs) -> None:
+    found = checksums(stubs)
+    before = len(stubs.cuda.log())
+    crcs(found, POOL, [(0, 1000)])
+    log = stubs.cuda.log()[before:]
+    assert [done.kind for done in log] == [LAUNCH, TO_HOST]
+    assert len({done.stream for done in log}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [
+        ("cuModuleLoadData", 222),
+        ("cuModuleGetFunction", 500),
+        ("cuLaunchKernel", 701),
+        ("cuMemcpyHtoDAsync_v2", ILLEGAL_ADDRESS),
+        ("cuMemcpyDtoHAsync_v2", ILLEGAL_ADDRESS),
+        ("cuEventSynchronize", ILLEGAL_ADDRESS),
+    ],
+)
+def test_a_kernel_that_is_not_taken_says_why(stubs: Stubs, name: str, result: int) -> None:
+    stubs.cuda.fail(name, result)
+    with pytest.raises(_engine.DeviceUnavailable, match=rf"CRC-32 kernel: .*\({result}\)"):
+        checksums(stubs)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_no_memory_for_the_kernel(stubs: Stubs, after: int) -> None:
+    stubs.cuda.fail("cuMemAlloc_v2", OUT_OF_MEMORY, after=after)
+    with pytest.raises(_engine.DeviceError, match="out of memory"):
+        checksums(stubs)
+
+
+def test_a_gpu_that_miscalculates_is_refused(stubs: Stubs) -> None:
+    stubs.cuda.miscalculate(True)
+    with pytest.raises(_engine.DeviceUnavailable, match="CRC-32 of known bytes is wrong"):
+        checksums(stubs)
+
+
+def test_a_launch_that_fails_later_is_reported(stubs: Stubs) -> None:
+    found = checksums(stubs)
+    stubs.cuda.fail("cuLaunchKernel", ILLEGAL_ADDRESS)
+    with pytest.raises(_engine.DeviceError, match="illegal memory access"):
+        crcs(found, POOL, [(0, 1000)])
+    stubs.cuda.configure()
+    assert crcs(found, POOL, [(0, 1000)]) == [zlib.crc32(POOL[:1000])]
+
+
+# What NVIDIA's parts say.
+
+
+def places(pattern: str) -> list[Path]:
+    """Files of packages that torch for CUDA brings, or of a toolkit."""
+    packages = [found for place in sys.path for found in Path(place).glob(f"nvidia/*/{pattern}")]
+    return [*packages, *Path("/usr/local").glob(f"cuda*/{pattern}")]
+
+
+def compiles(shim: str, cufile: Path, cuda: Path, tmp_path: Path) -> bool:
+    for name, text in (
+        ("cufile_shim.h", shim),
+        ("cuda_shim.h", (ROOT / "csrc" / "cuda_shim.h").read_text()),
+    ):
+        (tmp_path / name).write_text(text)
+    source = ROOT / "tests" / "stubs" / "cufile_headers.cc"
+    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{tmp_path}"]
+    command += ["-isystem", str(cufile), "-isystem", str(cuda), str(source)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_cufile_is_declared_as_nvidia_declares_it(tmp_path: Path) -> None:
+    cufile, cuda = places("include/cufile.h"), places("include/cuda.h")
+    if not (cufile and cuda):
+        pytest.skip("NVIDIA's cufile.h and cuda.h are not both on this machine")
+    shim = (ROOT / "csrc" / "cufile_shim.h").read_text()
+    for header in cufile:
+        assert compiles(shim, header.parent, cuda[0].parent, tmp_path), header
+        for right, wrong in (
+            ("(const void* base, size_t nbytes, int flags)", "(const void* base, size_t nbytes)"),
+            ("(void, handle_deregister", "(int, handle_deregister"),
+            ("size_t poll_threshold, max_direct_io;", "unsigned poll_threshold, max_direct_io;"),
+            ("X(5016, ", "X(5015, "),
+            ("kNvme = 4", "kNvme = 5"),
+        ):
+            assert shim.count(right) == 1, right
+            changed = shim.replace(right, wrong)
+            assert not compiles(changed, header.parent, cuda[0].parent, tmp_path), wrong
+
+
+def kernel_compiler() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("crc32_kernel", ROOT / "csrc" / "crc32_kernel.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_kernel_checked_in_is_what_its_source_gives() -> None:
+    """By the release that made it: others order the same instructions otherwise."""
+    compiler = kernel_compiler()
+    text = compiler.TARGET.read_text()
+    for library in places("lib*/libnvrtc.so.1[0-9]"):
+        ctypes.CDLL(str(next(library.parent.glob("libnvrtc-builtins.so.*"))))
+        if f"NVRTC {compiler.Compiler(str(library)).version()};" in text:
+            assert compiler.made_by(str(library)) == text
+            return
+    pytest.skip("the release of NVRTC that made the kernel is not on this machine")

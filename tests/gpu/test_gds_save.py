@@ -1,0 +1,182 @@
+"""Saves from a GPU by GPUDirect Storage: what comes of them, of refusals, and of the choice.
+
+On the devices of tests/accelerator.py, with a stub of cuFile. Must not know how blocks are moved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fastckpt
+from fastckpt import pipeline
+from fastckpt.formats import shard_index
+from fastckpt.gds import BLOCKS
+from fastckpt.image import BLOCK_BYTES
+from tests import accelerator
+from tests.accelerator import KIND, Runtime
+from tests.cuda_stub import CudaStub
+from tests.cufile_stub import CufileStub
+
+MIB = 1 << 20
+WAIT_S = 60.0
+
+
+def octets(nbytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return made.to(KIND)
+
+
+def same(path: Path, state: dict[str, torch.Tensor]) -> None:
+    """Verified by us, and as torch reads it."""
+    for loaded in (fastckpt.load(path, map_location="cpu"), torch.load(path, map_location="cpu")):
+        assert all(torch.equal(loaded[key], value.cpu()) for key, value in state.items())
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_blocks_of_a_gpu_never_come_to_the_host(
+    cufile: CufileStub, driver: CudaStub, disk: Path, fence: str
+) -> None:
+    state = {"w": octets(40 * MIB + 12345), "b": octets(1000, 1), "host": torch.ones(3 * MIB)}
+    stats = fastckpt.save(state, disk / "a.pt", staging="gds", fence=fence).result(WAIT_S)
+    assert stats.staging == "gds" and "cuFile" in stats.staging_why
+    same(disk / "a.pt", state)
+    whole = sum(1 for _ in range(0, 40 * MIB + 12345, BLOCK_BYTES)) - 2
+    assert cufile.calls("cuFileWrite") >= whole
+    assert sum(op.nbytes for op in driver.log() if op.kind == 0) <= 3 * BLOCK_BYTES
+
+
+def test_the_file_is_the_same_either_way(cufile: CufileStub, disk: Path) -> None:
+    state = {"w": octets(50 * MIB), "v": octets(20 * MIB + 77, 1), "s": octets(99, 2)}
+    for way in ("host", "gds"):
+        fastckpt.save(state, disk / f"{way}.pt", staging=way).result(WAIT_S)
+    assert (disk / "host.pt").read_bytes() == (disk / "gds.pt").read_bytes()
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(sizes=st.lists(st.integers(0, 20 * MIB), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_any_sizes(cufile: CufileStub, disk: Path, sizes: list[int], seed: int) -> None:
+    state = {str(i): octets(nbytes, seed + i) for i, nbytes in enumerate(sizes)}
+    fastckpt.save(state, disk / "a.pt", staging="gds", durable=False).result(WAIT_S)
+    same(disk / "a.pt", state)
+    with fastckpt.Checkpointer(disk / "run", staging="gds", durable=False) as checkpointer:
+        checkpointer.save(1, state).result(WAIT_S)
+        loaded = checkpointer.load()
+    assert all(torch.equal(loaded[key], value.cpu()) for key, value in state.items())
+
+
+def test_a_step(cufile: CufileStub, disk: Path) -> None:
+    state = {f"w{i}": octets(30 * MIB + i, i) for i in range(3)}
+    with fastckpt.Checkpointer(disk / "run", staging="gds") as checkpointer:
+        assert checkpointer.save(1, state).result(WAIT_S).staging == "gds"
+        loaded = checkpointer.load()
+    assert all(torch.equal(loaded[key], value.cpu()) for key, value in state.items())
+    assert cufile.calls("cuFileWrite") >= 9
+    assert shard_index.shard_name(0, None) in {p.name for p in disk.rglob("*")}
+
+
+def test_what_is_compressed_comes_to_the_host(cufile: CufileStub, disk: Path) -> None:
+    state = {"w": octets(20 * MIB)}
+    with fastckpt.Checkpointer(disk / "run", staging="gds", codec="zstd") as checkpointer:
+        assert checkpointer.save(1, state).result(WAIT_S).staging == "pinned"
+        assert torch.equal(checkpointer.load()["w"], state["w"].cpu())
+    assert cufile.calls("cuFileWrite") == 0
+
+
+def test_more_than_the_blocks_hold(cufile: CufileStub, disk: Path) -> None:
+    state = {"w": octets((3 * BLOCKS + 1) * BLOCK_BYTES)}
+    fastckpt.save(state, disk / "a.pt", staging="gds").result(WAIT_S)
+    same(disk / "a.pt", state)
+
+
+@pytest.mark.parametrize("call", ["cuFileWrite", "cuFileHandleRegister", "cuFileBufRegister"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_what_cufile_refuses_goes_through_the_host(
+    cufile: CufileStub, disk: Path, caplog: pytest.LogCaptureFixture, call: str, after: int
+) -> None:
+    """With one warning for many saves, and nothing lost."""
+    state = {"w": octets(60 * MIB)}
+    cufile.fail(call, 5030, after=after)
+    with caplog.at_level(logging.WARNING, "fastckpt"):
+        for number in range(3):
+            handle = fastckpt.save(state, disk / f"{number}.pt", staging="gds")
+            state["w"].add_(0)
+            stats = handle.result(WAIT_S)
+            same(disk / f"{number}.pt", state)
+    if call == "cuFileWrite" or after == 0:
+        assert "through the host" in stats.staging_why or "no GPUDirect" in stats.staging_why
+        assert len(caplog.records) == 1
+
+
+def test_short_writes(cufile: CufileStub, disk: Path) -> None:
+    cufile.at_most(MIB + 4096)
+    state = {"w": octets(50 * MIB)}
+    fastckpt.save(state, disk / "a.pt", staging="gds").result(WAIT_S)
+    same(disk / "a.pt", state)
+
+
+def test_without_cufile(
+    driver: CudaStub, runtime: Runtime, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.configure()
+    runtime.driver = driver
+    state = {"w": octets(20 * MIB)}
+    with accelerator.installed(runtime, driver.path), caplog.at_level(logging.WARNING, "fastckpt"):
+        for number in range(2):
+            path = disk / f"{number}.pt"
+            stats = fastckpt.save(state, path, staging="gds").result(WAIT_S)
+            assert stats.staging == "pinned"
+            same(path, state)
+    assert len(caplog.records) == 1 and "GPUDirect Storage" in caplog.text
+
+
+def test_auto_measures_once_and_keeps_the_faster(
+    cufile: CufileStub, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gds = pipeline.current().staging.gds
+    measured: list[int] = []
+    real = gds.decide
+
+    def decide(number: int, queue: Any, seconds: Callable[..., float]) -> None:
+        measured.append(number)
+        real(number, queue, lambda direct: seconds(direct) * 0 + (1.0 if direct else 2.0))
+
+    monkeypatch.setattr(gds, "decide", decide)
+    state = {"w": octets(20 * MIB)}
+    ways = []
+    for number in range(3):
+        handle = fastckpt.save(state, disk / f"{number}.pt", staging="auto")
+        ways.append(handle.result(WAIT_S).staging)
+        pipeline.current().drain()
+        same(disk / f"{number}.pt", state)
+    assert ways == ["pinned", "gds", "gds"] and measured == [disk.stat().st_dev]
+    assert {path.name for path in disk.iterdir()} == {"0.pt", "1.pt", "2.pt"}
+
+
+def test_auto_stays_with_the_host_where_that_is_faster_or_cufile_refuses(
+    cufile: CufileStub, disk: Path
+) -> None:
+    cufile.fail("cuFileWrite", 5030)
+    state = {"w": octets(20 * MIB)}
+    for number in range(2):
+        stats = fastckpt.save(state, disk / f"{number}.pt", staging="auto").result(WAIT_S)
+        pipeline.current().drain()
+        assert stats.staging == "pinned"
+    assert "cuFileWrite" in stats.staging_why or "5030" in stats.staging_why
+
+
+def test_an_unknown_way_is_refused(disk: Path) -> None:
+    with pytest.raises(ValueError, match="staging is 'nvme'"):
+        fastckpt.save({}, disk / "a.pt", staging="nvme")
+    with pytest.raises(ValueError, match="staging is 'nvme'"):
+        fastckpt.Checkpointer(disk, staging="nvme")

@@ -1,0 +1,1 @@
+"""Frameworks: what stock readers open, and nothing lost by a kill."""

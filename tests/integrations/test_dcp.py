@@ -1,0 +1,815 @@
+"""torch.distributed.checkpoint through fastckpt, held against torch's own saver and reader.
+
+Responsible for what must come of it: what either writes the other reads, bit by bit, on any number
+of ranks; only what was asked for is read, and every byte of ours is verified; an overwrite that is
+cut short leaves the old checkpoint; a failure on one rank is everybody's. What the ranks do stands
+in ranks/dcp_bodies.py. Must not know how a save proceeds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import logging
+import os
+import pickle
+import random
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+import fastckpt
+from fastckpt import CorruptCheckpoint, StagingConflict, pipeline
+from fastckpt.distcp_load import ItemsFile
+from fastckpt.formats import distcp
+from fastckpt.integrations import dcp_metadata
+from fastckpt.integrations.dcp import Reader, Saving, Writer, async_save, save
+from tests.accelerator import KIND
+from tests.crews import dcp_bodies as bodies
+from tests.crews.dcp_states import blank, is_same, numbers, plain, whole
+from tests.crews.group_crew import Crew, Nursery, RankDied
+from tests.cuda_stub import CudaStub
+from tests.paths import ROOT
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def load(state: Any, path: Path, reader: Any = Reader, **options: Any) -> Any:
+    """What a state becomes by loading it."""
+    dcp.load(state, storage_reader=reader(path), **options)
+    return state
+
+
+def failure_of(action: Callable[[], Any]) -> BaseException:
+    """Our error within what torch's load() raises."""
+    with pytest.raises(CheckpointException) as caught:
+        action()
+    (error, _trace) = next(iter(caught.value.failures.values()))
+    return error
+
+
+def data_files(path: Path) -> list[Path]:
+    """Of a directory, when what a save still does after its commit is done."""
+    pipeline.current().drain()
+    return sorted(path.glob("*.distcp"))
+
+
+@pytest.fixture(autouse=True)
+def no_device_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own saver would use streams of the stub device that tests of GPUs leave behind."""
+    if hasattr(torch, KIND):
+        monkeypatch.setattr(getattr(torch, KIND), "is_available", lambda: False)
+
+
+# One process: what is written, what is read
+
+
+WAYS: dict[str, Callable[[Any, Path], Any]] = {
+    "torch": lambda state, path: dcp.save(state, checkpoint_id=path),
+    "save": lambda state, path: save(state, checkpoint_id=path),
+    "call": lambda state, path: async_save(state, checkpoint_id=path).result(),
+    "step": lambda state, path: async_save(state, checkpoint_id=path, fence="step").result(),
+    "writer": lambda state, path: dcp.save(state, storage_writer=Writer(path)),
+    "writer async": lambda state, path: dcp.async_save(state, storage_writer=Writer(path)).result(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reader", [dcp.FileSystemReader, Reader], ids=["torch reads", "we read"])
+def test_what_one_writes_the_other_reads(way: str, reader: Any, tmp_path: Path) -> None:
+    state = plain(1)
+    metadata = WAYS[way](state, tmp_path / "at" / "1")
+    assert isinstance(metadata, Metadata) and "model.weight" in metadata.state_dict_metadata
+    assert is_same(load(blank(state), tmp_path / "at" / "1", reader), state)
+
+
+def test_items_are_what_torch_saves_but_for_the_id(tmp_path: Path) -> None:
+    tensors = [
+        *plain(1)["dtypes"].values(),
+        torch.zeros(()),
+        torch.zeros(0, 3),
+        numbers(1, 5, 1, 2),
+    ]
+    image, places = distcp.layout(tensors)
+    content = bytearray(image.body_nbytes)
+    for segment in image.rows():
+        source = ctypes.string_at(segment.address, segment.nbytes)
+        content[segment.offset : segment.offset + segment.nbytes] = source
+    for tensor, (offset, nbytes) in zip(tensors, places, strict=True):
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        ours, theirs = bytes(content[offset : offset + nbytes]), buffer.getvalue()
+        assert len(ours) == len(theirs)
+        names = zipfile.ZipFile(io.BytesIO(ours)).namelist()
+        assert names == zipfile.ZipFile(io.BytesIO(theirs)).namelist()
+        front = next(distcp.fronts(tensor.dtype, tuple(tensor.shape)))
+        assert ours.startswith(front) and theirs.startswith(front)
+
+
+def test_every_zip_of_a_file_is_whole(tmp_path: Path) -> None:
+    save(plain(1), checkpoint_id=tmp_path)
+    (file,) = data_files(tmp_path)
+    content = file.read_bytes()
+    metadata = Reader(tmp_path).read_metadata()
+    for info in metadata.storage_data.values():
+        item = content[info.offset : info.offset + info.length]
+        with zipfile.ZipFile(io.BytesIO(item)) as archive:
+            assert archive.testzip() is None
+
+
+def test_a_part_of_the_keys(tmp_path: Path) -> None:
+    save(plain(1), checkpoint_id=tmp_path)
+    wanted = {"model": {"weight": torch.zeros(700, 900)}, "lr": 0.0}
+    load(wanted, tmp_path)
+    assert is_same(wanted, {"model": {"weight": plain(1)["model"]["weight"]}, "lr": 1.1})
+
+
+@pytest.mark.parametrize("reader", [dcp.FileSystemReader, Reader])
+def test_missing_keys_and_other_sizes_are_told_as_torch_tells_them(
+    reader: Any, tmp_path: Path
+) -> None:
+    save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
+    error = failure_of(lambda: load({"a": torch.zeros(3), "b": torch.zeros(2)}, tmp_path, reader))
+    assert isinstance(error, RuntimeError) and "Missing key in checkpoint state_dict: b" in str(
+        error
+    )
+    error = failure_of(lambda: load({"a": torch.zeros(4)}, tmp_path, reader))
+    assert isinstance(error, ValueError) and "Size mismatch" in str(error)
+
+
+def test_a_planner_that_is_not_strict(tmp_path: Path) -> None:
+    save({"a": torch.ones(3), "extra": torch.ones(1)}, checkpoint_id=tmp_path)
+    state = {"a": torch.zeros(3), "b": torch.full((2,), 7.0)}
+    load(state, tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert is_same(state, {"a": torch.ones(3), "b": torch.full((2,), 7.0)})
+
+
+def test_another_dtype_and_other_strides_are_converted(tmp_path: Path) -> None:
+    values = numbers(3, 40, 50)
+    save({"a": values, "b": values}, checkpoint_id=tmp_path)
+    state = {"a": torch.zeros(40, 50, dtype=torch.float64), "b": torch.zeros(50, 40).t()}
+    load(state, tmp_path)
+    assert torch.equal(state["a"], values.double()) and torch.equal(state["b"], values)
+
+
+class Doubling(torch.Tensor):
+    """A subclass that is saved as what it is."""
+
+
+def test_subclasses_sparse_and_conjugated_tensors(tmp_path: Path) -> None:
+    state = {
+        "subclass": numbers(1, 4).as_subclass(Doubling),
+        "conjugated": torch.view_as_complex(numbers(2, 5, 2)).conj(),
+        "negative": torch.view_as_complex(numbers(2, 5, 2)).conj().imag,
+    }
+    save(state, checkpoint_id=tmp_path)
+    with torch.serialization.safe_globals([Doubling]):
+        back = load({key: torch.zeros_like(value) for key, value in state.items()}, tmp_path)
+    assert torch.equal(back["conjugated"], state["conjugated"])
+    assert torch.equal(back["negative"], state["negative"])
+    assert torch.equal(back["subclass"].as_subclass(torch.Tensor), numbers(1, 4))
+
+
+def test_what_went_through_an_extension_of_torch(tmp_path: Path) -> None:
+    if not ZStandard.is_available():
+        pytest.skip("torch's extension needs a package that is not here")
+    writer = dcp.FileSystemWriter(tmp_path, _extensions=[ZStandard()])
+    dcp.save({"a": numbers(1, 300), "n": 5}, storage_writer=writer)
+    assert torch.equal(load({"a": torch.zeros(300)}, tmp_path)["a"], numbers(1, 300))
+    error = failure_of(lambda: load({"n": 0}, tmp_path))
+    assert isinstance(error, pickle.UnpicklingError)
+    state = {"n": 0}
+    dcp.load(state, storage_reader=Reader(tmp_path, weights_only=False))
+    assert state == {"n": 5}
+
+
+def test_files_behind_symbolic_links(tmp_path: Path) -> None:
+    save({"a": numbers(1, 300)}, checkpoint_id=tmp_path / "real")
+    (tmp_path / "linked").mkdir()
+    for file in (tmp_path / "real").iterdir():
+        (tmp_path / "linked" / file.name).symlink_to(file)
+    assert torch.equal(load({"a": torch.zeros(300)}, tmp_path / "linked")["a"], numbers(1, 300))
+
+
+def test_a_large_object(tmp_path: Path) -> None:
+    state = {"text": "y" * (3 << 20), "t": torch.ones(2)}
+    save(state, checkpoint_id=tmp_path)
+    for reader in (Reader, dcp.FileSystemReader):
+        assert is_same(load(blank(state), tmp_path, reader), state)
+
+
+class Half(DefaultSavePlanner):
+    """Saves tensors in half precision; counts its central plans."""
+
+    plans = 0
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        return data.half() if isinstance(data, torch.Tensor) else data
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        type(self).plans += 1
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, replace(metadata, planner_data=metadata.planner_data | {"note": ("x", 1)})
+
+
+def test_a_planner_of_the_user(tmp_path: Path) -> None:
+    values = numbers(1, 30)
+    for number in range(3):
+        save({"a": values, "n": number}, checkpoint_id=tmp_path / str(number), planner=Half())
+    assert Half.plans == 1  # the state had the same parts each time
+    assert Reader(tmp_path / "2").read_metadata().planner_data["note"] == ("x", 1)
+    for reader in (Reader, dcp.FileSystemReader):
+        state = load({"a": torch.zeros(30), "n": 9}, tmp_path / "2", reader)
+        assert torch.equal(state["a"], values.half().float()) and state["n"] == 2
+    save({"a": numbers(1, 31), "n": 1}, checkpoint_id=tmp_path / "3", planner=Half())
+    assert Half.plans == 2
+    assert load({"a": torch.zeros(31)}, tmp_path / "3")["a"].abs().sum() > 0
+
+
+def test_a_planner_that_keeps_plans_itself(tmp_path: Path) -> None:
+    for number in range(4):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        planner._cached_plans_key = str(tmp_path)
+        state = {"a": numbers(number, 5 if number < 3 else 6)}
+        save(state, checkpoint_id=tmp_path / str(number), planner=planner)
+        assert is_same(load(blank(state), tmp_path / str(number)), state)
+
+
+class Stateful:
+    def __init__(self, value: int) -> None:
+        self.value = torch.full((3,), float(value))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"].clone()
+
+
+def test_objects_with_state_dict_as_torchtitan_passes_them(tmp_path: Path) -> None:
+    """Its wrappers of models and optimizers; a stager, and PROCESS, as its pinned mode has it."""
+    writer, states = (
+        Writer(tmp_path / "nowhere"),
+        {"model": Stateful(4), "train_state": Stateful(5)},
+    )
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    response = async_save(
+        states,
+        checkpoint_id=str(tmp_path / "step-4"),
+        storage_writer=writer,
+        async_checkpointer_type=dcp.state_dict_saver.AsyncCheckpointerType.PROCESS,
+        async_stager=stager,
+    )
+    stager.close()
+    assert isinstance(response, AsyncSaveResponse)
+    response.staging_completion.result()
+    assert response.staging_completion.done()
+    states["model"].value.zero_()
+    response.upload_completion.result()
+    assert not (tmp_path / "nowhere").exists()
+    back = {"model": Stateful(0), "train_state": Stateful(0)}
+    dcp.load(back, checkpoint_id=str(tmp_path / "step-4"), storage_reader=Reader(tmp_path))
+    assert back["model"].value.tolist() == [4.0] * 3
+    assert back["train_state"].value.tolist() == [5.0] * 3
+
+
+def test_what_is_returned_is_a_future(tmp_path: Path) -> None:
+    saving = async_save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
+    assert isinstance(saving, Saving) and isinstance(saving, Future)
+    assert isinstance(saving.result(), Metadata)
+    assert saving.stats.committed_s is not None
+
+
+def test_no_dist_and_no_collectives(tmp_path: Path) -> None:
+    save({"a": numbers(1, 9)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    save({"a": numbers(2, 9)}, checkpoint_id=tmp_path / "b", use_collectives=False)
+    assert (tmp_path / "b" / "__0.metadata").exists()
+    for name, seed in (("a", 1), ("b", 2)):
+        for reader in (Reader, dcp.FileSystemReader):
+            state = load({"a": torch.zeros(9)}, tmp_path / name, reader)
+            assert torch.equal(state["a"], numbers(seed, 9))
+    dcp.save({"a": numbers(3, 9)}, storage_writer=Writer(tmp_path / "b"), use_collectives=False)
+    assert len(data_files(tmp_path / "b")) == 1
+    assert torch.equal(load({"a": torch.zeros(9)}, tmp_path / "b")["a"], numbers(3, 9))
+
+
+def test_an_empty_state(tmp_path: Path) -> None:
+    save({}, checkpoint_id=tmp_path / "x")
+    assert os.listdir(tmp_path / "x") == [".metadata"]
+    load({}, tmp_path / "x")
+
+
+def test_arguments_that_are_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="checkpoint_id is needed"):
+        save({})
+    with pytest.raises(TypeError, match="storage_writer is a FileSystemWriter"):
+        save({}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    for name in ("fence", "on_error"):
+        with pytest.raises(ValueError, match=f"{name} is 'no'"):
+            async_save({}, checkpoint_id=tmp_path, **{name: "no"})
+    with pytest.raises(ValueError, match="no path"):
+        save({}, checkpoint_id="s3://bucket/key")
+
+
+# Fences
+
+
+def test_the_state_may_change_when_async_save_returns(tmp_path: Path) -> None:
+    state = {"a": numbers(1, 1 << 20)}
+    expected = state["a"].clone()
+    saving = async_save(state, checkpoint_id=tmp_path)
+    state["a"].zero_()
+    saving.result()
+    assert torch.equal(load(blank(state), tmp_path)["a"], expected)
+
+
+def test_the_step_fence_makes_an_optimizer_wait(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(numbers(1, 1 << 20))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones_like(weight)
+    expected = weight.detach().clone()
+    small = torch.ones(4)
+    saving = async_save({"a": weight, "b": small}, checkpoint_id=tmp_path, fence="step")
+    small.zero_()  # as a forward pass changes buffers
+    optimizer.step()
+    saving.result()
+    back = load({"a": torch.zeros(1 << 20), "b": torch.zeros(4)}, tmp_path)
+    assert torch.equal(back["a"], expected) and back["b"].sum() == 4
+
+
+def test_a_change_behind_the_step_fence_is_told(tmp_path: Path) -> None:
+    save({"a": numbers(1, 100_000)}, checkpoint_id=tmp_path)
+    conflicts = 0
+    for _ in range(5):
+        weight = numbers(2, 100_000)
+        saving = async_save({"a": weight}, checkpoint_id=tmp_path, fence="step")
+        weight.zero_()
+        error = saving.exception()
+        if error is None:  # it had been copied by then
+            continue
+        assert isinstance(error, StagingConflict) and "'a'" in str(error)
+        conflicts += 1
+    assert conflicts
+    assert len(data_files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_tensors_on_a_gpu(fence: str, gpu: CudaStub, disk: Path) -> None:
+    """On the device of tests/accelerator.py, whose copies are made in the order of streams."""
+    expected = {
+        "big": numbers(1, 5 << 20),
+        "view": numbers(1, 5 << 20)[77:999_999],
+        "permuted": numbers(2, 40, 50).t(),
+        "small": numbers(3, 9),
+        "host": numbers(4, 300),
+        "n": 5,
+    }
+    state = {k: v.to(KIND) if isinstance(v, torch.Tensor) else v for k, v in expected.items()}
+    state |= {"view": state["big"][77:999_999], "host": expected["host"]}
+    saving = async_save(state, checkpoint_id=disk / "c", fence=fence)
+    saving.result(60)
+    assert saving.stats.staging == "pinned"
+    for reader in (Reader, dcp.FileSystemReader):
+        assert is_same(load(blank(expected), disk / "c", reader), expected)
+    empty = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in state.items()}
+    assert empty["big"].device.type == KIND
+    back = load(empty, disk / "c")
+    back = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in back.items()}
+    assert is_same(back, expected)
+
+
+# Reading
+
+
+@pytest.mark.parametrize("way", ["save", "torch"])
+def test_only_what_is_needed_is_read(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WAYS[way]({f"t{i}": numbers(i, 1 << 22) for i in range(6)}, tmp_path)  # 16 MiB each
+    read: list[int] = []
+    leave = ItemsFile.__exit__
+
+    def note(self: ItemsFile, *rest: object) -> None:
+        read.append(self._stream.nbytes_read())
+        leave(self, *rest)
+
+    monkeypatch.setattr(ItemsFile, "__exit__", note)
+    assert torch.equal(load({"t3": torch.zeros(1 << 22)}, tmp_path)["t3"], numbers(3, 1 << 22))
+    assert 16 << 20 <= sum(read) <= (16 + 2 * 8) << 20
+
+
+def test_sizes_that_torch_wrote_otherwise_are_left_to_torch(tmp_path: Path) -> None:
+    """Elements that do not lie as those of a contiguous tensor of this torch."""
+    state = {"a": numbers(1, 30, 40).t(), "b": numbers(2, 7)}
+    torch.utils.serialization.config.save.storage_alignment = 128
+    try:
+        dcp.save(state, checkpoint_id=tmp_path)
+    finally:
+        torch.utils.serialization.config.save.storage_alignment = 64
+    assert is_same(load(blank(state), tmp_path), state)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(Evil.target),)
+
+    target: Path
+
+
+def test_a_hostile_metadata_file_is_refused(tmp_path: Path) -> None:
+    save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "c")
+    Evil.target = tmp_path / "owned"
+    metadata = Reader(tmp_path / "c").read_metadata()
+    metadata.planner_data = Evil()
+    file = tmp_path / "c" / ".metadata"
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(pickle.UnpicklingError, match=r"mkdir.*weights_only=False"):
+        Reader(tmp_path / "c").read_metadata()
+    error = failure_of(lambda: load({"a": torch.zeros(3)}, tmp_path / "c"))
+    assert "mkdir" in str(error)
+    assert not Evil.target.exists()
+    Reader(tmp_path / "c", weights_only=False).read_metadata()
+    assert Evil.target.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"cbuiltins\ngetattr\n(cos\nsystem\nVx\ntR.",
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nV__init__\ntR.",
+        b"ctorch\nload\n(Vx\ntR.",
+    ],
+)
+def test_pickles_that_reach_for_more_are_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises((pickle.UnpicklingError, CorruptCheckpoint)):
+        Reader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 99, b"\x80\x02", b"\x80\x04\x8e" + b"\xff" * 8])
+def test_what_is_no_pickle_is_damaged_and_not_hostile(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    for weights_only in (True, False):
+        with pytest.raises(CorruptCheckpoint, match="truncated or damaged"):
+            Reader(tmp_path, weights_only=weights_only).read_metadata()
+
+
+def test_a_pickle_cannot_change_a_class(tmp_path: Path) -> None:
+    before = dict(vars(Metadata))
+    attack = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x08__init__Ns\x86b."
+    (tmp_path / ".metadata").write_bytes(attack)
+    with pytest.raises(pickle.UnpicklingError, match="change of a class"):
+        Reader(tmp_path).read_metadata()
+    assert dict(vars(Metadata)) == before
+
+
+def test_what_megatron_adds_to_metadata_is_kept(tmp_path: Path) -> None:
+    save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
+    metadata = Reader(tmp_path).read_metadata()
+    metadata.mcore_data = {"a": {"shape": (1, 2), "flags": {"x": [1, None, True]}}}
+    metadata.all_local_plans = [DefaultSavePlanner.__new__(DefaultSavePlanner).__dict__]
+    (tmp_path / ".metadata").write_bytes(dcp_metadata.encode(metadata))
+    again = Reader(tmp_path).read_metadata()
+    assert again.mcore_data == metadata.mcore_data
+    assert torch.equal(load({"a": torch.zeros(3)}, tmp_path)["a"], torch.ones(3))
+
+
+def test_objects_that_need_more_than_weights_only(tmp_path: Path) -> None:
+    state = {"o": slice(1, 2), "t": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path)
+    error = failure_of(lambda: load({"o": None, "t": torch.zeros(2)}, tmp_path))
+    assert isinstance(error, pickle.UnpicklingError)
+    assert "'o'" in str(error) and "Reader(path, weights_only=False)" in str(error)
+    trusting = {"o": None, "t": torch.zeros(2)}
+    dcp.load(trusting, storage_reader=Reader(tmp_path, weights_only=False))
+    assert trusting["o"] == slice(1, 2)
+    with torch.serialization.safe_globals([slice]):
+        assert load({"o": None}, tmp_path)["o"] == slice(1, 2)
+
+
+@pytest.mark.parametrize(
+    "options", [{"backend": "dd"}, {"staging": "usb"}, {"staging_bytes": -5}, {"path": ""}]
+)
+def test_a_writer_checks_its_arguments(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Writer(**{"path": tmp_path, **options})
+    with pytest.raises(ValueError, match="path is None"):
+        Reader(None)  # type: ignore[arg-type]
+
+
+def test_a_path_out_of_the_directory_is_refused(tmp_path: Path) -> None:
+    save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "c")
+    metadata = Reader(tmp_path / "c").read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = "../secret"
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    error = failure_of(lambda: load({"a": torch.zeros(3)}, tmp_path / "c"))
+    assert isinstance(error, CorruptCheckpoint)
+
+
+def test_every_byte_of_our_files_is_verified(tmp_path: Path) -> None:
+    state = {"weight": numbers(1, 50, 60), "other": numbers(2, 3000), "n": 5}
+    save(state, checkpoint_id=tmp_path)
+    (file,) = data_files(tmp_path)
+    rng = random.Random(20261122)
+    for victim in (file, tmp_path / ".metadata"):
+        content = victim.read_bytes()
+        places = {0, 1, len(content) - 1, len(content) // 2}
+        places |= {rng.randrange(len(content)) for _ in range(60)}
+        for place in sorted(places):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << rng.randrange(8)
+            victim.write_bytes(damaged)
+            error = failure_of(lambda: load(blank(state), tmp_path))
+            assert str(victim) in str(error), (place, error)
+            assert isinstance(error, CorruptCheckpoint) or victim.name == ".metadata"
+        victim.write_bytes(content)
+    assert is_same(load(blank(state), tmp_path), state)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    state = {"model": {"weight": numbers(1, 500, 600), "bias": numbers(2, 3000)}}
+    save(state, checkpoint_id=tmp_path)
+    (file,) = data_files(tmp_path)
+    content = bytearray(file.read_bytes())
+    at = content.index(state["model"]["bias"].numpy().tobytes()[:64])
+    content[at + 7] ^= 1
+    file.write_bytes(content)
+    error = failure_of(lambda: load(blank(state), tmp_path))
+    assert isinstance(error, CorruptCheckpoint)
+    assert file.name in str(error) and "'model.bias'" in str(error)
+    assert "model.weight" not in str(error)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+def test_a_truncated_file_is_told(share: float, tmp_path: Path) -> None:
+    state = plain(1)
+    save(state, checkpoint_id=tmp_path)
+    (file,) = data_files(tmp_path)
+    os.truncate(file, int(file.stat().st_size * share))
+    error = failure_of(lambda: load(blank(state), tmp_path))
+    assert isinstance(error, CorruptCheckpoint) and "truncated" in str(error)
+    assert file.name in str(error)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
+    file = data_files(tmp_path)[0]
+    file.unlink()
+    error = failure_of(lambda: load({"a": torch.zeros(2)}, tmp_path))
+    assert isinstance(error, CorruptCheckpoint)
+    assert file.name in str(error) and str(error).endswith("is missing")
+
+
+# Overwriting, failures
+
+
+@pytest.mark.parametrize("first", ["torch", "save"])
+@pytest.mark.parametrize("second", ["call", "writer"])
+def test_an_overwrite_leaves_one_checkpoint(first: str, second: str, tmp_path: Path) -> None:
+    WAYS[first](plain(1), tmp_path)
+    debris = tmp_path / "__0_0123456789abcdef.distcp"
+    debris.write_bytes(b"of a save that was killed")
+    keep = tmp_path / "notes.txt"
+    keep.write_text("not ours")
+    WAYS[second](plain(2), tmp_path)
+    pipeline.current().drain()
+    assert len(data_files(tmp_path)) == 1 and not debris.exists() and keep.exists()
+    assert sorted(os.listdir(tmp_path)) == [".metadata", data_files(tmp_path)[0].name, "notes.txt"]
+    assert is_same(load(blank(plain(2)), tmp_path), plain(2))
+
+
+def test_saves_to_one_id_are_done_in_order(tmp_path: Path) -> None:
+    savings = [
+        async_save({"a": numbers(seed, 1 << 20)}, checkpoint_id=tmp_path) for seed in range(5)
+    ]
+    for saving in savings:
+        saving.result()
+    pipeline.current().drain()
+    assert len(data_files(tmp_path)) == 1
+    assert torch.equal(load({"a": torch.zeros(1 << 20)}, tmp_path)["a"], numbers(4, 1 << 20))
+
+
+def test_a_failure_is_raised_by_the_next_save_or_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "c")
+    blocked = tmp_path / "file"
+    blocked.write_text("no directory")
+    failed = async_save({"a": torch.zeros(3)}, checkpoint_id=blocked / "x")
+    failed.wait_done()
+    with pytest.raises(fastckpt.StorageError):
+        async_save({"a": torch.zeros(3)}, checkpoint_id=tmp_path / "c")
+    assert torch.equal(load({"a": torch.zeros(3)}, tmp_path / "c")["a"], torch.ones(3))
+    with caplog.at_level(logging.WARNING, "fastckpt"):
+        failed = async_save({"a": torch.zeros(3)}, checkpoint_id=blocked / "x", on_error="warn")
+        failed.wait_done()
+        pipeline.current().drain()
+        assert "FAILED and was not committed" in caplog.text
+        save({"a": torch.zeros(3)}, checkpoint_id=tmp_path / "c")
+        assert "saving on after the failure" in caplog.text
+    with pytest.raises(fastckpt.StorageError):
+        failed.result()
+
+
+OVERWRITE = """
+    import sys
+    from fastckpt.integrations.dcp import async_save
+    from tests.crews.dcp_states import numbers
+    states = [{f"t{i}": numbers(seed * 10 + i, 1 << 20) for i in range(4)} for seed in range(3)]
+    print("ready", flush=True)
+    for number in range(1000):
+        async_save(states[number % 3], checkpoint_id=sys.argv[1]).result()
+        print(number, flush=True)
+"""
+
+
+def test_a_kill_in_an_overwrite_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    rng = random.Random(20261122)
+
+    def state(seed: int) -> dict[str, torch.Tensor]:
+        return {f"t{i}": numbers(seed * 10 + i, 1 << 20) for i in range(4)}
+
+    expected = [state(seed) for seed in range(3)]
+    for _ in range(2):
+        child = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(OVERWRITE), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.stdout.readline()
+        time.sleep(rng.uniform(0, 0.2))
+        child.kill()
+        child.wait()
+        back = load(blank(expected[0]), tmp_path)
+        assert any(is_same(back, its) for its in expected)
+        assert is_same(load(blank(back), tmp_path, dcp.FileSystemReader), back)
+    save(expected[0], checkpoint_id=tmp_path)
+    pipeline.current().drain()
+    assert len(os.listdir(tmp_path)) == 2  # what was killed has left nothing behind
+
+
+# Several ranks
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    started = Nursery("tests.crews.dcp_imports")
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def crew(nursery: Nursery) -> Callable[[int], Crew]:
+    """`crew(n)`: a job of n ranks, the same one for all tests."""
+    return nursery.lasting_crew
+
+
+def values(outcomes: list[Any]) -> list[Any]:
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "how", ["torch", "writer", "torch async writer", "async call", "async step"]
+)
+def test_any_number_of_ranks_loads_what_any_other_saved(
+    how: str, crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    assert values(crew(2)(bodies.saved, how, 1, str(tmp_path))) == [Metadata, Metadata]
+    for size in (1, 2, 3):
+        for reader in ("torch", "ours"):
+            told = crew(size)(bodies.loaded, reader, 1, str(tmp_path), how != "torch async writer")
+            assert values(told) == [True] * size
+    expected = {"model": whole(1), "at": [1]}
+    if how == "torch async writer":
+        del expected["model"]["old"]
+    assert is_same(load(blank(expected), tmp_path), expected)
+
+
+@pytest.mark.multiprocess
+def test_a_group_of_some_ranks_saves_by_itself(crew: Callable[[int], Crew], tmp_path: Path) -> None:
+    assert values(crew(3)(bodies.saved, "async call", 4, str(tmp_path), ranks=2)) == [Metadata] * 2
+    assert values(crew(3)(bodies.loaded, "ours", 4, str(tmp_path), ranks=2)) == [True] * 2
+    assert values(crew(3)(bodies.loaded, "torch", 4, str(tmp_path), ranks=1)) == [True]
+    assert len(data_files(tmp_path)) == 2
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_fsdp2_training_goes_on_where_it_was_saved(
+    fence: str, crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    told = crew(2)(bodies.train_and_save, str(tmp_path), fence)
+    losses = told[0][0]
+    assert losses == told[1][0]
+    for reader in ("torch", "ours"):
+        assert crew(2)(bodies.load_and_train, str(tmp_path), reader) == [losses] * 2
+    on_three = crew(3)(bodies.load_and_train, str(tmp_path), "ours")
+    assert on_three[0] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.multiprocess
+def test_plans_are_exchanged_only_when_they_change(nursery: Nursery, tmp_path: Path) -> None:
+    with nursery.crew(2) as fresh:
+        told = fresh(bodies.train_and_save, str(tmp_path), "call")
+        assert [exchanges for _, exchanges in told] == [1, 0]  # of three saves; the first rank's
+        assert fresh(bodies.train_and_save, str(tmp_path), "call")[0][1] == 1
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("how", ["async", "writer"])
+def test_a_full_disk_on_one_rank_fails_all_and_leaves_the_old(
+    bad: int, how: str, crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    crew(2)(bodies.save_big, str(tmp_path), 1)
+    outcomes = crew(2)(bodies.save_with_full_disk, str(tmp_path), bad, how)
+    texts = [str(outcome.error) for outcome in outcomes]
+    assert all("EFBIG" in text for text in texts), texts
+    assert crew(2)(bodies.holds_big, str(tmp_path), 1) == [True, True]
+    crew(2)(bodies.save_big, str(tmp_path), 2)
+    assert crew(2)(bodies.holds_big, str(tmp_path), 2) == [True, True]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_rank_that_cannot_plan_fails_all(
+    bad: int, on_error: str, crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    outcomes = crew(2)(bodies.fail_to_plan, str(tmp_path), bad, on_error)
+    for rank, outcome in enumerate(outcomes):
+        text = str(outcome.error or outcome.value)
+        assert "pickle" in text
+        assert outcome.took_s < bodies.TIMEOUT_S
+        if rank == bad:
+            assert outcome.error is not None  # its own mistake, whatever on_error says
+    assert crew(2)(bodies.holds_big, str(tmp_path), 3) == [True, True]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("victim", [0, 1, -1])
+def test_ranks_killed_in_an_overwrite_leave_the_old_or_the_new(
+    victim: int, nursery: Nursery, crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    rng = random.Random(victim)
+    crew(2)(bodies.save_big, str(tmp_path), 0)
+    for seed in (1, 2):
+        with nursery.crew(2) as doomed:
+            told = doomed(
+                bodies.die_in_overwrite, str(tmp_path), seed, victim, rng.uniform(0, 0.03)
+            )
+        assert any(isinstance(outcome, RankDied) for outcome in told)
+        held = [crew(2)(bodies.holds_big, str(tmp_path), of) for of in range(seed + 1)]
+        assert [True, True] in held
+    crew(2)(bodies.save_big, str(tmp_path), 3)
+    assert crew(2)(bodies.holds_big, str(tmp_path), 3) == [True, True]
+    deadline = time.monotonic() + 10
+    while len(os.listdir(tmp_path)) > 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(os.listdir(tmp_path)) == 3  # one file of each rank, and what commits them
+
+
+@pytest.mark.multiprocess
+def test_the_commit_needs_nobody_and_is_told_at_once(
+    crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    assert crew(2)(bodies.hang_before_commit, str(tmp_path)) == [[True, True]] * 2
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", ["ours", "writer", "torch"])
+def test_planners_and_tensors_of_megatron_core(
+    how: str, crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    pytest.importorskip("megatron.core")
+    for seed in (1, 2):
+        crew(2)(bodies.save_megatron, str(tmp_path), seed, how)
+    for reader in ("torch", "ours"):
+        assert crew(2)(bodies.load_megatron, str(tmp_path), 2, reader) == [True, True]

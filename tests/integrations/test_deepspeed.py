@@ -1,0 +1,304 @@
+"""DeepSpeed's checkpoints through fastckpt, with real engines of every ZeRO stage on two ranks.
+
+Responsible for: files that stock DeepSpeed reads and the other way round, a tag that counts when
+all ranks are done and not before, and what is left after failures and kills. What ranks do stands
+in ranks/deepspeed_bodies.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.paths import ROOT
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from fastckpt import CorruptCheckpoint, PeerFailed, StorageError
+from tests.crews import deepspeed_bodies as bodies
+from tests.crews.group_crew import Nursery, RankDied
+
+RANKS = 2
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    started = Nursery("tests.crews.deepspeed_bodies")
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def call(nursery: Nursery) -> Callable[..., list[Any]]:
+    """`call(body, ...)`: what it returned on each rank of a job that lasts."""
+
+    def by_all(body: Callable[..., Any], *args: Any) -> list[Any]:
+        return nursery.lasting_crew(RANKS)(body, *args)
+
+    return by_all
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "fp32")]
+)
+def test_files_are_those_of_stock_deepspeed_and_either_reads_the_others(
+    stage: int,
+    dtype: str,
+    call: Callable[..., list[Any]],
+    disk: Path,
+    assert_same: Callable[[Any, Any], None],
+) -> None:
+    for seen in call(bodies.round_trip, str(disk), stage, dtype):
+        unbroken = seen["stock goes on"]
+        assert seen["ours goes on"] == unbroken
+        for way in ("ours", "stock"):
+            for saved in ("ours", "stock"):
+                assert seen[f"{saved} loaded by {way}"] == unbroken, (saved, way)
+        assert seen["stats"].nbytes > 0 or stage == 0
+    assert names(disk / "ours") == names(disk / "stock")
+    assert (disk / "ours/latest").read_bytes() == (disk / "stock/latest").read_bytes()
+    files = sorted((disk / "ours").rglob("*.pt"))
+    assert len(files) == {0: 1, 1: 3, 2: 3, 3: 4}[stage]
+    for path in files:
+        ours, stock = (
+            torch.load(disk / way / path.relative_to(disk / "ours"), weights_only=False)
+            for way in ("ours", "stock")
+        )
+        assert_same(comparable(ours), comparable(stock))
+
+
+def comparable(state: dict[str, Any]) -> dict[str, Any]:
+    """Loss scalers by their type, and tensors without the number that each engine gives anew."""
+    optimizer = state.get("optimizer_state_dict") or {}
+    if "loss_scaler" in optimizer:
+        optimizer["loss_scaler"] = str(type(optimizer["loss_scaler"]))
+    for tensor in optimizer.get("fp32_flat_groups", []):
+        del tensor.ds_id
+    return state
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_to_fp32_makes_the_weights_of_the_moment_of_the_save(
+    stage: int, call: Callable[..., list[Any]], disk: Path
+) -> None:
+    call(bodies.keep_weights, str(disk), stage)
+    weights = torch.load(disk / "weights.pt")
+    found = get_fp32_state_dict_from_zero_checkpoint(str(disk))
+    assert found.keys() == weights.keys()
+    for key, value in weights.items():
+        assert torch.equal(found[key], value), key
+
+
+def test_a_tag_counts_when_every_rank_is_done_though_nobody_steps(
+    call: Callable[..., list[Any]], disk: Path
+) -> None:
+    seen = call(bodies.wait_for_the_last, str(disk))
+    for each in seen:
+        assert each["meanwhile"] == ("a", [])
+        assert not each["done"]
+        assert len(each["then"]) == 3
+    assert not list(disk.rglob(".*"))
+
+
+def test_a_load_waits_for_what_is_being_saved(call: Callable[..., list[Any]], disk: Path) -> None:
+    for path, losses in call(bodies.read_at_once, str(disk)):
+        assert path is not None and Path(path).is_relative_to(disk)
+        assert len(losses) == 1
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_full_disk_on_one_rank_leaves_the_tag_before(
+    on_error: str, call: Callable[..., list[Any]], disk: Path
+) -> None:
+    first, second = call(bodies.fail_once, str(disk), ["a", "b", "c"], on_error)
+    assert isinstance(second["error"], StorageError) and second["error"].errno == errno.EFBIG
+    assert isinstance(first["error"], PeerFailed) and first["error"].ranks == (1,)
+    assert "rank 1 failed: StorageError" in str(first["error"])
+    for seen in (first, second):
+        assert len(seen["losses"]) == 1
+        assert (seen["latest"], seen["second"]) == ("a", [])
+        if on_error == "raise":
+            assert str(seen["next"]) == str(seen["error"])
+        else:
+            assert seen["next"] is None
+        assert seen["finally"] == "c"
+
+
+def test_a_save_that_fails_leaves_what_the_same_tag_had(
+    call: Callable[..., list[Any]], disk: Path
+) -> None:
+    seen = call(bodies.fail_once, str(disk), ["a", "a", "a"], "warn")[0]
+    assert seen["error"] is not None
+    steps = {
+        torch.load(path, weights_only=False).get("global_steps", 3)
+        for path in (disk / "a").glob("*.pt")
+    }
+    assert steps == {3}  # the third save has replaced it
+    before = [content for name, content in seen["files"].items() if "model_states" in name]
+    (disk / "before.pt").write_bytes(before[0])
+    assert torch.load(disk / "before.pt", weights_only=False)["global_steps"] == 1
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_directory_that_cannot_be_made_fails_the_tag_on_all_ranks(
+    on_error: str, call: Callable[..., list[Any]], disk: Path
+) -> None:
+    (disk / "file").touch()
+    for begun, told, last in call(bodies.save_where_no_directory_is, str(disk), on_error):
+        assert begun is None and last == "a"
+        if on_error == "raise":
+            assert isinstance(told, StorageError | PeerFailed) and "Not a directory" in str(told)
+        else:
+            assert told is None
+
+
+def test_destroy_waits_and_raises(call: Callable[..., list[Any]], disk: Path) -> None:
+    first, second = call(bodies.destroy_after_failure, str(disk))
+    assert isinstance(first, OSError) and isinstance(second, PeerFailed)
+    assert not (disk / "latest").exists()
+
+
+def test_a_checkpoint_that_deepspeed_gives_up_moves_nothing(
+    call: Callable[..., list[Any]], disk: Path
+) -> None:
+    first, second = call(bodies.fail_in_the_midst, str(disk))
+    for seen in (first, second):
+        assert isinstance(seen["b"], KeyError)
+        assert (seen["latest"], seen["finally"]) == ("a", "d")
+    assert "pickle" in str(first["c"]) and str(first["told"]) == str(first["c"])
+    assert second["c"] is None and "rank 0 failed" in str(second["told"])
+    assert not list(disk.rglob(".*"))
+
+
+def test_the_end_of_the_process_waits(nursery: Nursery, disk: Path) -> None:
+    with nursery.crew(RANKS, orderly=True) as crew:
+        crew(bodies.save_and_end, str(disk))
+    assert (disk / "latest").read_text() == "only"
+    assert len(list((disk / "only").glob("*.pt"))) == 3
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_killed_ranks_resume_from_the_last_tag_that_all_had_saved(
+    durable: bool, nursery: Nursery, call: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    with nursery.crew(RANKS) as crew:
+        died = crew(bodies.save_and_die, str(tmp_path), durable)
+    assert all(isinstance(each, RankDied) for each in died)
+    assert (tmp_path / "latest").read_text() == ("b" if durable else "a")
+    assert [first for first, _losses in call(bodies.resume, str(tmp_path))] == [1 + durable] * RANKS
+    assert (tmp_path / "latest").read_text() == "c"
+
+
+@pytest.mark.parametrize(("changes", "found"), [(0, 1), (1, 1), (2, 1), (3, 2)])
+def test_a_kill_leaves_a_tag_that_is_saved_again_as_it_was_or_as_it_is_to_be(
+    changes: int, found: int, nursery: Nursery, call: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """Names change when rank 0's two files are written, when the tag is replaced, and `latest`.
+    What resumes compares its losses with a run without a break, so no file is of another save.
+    """
+    with nursery.crew(RANKS) as crew:
+        died = crew(bodies.save_again_and_die, str(tmp_path), changes)
+    assert all(isinstance(each, RankDied) for each in died)
+    assert (tmp_path / "latest").read_text() == "a"
+    assert [first for first, _losses in call(bodies.resume, str(tmp_path))] == [found] * RANKS
+    assert not list(tmp_path.glob(".a.*"))  # which the next save has removed
+
+
+@pytest.mark.parametrize("way", ["all", "no exchange", "no link", "own disk"])
+def test_a_tag_that_is_saved_again_is_replaced_but_for_what_others_keep_there(
+    way: str, call: Callable[..., list[Any]], disk: Path
+) -> None:
+    files, _ = call(bodies.save_again, str(disk), way)
+    assert len(files) == 4 and "deep" in files
+    assert (disk / "a/deep/mine.txt").read_text() == "mine"
+    assert not list(disk.rglob(".*"))
+    assert [first for first, _losses in call(bodies.resume, str(disk))] == [2] * RANKS
+
+
+def test_a_rank_that_is_lost_is_named_and_its_tag_does_not_count(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    with nursery.crew(RANKS) as crew:
+        error, died = crew(bodies.lose_a_rank, str(tmp_path))
+    assert isinstance(died, RankDied)
+    assert isinstance(error, PeerFailed) and error.ranks == (1,)
+    assert (tmp_path / "latest").read_text() == "a"
+    # Rank 0's file, which was durable, is gone; what rank 1 had begun stays, out of sight.
+    assert not [path for path in (tmp_path / "b").glob("*") if path.name[0] != "."]
+
+
+def test_engines_do_not_get_into_each_others_way(
+    call: Callable[..., list[Any]], disk: Path
+) -> None:
+    assert call(bodies.two_engines, str(disk)) == [["a", "b"]] * RANKS
+
+
+def test_damage_is_named(call: Callable[..., list[Any]], disk: Path) -> None:
+    call(bodies.save_once, str(disk))
+    path = disk / "a/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    whole, damaged = call(bodies.load_damaged, str(disk))
+    assert whole is None
+    assert isinstance(damaged, CorruptCheckpoint) and "data/" in str(damaged)
+
+
+def test_a_model_for_others_is_there_when_the_call_returns(
+    call: Callable[..., list[Any]], disk: Path
+) -> None:
+    found = call(bodies.save_16bit, str(disk))[0]
+    assert "pytorch_model.bin" in found and "latest" not in found
+    assert "0.weight" in torch.load(disk / "pytorch_model.bin")
+
+
+def test_what_cannot_be_installed_is_refused(call: Callable[..., list[Any]]) -> None:
+    for unknown, timeout, twice in call(bodies.refusals):
+        assert isinstance(unknown, ValueError) and "on_error is 'ignore'" in str(unknown)
+        assert isinstance(timeout, ValueError) and "timeout_s is 0" in str(timeout)
+        assert isinstance(twice, ValueError) and "FastckptCheckpointEngine" in str(twice)
+
+
+def example(cwd: Path, *options: object, timeout_s: float = 140) -> str:
+    """Output of the example on two ranks, which log their losses."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={RANKS}", str(ROOT / "examples" / "deepspeed_zero.py")]
+    command += ["--preset", "tiny", "--every", "3", "--loss-log", "losses", "--stage", "3"]
+    done = subprocess.run(
+        command + [str(option) for option in options],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_where_it_stopped(disk: Path) -> None:
+    example(disk, "--steps", 8)
+    assert (disk / "run/latest").read_text() == "global_step6"
+    assert "restored step 6" in example(disk, "--steps", 10)
+    records = [json.loads(line) for line in (disk / "losses").read_text().splitlines()]
+    losses = [(record["step"], record["loss"]) for record in records]
+    assert [step for step, _loss in losses] == [*range(8), *range(6, 10)]
+    assert losses[8:10] == losses[6:8]
+    assert (disk / "run/latest").read_text() == "global_step9"

@@ -1,0 +1,509 @@
+"""Lightning's checkpoints through fastckpt, with real Trainers on the CPU and jobs that are killed.
+
+Responsible for: files that stock Lightning and torch read and the other way round, old checkpoints
+that outlive the saves of newer ones, links that name what is there, and errors that are told. It
+must not know how a file is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.paths import ROOT
+
+pytest.importorskip("lightning")
+
+import lightning.pytorch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+import fastckpt
+from fastckpt import CorruptCheckpoint, StorageError, pipeline
+from fastckpt.integrations.lightning import FastckptCheckpointIO
+
+STEPS, EVERY = 9, 2
+FIRST, SECOND = "a.ckpt", "b.ckpt"
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory .* exists"),
+    pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
+]
+
+
+def package_of(name: str) -> Any:
+    """What a test needs of `lightning` or of `pytorch_lightning`."""
+    base = {"lightning": "lightning.pytorch"}.get(name, name)
+    module = pytest.importorskip(base)
+    return SimpleNamespace(
+        Trainer=module.Trainer,
+        Module=module.LightningModule,
+        ModelCheckpoint=importlib.import_module(f"{base}.callbacks").ModelCheckpoint,
+        IO=importlib.import_module(f"fastckpt.integrations.{name}").FastckptCheckpointIO,
+    )
+
+
+def model_of(base: Any, fails_at: int | None = None) -> Any:
+    """A small model whose batch follows from the step."""
+
+    class Model(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 8))
+
+        def training_step(self, _batch: Any, _number: int) -> torch.Tensor:
+            if self.global_step == fails_at:
+                raise ArithmeticError("no more")
+            generator = torch.Generator().manual_seed(self.global_step)
+            loss: torch.Tensor = self.layers(torch.randn(4, 64, generator=generator)).pow(2).mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    return Model()
+
+
+def fit(
+    directory: Path,
+    io: Any = None,
+    *,
+    package: str = "lightning",
+    steps: int = STEPS,
+    resume: Path | str | None = None,
+    fails_at: int | None = None,
+    callbacks: tuple[Any, ...] = (),
+    **options: Any,
+) -> Any:
+    """Trains with a ModelCheckpoint, by default one of the top two and the last; the model."""
+    names = package_of(package)
+    kept = {"monitor": "step", "mode": "max", "save_top_k": 2, "save_last": True} | options
+    checkpoint = names.ModelCheckpoint(
+        dirpath=directory, filename="{step}", every_n_train_steps=EVERY, **kept
+    )
+    trainer = names.Trainer(
+        plugins=[] if io is None else [io],
+        callbacks=[checkpoint, *callbacks],
+        max_steps=steps,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = model_of(names.Module, fails_at)
+    trainer.fit(model, torch.utils.data.DataLoader(range(1000)), ckpt_path=resume)
+    return model
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"weight": torch.full((1 << 15,), value), "global_step": int(value)}
+
+
+@contextmanager
+def held_up() -> Iterator[Callable[[], None]]:
+    """No save becomes durable before the end, or before what is given is called."""
+    storage, gate = pipeline.current().storage, threading.Event()
+    real = storage.sync
+
+    def sync(fd: int) -> None:
+        gate.wait()
+        real(fd)
+
+    storage.sync = sync  # type: ignore[method-assign]
+    try:
+        yield gate.set
+    finally:
+        gate.set()
+        storage.sync = real  # type: ignore[method-assign]
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """No file may have more than 16 KiB: the disk is full, as it were."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class FullAt(lightning.pytorch.Callback):  # type: ignore[misc]
+    """The disk is full for the save after so many steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.set(trainer, full=trainer.global_step == self.step - 1)
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        self.set(trainer, full=False)
+
+    def set(self, trainer: Any, full: bool) -> None:
+        for handle in trainer.strategy.checkpoint_io._handles:
+            handle.wait_done()
+        soft, hard = self.limit
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10 if full else soft, hard))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_files_are_those_of_stock_lightning(
+    package: str, asynchronous: bool, disk: Path, assert_same: Callable[[Any, Any], None]
+) -> None:
+    fit(disk / "ours", package_of(package).IO(asynchronous=asynchronous), package=package)
+    fit(disk / "stock", package=package)
+    assert names(disk / "ours") == ["last.ckpt", "step=6.ckpt", "step=8.ckpt"]
+    assert names(disk / "ours") == names(disk / "stock")
+    for name in names(disk / "ours"):
+        ours, stock = (torch.load(disk / way / name) for way in ("ours", "stock"))
+        del ours["callbacks"], stock["callbacks"]  # these hold paths
+        assert_same(ours, stock)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("ours", "stock"), ("stock", "ours")])
+def test_a_resumed_fit_goes_on_bit_by_bit(saved: str, loaded: str, disk: Path) -> None:
+    plugins = {"ours": FastckptCheckpointIO(), "stock": None}
+    unbroken = fit(disk / "unbroken")
+    fit(disk / "run", plugins[saved], steps=5)
+    resumed = fit(disk / "run", plugins[loaded], resume="last")
+    for name, value in unbroken.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+    assert torch.load(disk / "run/last.ckpt")["global_step"] == 8
+
+
+def test_a_synchronous_save_is_there_when_it_returns(disk: Path) -> None:
+    FastckptCheckpointIO(asynchronous=False).save_checkpoint(state(1), disk / FIRST)
+    assert names(disk) == [FIRST]
+    assert torch.load(disk / FIRST)["global_step"] == 1
+
+
+def test_an_asynchronous_one_returns_before_and_what_it_was_given_may_change(disk: Path) -> None:
+    io, given = FastckptCheckpointIO(), state(1)
+    with held_up() as release:
+        io.save_checkpoint(given, disk / "new" / FIRST)
+        given["weight"].fill_(7)
+        assert not (disk / "new" / FIRST).exists()
+        threading.Timer(0.1, release).start()
+        found = io.load_checkpoint(disk / "new" / FIRST)  # waits
+    assert torch.equal(found["weight"], torch.ones(1 << 15))
+    io.teardown()
+
+
+def test_a_file_is_removed_when_a_newer_one_has_committed(disk: Path) -> None:
+    io = FastckptCheckpointIO()
+    io.save_checkpoint(state(1), disk / FIRST)
+    io.teardown()
+    with held_up() as release:
+        io.save_checkpoint(state(2), disk / SECOND)
+        io.remove_checkpoint(disk / FIRST)
+        time.sleep(0.05)
+        assert FIRST in names(disk)
+        release()
+        io.teardown()
+    assert names(disk) == [SECOND]
+
+
+def test_a_file_stays_when_the_newer_one_failed_until_one_has_committed(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    io = FastckptCheckpointIO(on_error="warn")
+    io.save_checkpoint(state(1), disk / FIRST)
+    io.teardown()
+    with small_files():
+        io.save_checkpoint(state(2), disk / SECOND)
+        io.remove_checkpoint(disk / FIRST)
+        io.teardown()
+    assert names(disk) == [FIRST]
+    assert f"{str(disk / SECOND)!r} was not saved" in caplog.text
+    io.save_checkpoint(state(3), disk / "c.ckpt")
+    io.teardown()
+    assert names(disk) == ["c.ckpt"]
+
+
+def test_a_directory_that_cannot_be_made_is_a_failed_save(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (disk / "file").touch()
+    io = FastckptCheckpointIO(on_error="warn")
+    io.save_checkpoint(state(1), disk / FIRST)
+    io.save_checkpoint(state(2), disk / "file" / SECOND)
+    io.remove_checkpoint(disk / FIRST)
+    io.teardown()
+    assert names(disk) == [FIRST, "file"]
+    assert f"{str(disk / 'file' / SECOND)!r} was not saved" in caplog.text
+    with pytest.raises(StorageError, match="make directory"):
+        FastckptCheckpointIO().save_checkpoint(state(3), disk / "file" / SECOND)
+
+
+def test_a_file_whose_save_is_in_flight_is_removed_after_it(disk: Path) -> None:
+    io = FastckptCheckpointIO()
+    with held_up():
+        io.save_checkpoint(state(1), disk / FIRST)
+        io.save_checkpoint(state(2), disk / SECOND)
+        io.remove_checkpoint(disk / FIRST)
+    io.teardown()
+    assert names(disk) == [SECOND]
+    io.remove_checkpoint(disk / SECOND)
+    assert names(disk) == []
+    io.remove_checkpoint(disk / SECOND)  # as the stock one
+
+
+def test_a_file_that_is_saved_again_is_not_removed(disk: Path) -> None:
+    io = FastckptCheckpointIO()
+    io.save_checkpoint(state(1), disk / FIRST)
+    with held_up():
+        io.save_checkpoint(state(2), disk / SECOND)
+        io.remove_checkpoint(disk / FIRST)
+        io.save_checkpoint(state(3), disk / FIRST)
+    io.teardown()
+    assert torch.load(disk / FIRST)["global_step"] == 3
+
+
+def test_a_failure_is_raised_at_the_next_save_or_at_the_end(disk: Path) -> None:
+    io = FastckptCheckpointIO()
+    for told in (io.teardown, lambda: io.save_checkpoint(state(3), disk / SECOND)):
+        with small_files():
+            io.save_checkpoint(state(1), disk / FIRST)
+            io._handles[-1].wait_done()
+        with pytest.raises(StorageError) as failure:
+            told()
+        assert failure.value.errno == errno.EFBIG
+        io.teardown()  # it was told
+    assert names(disk) == []
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_full_disk_under_warn_costs_one_checkpoint(asynchronous: bool, disk: Path) -> None:
+    io = FastckptCheckpointIO(asynchronous=asynchronous, on_error="warn")
+    fit(disk, io, callbacks=(FullAt(6),), save_last=False)
+    assert names(disk) == ["step=8.ckpt"]
+    assert torch.load(disk / "step=8.ckpt")["global_step"] == 8
+
+
+def test_a_full_disk_ends_the_fit_with_what_was_saved_before(disk: Path) -> None:
+    with pytest.raises(StorageError):
+        fit(disk, FastckptCheckpointIO(), callbacks=(FullAt(6),))
+    assert names(disk) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+    assert {torch.load(path)["global_step"] for path in disk.iterdir()} == {2, 4}
+
+
+def test_a_save_on_an_exception_is_there_when_it_is_raised(disk: Path) -> None:
+    with pytest.raises(ArithmeticError, match="no more"):
+        fit(
+            disk,
+            FastckptCheckpointIO(),
+            fails_at=7,
+            callbacks=(OnExceptionCheckpoint(disk, filename="exception"),),
+        )
+    assert torch.load(disk / "exception.ckpt")["global_step"] == 7
+    resumed = fit(disk, FastckptCheckpointIO(), resume=disk / "exception.ckpt")
+    unbroken = fit(disk / "unbroken")
+    for name, value in unbroken.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
+class LinksHold(lightning.pytorch.Callback):  # type: ignore[misc]
+    """Looks after each step whether last.ckpt names a whole checkpoint."""
+
+    def __init__(self, directory: Path) -> None:
+        self.last, self.seen = directory / "last.ckpt", []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.last.is_symlink():
+            self.seen.append(self.last.exists() and torch.load(self.last)["global_step"])
+
+
+def test_a_link_to_the_last_names_what_is_there(disk: Path) -> None:
+    links = LinksHold(disk)
+    fit(disk, FastckptCheckpointIO(), callbacks=(links,), save_last="link")
+    # The first is made when there was nothing that a link could lose.
+    assert set(links.seen[:2]) <= {False, 2} and links.seen[2:] == [4, 4, 6, 6, 8]
+    assert os.readlink(disk / "last.ckpt") == "step=8.ckpt"
+    fit(disk, FastckptCheckpointIO(), resume="last", steps=11, save_last="link")
+    assert torch.load(disk / "last.ckpt")["global_step"] == 10
+
+
+def test_a_failed_save_leaves_the_link(disk: Path) -> None:
+    for on_error in ("raise", "warn"):
+        io = FastckptCheckpointIO(on_error=on_error)
+        with pytest.raises(StorageError):
+            fit(disk / on_error, io, callbacks=(FullAt(6),), save_last="link")
+        assert os.readlink(disk / on_error / "last.ckpt") == "step=4.ckpt"
+        assert torch.load(disk / on_error / "last.ckpt")["global_step"] == 4
+
+
+def test_a_save_replaces_a_link_and_not_what_it_names(disk: Path) -> None:
+    io = FastckptCheckpointIO()
+    io.save_checkpoint(state(1), disk / FIRST)
+    io.teardown()
+    (disk / "last.ckpt").symlink_to(FIRST)
+    (disk / "nowhere.ckpt").symlink_to("missing.ckpt")
+    with small_files(), pytest.raises(StorageError):
+        io.save_checkpoint(state(2), disk / "last.ckpt")
+    assert torch.load(disk / "last.ckpt")["global_step"] == 1
+    for name in ("last.ckpt", "nowhere.ckpt"):
+        io.save_checkpoint(state(2), disk / name)
+        io.teardown()
+        assert not (disk / name).is_symlink()
+        assert torch.load(disk / name)["global_step"] == 2
+    assert torch.load(disk / FIRST)["global_step"] == 1
+
+
+def test_what_slurm_requeues_is_there_before(disk: Path) -> None:
+    io = FastckptCheckpointIO()
+    io.save_checkpoint(state(1), disk / "hpc_ckpt_1.ckpt")
+    assert torch.load(disk / "hpc_ckpt_1.ckpt")["global_step"] == 1
+
+
+class Interrupting:
+    """Has a signal come while it is pickled."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for _ in range(100):
+            pass  # the handler runs between two instructions
+        return (list, ())
+
+
+def test_a_signal_handler_may_save_in_the_midst_of_a_save(disk: Path) -> None:
+    io = FastckptCheckpointIO()
+    before = signal.signal(signal.SIGUSR1, lambda *_: io.save_checkpoint(state(2), disk / SECOND))
+    try:
+        io.save_checkpoint({"odd": Interrupting()}, disk / FIRST)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    io.teardown()
+    assert torch.load(disk / FIRST, weights_only=False) == {"odd": []}
+    assert torch.load(disk / SECOND)["global_step"] == 2
+
+
+def test_damage_is_named(disk: Path) -> None:
+    fit(disk, FastckptCheckpointIO(), steps=3, save_last=False)
+    path = disk / "step=2.ckpt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match="data/"):
+        fit(disk, FastckptCheckpointIO(), resume=path)
+
+
+def test_no_code_is_run_unless_it_is_asked_for(disk: Path) -> None:
+    io = FastckptCheckpointIO(asynchronous=False)
+    io.save_checkpoint({"odd": SimpleNamespace(a=1)}, disk / FIRST)
+    with pytest.raises(Exception, match="Weights only load failed"):
+        io.load_checkpoint(disk / FIRST, weights_only=True)
+    assert io.load_checkpoint(disk / FIRST, weights_only=False)["odd"].a == 1
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint(disk / SECOND)
+
+
+def test_urls_of_files_are_paths_and_others_are_not_ours(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io = FastckptCheckpointIO(asynchronous=False)
+    io.save_checkpoint(state(1), f"file://{disk / FIRST}")
+    assert io.load_checkpoint(f"file://{disk / FIRST}")["global_step"] == 1
+    with pytest.raises(ValueError, match="not on a file system"):
+        io.save_checkpoint(state(1), "memory://a.ckpt")
+    TorchCheckpointIO().save_checkpoint(state(2), "memory://a.ckpt")
+    assert io.load_checkpoint("memory://a.ckpt")["global_step"] == 2
+    io.remove_checkpoint("memory://a.ckpt")
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint("memory://a.ckpt")
+
+
+def test_what_it_does_not_know_is_refused(disk: Path) -> None:
+    with pytest.raises(ValueError, match="on_error is 'ignore'"):
+        FastckptCheckpointIO(on_error="ignore")
+    with pytest.raises(TypeError, match="storage_options"):
+        FastckptCheckpointIO().save_checkpoint(state(), disk / FIRST, {"a": 1})
+    assert names(disk) == []
+
+
+def test_fabric_saves_and_loads_too(disk: Path) -> None:
+    io = FastckptCheckpointIO()
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[io])
+    model = torch.nn.Linear(4, 4)
+    fabric.save(disk / FIRST, {"model": model, "step": 3})
+    other = torch.nn.Linear(4, 4)
+    remainder = fabric.load(disk / FIRST, {"model": other})
+    assert torch.equal(other.weight, model.weight) and remainder == {"step": 3}
+    io.teardown()
+
+
+def job(cwd: Path, *options: object, ranks: int = 1) -> subprocess.Popen[bytes]:
+    """The example, in a process of its own or under torchrun; its output goes to a file."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(ROOT / "examples" / "lightning_fit.py"), "--devices", str(ranks)]
+    command += ["--preset", "tiny", "--every", "3", "--loss-log", "losses"]
+    with open(cwd / "output", "w") as output:
+        return subprocess.Popen(
+            command + [str(option) for option in options],
+            cwd=cwd,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def losses(cwd: Path) -> list[tuple[int, str]]:
+    records = [json.loads(line) for line in (cwd / "losses").read_text().splitlines()]
+    return [(record["step"], record["loss"]) for record in records]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_killed_fit_goes_on_with_ddp_from_its_last_whole_checkpoint(disk: Path) -> None:
+    killed = job(disk, "--steps", 1000, "--ballast", 64)
+    run, deadline = disk / "run", time.monotonic() + 120
+    while not ((run / "last.ckpt").exists() and list(run.glob(".*.tmp"))):
+        assert killed.poll() is None and time.monotonic() < deadline, (disk / "output").read_text()
+        time.sleep(0.002)
+    killed.kill()
+    killed.wait()
+    steps = {path.name: fastckpt.load(path)["global_step"] for path in run.glob("*.ckpt")}
+    first = steps.pop("last.ckpt")
+    assert all(name == f"step={step}.ckpt" for name, step in steps.items())
+    before = dict(losses(disk))
+    (disk / "losses").unlink()
+    options = ("--steps", first + 4, "--ballast", 64)
+    assert job(disk, *options, ranks=2).wait(150) == 0, (disk / "output").read_text()
+    after = losses(disk)
+    assert [step for step, _loss in after] == [*range(first, first + 4)]
+    saved = fastckpt.load(run / "last.ckpt")
+    assert saved["global_step"] == first + 3 and f"step={first + 3}.ckpt" in names(run)
+    assert after[0][0] in before  # of this rank's half of the batch, so not comparable by value
+    assert not list(run.glob(".last.ckpt*"))
+    shutil.rmtree(run)  # debris of names that no later save has

@@ -1,0 +1,468 @@
+"""Megatron-core: its real models and optimizers on the CPU, saved and loaded by ranks over gloo.
+
+Responsible for what must come of it: what stock Megatron saves is loaded and the other way round,
+on any parallelism and bit for bit; and whatever goes wrong, the last good iteration is found. What
+the ranks do stands in crews/megatron_bodies.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from torch.torch_version import TorchVersion
+
+from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.integrations import dcp
+from tests.crews import megatron_bodies as bodies
+from tests.crews.group_crew import Crew, Nursery, RankDied
+from tests.paths import ROOT
+
+TRACKER = "latest_checkpointed_iteration.txt"
+VERSION = TorchVersion(importlib.metadata.version("megatron-core"))
+# What Megatron's own save, asked to save by our strategy, has made of common state; it is in an
+# object from 0.19 on.
+COMMON = ["common.pt"] if VERSION < "0.19" else []
+pytestmark = pytest.mark.multiprocess
+RANKS_IMPORT = "tests.crews.megatron_imports"
+
+
+@pytest.fixture
+def crew(nursery: Nursery) -> Crew:
+    return nursery.lasting_crew(2)
+
+
+def iterations(disk: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in disk.glob("iter_*"))
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+# Resharding: bit for bit, for every tensor of model and optimizer.
+
+
+BF16 = {"bf16": True, "buckets": 3000}
+
+
+@pytest.mark.parametrize(
+    ("save", "load", "options"),
+    [
+        ((2, 1), (2, 1), {}),
+        ((2, 1), (1, 1), {}),
+        ((1, 2), (1, 1), {}),
+        ((2, 1), (1, 2), {}),
+        ((1, 1), (2, 1), BF16),
+        ((1, 1), (1, 2), BF16),
+        ((1, 2), (2, 1), BF16),
+    ],
+    ids=lambda given: "tp{}pp{}".format(*given) if isinstance(given, tuple) else "",
+)
+def test_any_parallelism_loads_any(
+    save: Any, load: Any, options: Any, crew: Crew, disk: Path
+) -> None:
+    crew(bodies.save_numbered, str(disk), *save, options, {})
+    for found, wrong in crew(bodies.load_numbered, str(disk), *load, options):
+        assert (found, wrong) == ((1, 5), [])
+
+
+@pytest.mark.parametrize("load", [(2, 1), (1, 1)])
+def test_what_megatron_lays_out_for_any_parallelism_is_loaded(
+    load: Any, crew: Crew, disk: Path
+) -> None:
+    how = {"distrib_optim_sharding_type": "fully_reshardable"}
+    crew(bodies.save_numbered, str(disk), 2, 1, {}, how)
+    assert crew(bodies.load_numbered, str(disk), *load, {}) == [((1, 5), [])] * 2
+
+
+@pytest.mark.parametrize(("save", "load"), [((2, 1), (1, 1)), ((1, 2), (1, 1))])
+def test_resharding_reads_little_more_than_it_needs(
+    save: Any, load: Any, crew: Crew, disk: Path
+) -> None:
+    for took, needed in crew(bodies.bytes_of_reshard, str(disk), save, load):
+        assert needed > 100 << 20
+        assert needed <= took <= 1.2 * needed
+
+
+# Training goes on.
+
+
+@pytest.mark.parametrize(("bf16", "fence"), [(False, "call"), (True, "step")])
+def test_training_goes_on_bit_by_bit(bf16: bool, fence: str, crew: Crew, disk: Path) -> None:
+    saved = crew(bodies.train_save_train, str(disk), 2, bf16, fence)
+    loaded = crew(bodies.load_and_train, str(disk), 2, bf16)
+    for (losses, numbers, _stall), (found, again, drawn) in zip(saved, loaded, strict=True):
+        assert found == (3, 77)
+        assert again == losses
+        assert drawn == numbers
+    assert saved[0][1] != saved[1][1]
+
+
+def test_training_goes_on_elsewhere_within_rounding(crew: Crew, disk: Path) -> None:
+    ((losses, _, _), _) = crew(bodies.train_save_train, str(disk), 2, False, "call")
+    ((found, again, _), _) = crew(bodies.load_and_train, str(disk), 1, False)
+    assert found == (3, 77)
+    assert [float.fromhex(loss) for loss in again] == pytest.approx(
+        [float.fromhex(loss) for loss in losses], rel=1e-4
+    )
+
+
+def test_training_goes_on_bit_by_bit_from_what_stock_saved(crew: Crew, disk: Path) -> None:
+    for losses, again in crew(bodies.train_on_from_stock, str(disk)):
+        assert again == losses
+
+
+# Strategies.
+
+
+def expected_small(rank: int, value: float) -> dict[str, Any]:
+    mine = value + rank
+    return {
+        "split": [[mine] * 5] * 3,
+        "layer": [mine] * 4,
+        "same": [value],
+        "cut": [[mine] * 2] * 8,
+        "object": {"rank": rank, "value": value},
+        "one": [value],
+        "local": [-1.0],
+        "common": {"value": value, "list": [1, 2.5, "three"]},
+        3: {"integer key": [1.0, 1.0]},
+    }
+
+
+def test_strategies_exchange_with_stock(crew: Crew, disk: Path) -> None:
+    for rank, found in enumerate(crew(bodies.exchange_with_stock, str(disk))):
+        for saver in ("ours", "stock"):
+            for loader in ("ours", "stock"):
+                assert found[f"{saver} by {loader}"] == expected_small(rank, 2.0), (saver, loader)
+        assert found["ours keys"] == found["stock keys"]
+        assert "object/shard_1_2" in found["ours keys"]
+        # 2.4 MB that both hold are written once, half of them by each.
+        least, most = sorted(found["ours nbytes"])
+        assert 1.2e6 < least <= most < 1.3e6
+    config = json.loads((disk / "ours" / "metadata.json").read_text())
+    assert config == json.loads((disk / "stock" / "metadata.json").read_text())
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["", "wrapped"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_checked_save_is_ours(wrapped: bool, asynchronous: bool, crew: Crew, disk: Path) -> None:
+    outcomes = crew(bodies.save_through, str(disk / "a"), wrapped, asynchronous)
+    for rank, (found, names) in enumerate(outcomes):
+        assert found["ours"] == found["stock"] == expected_small(rank, 2.0)
+        data = [name for name in names if name.endswith(".distcp")]
+        assert data and all(re.fullmatch(r"__\d+_[0-9a-f]{16}\.distcp", name) for name in data)
+        assert {".metadata", "metadata.json", *COMMON} == {*names} - {*data}
+
+
+@pytest.mark.parametrize(
+    "real",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.skipif(VERSION < "0.17", reason="0.16 replaces nothing")
+        ),
+    ],
+    ids=["", "by megatron"],
+)
+def test_silent_replacement_is_noticed(real: bool, crew: Crew, disk: Path) -> None:
+    for told, is_loaded in crew(bodies.save_replaced, str(disk / "a"), real):
+        assert isinstance(told.error, IncompatibleCheckpoint)
+        assert "put its own strategy in the place of fastckpt's" in str(told.error)
+        assert is_loaded
+
+
+def test_files_of_others_are_noticed(crew: Crew, disk: Path) -> None:
+    first, second = crew(bodies.save_mixed, str(disk / "a"))
+    assert isinstance(first.error, IncompatibleCheckpoint) and "not by fastckpt" in str(first.error)
+    assert second.error is None
+
+
+def test_async_request_needs_no_process_and_commits_unfinalized(crew: Crew, disk: Path) -> None:
+    for async_fn, preload_fn, names in crew(bodies.save_without_finalizing, str(disk / "a"), False):
+        assert (async_fn, preload_fn) == (None, None)
+        assert {".metadata", "metadata.json", *COMMON} < {*names}
+
+
+def test_killed_before_finalizing_is_found(nursery: Nursery, disk: Path) -> None:
+    with nursery.crew(2) as crew:
+        died = crew(bodies.save_without_finalizing, str(disk / "iter_0000007"), True)
+        assert all(isinstance(each, RankDied) for each in died)
+    assert not (disk / TRACKER).exists()
+    with nursery.crew(2) as crew:
+        for told in crew(bodies.load_model, str(disk)):
+            assert told == (7, 0)
+
+
+# Iterations.
+
+
+def test_tracker_retention_and_names(crew: Crew, disk: Path) -> None:
+    how = {"keep_last": 2, "keep_every": 4}
+    names = crew(bodies.save_many, str(disk), [2, 4, 6, 8, 9, 10], how)[0]
+    assert names == ["iter_0000004", "iter_0000008", "iter_0000009", "iter_0000010", TRACKER]
+    assert (disk / TRACKER).read_text() == "10"
+    assert crew(bodies.load_any, str(disk), 8)[0].value == (8, 80)
+    error = crew(bodies.load_any, str(disk), 6)[0].error
+    assert isinstance(error, CheckpointError) and "no iteration 6" in str(error)
+
+
+def test_non_persistent_keeps_one_and_is_preferred_when_newer(crew: Crew, disk: Path) -> None:
+    crew(bodies.save_many, str(disk), [5], {})
+    crew(bodies.save_many, str(disk), [6, 7], {"non_persistent_ckpt": True})
+    assert iterations(disk / "non_persistent") == [7]
+    assert crew(bodies.load_any, str(disk))[0].value == (7, 70)
+    crew(bodies.save_many, str(disk), [8], {})
+    assert crew(bodies.load_any, str(disk))[0].value == (8, 80)
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_full_disk_is_not_fatal(on_error: str, crew: Crew, disk: Path) -> None:
+    for told in crew(bodies.save_on_full_disk, str(disk), on_error):
+        assert told["tracker"] == "1"
+        assert told["error"] is None
+        if on_error == "raise":
+            assert told["again"] in ("StorageError", "PeerFailed")
+        assert told["at"] == (3 if on_error == "warn" else 4)
+    assert not (disk / "iter_0000002" / ".metadata").exists()
+
+
+@pytest.fixture(scope="module")
+def two(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with iterations 1 and 2."""
+    root = tmp_path_factory.mktemp("two")
+    nursery.lasting_crew(2)(bodies.save_many, str(root), [1, 2], {})
+    return root
+
+
+def damage_data(newest: Path) -> None:
+    flip(max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size), 1000)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_data,
+        lambda newest: flip(newest / ".metadata", 500),
+        lambda newest: (newest / ".metadata").unlink(),
+        lambda newest: flip(newest / "common.pt", 200),
+        lambda newest: (newest / "common.pt").unlink(),
+        lambda newest: (newest / "metadata.json").unlink(),
+        lambda newest: next(newest.glob("__1_*.distcp")).unlink(),
+        lambda newest: (newest.parent / TRACKER).write_text(""),
+        lambda newest: (newest.parent / TRACKER).write_bytes(b"\xff garbage"),
+        lambda newest: (newest.parent / TRACKER).unlink(),
+    ],
+    ids=[
+        *("data flipped", "metadata flipped", "no metadata", "common flipped", "no common"),
+        *("no config", "no data", "tracker empty", "tracker garbage", "no tracker"),
+    ],
+)
+def test_damage_falls_back(damage: Any, crew: Crew, two: Path, disk: Path) -> None:
+    shutil.copytree(two, disk, dirs_exist_ok=True)
+    damage(disk / "iter_0000002")
+    expected = (2, 20) if not is_whole_without(damage, disk) else (1, 10)
+    for outcome in crew(bodies.load_any, str(disk)):
+        assert outcome.error is None
+        assert outcome.value == expected
+
+
+def is_whole_without(damage: Any, disk: Path) -> bool:
+    """Whether the damage is to the iteration and not to the tracker alone."""
+    tracker = disk / TRACKER
+    return tracker.exists() and tracker.read_bytes() == b"2"
+
+
+def test_nothing_whole_is_an_error_and_nothing_at_all_is_none(crew: Crew, disk: Path) -> None:
+    for outcome in crew(bodies.load_any, str(disk)):
+        assert outcome.value == (0, 0)
+    crew(bodies.save_many, str(disk), [1], {})
+    damage_data(disk / "iter_0000001")
+    for outcome in crew(bodies.load_any, str(disk)):
+        assert isinstance(outcome.error, CorruptCheckpoint)
+        assert "iter_0000001" in str(outcome.error)
+
+
+def test_a_checkpoint_of_another_format_is_not_taken_for_damage(crew: Crew, disk: Path) -> None:
+    state = {"model": {"decoder.weight": torch.ones(2)}, "optimizer": {"step": 1}}
+    dcp.save(state, checkpoint_id=disk / "iter_0000002", no_dist=True)
+    for outcome in crew(bodies.load_any, str(disk)):
+        assert isinstance(outcome.error, IncompatibleCheckpoint)
+        assert "fsdp_dtensor or torch_dcp" in str(outcome.error)
+
+
+def test_another_model_is_refused_and_not_taken_for_damage(crew: Crew, disk: Path) -> None:
+    crew(bodies.save_numbered, str(disk), 2, 1, {"hidden": 64}, {})
+    for outcome in crew(bodies.refuse, str(disk), 2, 1):
+        assert "Global shape mismatch" in str(outcome.error)
+
+
+# Conversion.
+
+STOCK = """
+import sys
+sys.modules["fastckpt"] = None  # not importable
+sys.path[:0] = [{tests!r}, {examples!r}]
+import os, zlib, torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import megatron.core.dist_checkpointing as mdc
+import megatron_gpt
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron_cpu import on_cpu
+with on_cpu():
+    model, optimizer, _ = megatron_gpt.build(1, 1, hidden=32)
+    (one,) = optimizer.chained_optimizers
+    one._init_optimizer_states_with_dummy_values()
+    metadata = mdc.load_content_metadata({path!r})
+    assert metadata["distrib_optim_sharding_type"] == "fully_reshardable", metadata
+    metadata["dp_cp_group"] = parallel_state.get_data_parallel_group()
+    state = {{"model": model.module.sharded_state_dict(metadata=metadata)}}
+    kept = dict(state)
+    state["optimizer"] = optimizer.sharded_state_dict(kept, is_loading=True, metadata=metadata)
+    # Megatron calls missing what is in the checkpoint and was not asked for.
+    state, unasked, not_there = mdc.load(state, {path!r}, strict="return_all")
+    assert not not_there and {{key.partition("/")[0] for key in unasked}} == {rng}, unasked
+    put = type(one)._set_main_param_and_optimizer_states
+    # Stock Megatron cannot load this format with torch's Adam, whose "step" it leaves out.
+    one._set_main_param_and_optimizer_states = lambda param, tensors: put(
+        one, param, {{"step": torch.tensor(1.0), **tensors}}
+    )
+    with torch.no_grad():
+        optimizer.load_state_dict(state["optimizer"])
+    kept = {{"model": model.module.sharded_state_dict(metadata=metadata)}}
+    with_values = optimizer.sharded_state_dict(kept, metadata=metadata)
+    mdc.mapping.apply_factories(with_values)
+    keys = set()
+    for shard in nested_values(with_values):
+        if isinstance(shard, mdc.ShardedTensor):
+            name = shard.key.removeprefix("optimizer.state.param.").encode()
+            seed = torch.Generator().manual_seed(zlib.crc32(name))
+            whole = torch.randn(shard.global_shape, generator=seed)
+            assert torch.equal(shard.data, whole[shard.global_slice()]), shard.key
+            keys.add(shard.key)
+    print(len(keys))
+"""
+
+
+@pytest.mark.parametrize("save", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+def test_converted_is_loaded_by_stock_without_fastckpt(save: Any, crew: Crew, disk: Path) -> None:
+    src, dst = disk / "iter_0000001", disk / "converted"
+    crew(bodies.save_numbered, str(disk), *save, {}, {})
+    crew(bodies.convert_numbered, str(src), str(dst), {})
+    rng = "{'rng_state', 'fastckpt.rng_state'}"
+    code = STOCK.format(rng=rng, path=str(dst), tests=str(ROOT), examples=str(ROOT / "examples"))
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": "",
+        "PYTHONWARNINGS": "ignore",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=disk
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[-1]) > 20
+
+
+def test_converted_both_ways_is_what_it_was(crew: Crew, disk: Path) -> None:
+    how = {"distrib_optim_sharding_type": "fully_reshardable"}
+    crew(bodies.save_numbered, str(disk / "a"), 2, 1, {}, how)
+    (disk / "b").mkdir()
+    src, dst = disk / "a" / "iter_0000001", disk / "b" / "iter_0000001"
+    crew(bodies.convert_numbered, str(src), str(dst), {"optimizer": "as_is"})
+    assert crew(bodies.load_numbered, str(disk / "b"), 1, 1, {}) == [((1, 5), [])] * 2
+
+
+# Versions.
+
+
+@pytest.mark.skipif(VERSION < "0.17", reason="megatron-core has megatron.training from 0.17 on")
+def test_megatrons_own_loop_saves_and_loads_by_us(crew: Crew, disk: Path) -> None:
+    for found, samples, names in crew(bodies.train_by_megatron, str(disk)):
+        assert (found, samples) == ((3, 33), 64)
+        assert names == ["iter_0000003", TRACKER]
+    data = list((disk / "iter_0000003").glob("*.distcp"))
+    assert data and all(re.fullmatch(r"__\d+_[0-9a-f]{16}\.distcp", each.name) for each in data)
+
+
+def test_newer_versions_are_told_of_and_another_call_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "fastckpt.integrations.megatron"
+    real = importlib.metadata.version
+    told = {"megatron-core": "0.97.5"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda p: told.get(p) or real(p))
+
+    def imported_anew() -> Any:
+        for module in [module for module in sys.modules if module.startswith(name)]:
+            monkeypatch.delitem(sys.modules, module)
+        return importlib.import_module(name)
+
+    assert imported_anew().TRIED in caplog.text and "0.97.5" in caplog.text
+
+    def load(self: Any, state: Any, checkpoint_dir: Any, how_else: Any = None) -> None: ...
+
+    monkeypatch.setattr(TorchDistLoadShardedStrategy, "load", load)
+    with pytest.raises(ImportError, match=r"does not fit megatron-core 0\.97\.5.*'how_else'"):
+        imported_anew()
+
+
+@pytest.mark.parametrize("version", ["0.15.9", "1.0"])
+def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "fastckpt.integrations.megatron"
+    for module in [module for module in sys.modules if module.startswith(name)]:
+        monkeypatch.delitem(sys.modules, module)
+    real = importlib.metadata.version
+    told = {"megatron-core": version}
+    monkeypatch.setattr(importlib.metadata, "version", lambda p: told.get(p) or real(p))
+    expected = f"{name} needs megatron-core >= 0.16.1, < 1; {version} is installed"
+    with pytest.raises(ImportError, match=re.escape(expected)):
+        importlib.import_module(name)
+    assert IncompatibleCheckpoint  # the core is untouched
+
+
+# The example.
+
+
+def run_example(disk: Path, *options: object) -> tuple[int, str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "examples" / "megatron_gpt.py"), "--save"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, str(disk), *map(str, options)], capture_output=True, text=True, env=environment
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def losses(text: str) -> dict[int, float]:
+    found = re.findall(r"^iteration (\d+) loss (\S+)", text, re.MULTILINE)
+    return {int(number): float.fromhex(loss) for number, loss in found}
+
+
+def test_example_is_killed_and_goes_on_elsewhere(disk: Path) -> None:
+    code, text = run_example(disk, "--tp", 2, "--iterations", 9, "--every", 3, "--kill-at", 8)
+    assert code != 0
+    before = losses(text)
+    code, text = run_example(disk, "--tp", 1, "--iterations", 9, "--every", 3)
+    assert code == 0, text
+    after = losses(text)
+    start = int(re.findall(r"starts at iteration (\d+)", text)[0])
+    assert start in (3, 6)
+    assert sorted(after) == [*range(start + 1, 10)]
+    for number in range(start + 1, 9):
+        if number in before:
+            assert after[number] == pytest.approx(before[number], rel=1e-4)

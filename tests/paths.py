@@ -1,0 +1,6 @@
+"""Where the project's own files lie, for tests that read or run them."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent

@@ -1,0 +1,1 @@
+"""The tree itself: its style, its directions, its examples and benchmarks."""

@@ -1,0 +1,378 @@
+"""Style as a test: what CONTRIBUTING.md asks of every file and a machine can see.
+
+Each rule is a pure function from a file to the lines that break it. Every rule is run twice: on the
+tree, where it must find nothing, and on a planted fault, which it must find. Nothing here imports
+the package; how modules may depend on each other is tests/project/test_dependencies.py's business.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.paths import ROOT
+
+LINE_COLUMNS_MAX = 100
+FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX = 400
+OPENING_CHARS_MIN = 40
+# Words that say nothing about what a thing is.
+BANNED_WORDS = {"manager", "helper", "utils", "util", "factory"}
+# Names that others gave and that we have to spell as they do.
+OTHERS_NAMES = {"tmp_path_factory"}
+# Joined here, for this file keeps its own rules.
+LEFT_OVERS = tuple(map("".join, [("TO", "DO"), ("FIX", "ME"), ("X", "XX"), ("HA", "CK")]))
+ENVIRONMENT_READER = "fastckpt/budget.py"
+
+Node = TypeVar("Node", bound=ast.AST)
+Fault = tuple[int, str]  # line number counted from 1, what is wrong with it
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the tree: its path relative to the root, and its text."""
+
+    path: str
+    text: str = field(repr=False)
+
+    @property
+    def suffix(self) -> str:
+        return Path(self.path).suffix
+
+    @property
+    def is_python(self) -> bool:
+        return self.suffix in (".py", ".pyi")
+
+    @property
+    def is_cpp(self) -> bool:
+        return self.suffix in (".cc", ".h")
+
+    @property
+    def is_library(self) -> bool:
+        return self.path.startswith(("fastckpt/", "csrc/"))
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    @cached_property
+    def cpp_code(self) -> str:
+        """The C++ without comments, literals and preprocessor lines; line breaks stay in place."""
+        token = re.compile(
+            r'R"(\w*)\((?:.|\n)*?\)\1"|//[^\n]*|/\*(?:.|\n)*?\*/|"(?:\\.|[^"\\\n])*"'
+            r"|(?<!\w)'(?:\\.|[^'\\\n])+'|^[ \t]*#(?:\\\n|[^\n])*",
+            re.MULTILINE,
+        )
+        return token.sub(lambda match: "\n" * match.group().count("\n"), self.text)
+
+    def walk(self, kind: type[Node]) -> Iterator[Node]:
+        """The nodes of this kind; none when the file is not Python."""
+        if self.is_python:
+            yield from (node for node in ast.walk(self.tree) if isinstance(node, kind))
+
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        return chain(self.walk(ast.FunctionDef), self.walk(ast.AsyncFunctionDef))
+
+
+def is_table_row(source: Source, line: str) -> bool:
+    return source.suffix == ".md" and line.lstrip().startswith("|")
+
+
+def long_lines(source: Source) -> Iterator[Fault]:
+    for number, line in enumerate(source.lines, 1):
+        if len(line) > LINE_COLUMNS_MAX and not is_table_row(source, line):
+            yield number, f"{len(line)} columns, at most {LINE_COLUMNS_MAX}"
+
+
+def tab_indentation(source: Source) -> Iterator[Fault]:
+    for number, line in enumerate(source.lines, 1):
+        if re.match(r"[ ]*\t", line):
+            yield number, "indented by a tab"
+
+
+def long_python_functions(source: Source) -> Iterator[Fault]:
+    if source.path.startswith("fastckpt/"):
+        for node in source.functions():
+            count = (node.end_lineno or node.lineno) - node.lineno + 1
+            if ast.get_docstring(node) is not None:  # a contract may be as long as it needs
+                docstring = node.body[0]
+                count -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+            if count > FUNCTION_LINES_MAX:
+                yield node.lineno, f"{node.name} has {count} lines, at most {FUNCTION_LINES_MAX}"
+
+
+def long_cpp_functions(source: Source) -> Iterator[Fault]:
+    """Counts braces: the outermost block whose head has a parenthesis is a function's body."""
+    if not (source.is_cpp and source.path.startswith("csrc/")):
+        return
+    code = source.cpp_code
+    in_body: list[bool] = []  # for each open brace: is it, or is it inside, a function's body
+    head_start = body_start = 0
+    for match in re.finditer(r"(?<=\w)\{[^{}]*\}|[{};]", code):
+        if match.end() - match.start() > 1:  # a{1}: an initializer, part of the head it stands in
+            continue
+        if match.group() == "{":
+            head = re.sub(r"alignas\([^)]*\)", "", code[head_start : match.start()]).strip()
+            opens_body = "(" in head and not head.endswith("=") and not any(in_body)
+            if opens_body:
+                body_start = match.start() - len(code[head_start : match.start()].lstrip())
+            in_body.append(opens_body or any(in_body))
+        elif match.group() == "}" and in_body and in_body.pop() and not any(in_body):
+            count = code.count("\n", body_start, match.end()) + 1
+            if count > FUNCTION_LINES_MAX:
+                number = code.count("\n", 0, body_start) + 1
+                yield number, f"a function of {count} lines, at most {FUNCTION_LINES_MAX}"
+        head_start = match.end()
+
+
+def missing_opening(source: Source) -> Iterator[Fault]:
+    """A file begins by saying what it is responsible for and what it must not know."""
+    if not source.is_library:
+        return
+    if source.is_cpp:
+        comment = re.match(r"\s*((?://[^\n]*\n)+|/\*(?:.|\n)*?\*/)", source.text)
+        opening = comment.group(1) if comment else ""
+    elif source.is_python:
+        opening = ast.get_docstring(source.tree) or ""
+    else:
+        return
+    if len(opening) < OPENING_CHARS_MIN:
+        yield 1, "does not open with a paragraph that says what the file is responsible for"
+
+
+def defined_names(source: Source) -> Iterator[tuple[int, str]]:
+    """The names a file introduces; names it only uses (torch.utils) are others' choice."""
+    yield 1, Path(source.path).stem
+    if source.is_cpp:
+        for number, line in enumerate(source.cpp_code.splitlines(), 1):
+            yield from ((number, name) for name in re.findall(r"[A-Za-z_]\w*", line))
+    for definition in chain(source.functions(), source.walk(ast.ClassDef)):
+        yield definition.lineno, definition.name
+    for argument in source.walk(ast.arg):
+        yield argument.lineno, argument.arg
+    for name in source.walk(ast.Name):
+        if isinstance(name.ctx, ast.Store):
+            yield name.lineno, name.id
+    for attribute in source.walk(ast.Attribute):
+        if isinstance(attribute.ctx, ast.Store) and ast.unparse(attribute.value) == "self":
+            yield attribute.lineno, attribute.attr
+
+
+def banned_names(source: Source) -> Iterator[Fault]:
+    for number, name in defined_names(source):
+        if name in OTHERS_NAMES:
+            continue
+        for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name):
+            if word.lower() in BANNED_WORDS or word.lower().rstrip("s") in BANNED_WORDS:
+                yield number, f"'{name}': '{word}' does not say what it is"
+
+
+def prints(source: Source) -> Iterator[Fault]:
+    if source.path.startswith("fastckpt/") and not source.path.startswith("fastckpt/cli"):
+        for node in source.walk(ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id == "print":
+                yield node.lineno, "print(): a library logs or raises; only the CLI prints"
+
+
+def comment_lines(source: Source) -> set[int]:
+    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
+    return {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+
+
+def swallowed_errors(source: Source) -> Iterator[Fault]:
+    """An error that is dropped says why, where it is dropped."""
+    why = "drops an error without a comment saying why"
+    if source.is_cpp:
+        for match in re.finditer(r"catch\s*\([^)]*\)\s*\{\s*\}", source.text):
+            yield source.text.count("\n", 0, match.start()) + 1, why
+    if not source.is_python:
+        return
+    comments = comment_lines(source)
+    for handler in source.walk(ast.ExceptHandler):
+        dropped = len(handler.body) == 1 and isinstance(handler.body[0], ast.Pass)
+        span = range(handler.lineno, handler.body[0].lineno + 1)
+        if dropped and comments.isdisjoint(span):
+            yield handler.lineno, why
+    for block in source.walk(ast.With):
+        calls = " ".join(ast.unparse(item.context_expr) for item in block.items)
+        span = range(block.lineno - 1, block.body[0].lineno + 1)
+        if re.search(r"\bsuppress\(", calls) and comments.isdisjoint(span):
+            yield block.lineno, why
+
+
+def environment_reads(source: Source) -> Iterator[Fault]:
+    """Arguments configure the library; what the environment may say is read in one place."""
+    if not source.is_library or source.path == ENVIRONMENT_READER:
+        return
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "setenv", "secure_getenv"}
+    message = f"the environment is read in {ENVIRONMENT_READER} only"
+    if source.is_cpp:
+        for number, line in enumerate(source.cpp_code.splitlines(), 1):
+            if names & set(re.findall(r"\w+", line)):
+                yield number, message
+    for read in source.walk(ast.Attribute):
+        if read.attr in names and isinstance(read.value, ast.Name) and read.value.id == "os":
+            yield read.lineno, message
+    for taken in source.walk(ast.ImportFrom):
+        if taken.module == "os" and names & {alias.name for alias in taken.names}:
+            yield taken.lineno, message
+
+
+def titles(source: Source) -> Iterator[Fault]:
+    if source.suffix != ".md":
+        return
+    fence = ""
+    found = []
+    for number, line in enumerate(source.lines, 1):
+        mark = re.match(r"\s*(```+|~~~+)", line)
+        if mark and not fence:
+            fence = mark.group(1)
+        elif mark and mark.group(1).startswith(fence):
+            fence = ""
+        elif not fence and line.startswith("# "):
+            found.append(number)
+    if len(found) != 1:
+        yield (found or [1])[-1], f"{len(found)} titles ('# ...'), exactly one wanted"
+
+
+def left_overs(source: Source) -> Iterator[Fault]:
+    pattern = re.compile(r"\b(?:" + "|".join(LEFT_OVERS) + r")\b")
+    for number, line in enumerate(source.lines, 1):
+        if match := pattern.search(line):
+            yield number, f"left over: {match.group()}"
+
+
+def long_files(source: Source) -> Iterator[Fault]:
+    if source.is_library and len(source.lines) > FILE_LINES_MAX:
+        yield FILE_LINES_MAX + 1, f"{len(source.lines)} lines, at most {FILE_LINES_MAX}"
+
+
+Rule = Callable[[Source], Iterator[Fault]]
+
+LONG_CPP = "// {}\nnamespace a {{\nint f(int x) {{\n{}}}\n}}\n".format
+# Every rule, and for each kind of file it judges a path and a text that break it.
+FAULTS: dict[Rule, list[tuple[str, str]]] = {
+    long_lines: [("a.md", "x" * 101), ("csrc/a.cc", "|" * 101)],
+    tab_indentation: [("fastckpt/a.py", "if a:\n\tb()\n"), ("csrc/a.h", "  \tint a;\n")],
+    long_python_functions: [("fastckpt/a.py", "def f():\n" + "    g()\n" * 70)],
+    long_cpp_functions: [
+        ("csrc/a.cc", LONG_CPP("a function", "if (x) { g(); }\n" * 69)),
+        ("csrc/a.cc", "A::A(int x)\n    : b_{1},\n      c_(x) {\n" + "g();\n" * 70 + "}\n"),
+        ("csrc/a.cc", "struct alignas(64) A {\nint f() const {\n" + "g('{');\n" * 70 + "}\n};\n"),
+    ],
+    missing_opening: [
+        ("fastckpt/a.py", "import os\n"),
+        ("csrc/a.h", "#pragma once\n// Too late.\n"),
+    ],
+    banned_names: [
+        ("fastckpt/io_utils.py", ""),
+        ("fastckpt/a.py", "class FileManager: ...\n"),
+        ("tests/a.py", "def make(block_factory): ...\n"),
+        ("fastckpt/a.py", "self.helpers = []\n"),
+        ("csrc/a.h", "struct IOManager;\n"),
+    ],
+    prints: [("fastckpt/a.py", "print('saved')\n")],
+    swallowed_errors: [
+        ("fastckpt/a.py", "try:\n    f()\nexcept Exception:\n    pass\n# too late\n"),
+        ("fastckpt/a.py", "a = 1\nwith suppress(OSError):\n    f()\n"),
+        ("csrc/a.cc", "try {\n} catch (const E& e) {\n}\n"),
+    ],
+    environment_reads: [
+        ("fastckpt/a.py", "import os\na = os.environ.get('A')\n"),
+        ("fastckpt/cli/a.py", "from os import getenv\n"),
+        ("csrc/a.cc", 'auto a = std::getenv("A");\n'),
+    ],
+    titles: [("a.md", "text\n"), ("a.md", "# One\n```sh\n# no title\n```\n# Two\n")],
+    left_overs: [("a.md", f"# T\n\n{LEFT_OVERS[0]}: write\n"), ("setup.py", f"# {LEFT_OVERS[1]}")],
+    long_files: [("fastckpt/a.py", "a = 1\n" * 401), ("csrc/a.cc", "\n" * 401)],
+}
+
+# Close to a fault and none: what a rule that is too eager would report.
+BLAMELESS = [
+    ("a.md", "# One\n\n```sh\n# a comment\n```\n| " + "x" * 101 + " |\n"),
+    ("tests/a.py", "import torch.utils\nfrom a import b\nb(default_factory=list)\n"),
+    (
+        "fastckpt/a.py",
+        '"""A file that opens by saying what it does and must not know."""\n'
+        "try:\n    f()\nexcept OSError:  # the file may be gone, and then all is well\n    pass\n",
+    ),
+    (
+        "csrc/a.cc",
+        "// A file that opens by saying what it does; environ and { stay unread in comments.\n"
+        "namespace a {\n"
+        + "int f() { return 1; }\n" * 80
+        + "const int b[] = {\n"
+        + "    1,\n" * 80
+        + "};\n}\n",
+    ),
+]
+
+
+def tree_paths() -> list[str]:
+    """The files git knows or would add; without git, every file that is not hidden or built."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        paths = [path for path in listed.stdout.split("\0") if (ROOT / path).is_file()]
+    except (OSError, subprocess.CalledProcessError):
+        paths = []
+    if not paths:
+        relative = [path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file()]
+        skipped = {"build", "dist", "__pycache__"}
+        paths = [
+            path.as_posix()
+            for path in relative
+            if not any(part.startswith(".") or part in skipped for part in path.parts)
+        ]
+    return sorted(paths)
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[Source]:
+    found = [
+        Source(path, (ROOT / path).read_text(encoding="utf-8"))
+        for path in tree_paths()
+        if Path(path).suffix in (".py", ".pyi", ".cc", ".h", ".md")
+    ]
+    assert any(source.path == "tests/project/test_tidy.py" for source in found)
+    return found
+
+
+@pytest.mark.parametrize("rule", FAULTS, ids=lambda rule: rule.__name__)
+def test_tree_obeys(rule: Rule, sources: list[Source]) -> None:
+    faults = [
+        f"{source.path}:{number}: {message}"
+        for source in sources
+        for number, message in rule(source)
+    ]
+    assert not faults, "\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [(rule, *case) for rule, cases in FAULTS.items() for case in cases],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_rule_finds_fault(rule: Rule, path: str, text: str) -> None:
+    assert list(rule(Source(path, text)))
+
+
+@pytest.mark.parametrize(("path", "text"), BLAMELESS)
+def test_rules_spare_the_blameless(path: str, text: str) -> None:
+    source = Source(path, text)
+    assert [(rule.__name__, fault) for rule in FAULTS for fault in rule(source)] == []

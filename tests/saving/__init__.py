@@ -1,0 +1,1 @@
+"""Saves in flight: handles, fences, pace, exits, forks and interrupts."""

@@ -1,0 +1,869 @@
+"""What a caller may rely on while a save is in flight: the handle and its clocks, both fences, the
+order of saves, the staging budget, and that nothing accumulates. Uses the public API only; staging
+is stopped where a test needs it by memory that does not arrive. Must not know how a block moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import ctypes
+import fcntl
+import gc
+import io
+import itertools
+import mmap
+import os
+import platform
+import select
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fastckpt
+from tests.saving.test_process import run_python
+
+BLOCK = 8 << 20
+PAGE = mmap.PAGESIZE
+WAIT_S = 60.0
+
+USERFAULTFD = {"x86_64": 323, "aarch64": 282}
+USER_MODE_ONLY = 1
+MISSING_MODE = 1
+
+
+def _ioctl_number(direction: int, number: int, nbytes: int) -> int:
+    return direction << 30 | nbytes << 16 | 0xAA << 8 | number
+
+
+UFFDIO_API = _ioctl_number(3, 0x3F, 24)
+UFFDIO_REGISTER = _ioctl_number(3, 0x00, 32)
+UFFDIO_COPY = _ioctl_number(3, 0x03, 40)
+
+
+class Octets(bytearray):
+    """Memory of a tensor that a weak reference can be made to."""
+
+
+class HeldTensor:
+    """A float32 tensor with one page that is missing: whoever reads it there waits for release().
+
+    The page is made missing by userfaultfd(2), so a save that holds this tensor stands still in the
+    middle of staging, without knowing it, for as long as a test likes. Nobody who holds the GIL may
+    touch elements [begin, end) before release().
+    """
+
+    def __init__(self, nbytes: int = 2 << 20, value: float = 3.0) -> None:
+        number = USERFAULTFD.get(platform.machine())
+        if number is None:
+            pytest.skip(f"the number of userfaultfd(2) on {platform.machine()} is not known here")
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._pid = os.getpid()
+        self._fd = libc.syscall(number, os.O_CLOEXEC | os.O_NONBLOCK | USER_MODE_ONLY)
+        if self._fd < 0:
+            pytest.skip(f"userfaultfd(2) is refused: {os.strerror(ctypes.get_errno())}")
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, nbytes, flags=private)
+        self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        self._content = mmap.mmap(-1, PAGE, flags=private)
+        self._content.write(struct.pack("f", value) * (PAGE // 4))
+        offset = nbytes // 2 // PAGE * PAGE
+        self.begin, self.end = offset // 4, (offset + PAGE) // 4
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + offset
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.float32)
+        self.tensor.fill_(value)
+        fcntl.ioctl(self._fd, UFFDIO_API, bytearray(struct.pack("QQQ", 0xAA, 0, 0)))
+        missing = struct.pack("QQQQ", self._address, PAGE, MISSING_MODE, 0)
+        fcntl.ioctl(self._fd, UFFDIO_REGISTER, bytearray(missing))
+        self._memory.madvise(mmap.MADV_DONTNEED, offset, PAGE)
+
+    def wait_reached(self) -> None:
+        """Returns once somebody stands at the missing page."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        assert poll.poll(WAIT_S * 1000), "nobody read the tensor"
+
+    def release(self) -> None:
+        """Lets the page arrive, with the tensor's value in it. Repeating it does nothing.
+
+        Nor does a forked child, whose copy of the descriptor still stands for the parent's memory.
+        """
+        if self._fd < 0 or os.getpid() != self._pid:
+            return
+        source = ctypes.addressof(ctypes.c_char.from_buffer(self._content))
+        arrival = struct.pack("QQQQq", self._address, source, PAGE, 0, 0)
+        fcntl.ioctl(self._fd, UFFDIO_COPY, bytearray(arrival))
+        os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> HeldTensor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """For what nobody announces: looks again and again."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.001)
+
+
+def stands_in(thread: threading.Thread, function: str) -> bool:
+    """Whether a thread is somewhere inside a function of this name."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name == function:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def running(target: Callable[[], None]) -> Iterator[threading.Thread]:
+    """A thread that does something meanwhile; its exception becomes the test's."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            target()
+        except BaseException as error:  # handed over below, to the thread that can report it
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield thread
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), "the thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def filled(value: float, nbytes: int = 1 << 20) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((nbytes // 4,), float(value))}
+
+
+def value_of(path: Path) -> float:
+    """The one value that the tensor in a checkpoint of filled() has."""
+    w = fastckpt.load(path)["w"]
+    assert bool((w == w[0]).all()), "old and new values mixed"
+    return float(w[0].detach())
+
+
+def temporaries(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir() if path.suffix == ".tmp"]
+
+
+def saving_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "fastckpt" in thread.name]
+
+
+@pytest.fixture(autouse=True)
+def every_test_settles(disk: Path) -> Iterator[None]:
+    """No save outlives its test, and no failure that nobody asked for meets the next one."""
+    yield
+    wait_until(lambda: not saving_threads(), "the saves of the test are over")
+    for _ in range(100):
+        try:
+            fastckpt.save(None, io.BytesIO())
+            return
+        except fastckpt.CheckpointError:
+            continue
+    pytest.fail("a failed save is raised again and again")
+
+
+# The handle.
+
+
+def test_handle_is_a_future(disk: Path) -> None:
+    with HeldTensor() as held:
+        handle = fastckpt.save({"w": held.tensor}, disk / "a.pt", fence="step")
+        called: list[Any] = []
+        handle.add_done_callback(called.append)
+        assert isinstance(handle, concurrent.futures.Future)
+        assert handle.running() and not handle.done() and not handle.cancelled()
+        assert not handle.cancel()
+        assert called == []
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0)
+        with pytest.raises(TimeoutError):
+            handle.exception(timeout=0)
+        held.release()
+    finished = next(concurrent.futures.as_completed([handle], timeout=WAIT_S))
+    assert finished is handle and handle.done() and not handle.running()
+    assert handle.result() is handle.stats and handle.exception() is None
+    wait_until(lambda: called == [handle], "the callback was called")
+    assert handle.path == os.path.realpath(disk / "a.pt")
+
+
+def test_handle_can_be_awaited(disk: Path) -> None:
+    async def save() -> fastckpt.SaveStats:
+        return await asyncio.wrap_future(fastckpt.save(filled(1), disk / "a.pt"))
+
+    stats = asyncio.run(asyncio.wait_for(save(), WAIT_S))
+    assert stats.committed_s is not None and value_of(disk / "a.pt") == 1
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+@pytest.mark.parametrize("durable", [True, False])
+def test_clocks_are_ordered(disk: Path, fence: str, durable: bool) -> None:
+    begin = time.perf_counter()
+    stats = fastckpt.save(filled(1, 20 << 20), disk / "a.pt", fence=fence, durable=durable).result(
+        WAIT_S
+    )
+    elapsed = time.perf_counter() - begin
+    clocks = (0.0, stats.staged_s, stats.written_s, stats.committed_s, elapsed)
+    assert None not in clocks and list(clocks) == sorted(clocks)  # type: ignore[type-var]
+    assert stats.stall_s is not None and 0 < stats.stall_s < elapsed
+    if fence == "call":
+        assert stats.stall_s >= (stats.staged_s or 0)
+    assert stats.nbytes == (disk / "a.pt").stat().st_size
+    assert stats.backend in ("io_uring", "threads") and stats.why
+
+
+def test_clocks_of_a_failed_save_stop_where_it_failed(disk: Path) -> None:
+    handle = fastckpt.save(filled(1), disk / "missing" / "a.pt")
+    assert isinstance(handle.exception(WAIT_S), fastckpt.StorageError)
+    assert handle.stats.committed_s is None and handle.stats.written_s is None
+    handle.wait_staged(timeout=0)  # a save that failed reads nothing any more
+
+
+def test_a_wait_that_timed_out_has_not_asked_for_the_error(disk: Path) -> None:
+    with HeldTensor() as held:
+        state = {"w": held.tensor}
+        handle = fastckpt.save(state, disk / "a.pt", fence="step")
+        held.wait_reached()
+        held.tensor[0] = 0
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0)
+    concurrent.futures.wait([handle], WAIT_S)
+    with pytest.raises(fastckpt.StagingConflict):
+        fastckpt.save(filled(1), disk / "a.pt")
+    fastckpt.save(filled(2), disk / "a.pt").result(WAIT_S)
+    assert value_of(disk / "a.pt") == 2
+
+
+BAD_ARGUMENTS: list[dict[str, Any]] = [
+    {"fence": "never"},
+    {"fence": None},
+    {"backend": "posix"},
+    {"backend": ""},
+    {"staging_bytes": 0},
+    {"staging_bytes": -1},
+]
+
+
+@pytest.mark.parametrize("options", BAD_ARGUMENTS, ids=str)
+def test_wrong_arguments_are_refused_at_once(disk: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        fastckpt.save(filled(1), disk / "a.pt", **options)
+    assert list(disk.iterdir()) == []
+
+
+WRONG_TYPE = """
+import os, sys
+import torch, fastckpt
+for staging_bytes in ("64M", 64e6, float("nan")):
+    try:
+        fastckpt.save(torch.ones(9), sys.argv[1], staging_bytes=staging_bytes)
+    except (TypeError, ValueError):
+        print("refused")
+"""
+
+
+@pytest.mark.multiprocess
+def test_staging_bytes_of_a_wrong_type_is_refused_at_once(disk: Path) -> None:
+    assert run_python(WRONG_TYPE, disk / "a.pt").stdout.split() == 3 * ["refused"]
+    assert list(disk.iterdir()) == []
+
+
+# The call fence.
+
+SIZES = [4, 1000, 3 << 20, BLOCK, BLOCK + 4 * 1021]
+
+
+def test_call_fence_saves_the_values_of_the_call(disk: Path) -> None:
+    tensors = [torch.empty(nbytes // 4) for nbytes in SIZES]
+    handles: dict[int, fastckpt.SaveHandle] = {}
+    for turn in range(50):
+        for tensor in tensors:
+            tensor.fill_(turn)
+        path = disk / f"{turn % 4}.pt"
+        handles[turn] = fastckpt.save(tensors, path, durable=False)
+        for tensor in tensors:
+            tensor.fill_(-1)
+        # Half of the turns let the next saves overlap this one's writing.
+        if turn % 2:
+            handles[turn].result(WAIT_S)
+            for tensor in fastckpt.load(path):
+                assert bool((tensor == turn).all()), f"save {turn} holds a later value"
+    for handle in handles.values():
+        handle.result(WAIT_S)
+    for last in range(46, 50):
+        loaded = fastckpt.load(disk / f"{last % 4}.pt")
+        assert [tensor.numel() for tensor in loaded] == [tensor.numel() for tensor in tensors]
+        assert all(bool((tensor == last).all()) for tensor in loaded)
+
+
+def test_call_fence_returns_only_when_everything_was_copied(disk: Path) -> None:
+    returned = threading.Event()
+    with HeldTensor() as held:
+
+        def save() -> None:
+            fastckpt.save({"w": held.tensor}, disk / "a.pt").result(WAIT_S)
+
+        def call() -> None:
+            handle = fastckpt.save({"w": held.tensor}, disk / "b.pt")
+            returned.set()
+            held.tensor.fill_(-1)
+            handle.result(WAIT_S)
+
+        with running(call) as thread:
+            held.wait_reached()
+            wait_until(lambda: stands_in(thread, "pass_fence"), "save() waits")
+            assert not returned.is_set()
+            held.release()
+    assert value_of(disk / "b.pt") == 3
+
+
+# The step fence.
+
+
+def parameters(count: int, nbytes: int, value: float) -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(torch.full((nbytes // 4,), value)) for _ in range(count)]
+    for parameter in made:
+        parameter.grad = torch.ones_like(parameter)
+    return made
+
+
+def test_step_fence_returns_at_once_and_the_optimizer_waits(disk: Path) -> None:
+    (weight,) = parameters(1, 1 << 20, 5.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    stepped = threading.Event()
+    with HeldTensor() as held:
+        handle = fastckpt.save({"held": held.tensor, "w": weight}, disk / "a.pt", fence="step")
+        held.wait_reached()
+        assert handle.stats.staged_s is None and not handle.done()
+        with pytest.raises(TimeoutError):
+            handle.wait_staged(timeout=0)
+        returned_s = handle.stats.stall_s
+
+        def step() -> None:
+            optimizer.step()
+            stepped.set()
+
+        with running(step) as thread:
+            wait_until(lambda: stands_in(thread, "pass_fence"), "the optimizer waits")
+            assert not stepped.is_set() and bool((weight == 5).all())
+            held.release()
+    stats = handle.result(WAIT_S)
+    assert bool((weight == 4).all()), "the step was lost"
+    loaded = fastckpt.load(disk / "a.pt")
+    assert bool((loaded["w"] == 5).all()) and bool((loaded["held"] == 3).all())
+    assert returned_s is not None and stats.stall_s is not None
+    assert stats.stall_s > returned_s, "the optimizer's wait is not in stall_s"
+    assert not temporaries(disk)
+
+
+def test_step_fence_of_a_state_larger_than_its_staging(disk: Path) -> None:
+    weights = parameters(4, 3 * BLOCK, 0.0)
+    optimizers = [torch.optim.SGD(weights[:2], lr=1.0), torch.optim.AdamW(weights[2:], lr=1.0)]
+    for turn in range(3):
+        before = [weight.detach().clone() for weight in weights]
+        state = {"w": weights, "optimizers": [each.state_dict() for each in optimizers]}
+        path = disk / f"{turn}.pt"
+        handle = fastckpt.save(state, path, fence="step", staging_bytes=BLOCK)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert handle.stats.staged_s is not None, "a step was taken before staging had ended"
+        handle.result(WAIT_S)
+        loaded = fastckpt.load(path)
+        assert all(map(torch.equal, loaded["w"], before)), f"values of a later step, turn {turn}"
+        path.unlink()
+
+
+def test_step_fence_asks_nothing_of_an_optimizer_once_staged(disk: Path) -> None:
+    (weight,) = parameters(1, 1 << 12, 5.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    handle = fastckpt.save({"w": weight}, disk / "a.pt", fence="step")
+    handle.wait_staged(WAIT_S)
+    with torch.no_grad():
+        weight.add_(1)  # allowed: it was copied
+    optimizer.step()
+    handle.result(WAIT_S)
+    assert value_of(disk / "a.pt") == 5
+
+
+class Holder:
+    """An object as users have them: a state in attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__ |= attributes
+
+
+def conflict_cases() -> dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]]:
+    """Name -> (state from a tensor, the tensor to change, how the message calls it)."""
+
+    def module(_tensor: torch.Tensor) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(20_000), torch.nn.Linear(4, 20_000))
+
+    return {
+        "dict": (lambda t: {"model": {"b": t}}, lambda s: s["model"]["b"], "obj['model']['b']"),
+        "list": (lambda t: [0, [t]], lambda s: s[1][0], "obj[1][0]"),
+        "tuple": (lambda t: {"m": (1, t)}, lambda s: s["m"][1], "obj['m'][1]"),
+        "view": (lambda t: {"v": t[2:]}, lambda s: s["v"], "obj['v']"),
+        "attribute": (lambda t: Holder(a=t), lambda s: s.a, "a"),
+        "parameter": (lambda t: {"net": module(t)}, lambda s: s["net"][1].weight, "1.weight"),
+        "buffer": (
+            lambda t: {"net": module(t)},
+            lambda s: s["net"][0].running_mean,
+            "0.running_mean",
+        ),
+        "state_dict": (
+            lambda t: {"net": module(t).state_dict()},
+            lambda s: s["net"]["1.bias"],
+            "obj['net']['1.bias']",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", conflict_cases())
+def test_change_before_staging_is_a_conflict_that_names_the_tensor(disk: Path, case: str) -> None:
+    make, pick, name = conflict_cases()[case]
+    path = disk / "a.pt"
+    fastckpt.save(filled(1), path).result(WAIT_S)
+    with HeldTensor() as held:
+        state = make(torch.zeros(20_000))  # above what is copied at the call
+        handle = fastckpt.save([held.tensor, state], path, fence="step")
+        held.wait_reached()
+        with torch.no_grad():
+            pick(state).add_(1)
+        held.release()
+    with pytest.raises(fastckpt.StagingConflict) as caught:
+        handle.result(WAIT_S)
+    wanted = name.replace("obj", "obj[1]", 1) if name.startswith("obj") else name
+    assert wanted in str(caught.value)
+    assert isinstance(caught.value, fastckpt.CheckpointError)
+    assert value_of(path) == 1, "the checkpoint before it is gone"
+    assert not temporaries(disk)
+    fastckpt.save(filled(2), path).result(WAIT_S)
+    assert value_of(path) == 2
+
+
+def test_small_tensors_may_change_at_once(disk: Path) -> None:
+    """A forward pass updates BatchNorm's buffers long before the optimizer steps."""
+    net = torch.nn.BatchNorm1d(4)
+    with HeldTensor() as held:
+        state = {"held": held.tensor, "net": net.state_dict()}
+        handle = fastckpt.save(state, disk / "a.pt", fence="step")
+        held.wait_reached()
+        net(torch.ones(3, 4))
+        held.release()
+    handle.result(WAIT_S)
+    assert int(fastckpt.load(disk / "a.pt")["net"]["num_batches_tracked"]) == 0
+    assert int(net.num_batches_tracked) == 1
+
+
+def test_conflict_is_found_through_an_alias_and_across_state_dict(disk: Path) -> None:
+    net = torch.nn.Linear(200, 200)
+    with HeldTensor() as held:
+        state = {"held": held.tensor, "net": net.state_dict()}
+        handle = fastckpt.save(state, disk / "a.pt", fence="step")
+        held.wait_reached()
+        with torch.no_grad():
+            net.weight[0].zero_()  # neither this view nor the parameter itself was handed to save
+        held.release()
+    with pytest.raises(fastckpt.StagingConflict, match="weight"):
+        handle.result(WAIT_S)
+
+
+# Several saves.
+
+
+def test_saves_to_several_paths_are_in_flight_together(disk: Path) -> None:
+    with HeldTensor() as held:
+        handles = [
+            fastckpt.save(
+                {"held": held.tensor, "w": torch.full((1000,), float(i))},
+                disk / f"{i}.pt",
+                fence="step",
+            )
+            for i in range(10)
+        ]
+        assert not any(handle.done() for handle in handles)
+        held.release()
+    for i, handle in enumerate(handles):
+        handle.result(WAIT_S)
+        loaded = fastckpt.load(disk / f"{i}.pt")
+        assert bool((loaded["w"] == i).all()) and bool((loaded["held"] == 3).all())
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: one stager, which is held")
+def test_saves_to_one_path_commit_in_order_when_the_first_is_slow(disk: Path) -> None:
+    path = disk / "a.pt"
+    with HeldTensor() as held:
+        slow = fastckpt.save({"w": held.tensor}, path, fence="step")
+        held.wait_reached()
+        fast = fastckpt.save(filled(9), path, fence="step")
+        fast.wait_staged(WAIT_S)
+        wait_until(lambda: fast.stats.written_s is not None, "the second save is written")
+        assert not slow.done() and not fast.done() and not path.exists()
+        held.release()
+    assert (slow.result(WAIT_S).committed_s or 0) > 0
+    fast.result(WAIT_S)
+    assert value_of(path) == 9, "the save that was called last must win"
+    assert not temporaries(disk)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: one stager, which is held")
+def test_a_save_that_fails_early_lets_none_after_it_overtake_one_before(disk: Path) -> None:
+    path = disk / "a.pt"
+    with HeldTensor() as held, HeldTensor() as other:
+        slow = fastckpt.save({"w": held.tensor}, path, fence="step")
+        held.wait_reached()
+        failing = fastckpt.save({"w": other.tensor}, path, fence="step")
+        other.wait_reached()
+        last = fastckpt.save(filled(9), path, fence="step")
+        other.tensor[0] = 0
+        other.release()
+        assert isinstance(failing.exception(WAIT_S), fastckpt.StagingConflict)
+        with pytest.raises(TimeoutError):
+            last.result(0.3)
+        held.release()
+    slow.result(WAIT_S)
+    last.result(WAIT_S)
+    assert value_of(path) == 9
+
+
+def test_save_after_a_failed_one_to_the_same_path_commits(disk: Path) -> None:
+    path = disk / "a.pt"
+    with HeldTensor() as held:
+        failing = fastckpt.save({"w": held.tensor}, path, fence="step")
+        held.wait_reached()
+        held.tensor[0] = 0
+        last = fastckpt.save(filled(7), path, fence="step")
+        held.release()
+    last.result(WAIT_S)
+    assert isinstance(failing.exception(WAIT_S), fastckpt.StagingConflict)
+    assert value_of(path) == 7
+
+
+def test_failed_save_leaves_what_the_one_before_it_to_the_same_path_wrote(disk: Path) -> None:
+    path = disk / "a.pt"
+    with HeldTensor() as held:
+        first = fastckpt.save(filled(6), path, fence="step")
+        failing = fastckpt.save({"w": held.tensor}, path, fence="step")
+        held.wait_reached()
+        held.tensor[0] = 0
+        held.release()
+    first.result(WAIT_S)
+    with pytest.raises(fastckpt.StagingConflict):
+        failing.result(WAIT_S)
+    assert value_of(path) == 6
+
+
+def test_many_saves_to_one_path_end_with_the_last(disk: Path) -> None:
+    path = disk / "a.pt"
+    handles = [fastckpt.save(filled(i, 4096 * (40 - i)), path) for i in range(40)]
+    for handle in handles:
+        handle.result(WAIT_S)
+    commits = [handle.stats.committed_s for handle in handles]
+    assert None not in commits and value_of(path) == 39
+
+
+def test_load_waits_for_the_save_in_flight_to_its_path(disk: Path) -> None:
+    path, other, link = disk / "a.pt", disk / "b.pt", disk / "link.pt"
+    fastckpt.save(filled(1), path).result(WAIT_S)
+    fastckpt.save(filled(2), other).result(WAIT_S)
+    link.symlink_to(path)
+    for name in (path, link):
+        with HeldTensor() as held:
+            loaded: list[float] = []
+            handle = fastckpt.save({"w": held.tensor}, path, fence="step")
+            held.wait_reached()
+            with running(lambda n=name, out=loaded: out.append(value_of(n))) as thread:
+                wait_until(lambda t=thread: stands_in(t, "wait_done"), "the load waits")
+                assert value_of(other) == 2, "a load of another path must not wait"
+                assert loaded == []
+                held.release()
+        assert loaded == [3.0]
+        handle.result(WAIT_S)
+        fastckpt.save(filled(1), path).result(WAIT_S)
+
+
+def test_load_after_a_failed_save_in_flight_returns_the_old_object(disk: Path) -> None:
+    path = disk / "a.pt"
+    fastckpt.save(filled(1), path).result(WAIT_S)
+    with HeldTensor() as held:
+        handle = fastckpt.save({"w": held.tensor}, path, fence="step")
+        held.wait_reached()
+        held.tensor[0] = 0
+        held.release()
+    assert value_of(path) == 1
+    with pytest.raises(fastckpt.StagingConflict):
+        handle.result(WAIT_S)
+
+
+def test_many_threads_save_at_once(disk: Path) -> None:
+    shared = disk / "shared.pt"
+
+    def save(number: int) -> None:
+        w = torch.empty(200_000)
+        for turn in range(20):
+            w.fill_(100 * number + turn)
+            own = disk / f"{number}-{turn % 3}.pt"
+            handles = [fastckpt.save({"w": w}, path, durable=False) for path in (own, shared)]
+            w.fill_(-1)
+            if turn % 4 == 0:
+                assert value_of(own) == 100 * number + turn
+                assert value_of(shared) >= 0
+            for handle in handles if turn % 2 else handles[:1]:
+                handle.result(WAIT_S)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(save, range(8)))
+    last = fastckpt.save(filled(-2), shared)
+    last.result(WAIT_S)
+    assert value_of(shared) == -2
+    for number, slot in itertools.product(range(8), range(3)):
+        turn = max(turn for turn in range(20) if turn % 3 == slot)
+        assert value_of(disk / f"{number}-{slot}.pt") == 100 * number + turn
+    assert not temporaries(disk)
+
+
+SAVES_IN_CALLBACKS = """
+import sys, threading
+import torch, fastckpt
+from tests.saving.test_handle import HeldTensor
+
+folder, count = sys.argv[1], int(sys.argv[2])
+copies = []
+done = threading.Event()
+
+def copy(handle):
+    copies.append(fastckpt.save({"w": torch.ones(9)}, handle.path + ".copy"))
+    if len(copies) == count:
+        done.set()
+
+with HeldTensor() as held:
+    state = {"w": held.tensor}
+    for i in range(count):
+        fastckpt.save(state, f"{folder}/{i}.pt", fence="step").add_done_callback(copy)
+assert done.wait(60), f"only {len(copies)} of {count} callbacks could save"
+for handle in copies:
+    handle.result(60)
+"""
+
+
+@pytest.mark.multiprocess
+def test_done_callbacks_may_save(disk: Path) -> None:
+    count = 16
+    run_python(SAVES_IN_CALLBACKS, disk, count)
+    assert len(list(disk.glob("*.copy"))) == count
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5])
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_staging_budget_is_obeyed(disk: Path, blocks: int, fence: str) -> None:
+    state = [torch.arange(5 * BLOCK // 8 + i) for i in range(2)]
+    budget = blocks * BLOCK + 4096
+    stats = fastckpt.save(state, disk / "a.pt", fence=fence, staging_bytes=budget).result(WAIT_S)
+    assert stats.nbytes > 9 * BLOCK and stats.staged_bytes_max > 0
+    if blocks > 1:
+        assert stats.staged_bytes_max <= budget
+    assert all(map(torch.equal, fastckpt.load(disk / "a.pt"), state))
+
+
+def test_staging_below_one_block_gets_one_block(disk: Path) -> None:
+    state = torch.arange(2 * BLOCK // 8)
+    fastckpt.save(state, disk / "a.pt", staging_bytes=1).result(WAIT_S)
+    assert torch.equal(fastckpt.load(disk / "a.pt"), state)
+
+
+RESIDENT_MEMORY = """
+import sys
+import torch, fastckpt
+
+def kilobytes(name):
+    for line in open("/proc/self/status"):
+        if line.startswith(name + ":"):
+            return int(line.split()[1])
+
+path, budget = sys.argv[1], int(sys.argv[2])
+fastckpt.save(torch.ones(10), path).result()  # threads and code are there
+state = torch.ones(24 * budget // 4 // 4)
+before = kilobytes("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew: proc(5)
+stats = fastckpt.save(state, path).result()
+grown = (kilobytes("VmHWM") - before) << 10
+assert stats.nbytes > 5 * budget, stats
+assert stats.staged_bytes_max <= budget, stats
+assert grown <= budget + (8 << 20), f"{grown >> 20} MiB more memory for {budget >> 20} MiB staging"
+assert torch.equal(fastckpt.load(path), state)
+"""
+
+
+@pytest.mark.multiprocess
+def test_memory_of_the_process_grows_by_the_budget_at_most(disk: Path) -> None:
+    budget = 4 * BLOCK
+    variables = {"FASTCKPT_STAGING_BYTES": str(budget)}
+    run_python(RESIDENT_MEMORY, disk / "a.pt", budget, variables=variables)
+
+
+BUDGET_VARIABLE = """
+import os, sys
+import torch, fastckpt
+for value in ("lots", "0", "-1", "1e9", "", "8388607"):
+    os.environ["FASTCKPT_STAGING_BYTES"] = value
+    try:
+        fastckpt.save(torch.ones(9), sys.argv[1]).result(60)
+    except ValueError as error:
+        assert "FASTCKPT_STAGING_BYTES" in str(error) and repr(value) in str(error), error
+    else:
+        sys.exit(f"{value!r} was accepted")
+assert os.listdir(os.path.dirname(sys.argv[1])) == []
+os.environ["FASTCKPT_STAGING_BYTES"] = "8388608"
+fastckpt.save(torch.ones(9), sys.argv[1]).result(60)
+"""
+
+
+@pytest.mark.multiprocess
+def test_budget_variable_is_validated(disk: Path) -> None:
+    run_python(BUDGET_VARIABLE, disk / "a.pt")
+    assert torch.equal(fastckpt.load(disk / "a.pt"), torch.ones(9))
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_memory_of_the_state_is_free_once_staged(disk: Path, fence: str) -> None:
+    path = disk / "a.pt"
+    with HeldTensor() as held:
+        slow = fastckpt.save({"w": held.tensor}, path, fence="step")
+        held.wait_reached()
+        memory = Octets(1 << 20)
+        freed = weakref.ref(memory)
+        state = {"w": torch.frombuffer(memory, dtype=torch.float32)}
+        del memory
+        if len(os.sched_getaffinity(0)) < 2:
+            held.release()
+        handle = fastckpt.save(state, path, fence=fence)
+        del state
+        handle.wait_staged(WAIT_S)
+        alive, committed = freed() is not None, handle.done()
+        assert not alive, "the save still holds the state"
+        # On one CPU the first save had to be let go on for the second to be staged.
+        assert not committed or len(os.sched_getaffinity(0)) < 2
+    slow.result(WAIT_S)
+    handle.result(WAIT_S)
+    assert value_of(path) == 0
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_failed_save_does_not_keep_the_state_alive(disk: Path, fence: str) -> None:
+    memory = Octets(1 << 20)
+    freed = weakref.ref(memory)
+    state = {"w": torch.frombuffer(memory, dtype=torch.float32)}
+    del memory
+    handle = fastckpt.save(state, disk / "missing" / "a.pt", fence=fence)
+    del state
+    assert isinstance(handle.exception(WAIT_S), fastckpt.StorageError)
+    gc.collect()
+    alive = freed() is not None
+    assert not alive, "the error of the save holds the state"
+
+
+def test_conflict_does_not_keep_the_state_alive(disk: Path) -> None:
+    memory = Octets(1 << 20)
+    freed = weakref.ref(memory)
+    with HeldTensor() as held:
+        state = [held.tensor, torch.frombuffer(memory, dtype=torch.float32)]
+        del memory
+        handle = fastckpt.save(state, disk / "a.pt", fence="step")
+        held.wait_reached()
+        state[1].add_(1)
+        held.release()
+    del state
+    assert isinstance(handle.exception(WAIT_S), fastckpt.StagingConflict)
+    gc.collect()
+    alive = freed() is not None
+    assert not alive, "the error of the save holds the state"
+
+
+def test_handles_of_step_saves_are_not_collected_without_an_optimizer(disk: Path) -> None:
+    gone = []
+    for i in range(3):
+        handle = fastckpt.save(filled(i), disk / "a.pt", fence="step")
+        handle.result(WAIT_S)
+        gone.append(weakref.ref(handle))
+        del handle
+    fastckpt.save(filled(9), disk / "a.pt", fence="step").result(WAIT_S)
+    wait_until(lambda: not saving_threads(), "the last save is over")
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None, None]
+
+
+NOTHING_GROWS = """
+import gc, os, sys, threading
+import torch, fastckpt
+
+def kilobytes(name):
+    for line in open("/proc/self/status"):
+        if line.startswith(name + ":"):
+            return int(line.split()[1])
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+folder = sys.argv[1]
+state = {"w": torch.ones(1 << 20), "small": [torch.ones(10) for _ in range(50)]}
+
+def turn(i):
+    handle = fastckpt.save(state, f"{folder}/{i % 3}.pt", fence=("call", "step")[i % 2])
+    handle.result(60)
+    if i % 5 == 0:
+        fastckpt.load(handle.path)
+        try:
+            fastckpt.save(state, f"{folder}/missing/a.pt").result(60)
+        except fastckpt.StorageError:
+            pass
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join(60)
+
+for i in range(40):
+    turn(i)
+gc.collect()
+fds, tasks, rss = os.listdir("/proc/self/fd"), threads(), kilobytes("VmRSS")
+for i in range(100):
+    turn(i)
+gc.collect()
+assert len(os.listdir("/proc/self/fd")) == len(fds), os.listdir("/proc/self/fd")
+assert threads() == tasks, (tasks, threads())
+grown = kilobytes("VmRSS") - rss
+assert grown <= 0.02 * rss, f"{grown} KiB more after 100 saves, {rss} before"
+"""
+
+
+@pytest.mark.multiprocess
+def test_nothing_grows_over_a_hundred_saves(disk: Path) -> None:
+    run_python(NOTHING_GROWS, disk)
+
+
+def test_stats_are_plain_data() -> None:
+    stats = fastckpt.SaveStats(stall_s=0.5, nbytes=7)
+    assert stats == fastckpt.SaveStats(stall_s=0.5, nbytes=7)
+    assert SimpleNamespace(**vars(stats)).nbytes == 7

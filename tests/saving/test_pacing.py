@@ -1,0 +1,310 @@
+"""Saves at a pace: rate, start and turns, on real files, by one rank and by several.
+
+Responsible for what is asked being kept, for staging and for other saves not waiting for it, and
+for every such wait ending when the save does. How tokens are counted is tests/native/token_bucket's
+business.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt import Checkpointer, _engine
+from fastckpt.image import BLOCK_BYTES, address_of
+from fastckpt.pacing import Pacing, chain_of, turns_before
+from fastckpt.rates import grain_bytes
+from tests.crews import pacing_bodies as bodies
+from tests.crews.group_crew import Crew, Nursery, RankDied
+
+MIB = 1 << 20
+GRACE_S = 20.0  # what a busy machine may add
+
+
+def state_of(nbytes: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(nbytes // 4, dtype=torch.float32)}
+
+
+# What may be asked
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"drain_rate": 0}, "drain_rate is 0, must be bytes/s above 0"),
+        ({"drain_rate": -5e6}, "drain_rate is -5000000.0"),
+        ({"drain_rate": nan}, "drain_rate is nan"),
+        ({"drain_rate": inf}, "None: no limit"),
+        ({"start_jitter_s": -1}, "start_jitter_s is -1"),
+        ({"start_jitter_s": nan}, "start_jitter_s is nan"),
+        ({"start_jitter_s": 60, "timeout_s": 60}, r"must be below timeout_s \(60\)"),
+        ({"max_writers": 0}, "max_writers is 0, must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, options: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Checkpointer(tmp_path, **options)
+    if "drain_rate" in options:
+        with pytest.raises(ValueError, match=reason):
+            fastckpt.save({}, tmp_path / "a.pt", **options)
+        assert [*tmp_path.iterdir()] == []
+
+
+def test_settings_of_other_types_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        Checkpointer(tmp_path, max_writers=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        Checkpointer(tmp_path, drain_rate="fast")  # type: ignore[arg-type]
+
+
+def test_nothing_asked_is_nothing_said() -> None:
+    assert not Pacing() and Pacing().text() == ""
+    assert Pacing(drain_rate=5e6) and Pacing(max_writers=2).text() == "max_writers 2"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 64, 100])
+@pytest.mark.parametrize("writers", [1, 2, 3, 8, 200])
+def test_turns(size: int, writers: int) -> None:
+    """At most so many begin at once, and each of a run waits for all before it."""
+    before = [turns_before(rank, size, writers) for rank in range(size)]
+    assert sum(not each for each in before) == min(size, writers)
+    for rank, each in enumerate(before):
+        run = [
+            n for n in range(size) if chain_of(n, size, writers) == chain_of(rank, size, writers)
+        ]
+        assert [*each, rank] == run[: run.index(rank) + 1]
+    counts = [0] * min(size, writers)
+    for rank in range(size):
+        counts[chain_of(rank, size, writers)] += 1
+    assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("rate", [1.0, 1e6, 30e6, 123456789.0, 1e9, 1e12])
+def test_grains_are_whole_pages_of_a_block(rate: float) -> None:
+    assert grain_bytes(rate) % 4096 == 0 and 256 << 10 <= grain_bytes(rate) <= BLOCK_BYTES
+
+
+# The engine
+
+
+def test_cancelled_while_it_waits_for_tokens(tmp_path: Path) -> None:
+    """All its blocks are given back at once, and the engine closes."""
+    memory = bytearray(os.urandom(16 * 65536))
+    engine, backend = _engine.Engine(32 * 65536, 65536, 2), _engine.threads_backend(2)
+    bucket = _engine.TokenBucket(1000.0, 4096)  # for all of it a quarter of an hour
+    with open(tmp_path / "a", "wb") as file:
+        segments = array("Q", [0, len(memory), address_of(memory)])
+        job = engine.stage(segments, array("Q"), 32, 2)
+        job.write_to(file.fileno(), 0, backend, False, 0.0, bucket)
+        assert job.wait_staged(GRACE_S) and not job.wait_written(0.2)
+        other = engine.stage(segments, array("Q"), 16, 2)  # another job is not held up
+        other.write_to(file.fileno(), 0, backend, False)
+        assert other.wait_written(GRACE_S) and other.failure() is None
+        assert not job.wait_written(0.0) and job.tokens_waited_s() >= 0.0
+        began = time.monotonic()
+        job.cancel()
+        assert job.wait_written(GRACE_S) and time.monotonic() - began < 1.0
+        assert job.failure()[2] == errno.ECANCELED
+    del job, other
+    engine.close()
+    backend.close()
+
+
+# One rank
+
+
+def test_rate_is_kept_and_staging_is_not_delayed(disk: Path) -> None:
+    nbytes, rate = 24 * MIB, 30e6
+    state = state_of(nbytes)
+    with Checkpointer(disk, drain_rate=rate) as checkpointer:
+        handle = checkpointer.save(1, state)
+        stats = handle.result()
+        restored = {"w": torch.zeros_like(state["w"])}
+        assert checkpointer.restore(restored) == 1
+    assert torch.equal(restored["w"], state["w"])
+    wanted_s = nbytes / rate
+    assert 0.9 * wanted_s < stats.written_s < wanted_s + GRACE_S
+    assert stats.staged_s < 0.5 * wanted_s, "staging waited for the pace"
+    assert stats.paced_s > 0.5 * wanted_s
+    assert stats.pacing == "drain_rate 30 MB/s a node; 30 MB/s of it here"
+
+
+def test_file_at_a_rate(disk: Path) -> None:
+    state = state_of(12 * MIB)
+    began = time.monotonic()
+    paced = fastckpt.save(state, disk / "slow.pt", drain_rate=20e6)
+    swift = fastckpt.save(state, disk / "swift.pt")
+    swift.result()
+    assert not paced.done(), "what was not asked for a pace was held up, or the pace was not kept"
+    stats = paced.result()
+    assert time.monotonic() - began > 0.9 * 12 * MIB / 20e6
+    assert stats.pacing and stats.paced_s > 0.2 and swift.stats.paced_s == 0.0
+    for name in ("slow.pt", "swift.pt"):
+        assert torch.equal(torch.load(disk / name)["w"], state["w"])
+    assert (disk / "slow.pt").read_bytes() == (disk / "swift.pt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options", [{"staging_bytes": BLOCK_BYTES}, {"codec": "zstd"}, {"backend": "threads"}], ids=str
+)
+def test_pace_with_other_options(disk: Path, options: dict[str, Any]) -> None:
+    state = state_of(20 * MIB)
+    with Checkpointer(disk, drain_rate=60e6, start_jitter_s=0.05, **options) as checkpointer:
+        stats = checkpointer.save(1, state).result()
+        restored = {"w": torch.zeros_like(state["w"])}
+        assert checkpointer.restore(restored) == 1
+    assert torch.equal(restored["w"], state["w"]) and stats.written_s > 0.15
+
+
+def test_saves_share_the_rate(disk: Path) -> None:
+    """Two in flight of one Checkpointer have it together."""
+    state = state_of(10 * MIB)
+    with Checkpointer(disk, drain_rate=40e6) as checkpointer:
+        began = time.monotonic()
+        handles = [checkpointer.save(step, state) for step in (1, 2)]
+        for handle in handles:
+            handle.result()
+        assert time.monotonic() - began > 0.9 * 20 * MIB / 40e6
+
+
+def test_close_while_a_save_waits_for_tokens(disk: Path) -> None:
+    """It waits: what was begun is committed, at its pace."""
+    checkpointer = Checkpointer(disk, drain_rate=20e6)
+    handle = checkpointer.save(1, state_of(12 * MIB))
+    assert not handle.done()
+    checkpointer.close()
+    assert handle.done() and handle.failure() is None
+    assert handle.stats.written_s > 0.5
+
+
+# Several ranks
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    started = Nursery("tests.crews.pacing_bodies")
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def crew(nursery: Nursery) -> Callable[[int], Crew]:
+    """`crew(n)`: a job of n ranks, the same one for all tests."""
+    return nursery.lasting_crew
+
+
+multiprocess = pytest.mark.multiprocess
+
+
+@multiprocess
+def test_ranks_of_a_node_share_its_rate(crew: Callable[[int], Crew], disk: Path) -> None:
+    """In proportion to what they write: here evenly."""
+    nbytes, rate = 8 * MIB, 40e6
+    for stats, stalled, whole in crew(3)(
+        bodies.save_paced, str(disk), nbytes, {"drain_rate": rate}
+    ):
+        assert whole and stalled < 0.5 * 3 * nbytes / rate + 1.0
+        assert stats.written_s > 0.85 * 3 * nbytes / rate
+        assert "drain_rate 40 MB/s a node; 13." in stats.pacing
+
+
+@multiprocess
+@pytest.mark.parametrize("most", [1, 2])
+def test_turns_are_taken(crew: Callable[[int], Crew], disk: Path, most: int) -> None:
+    """With a rate beside it, so that a turn takes long; what a node's writers at a time share is
+    all of that.
+    """
+    nbytes, rate = 8 * MIB, 40e6
+    options = {"max_writers": most, "drain_rate": rate}
+    results = crew(4)(bodies.save_paced, str(disk), nbytes, options)
+    turn_s = nbytes / rate * most
+    for rank, (stats, _stalled, whole) in enumerate(results):
+        turns_before = rank % (4 // most)
+        assert whole and stats.staged_s < turn_s + 1.0
+        assert stats.written_s > 0.85 * turn_s * (turns_before + 1), (rank, stats)
+        assert stats.paced_s > 0.8 * turn_s * turns_before, (rank, stats)
+        assert f"max_writers {most}" in stats.pacing
+
+
+@multiprocess
+def test_start_at_a_random_moment(crew: Callable[[int], Crew], disk: Path) -> None:
+    results = crew(4)(bodies.save_paced, str(disk), MIB, {"start_jitter_s": 1.0})
+    waits = [stats.paced_s for stats, _stalled, _whole in results]
+    assert all(whole and stalled < 1.0 for _stats, stalled, whole in results)
+    assert (
+        max(waits) <= 1.5
+        and max(waits) - min(waits) > 1e-3
+        and "start_jitter_s 1" in (results[0][0].pacing)
+    )
+
+
+@multiprocess
+@pytest.mark.parametrize(
+    ("options", "after_s"),
+    [({"drain_rate": 300e3}, 0), ({"drain_rate": 300e3}, 3), ({"max_writers": 1}, 0)],
+    ids=str,
+)
+def test_a_failure_elsewhere_ends_the_wait(
+    crew: Callable[[int], Crew], disk: Path, options: dict[str, Any], after_s: float
+) -> None:
+    """Long before what is left was written at that pace, whatever of it is being waited for."""
+    order = (str(disk), 4 * MIB, 1, options, after_s)
+    results = crew(2)(bodies.save_and_fail_elsewhere, *order)
+    for rank, (outcome, found) in enumerate(results):
+        wanted = fastckpt.StorageError if rank == 1 else fastckpt.PeerFailed
+        assert type(outcome.error) is wanted, outcome
+        assert outcome.took_s < 16.0, "it waited for its tokens to the end"
+        assert found == 2
+    assert [path.name for path in disk.iterdir()] == ["step-00000002"]
+
+
+@multiprocess
+def test_rate_that_takes_longer_than_ranks_wait(crew: Callable[[int], Crew], disk: Path) -> None:
+    results = crew(2)(bodies.save_and_fail_elsewhere, str(disk), 4 * MIB, 5, {"drain_rate": 1000.0})
+    errors = [outcome.error for outcome, _found in results]
+    assert any("no longer than timeout_s (30 s)" in str(error) for error in errors), errors
+    assert all(outcome.took_s < 10.0 for outcome, _found in results)
+
+
+@multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"max_writers": 1, "drain_rate": 4e6}, {"drain_rate": 4e6}], ids=str
+)
+def test_a_killed_rank_holds_nobody_up(
+    nursery: Nursery, crew: Callable[[int], Crew], disk: Path, options: dict[str, Any]
+) -> None:
+    """The one whose turn it is dies in the midst of it: the others are told in time."""
+    timeout_s = 6.0
+    with nursery.crew(3) as doomed:
+        order = (str(disk), 4 * MIB, 0, options | {"timeout_s": timeout_s})
+        began = time.monotonic()
+        results = doomed(bodies.save_and_die, *order)
+        assert isinstance(results[0], RankDied)
+        for outcome in results[1:]:
+            assert type(outcome.error) is fastckpt.PeerFailed, outcome
+            assert "rank 0" in str(outcome.error), outcome
+        assert time.monotonic() - began < 3 * timeout_s + GRACE_S
+    for _stats, _stalled, whole in crew(3)(bodies.save_paced, str(disk), MIB, {}):
+        assert whole
+    assert [json.loads(p.read_text())["step"] for p in disk.glob("step-*/manifest.json")] == [1]
+
+
+@multiprocess
+def test_one_file_by_several_ranks_at_a_rate(crew: Callable[[int], Crew], disk: Path) -> None:
+    nbytes, rate = 32 * MIB, 80e6
+    for stats in crew(2)(bodies.save_file_paced, str(disk / "a.pt"), nbytes, rate):
+        assert stats.written_s > 0.85 * nbytes / rate
+        assert re.search(r"; (39\.9|40)\S* MB/s of it here", stats.pacing)

@@ -1,0 +1,495 @@
+"""The life of a process around its saves: exits of every kind, forks, workers, interrupts. Each
+test runs a program of its own, as a user would write it. Must not know how a save is done.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastckpt
+from tests.paths import ROOT
+
+LIMIT_S = 60.0
+pytestmark = pytest.mark.multiprocess
+
+
+def run_python(
+    program: str,
+    *arguments: object,
+    variables: dict[str, str] | None = None,
+    options: tuple[str, ...] = (),
+    returncode: int = 0,
+    limit_s: float = LIMIT_S,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a new interpreter that finds this fastckpt and these tests.
+
+    A program that takes longer than `limit_s` is killed with all its children and fails; so does
+    one that ends with another code than `returncode`.
+    """
+    search = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search))}
+    command = [sys.executable, *options, "-c", program, *map(str, arguments)]
+    with subprocess.Popen(
+        command,
+        env=environment | (variables or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=limit_s)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    result = subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    assert result.returncode == returncode, f"{result.returncode}: {stderr}{stdout}"
+    return result
+
+
+def ones(path: Path) -> int:
+    """The number of elements of the tensor in a checkpoint, all of which are one."""
+    loaded = fastckpt.load(path)
+    assert bool((loaded == 1).all())
+    return loaded.numel()
+
+
+# Exits.
+
+EXIT = """
+import sys
+import torch, fastckpt
+path, fence, way = sys.argv[1:]
+fastckpt.save(torch.ones(6 << 20), path, fence=fence)
+if way == "exit":
+    sys.exit(3)
+if way == "raise":
+    raise ValueError("the training loop broke")
+if way == "interrupt":
+    raise KeyboardInterrupt
+"""
+
+
+@pytest.mark.parametrize(
+    ("fence", "way", "returncode"),
+    [
+        ("call", "return", 0),
+        ("step", "return", 0),
+        ("call", "exit", 3),
+        ("step", "raise", 1),
+        ("call", "interrupt", -signal.SIGINT),
+    ],
+)
+def test_exit_waits_for_the_save(disk: Path, fence: str, way: str, returncode: int) -> None:
+    result = run_python(EXIT, disk / "a.pt", fence, way, returncode=returncode)
+    assert ones(disk / "a.pt") == 6 << 20
+    assert ("the training loop broke" in result.stderr) == (way == "raise")
+    assert "FAILED" not in result.stderr
+
+
+SAVES_THAT_FAIL = """
+import sys
+import torch, fastckpt
+folder = sys.argv[1]
+asked = fastckpt.save(torch.ones(9), f"{folder}/missing/asked.pt")
+assert isinstance(asked.exception(60), fastckpt.StorageError)
+fastckpt.save(torch.ones(9), f"{folder}/good.pt")
+fastckpt.save(torch.ones(9), f"{folder}/missing/forgotten.pt", fence="step")
+"""
+
+
+def test_failure_nobody_asked_for_is_told_at_exit(disk: Path) -> None:
+    stderr = run_python(SAVES_THAT_FAIL, disk).stderr
+    (message,) = [line for line in stderr.splitlines() if "FAILED" in line]
+    assert str(disk / "missing" / "forgotten.pt") in message
+    assert os.strerror(2) in message and "ENOENT" in message
+    assert "asked.pt" not in stderr and "good.pt" not in stderr
+    assert ones(disk / "good.pt") == 9
+
+
+SAVE_AT_EXIT = """
+import atexit, sys
+path, order, fence = sys.argv[1:4]
+
+def last_save():
+    import torch, fastckpt
+    fastckpt.save(torch.ones(6 << 20), path, fence=fence)
+
+if order == "before":
+    atexit.register(last_save)
+import torch, fastckpt
+if len(sys.argv) > 4:
+    fastckpt.save(torch.ones(9), sys.argv[4]).result(60)
+if order == "after":
+    atexit.register(last_save)
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "fence", "used"),
+    [
+        ("before", "call", False),
+        ("before", "step", True),
+        ("after", "call", True),
+        ("after", "step", False),
+    ],
+)
+def test_save_in_an_exit_handler_commits(disk: Path, order: str, fence: str, used: bool) -> None:
+    # A handler registered before fastckpt was imported runs after fastckpt's own.
+    more = [disk / "first.pt"] if used else []
+    result = run_python(SAVE_AT_EXIT, disk / "a.pt", order, fence, *more)
+    assert (disk / "a.pt").exists(), f"lost without a word: {result.stderr!r}"
+    assert ones(disk / "a.pt") == 6 << 20
+    assert result.stderr == ""
+
+
+FAILING_SAVE_AT_EXIT = """
+import atexit, sys
+
+def last_save():
+    fastckpt.save(torch.ones(9), sys.argv[1] + "/missing/a.pt")
+
+atexit.register(last_save)
+import torch, fastckpt
+"""
+
+
+def test_failing_save_in_an_exit_handler_is_told(disk: Path) -> None:
+    stderr = run_python(FAILING_SAVE_AT_EXIT, disk).stderr
+    assert str(disk / "missing" / "a.pt") in stderr and "ENOENT" in stderr
+
+
+DAEMON_THREADS = """
+import sys, threading
+import torch, fastckpt
+from tests.saving.test_handle import HeldTensor, running, stands_in, wait_until
+
+path, waits_path = sys.argv[1:]
+saved, forever = threading.Event(), threading.Event()
+
+def save():
+    fastckpt.save(torch.ones(6 << 20), path)
+    saved.set()
+    forever.wait()
+
+threading.Thread(target=save, daemon=True).start()
+assert saved.wait(60)
+held = HeldTensor(value=1.0)
+handle = fastckpt.save(held.tensor, waits_path, fence="step")
+waiting = threading.Thread(target=handle.result, daemon=True)
+waiting.start()
+wait_until(lambda: stands_in(waiting, "result"), "the thread waits for the save")
+threading.Thread(target=held.release).start()
+"""
+
+
+def test_exit_with_daemon_threads_that_save_and_wait(disk: Path) -> None:
+    result = run_python(DAEMON_THREADS, disk / "a.pt", disk / "b.pt")
+    assert ones(disk / "a.pt") == 6 << 20 and ones(disk / "b.pt") == 1 << 19
+    assert result.stderr == ""
+
+
+INTERRUPTED_RESULT = """
+import signal, sys, threading
+import torch, fastckpt
+from tests.saving.test_handle import HeldTensor, stands_in, wait_until
+
+main = threading.main_thread()
+with HeldTensor(value=1.0) as held:
+    handle = fastckpt.save(held.tensor, sys.argv[1], fence="step")
+
+    def interrupt():
+        wait_until(lambda: all(stands_in(main, name) for name in ("result", "wait")), "it waits")
+        signal.pthread_kill(main.ident, signal.SIGINT)
+
+    try:
+        threading.Thread(target=interrupt).start()
+        handle.result(60)
+        sys.exit("not interrupted")
+    except KeyboardInterrupt:
+        assert not handle.done()
+assert handle.result(60).committed_s
+"""
+
+
+def test_interrupted_wait_leaves_the_save_alone(disk: Path) -> None:
+    result = run_python(INTERRUPTED_RESULT, disk / "a.pt")
+    assert ones(disk / "a.pt") == 1 << 19
+    assert result.stderr == ""
+
+
+STRICT = """
+import gc, os, sys
+import torch, fastckpt
+folder = sys.argv[1]
+for fence in ("call", "step"):
+    for target in ("a", "b"):
+        fastckpt.save({"w": torch.ones(5 << 20)}, f"{folder}/{target}.pt", fence=fence)
+fastckpt.load(f"{folder}/a.pt")
+fastckpt.load(f"{folder}/a.pt", mmap=True)
+with open(f"{folder}/a.pt", "rb") as file:
+    fastckpt.load(file)
+with open(f"{folder}/c.pt", "wb") as file:
+    fastckpt.save(torch.ones(9), file)
+try:
+    fastckpt.save(torch.ones(9), f"{folder}/missing/a.pt").result(60)
+except fastckpt.StorageError:
+    pass
+with open(f"{folder}/b.pt", "r+b") as file:
+    file.seek(8 << 20)
+    file.write(b"damage")
+try:
+    fastckpt.load(f"{folder}/b.pt")
+    sys.exit("damage was not found")
+except fastckpt.CorruptCheckpoint:
+    pass
+gc.collect()
+fastckpt.save(torch.ones(9), f"{folder}/d.pt", _use_new_zipfile_serialization=False)
+fastckpt.save(torch.ones(5 << 20), f"{folder}/e.pt")
+"""
+
+
+def test_development_mode_finds_nothing(disk: Path) -> None:
+    result = run_python(STRICT, disk, options=("-X", "dev", "-W", "error"))
+    assert result.stderr == ""
+    assert ones(disk / "e.pt") == 5 << 20
+
+
+IMPORT_ONLY = """
+import threading
+import fastckpt
+assert threading.active_count() == 1, threading.enumerate()
+"""
+
+
+def test_import_alone_starts_nothing() -> None:
+    result = run_python(IMPORT_ONLY, options=("-W", "error"))
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+# Forks.
+
+FORK = """
+import faulthandler, os, signal, sys
+import torch, fastckpt
+from tests.saving.test_handle import HeldTensor
+# The threads of OpenMP do not survive a fork, whoever forks: torch computes on this one.
+torch.set_num_threads(1)
+
+folder, way = sys.argv[1:]
+fastckpt.save(torch.ones(3 << 20), f"{folder}/before.pt").result(60)
+weight = torch.nn.Parameter(torch.ones(10))
+weight.grad = torch.ones(10)
+optimizer = torch.optim.SGD([weight], lr=1.0)
+with HeldTensor(value=1.0) as held:
+    handle = fastckpt.save([held.tensor, weight], f"{folder}/parent.pt", fence="step")
+    held.wait_reached()
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.register(signal.SIGALRM, chain=True)
+        signal.alarm(40)
+        optimizer.step()
+        assert bool((weight == 0).all())
+        for wait in (handle.result, handle.exception, handle.wait_staged):
+            try:
+                wait(30)
+                sys.exit("the child got the parent's result")
+            except fastckpt.CheckpointError as error:
+                assert "parent.pt" in str(error), error
+        assert fastckpt.load(f"{folder}/before.pt").numel() == 3 << 20
+        mine = fastckpt.save(torch.ones(5 << 20), f"{folder}/child.pt", fence="step")
+        optimizer.step()
+        assert mine.stats.staged_s is not None
+        assert mine.result(30).committed_s
+        assert fastckpt.load(f"{folder}/child.pt").numel() == 5 << 20
+        fastckpt.save(torch.ones(5 << 20), f"{folder}/last.pt")
+        if way == "_exit":
+            fastckpt.load(f"{folder}/last.pt")  # waits for it
+            os._exit(7)
+        sys.exit(7)
+    while True:
+        _, status = os.waitpid(pid, 0)
+        break
+    assert not handle.done()
+assert os.waitstatus_to_exitcode(status) == 7, os.waitstatus_to_exitcode(status)
+optimizer.step()
+handle.result(60)
+fastckpt.save(torch.ones(5 << 20), f"{folder}/after.pt")
+saved = fastckpt.load(f"{folder}/parent.pt")
+assert bool((saved[0] == 1).all()) and bool((saved[1] == 1).all())
+"""
+
+
+@pytest.mark.parametrize("way", ["exit", "_exit"])
+def test_fork_while_a_save_is_in_flight(disk: Path, way: str) -> None:
+    result = run_python(FORK, disk, way)
+    assert result.stderr == ""
+    names = ["after.pt", "before.pt", "child.pt", "last.pt", "parent.pt"]
+    assert sorted(path.name for path in disk.iterdir()) == names
+    assert ones(disk / "last.pt") == ones(disk / "after.pt") == 5 << 20
+
+
+FORK_STORM = """
+import faulthandler, os, signal, sys, threading
+import torch, fastckpt
+# The threads of OpenMP do not survive a fork, whoever forks: torch computes on this one.
+torch.set_num_threads(1)
+
+folder = sys.argv[1]
+state = torch.ones(40_000)
+# Every module is imported: a fork while another thread imports one is fatal to the child anyway.
+fastckpt.save(state, f"{folder}/a.pt").result(60)
+fastckpt.load(f"{folder}/a.pt")
+stop = threading.Event()
+handles = []
+
+def save(name):
+    while not stop.is_set():
+        handles.append(fastckpt.save(state, f"{folder}/{name}.pt", durable=False))
+
+threads = [threading.Thread(target=save, args=(name,)) for name in "ab"]
+for thread in threads:
+    thread.start()
+try:
+    for turn in range(30):
+        latest = list(handles[-3:])
+        pid = os.fork()
+        if pid == 0:
+            faulthandler.register(signal.SIGALRM, chain=True)
+            signal.alarm(20)
+            for handle in latest:
+                try:
+                    handle.result(10)
+                except fastckpt.CheckpointError:
+                    pass
+            fastckpt.save(state, f"{folder}/child.pt", durable=False).result(10)
+            fastckpt.load(f"{folder}/child.pt")
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        assert status == 0, f"child {turn}: {os.waitstatus_to_exitcode(status)}"
+finally:
+    stop.set()
+for thread in threads:
+    thread.join()
+for handle in handles:
+    handle.result(60)
+"""
+
+
+def test_fork_at_any_moment(disk: Path) -> None:
+    run_python(FORK_STORM, disk)
+    assert all(ones(disk / f"{name}.pt") == 40_000 for name in ("a", "b", "child"))
+
+
+FORK_UNDER_LOCK = """
+import faulthandler, os, signal, sys, threading
+import torch, fastckpt
+from tests.saving.test_handle import HeldTensor
+# The threads of OpenMP do not survive a fork, whoever forks: torch computes on this one.
+torch.set_num_threads(1)
+
+taken, forked = threading.Event(), threading.Event()
+
+def hold_lock():
+    with handle._condition:  # as the thread does that sets the result
+        taken.set()
+        forked.wait(60)
+
+with HeldTensor() as held:
+    handle = fastckpt.save(held.tensor, sys.argv[1], fence="step")
+    held.wait_reached()
+    threading.Thread(target=hold_lock).start()
+    assert taken.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.register(signal.SIGALRM, chain=True)
+        signal.alarm(20)
+        try:
+            handle.result(10)
+        except fastckpt.CheckpointError:
+            os._exit(0)
+        os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    forked.set()
+handle.result(60)
+assert status == 0, f"the child ended with {os.waitstatus_to_exitcode(status)}"
+"""
+
+
+def test_fork_while_a_thread_sets_the_result(disk: Path) -> None:
+    run_python(FORK_UNDER_LOCK, disk / "a.pt")
+
+
+# Workers.
+
+
+class Shards(torch.utils.data.Dataset[int]):
+    """A data set whose items are checkpoints that the worker loads, and copies with a save."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        loaded = fastckpt.load(f"{self.folder}/{index % 3}.pt")
+        fastckpt.save(loaded, f"{self.folder}/copy-{index}.pt")
+        return int(loaded.numel())
+
+
+def save_and_return(path: str) -> None:
+    """Body of a worker process that does not wait for its save."""
+    fastckpt.save(torch.ones(5 << 20), path)
+
+
+WORKERS = """
+import multiprocessing, sys
+import torch, fastckpt
+from tests.saving.test_handle import HeldTensor
+from tests.saving.test_process import Shards, save_and_return
+
+if __name__ == "__main__":
+    folder, method = sys.argv[1:]
+    torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
+    for i in range(3):
+        fastckpt.save(torch.ones(3 << 20), f"{folder}/{i}.pt").result(60)
+    with HeldTensor(value=1.0) as held:
+        handle = fastckpt.save(held.tensor, f"{folder}/held.pt", fence="step")
+        held.wait_reached()
+        workers = 2 if method == "fork" else 1  # a spawned one takes seconds to import torch
+        loader = torch.utils.data.DataLoader(
+            Shards(folder), batch_size=None, num_workers=workers, multiprocessing_context=method
+        )
+        assert list(loader) == 6 * [3 << 20]
+        context = multiprocessing.get_context(method)
+        worker = context.Process(target=save_and_return, args=(f"{folder}/worker.pt",))
+        worker.start()
+        worker.join(60)
+        assert worker.exitcode == 0, worker.exitcode
+        assert not handle.done()
+    handle.result(60)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_save_and_load(disk: Path, method: str) -> None:
+    result = run_python(WORKERS, disk, method)
+    assert result.stderr == ""
+    assert [ones(disk / f"copy-{i}.pt") for i in range(6)] == 6 * [3 << 20]
+    assert ones(disk / "worker.pt") == 5 << 20 and ones(disk / "held.pt") == 1 << 19
+
+
+@pytest.fixture(autouse=True)
+def no_temporaries(disk: Path) -> Iterator[None]:
+    """Programs that have ended leave no temporary, whatever way they ended."""
+    yield
+    assert [path.name for path in disk.iterdir() if path.suffix == ".tmp"] == []

@@ -1,0 +1,1 @@
+"""A state taken apart and put back, whatever it consists of."""

@@ -1,0 +1,43 @@
+"""States on meshes of two dimensions, as fully_shard() and parallelize_module() of real ranks make
+them. Responsible for what comes back being what DTensor itself puts together. Which part of a
+tensor a rank holds is test_placements.py's business.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastckpt
+from tests.paths import ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_fsdp_over_tp_is_restored_as_dtensor_puts_it_together(tmp_path: Path) -> None:
+    """By fully_shard() and parallelize_module() of sizes that the mesh does not divide evenly."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=4", str(ROOT / "tests" / "crews" / "mesh_life.py")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [*command, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "28 tensors on 2 meshes" in done.stdout
+    expected = torch.load(tmp_path / "whole.pt")
+    with fastckpt.Checkpointer(tmp_path / "run") as checkpointer:  # a job of one rank
+        state = checkpointer.load()
+    found = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+    for parameter, moments in state["optimizer"]["state"].items():
+        found |= {f"optimizer.{parameter}.{name}": tensor for name, tensor in moments.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

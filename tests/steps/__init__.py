@@ -1,0 +1,1 @@
+"""Step directories: what is committed is restored, by any number of ranks."""

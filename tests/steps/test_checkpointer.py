@@ -1,0 +1,1187 @@
+"""Checkpointer as one process uses it: its arguments, handles, fences and options, the order of its
+saves, and what a step directory holds after every operation of a save that failed or was the last
+before a power cut. What a state may consist of is test_tree.py's business, whole runs of steps are
+test_steps.py's, damage is test_step_fuzz.py's, and several ranks are others'.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import gzip
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import safetensors
+import torch
+import zstandard
+
+import fastckpt
+from fastckpt import Checkpointer, PerRank, SaveHandle, pipeline
+from fastckpt.errors import (
+    BackendUnavailable,
+    CheckpointError,
+    StagingConflict,
+    StorageError,
+)
+from fastckpt.image import BLOCK_BYTES
+from fastckpt.pipeline import IN_FLIGHT_MAX, Pipeline
+from fastckpt.storage import Storage
+from tests.doubles import TRANSFERS, Delay, FailAt, Operation, PowerCut, Recorder, dead_pid
+from tests.paths import ROOT
+from tests.saving.test_handle import HeldTensor, Octets, wait_until
+from tests.saving.test_process import run_python
+
+WAIT_S = 60.0
+SEED = 20261120
+BIG = 300_000  # elements: more than 1 MiB, so it goes to the shards
+SECTOR_BYTES = 4096
+DATA = ROOT / "tests" / "data"
+Same = Callable[[Any, Any], None]
+T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch computes on this thread: those of OpenMP would wait for each other, not for a disk."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def memory(disk: Path) -> Iterator[Path]:
+    """A directory where syncs cost nothing, for what a double does thousands of times."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield disk
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+@functools.cache
+def counting(elements: int) -> torch.Tensor:
+    return torch.arange(elements, dtype=torch.float32)
+
+
+def state(step: int, elements: int = BIG) -> dict[str, Any]:
+    """A state whose every value tells its step."""
+    return {
+        "model": {"w": counting(elements) + step, "b": torch.full((7,), step)},
+        "rng": PerRank(torch.tensor([step, 1])),
+        "name": f"step {step}",
+    }
+
+
+def assert_holds(found: dict[str, Any], step: int, elements: int = BIG) -> None:
+    expected = state(step, elements)
+    assert torch.equal(found["model"]["w"], expected["model"]["w"])
+    assert torch.equal(found["model"]["b"], expected["model"]["b"])
+    assert found["rng"].found and found["rng"].value.tolist() == [step, 1]
+    assert found["name"] == f"step {step}" and len(found) == 3
+
+
+def restored(root: Path, elements: int = BIG) -> int | None:
+    """The step that a new Checkpointer restores, every value of which was looked at."""
+    found = state(999, elements)
+    with Checkpointer(root) as checkpointer:
+        step = checkpointer.restore(found)
+    assert_holds(found, 999 if step is None else step, elements) if step is not None else None
+    return step
+
+
+def directories(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+@contextmanager
+def process_on(storage: Storage | None, budget_bytes: int | None = None) -> Iterator[Pipeline]:
+    """The process's pipeline is one on this storage meanwhile, and ends with the block."""
+    before, pipeline._current = pipeline._current, Pipeline(storage, budget_bytes)
+    mine, others = pipeline._current, set(threading.enumerate())
+    try:
+        yield mine
+    finally:
+        pipeline._current = before
+        mine.close()
+        for thread in set(threading.enumerate()) - others:
+            thread.join(WAIT_S)
+
+
+@contextmanager
+def held_up(name: str) -> Iterator[tuple[Delay, threading.Event]]:
+    """The process is on a storage whose first operation of this name waits for the event."""
+    go_on = threading.Event()
+    storage = Delay(name, go_on)
+    with process_on(storage):
+        try:
+            yield storage, go_on
+        finally:
+            go_on.set()
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"fence": "never"}, ValueError, "fence is 'never', must be one of"),
+        ({"backend": "aio"}, ValueError, "backend is 'aio'"),
+        ({"codec": "gzip"}, ValueError, "codec is 'gzip'"),
+        ({"keep_last": 0}, ValueError, "keep_last is 0, must be at least 1"),
+        ({"keep_last": 2, "keep_every": 0}, ValueError, "keep_every is 0"),
+        ({"keep_every": 10}, ValueError, "keep_every without keep_last"),
+        ({"keep_last": 1.5}, TypeError, "float"),
+        ({"staging_bytes": 0}, ValueError, "staging_bytes is 0"),
+        ({"staging_bytes": "1"}, TypeError, "str"),
+        ({"timeout_s": 0}, ValueError, "timeout_s is 0"),
+        ({"timeout_s": float("nan")}, ValueError, "timeout_s is nan"),
+        ({"group": 7}, ValueError, "not initialised"),
+    ],
+)
+def test_arguments_are_checked(
+    disk: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Checkpointer(disk / "run", **options)
+    with pytest.raises(TypeError):
+        Checkpointer(disk / "run", None, 3)  # type: ignore[misc]
+    assert os.listdir(disk) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "error"), [(-1, ValueError), (10**15, ValueError), (1.0, TypeError), ("1", TypeError)]
+)
+def test_a_step_is_a_number_from_0(disk: Path, step: Any, error: type[Exception]) -> None:
+    with Checkpointer(disk / "run") as checkpointer:
+        with pytest.raises(error):
+            checkpointer.save(step, state(1))
+        checkpointer.save(torch.tensor(3).item(), state(3))
+    assert restored(disk / "run") == 3
+
+
+def test_what_cannot_be_pickled_is_the_callers_error(disk: Path) -> None:
+    with Checkpointer(disk / "run") as checkpointer:
+        for bad in ({"a": lambda: 0}, {"a": PerRank(lambda: 0)}, {"a": threading.Lock()}):
+            with pytest.raises(Exception, match="pickle"):
+                checkpointer.save(1, bad)
+        cycle: list[Any] = []
+        cycle.append(cycle)
+        with pytest.raises(ValueError, match="nested more than 200 deep"):
+            checkpointer.save(1, {"a": cycle})
+        checkpointer.save(1, state(1)).result(WAIT_S)
+    assert directories(disk / "run") == ["step-00000001"]
+
+
+# ---- a save and what comes back ----
+
+
+def test_a_save_tells_path_and_times(disk: Path) -> None:
+    root = disk / "a" / "run"
+    with Checkpointer(os.fsencode(root)) as checkpointer:  # type: ignore[arg-type]
+        assert checkpointer.root == str(root) and not root.parent.exists()
+        handle = checkpointer.save(120, state(120))
+        assert isinstance(handle, SaveHandle) and handle.is_staged()
+        stats = handle.result(WAIT_S)
+        assert handle.path == str(root / "step-00000120")
+        assert stats is handle.stats
+        times = [stats.staged_s, stats.written_s, stats.committed_s]
+        assert None not in times and times == sorted(times) and min(times) > 0
+        assert stats.stall_s is not None and stats.stall_s > 0
+        shard = root / "step-00000120" / "rank-00000.safetensors"
+        assert stats.nbytes == shard.stat().st_size + (shard.parent / "objects.pt").stat().st_size
+        assert stats.backend in ("io_uring", "threads") and stats.why
+        assert 0 < stats.staged_bytes_max <= 2 * BLOCK_BYTES
+    assert directories(root / "step-00000120") == [
+        "manifest.json",
+        "objects.pt",
+        "rank-00000.json",
+        "rank-00000.safetensors",
+    ]
+
+
+def test_restore_load_steps_and_latest(disk: Path) -> None:
+    root = disk / "run"
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.restore(state(999)) is None
+        assert checkpointer.latest() is None and checkpointer.steps() == []
+        assert not root.exists(), "only a save makes the directory"
+        for step in (3, 20, 100):
+            checkpointer.save(step, state(step))
+        found = state(999)
+        assert checkpointer.restore(found) == 100  # waits for saves in flight
+        assert_holds(found, 100)
+        assert checkpointer.steps() == [3, 20, 100] and checkpointer.latest() == 100
+        assert_holds(checkpointer.load(), 100)
+        assert_holds(checkpointer.load(20), 20)
+        assert checkpointer.restore(found, 3) == 3
+        assert_holds(found, 3)
+        assert checkpointer.latest() == 100
+
+
+def test_a_missing_step_is_an_error_that_tells_which_there_are(disk: Path) -> None:
+    with Checkpointer(disk / "run") as checkpointer:
+        with pytest.raises(CheckpointError, match="no committed step: there is nothing to load"):
+            checkpointer.load()
+        with pytest.raises(CheckpointError, match=r"no committed step 7: there are \[\]"):
+            checkpointer.restore(state(1), 7)
+        checkpointer.save(5, state(5))
+        found = state(999)
+        with pytest.raises(
+            CheckpointError, match=r"no committed step 7: there are \[5\]"
+        ) as caught:
+            checkpointer.restore(found, 7)
+        assert type(caught.value) is CheckpointError
+        assert_holds(found | {"rng": seen(999)}, 999)
+        with pytest.raises(CheckpointError, match="no committed step 7"):
+            checkpointer.load(7)
+        with pytest.raises(TypeError):
+            checkpointer.restore(found, "5")  # type: ignore[arg-type]
+
+
+def seen(step: int) -> PerRank:
+    value = PerRank(torch.tensor([step, 1]))
+    value.found = True
+    return value
+
+
+@pytest.mark.parametrize("bad", [7, "state", None, torch.ones(3), (torch.ones(3),)])
+def test_what_cannot_be_restored_in_place_is_refused(disk: Path, bad: Any) -> None:
+    with Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, state(1))
+        with pytest.raises(TypeError, match="must be a dict, a list or stateful"):
+            checkpointer.restore(bad)
+        checkpointer.save(2, bad).result(WAIT_S)  # but it can be saved, and loaded
+        loaded = checkpointer.load()
+        assert str(loaded) == str(bad) and type(loaded) is type(bad)
+
+
+# ---- close ----
+
+
+def test_close_waits_for_saves_and_what_they_remove(disk: Path) -> None:
+    """The removal of old steps is held up; close() returns when it is over all the same."""
+    with held_up("remove_directory") as (_, go_on):
+        checkpointer = Checkpointer(disk / "run", keep_last=1)
+        checkpointer.save(1, state(1))
+        checkpointer.save(2, state(2)).result(WAIT_S)
+        closed = threading.Event()
+
+        def close() -> None:
+            checkpointer.close()
+            closed.set()
+
+        closing = threading.Thread(target=close)
+        closing.start()
+        early = closed.wait(0.2)
+        go_on.set()
+        closing.join(WAIT_S)
+        assert not early and closed.is_set()
+        assert directories(disk / "run") == ["step-00000002"]
+
+
+def test_a_callback_may_close_and_restore(disk: Path) -> None:
+    """It runs before its save has ended, which must not wait for itself."""
+    with Checkpointer(disk / "run", keep_last=1) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        called: list[Any] = []
+
+        def restore_and_close(_handle: Any) -> None:
+            begun = time.monotonic()
+            found = state(0)
+            called.extend([checkpointer.restore(found), found])
+            checkpointer.close()
+            called.append(time.monotonic() - begun)
+
+        with held_up("rename") as (_, go_on):
+            second = checkpointer.save(2, state(2))
+            second.add_done_callback(restore_and_close)
+            go_on.set()
+            second.result(WAIT_S)
+            wait_until(lambda: len(called) == 3, "the callback returned")
+    assert called[0] == 2 and called[2] < WAIT_S / 2
+    assert_holds(called[1], 2)
+
+
+def test_after_close_nothing_is_saved_or_restored(disk: Path) -> None:
+    with Checkpointer(disk / "run") as checkpointer:
+        handle = checkpointer.save(1, state(1))
+    assert handle.done() and handle.exception() is None
+    for call in (
+        lambda: checkpointer.save(2, state(2)),
+        lambda: checkpointer.restore(state(2)),
+        lambda: checkpointer.load(),
+        lambda: checkpointer.__enter__().save(2, state(2)),
+    ):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+    checkpointer.close()
+    assert checkpointer.steps() == [1] and checkpointer.latest() == 1
+    assert directories(disk / "run") == ["step-00000001"]
+
+
+def test_several_checkpointers_of_a_process(disk: Path) -> None:
+    with (
+        Checkpointer(disk / "a") as a,
+        Checkpointer(disk / "b") as b,
+        Checkpointer(disk / "a") as c,
+    ):
+        for step in range(4):
+            (a, b, c)[step % 3].save(step, state(step))
+        found = state(999)
+        assert c.restore(found) == 3
+        assert_holds(found, 3)
+        assert b.steps() == [1] and a.steps() == c.steps() == [0, 2, 3]
+
+
+# ---- errors ----
+
+
+@contextmanager
+def full_disk(number: int = 0) -> Iterator[Pipeline]:
+    """Every allocation finds the disk full."""
+
+    class Full(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            if operation.name == "allocate":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real()
+
+    with process_on(Full()) as current:
+        yield current
+
+
+def test_an_error_nobody_asked_for_is_raised_by_the_next_save(disk: Path) -> None:
+    with full_disk(), Checkpointer(disk / "run") as checkpointer:
+        failed = checkpointer.save(1, state(1))
+        failed.wait_done()
+        assert checkpointer.restore(state(1)) is None, "a restore does not ask for it"
+        with pytest.raises(StorageError, match="free space") as caught:
+            checkpointer.save(2, state(2))
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.path == str(disk / "run/step-00000001/rank-00000.safetensors")
+        second = checkpointer.save(3, state(3))
+        with pytest.raises(StorageError):
+            second.result(WAIT_S)
+        third = checkpointer.save(4, state(4))  # asked for: it is not raised twice
+        assert isinstance(third.exception(WAIT_S), StorageError)
+    assert directories(disk / "run") == []
+
+
+def test_an_error_nobody_asked_for_is_raised_by_close(disk: Path) -> None:
+    with full_disk():
+        with pytest.raises(StorageError, match="rank-00000"):  # noqa: SIM117
+            with Checkpointer(disk / "run") as checkpointer:
+                checkpointer.save(1, state(1))
+        checkpointer.close()
+        checkpointer = Checkpointer(disk / "run")
+        checkpointer.save(1, state(1)).wait_done()
+        with pytest.raises(StorageError):
+            checkpointer.close()
+        checkpointer.close()
+
+
+def test_the_error_of_the_body_counts(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with full_disk(), pytest.raises(ZeroDivisionError), Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, state(1))
+        raise ZeroDivisionError
+    assert "a save failed too" in caplog.text and "No space" in caplog.text
+
+
+def test_a_root_that_is_no_directory(disk: Path) -> None:
+    (disk / "file").write_bytes(b"content")
+    for root in (disk / "file", disk / "file" / "below"):
+        checkpointer = Checkpointer(root)
+        handle = checkpointer.save(1, state(1))
+        error = handle.exception(WAIT_S)
+        assert isinstance(error, StorageError) and error.errno == errno.ENOTDIR
+        assert error.path == str(root)
+        with pytest.raises(StorageError, match="list of"):
+            checkpointer.restore(state(1))
+    assert (disk / "file").read_bytes() == b"content"
+
+
+# ---- fences and options ----
+
+
+def held_state(held: HeldTensor) -> dict[str, Any]:
+    """With a tensor that stops staging, one beyond it, and small ones of both kinds."""
+    return {
+        "held": held.tensor,
+        "big": torch.zeros(BIG),
+        "turned": torch.zeros(BIG // 100, 100).t(),
+        "buffer": torch.zeros(10),  # up to 64 KiB: taken when save() is called
+        "small": torch.zeros(50_000),  # up to 1 MiB: kept in objects.pt
+    }
+
+
+def test_the_call_fence_returns_when_everything_was_copied(disk: Path) -> None:
+    with HeldTensor() as held, Checkpointer(disk / "run") as checkpointer:
+        values = held_state(held)
+        returned = threading.Event()
+
+        def save() -> None:
+            checkpointer.save(1, values)
+            for value in values.values():
+                value.fill_(7)
+            returned.set()
+
+        saving = threading.Thread(target=save)
+        saving.start()
+        held.wait_reached()
+        assert not returned.wait(0.1)
+        held.release()
+        saving.join(WAIT_S)
+        loaded = checkpointer.load()
+    assert bool((loaded.pop("held") == 3).all()), "changed after save() had returned"
+    assert all(bool((value == 0).all()) for value in loaded.values())
+
+
+def test_the_step_fence_lets_training_go_on_until_the_optimizer(disk: Path) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(BIG))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.ones(BIG)
+    with HeldTensor() as held, Checkpointer(disk / "run", fence="step") as checkpointer:
+        values = held_state(held) | {"parameter": parameter, "optimizer": optimizer}
+        handle = checkpointer.save(1, values)
+        held.wait_reached()
+        assert not handle.is_staged() and handle.stats.stall_s is not None
+        stalled_s = handle.stats.stall_s
+        values["buffer"].add_(1)  # as a forward pass does to BatchNorm's
+        values["turned"].add_(1)  # what is not contiguous was copied at once, too
+        stepped = threading.Event()
+
+        def step() -> None:
+            optimizer.step()
+            stepped.set()
+
+        stepping = threading.Thread(target=step)
+        stepping.start()
+        assert not stepped.wait(0.1)
+        held.release()
+        stepping.join(WAIT_S)
+        handle.result(WAIT_S)
+        assert handle.stats.stall_s > stalled_s, "the optimizer's wait counts"
+        assert bool((parameter == -1).all())
+        loaded = checkpointer.load()
+    for name in ("parameter", "buffer", "turned"):
+        assert bool((loaded[name] == 0).all()), name
+
+
+@pytest.mark.parametrize("name", ["big", "small"])
+def test_a_change_too_early_fails_that_save_alone(disk: Path, name: str) -> None:
+    with Checkpointer(disk / "run", fence="step") as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        with HeldTensor() as held:
+            values = held_state(held)
+            handle = checkpointer.save(2, values)
+            held.wait_reached()
+            values[name][5] = 1
+            held.release()
+            error = handle.exception(WAIT_S)
+        assert type(error) is StagingConflict
+        assert name in str(error) and "wait_staged() first" in str(error)
+        assert checkpointer.steps() == [1]
+        checkpointer.save(3, state(3)).result(WAIT_S)
+        found = state(999)
+        assert checkpointer.restore(found) == 3
+        assert_holds(found, 3)
+    assert directories(disk / "run") == ["step-00000001", "step-00000003"]
+
+
+def inference_tensor() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(BIG)
+
+
+def test_the_step_fence_takes_tensors_without_a_version(disk: Path) -> None:
+    with Checkpointer(disk / "run", fence="step") as checkpointer:
+        checkpointer.save(1, {"w": inference_tensor(), "small": inference_tensor()[:9].clone()})
+        target = inference_tensor() * 2
+        assert checkpointer.restore({"w": target}) == 1
+        assert bool((target == 1).all())
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+@pytest.mark.parametrize("codec", [None, "zstd"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"staging_bytes": 1},
+        {"staging_bytes": BLOCK_BYTES},
+        {"staging_bytes": 3 * BLOCK_BYTES, "backend": "threads"},
+        {"durable": False},
+        {},
+    ],
+    ids=lambda options: "-".join(options) or "default",
+)
+def test_every_option_brings_back_the_same(
+    disk: Path, fence: str, codec: str | None, options: dict[str, Any]
+) -> None:
+    elements = 5_000_000  # 20 MB: three blocks
+    with Checkpointer(disk / "run", fence=fence, codec=codec, **options) as checkpointer:
+        stats = checkpointer.save(1, state(1, elements)).result(WAIT_S)
+        limit = max(BLOCK_BYTES, options.get("staging_bytes", 1 << 40))
+        assert stats.staged_bytes_max <= limit
+        if "backend" in options:
+            assert stats.backend == "threads"
+        found = state(999, elements)
+        assert checkpointer.restore(found) == 1
+    assert_holds(found, 1, elements)
+
+
+def test_io_uring_is_used_or_refused_by_name(disk: Path) -> None:
+    with Checkpointer(disk / "run", backend="io_uring") as checkpointer:
+        handle = checkpointer.save(1, state(1))
+        error = handle.exception(WAIT_S)
+        if error is None:
+            assert handle.stats.backend == "io_uring"
+            assert checkpointer.restore(state(999)) == 1
+        else:
+            assert isinstance(error, BackendUnavailable) and "io_uring" in str(error)
+            assert checkpointer.steps() == []
+
+
+def test_without_durable_nothing_is_synced(disk: Path) -> None:
+    for durable in (True, False):
+        recorder = Recorder()
+        with process_on(recorder), Checkpointer(disk / "run", durable=durable) as checkpointer:
+            checkpointer.save(int(durable), state(int(durable)))
+        assert bool(recorder.numbers_of("sync")) == durable
+        assert bool(recorder.numbers_of("sync_directory")) == durable
+        assert bool(recorder.numbers_of("flush")) != durable
+    assert restored(disk / "run") == 0
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_nothing_holds_a_state_that_was_saved(disk: Path, fence: str) -> None:
+    with Checkpointer(disk / "run", fence=fence) as checkpointer:
+        memory, few = Octets(2 << 20), Octets(99)
+        values = {
+            "w": torch.frombuffer(memory, dtype=torch.uint8),
+            "few": torch.frombuffer(few, dtype=torch.uint8),
+            "own": PerRank(1),
+        }
+        held = [weakref.ref(memory), weakref.ref(few), weakref.ref(values["own"])]
+        handle = checkpointer.save(1, values)
+        del memory, few, values
+        handle.result(WAIT_S)
+        gc.collect()
+        assert [reference() for reference in held] == [None, None, None]
+
+
+# ---- order ----
+
+
+def test_saves_commit_in_order(disk: Path) -> None:
+    """The first save's sync is held until the second waits for nothing but it."""
+    with held_up("sync") as (storage, go_on), Checkpointer(disk / "run") as checkpointer:
+        first = checkpointer.save(5, state(5))
+        assert storage.reached.wait(WAIT_S)
+        second = checkpointer.save(4, state(4))
+        wait_until(lambda: len(storage.numbers_of("sync")) == 4, "its three files were synced")
+        with pytest.raises(TimeoutError):
+            second.result(0.2)
+        assert not first.done() and not second.done() and checkpointer.steps() == []
+        go_on.set()
+        second.result(WAIT_S)
+        assert first.done() and checkpointer.latest() == 4
+        renamed = [storage.log[number].args[0] for number in storage.numbers_of("rename")]
+    root = disk / "run"
+    assert renamed == [str(root / f"step-0000000{step}" / "manifest.json") for step in (5, 4)]
+    assert restored(root) == 4
+
+
+def test_many_saves_overlap_within_the_budget(disk: Path) -> None:
+    elements, saves = 5_000_000, IN_FLIGHT_MAX + 4
+    storage = Recorder(by_engine=True)
+    with (
+        process_on(storage, 2 * BLOCK_BYTES) as current,
+        Checkpointer(disk / "run", fence="step", keep_last=2, durable=False) as checkpointer,
+    ):
+        values = [state(step, elements) for step in range(4)]
+        handles = [checkpointer.save(number, values[number % 4]) for number in range(saves)]
+        for handle in handles:
+            assert handle.result(WAIT_S).staged_bytes_max <= 2 * BLOCK_BYTES
+        committed = [storage.log[number].args[0] for number in storage.numbers_of("rename")]
+        assert committed == sorted(committed) and len(committed) == saves
+        assert checkpointer.latest() == saves - 1
+        checkpointer.close()
+        assert current.staging.engine().arena_blocks_in_use() == 0
+    assert directories(disk / "run") == [f"step-{n:08d}" for n in (saves - 2, saves - 1)]
+    with Checkpointer(disk / "run") as checkpointer:
+        assert_holds(checkpointer.load(), (saves - 1) % 4, elements)
+
+
+# ---- a step that is saved again ----
+
+
+def test_a_step_is_replaced_by_the_commit_and_not_before(disk: Path) -> None:
+    root = disk / "run"
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state(1))
+    with held_up("rename") as (storage, go_on), Checkpointer(root) as checkpointer:
+        handle = checkpointer.save(1, state(2))
+        assert storage.reached.wait(WAIT_S)
+        assert directories(root) == ["step-00000001", "step-00000001-1"]
+        assert restored_from(root) == 1, "not committed: the old one loads"
+        assert checkpointer.steps() == [1] and checkpointer.latest() == 1
+        go_on.set()
+        handle.result(WAIT_S)
+        assert handle.path == str(root / "step-00000001-1")
+        found = state(999)
+        assert checkpointer.restore(found) == 1
+        assert found["name"] == "step 2"
+    assert directories(root) == ["step-00000001-1"], "the old one is gone"
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.save(1, state(3)).result(WAIT_S) and checkpointer.steps() == [1]
+        assert_holds(checkpointer.load(1), 3)
+    assert directories(root) == ["step-00000001"], "its name is free again"
+
+
+def restored_from(root: Path) -> int:
+    """The number in what another process's restore would give, without waiting for saves here."""
+    with process_on(None), Checkpointer(root) as checkpointer:
+        return int(checkpointer.load()["name"].split()[1])
+
+
+def test_two_saves_of_a_step_in_flight(disk: Path) -> None:
+    with Checkpointer(disk / "run") as checkpointer:
+        for number in range(6):
+            checkpointer.save(7, state(number))
+        found = state(999)
+        assert checkpointer.restore(found) == 7 and found["name"] == "step 5"
+        assert checkpointer.steps() == [7]
+    assert len(directories(disk / "run")) == 1
+
+
+def test_a_failed_save_of_a_step_leaves_the_old_one(disk: Path) -> None:
+    with Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, state(1))
+    with full_disk(), Checkpointer(disk / "run") as checkpointer:
+        assert checkpointer.save(1, state(2)).exception(WAIT_S) is not None
+    assert restored(disk / "run") == 1 and directories(disk / "run") == ["step-00000001"]
+
+
+# ---- stock readers ----
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_stock_readers_open_every_file(disk: Path, codec: str | None) -> None:
+    values = state(4, 3_000_000) | {"more": torch.arange(600_000, dtype=torch.int16)}
+    with Checkpointer(disk / "run", codec=codec) as checkpointer:
+        checkpointer.save(4, values)
+    directory = disk / "run" / "step-00000004"
+    shard = directory / "rank-00000.safetensors"
+    if codec is not None:
+        packed = directory / "rank-00000.safetensors.zst"
+        if shutil.which("zstd"):
+            subprocess.run(["zstd", "-q", "-d", packed, "-o", shard], check=True)
+        else:
+            with packed.open("rb") as file:
+                reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+                shard.write_bytes(reader.read())
+    with safetensors.safe_open(shard, framework="pt") as opened:
+        assert set(opened.keys()) == {"model/w", "more", "fastckpt.per_rank"}
+        assert torch.equal(opened.get_tensor("model/w"), values["model"]["w"])
+        assert torch.equal(opened.get_tensor("more"), values["more"])
+        own = disk / "own.pt"
+        own.write_bytes(opened.get_tensor("fastckpt.per_rank").numpy().tobytes())
+    assert torch.load(own)["rng"].tolist() == [4, 1]
+    for loaded in (torch.load(directory / "objects.pt"), fastckpt.load(directory / "objects.pt")):
+        assert loaded["name"] == "step 4" and loaded["model"]["b"].tolist() == [4] * 7
+        assert loaded["model"]["w"] == {
+            "fastckpt.tensor": "model/w",
+            "dtype": "F32",
+            "shape": [3_000_000],
+        }
+        assert loaded["rng"] == {"fastckpt.per_rank": "rng"}
+
+
+# ---- operations that fail ----
+
+# A commit can do without these, most of which look at other steps; a failure of others is told by
+# the handle, unless the step has been committed and what failed is the removal of older ones.
+DISPENSABLE = {"lock", "close", "names", "directories", "status", "is_directory"} | {
+    *("open", "open_regular", "read_file", "read_at", "size")
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A root with one step, and a save to it.
+
+    Attributes:
+        before: step that was committed; None: there is no root yet.
+        step: that is saved; its content is that of state(2).
+        options: of the Checkpointer.
+    """
+
+    before: int | None
+    step: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def prepare(self, root: Path) -> None:
+        if self.before is not None:
+            with Checkpointer(root, durable=False) as checkpointer:
+                checkpointer.save(self.before, state(1))
+
+    def save(self, root: Path, storage: Storage) -> SaveHandle:
+        with process_on(storage):
+            checkpointer = Checkpointer(root, **self.options)
+            handle = checkpointer.save(self.step, state(2))
+            handle.wait_done()
+            with nullcontext() if handle.exception() is None else pytest.raises(BaseException):
+                checkpointer.close()
+                handle.result()
+        return handle
+
+
+SCENARIOS = {
+    "first": Scenario(None, 2),
+    "next": Scenario(1, 2, {"keep_last": 1}),
+    "again": Scenario(1, 1),
+    "zstd": Scenario(1, 2, {"keep_last": 1, "codec": "zstd"}),
+}
+
+
+def content_of(root: Path) -> int | None:
+    """Which of state(1), state(2), ... a restore gives; None if it says there is no step."""
+    found = state(999)
+    with Checkpointer(root) as checkpointer:
+        step = checkpointer.restore(found)
+        if step is None:
+            return None
+        number = int(found["name"].split()[1])
+        assert_holds(found, number)
+        for listed in checkpointer.steps():
+            loaded = checkpointer.load(listed)
+            assert_holds(loaded, int(loaded["name"].split()[1]))
+        return number
+
+
+def go_on(root: Path, what: str) -> None:
+    """The next job saves step 3; then nothing but that, or what it replaced, is there."""
+    with Checkpointer(root, keep_last=1, durable=False) as checkpointer:
+        checkpointer.save(3, state(3))
+    assert content_of(root) == 3
+    assert directories(root) == ["step-00000003"], what
+    assert len(os.listdir(root / "step-00000003")) == 4
+
+
+def place_of_commit(storage: Recorder) -> tuple[float, float]:
+    """Where in the log the manifest is renamed, and where that is made durable; infinity if not.
+
+    The engine writes on a thread of its own: no two logs need be alike.
+    """
+    names = storage.names_logged()
+    if "rename" not in names:
+        return math.inf, math.inf
+    renamed = names.index("rename")
+    after = names[renamed:]
+    return renamed, renamed + after.index(
+        "sync_directory"
+    ) if "sync_directory" in after else math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("first", errno.EIO),
+        ("next", errno.EIO),
+        ("next", errno.ENOSPC),
+        ("again", errno.EDQUOT),
+        ("zstd", errno.ENOSPC),
+    ],
+)
+def test_every_operation_may_fail(memory: Path, name: str, code: int) -> None:
+    scenario = SCENARIOS[name]
+    old = None if scenario.before is None else 1
+    failed, number = set(), 0
+    while True:
+        root = memory / f"{number}" / "run"
+        scenario.prepare(root)
+        storage = FailAt(number, code)
+        error = scenario.save(root, storage).exception()
+        if number >= len(storage.log):
+            break  # there are no more
+        operation, (_, committed) = storage.log[number], place_of_commit(storage)
+        failed.add(operation.name)
+        what = f"operation {number}, {operation}, failed"
+        if error is not None:
+            assert type(error) is StorageError and error.errno == code, what
+            assert number <= committed, f"{what}: it was committed"
+        else:
+            assert number > committed or operation.name in DISPENSABLE, f"{what}: swallowed"
+        assert content_of(root) == (2 if error is None else old), what
+        go_on(root, what)
+        shutil.rmtree(root.parent)
+        number += 1
+    assert {"make_directory", "create", "write_at", "sync", "sync_directory"} <= failed
+    assert "codec" in scenario.options or {"allocate", "write"} <= failed
+    assert old is None or {"remove", "remove_directory"} <= failed
+
+
+def test_a_disk_that_is_gone_is_one_error(memory: Path) -> None:
+    """From some operation on everything fails, removals included; the old step stays."""
+    scenario, owner = SCENARIOS["next"], dead_pid()
+    for number in itertools.count():
+        root = memory / f"{number}" / "run"
+        scenario.prepare(root)
+        storage = FailAt(number, errno.EIO, lasting=True)
+        error = scenario.save(root, storage).exception()
+        if number > place_of_commit(storage)[0]:
+            break
+        what = str(storage.log[number])
+        assert type(error) is StorageError and error.errno == errno.EIO, what
+        assert content_of(root) == 1, what
+        for path in root.glob("step-*/.*.tmp"):  # this process lives on, that one would not
+            path.rename(path.with_name(path.name.replace(f"-{os.getpid()}-", f"-{owner}-")))
+        go_on(root, what)
+        shutil.rmtree(root.parent)
+
+
+# ---- the last operation before a power cut ----
+
+
+@dataclass
+class File:
+    """A file as the disk has it: its content as of its last sync."""
+
+    durable: bytes = b""
+
+
+@dataclass
+class Folder:
+    """A directory: its entries now, and as of its last sync."""
+
+    now: dict[str, Any] = field(default_factory=dict)
+    durable: dict[str, Any] = field(default_factory=dict)
+
+
+Names = Callable[[Folder], dict[str, Any]]
+Content = Callable[[File, bytes], bytes]
+
+
+class Disk:
+    """Which contents and names below a directory are durable, from the operations done there.
+
+    As doubles.Disk, for a tree of directories.
+    """
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._top = self._found(base)
+
+    def _found(self, path: Path) -> Any:
+        if not path.is_dir():
+            return File(path.read_bytes())
+        entries = {entry.name: self._found(entry) for entry in path.iterdir()}
+        return Folder(entries, dict(entries))
+
+    def _folder(self, path: Path) -> tuple[dict[str, Any], str]:
+        """The entries of the directory that holds path, and its name there."""
+        node = self._top
+        *above, name = path.relative_to(self._base).parts
+        for part in above:
+            node = node.now[part]
+        return node.now, name
+
+    def note(self, operation: Operation) -> None:
+        """Follows one operation that was done."""
+        name, path = operation.name, Path(operation.path)
+        if name == "make_directories":
+            for part in [*reversed(path.relative_to(self._base).parents[:-1]), None]:
+                entries, last = self._folder(path if part is None else self._base / part)
+                entries.setdefault(last, Folder())
+        elif name in ("create", "make_directory"):
+            entries, last = self._folder(path)
+            entries[last] = File() if name == "create" else Folder()
+        elif name == "rename":
+            entries, last = self._folder(path)
+            target, new = self._folder(Path(operation.args[0]))
+            target[new] = entries.pop(last)
+        elif name in ("remove", "remove_directory"):
+            entries, last = self._folder(path)
+            del entries[last]
+        elif name == "sync":
+            entries, last = self._folder(path)
+            entries[last].durable = path.read_bytes()
+        elif name == "sync_directory":
+            node = self._top
+            if path != self._base:
+                entries, last = self._folder(path)
+                node = entries[last]
+            node.durable = dict(node.now)
+
+    def images(self, rng: random.Random) -> Iterator[tuple[str, dict[str, bytes | None]]]:
+        """Label and content of each tree that the disk may hold: bytes, or None of a directory."""
+
+        def now(folder: Folder) -> dict[str, Any]:
+            return folder.now
+
+        def durable(folder: Folder) -> dict[str, Any]:
+            return folder.durable
+
+        def mixed(folder: Folder) -> dict[str, Any]:
+            entries = {}
+            for name in folder.durable.keys() | folder.now.keys():
+                source = folder.now if rng.getrandbits(1) else folder.durable
+                if name in source:
+                    entries[name] = source[name]
+            return entries
+
+        def padded(file: File, live: bytes) -> bytes:
+            return file.durable[: len(live)].ljust(len(live), b"\0")
+
+        def torn(file: File, live: bytes) -> bytes:
+            old, parts = padded(file, live), []
+            for begin in range(0, len(live), SECTOR_BYTES):
+                source = live if rng.getrandbits(1) else old
+                parts.append(source[begin : begin + SECTOR_BYTES])
+            return b"".join(parts)
+
+        yield "nothing unsynced", self._image(durable, lambda file, _live: file.durable)
+        yield "names, data cut off", self._image(now, lambda file, _live: file.durable)
+        yield "names and sizes, data zero", self._image(now, padded)
+        yield "everything", self._image(now, lambda _file, live: live)
+        yield "data, no names", self._image(durable, lambda _file, live: live)
+        for part in ("some", "others"):
+            yield part, self._image(mixed, torn)
+
+    def _image(self, names: Names, content: Content) -> dict[str, bytes | None]:
+        image: dict[str, bytes | None] = {}
+
+        def walk(folder: Folder, inside: Path) -> None:
+            for name, node in names(folder).items():
+                relative = inside / name
+                if isinstance(node, Folder):
+                    image[str(relative)] = None
+                    walk(node, relative)
+                else:
+                    image[str(relative)] = content(node, self._live(relative, node))
+
+        walk(self._top, Path())
+        return dict(sorted(image.items()))
+
+    def _live(self, relative: Path, node: File) -> bytes:
+        """What a file holds now: nobody can tell of one that has lost its name."""
+        try:
+            entries, name = self._folder(self._base / relative)
+        except KeyError:
+            return node.durable
+        return (self._base / relative).read_bytes() if entries.get(name) is node else node.durable
+
+
+class Crash(Recorder):
+    """The first `count` operations happen, then the machine is gone: see doubles.Crash."""
+
+    def __init__(self, base: Path, count: int) -> None:
+        super().__init__()
+        self._count = count
+        self.disk = Disk(base)
+        self._order = threading.RLock()  # an operation may be made of others
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        with self._order:
+            if number < self._count:
+                result = real()
+                self.disk.note(operation)
+                return result
+        if operation.name == "close":
+            return real()
+        if operation.name in TRANSFERS:
+            raise OSError(errno.EIO, "the machine is gone")
+        raise PowerCut
+
+
+def plant(image: dict[str, bytes | None], base: Path, owner: int) -> None:
+    """Writes an image; temporaries of this process become those of `owner`, which is dead."""
+    for name, content in image.items():
+        path = base / name.replace(f"-{os.getpid()}-", f"-{owner}-")
+        if content is None:
+            path.mkdir(parents=True)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("name", ["first", "next", "again"])
+def test_any_operation_may_be_the_last(memory: Path, name: str) -> None:
+    scenario = SCENARIOS[name]
+    old = None if scenario.before is None else 1
+    inside = Path("a/b/run") if old is None else Path("run")
+    owner, told = dead_pid(), set()
+    seen: dict[int, int | None] = {}
+    print(f"seed {SEED}")
+    for count in itertools.count():
+        live = memory / "live"
+        live.mkdir()
+        scenario.prepare(live / inside)
+        storage = Crash(live, count)
+        with process_on(storage):
+            handle = Checkpointer(live / inside, **scenario.options).save(scenario.step, state(2))
+            handle.exception(WAIT_S)
+        if count > len(storage.log):
+            break
+        renamed, synced = place_of_commit(storage)
+        last = storage.log[count - 1] if count else "nothing"
+        for label, image in storage.disk.images(random.Random(SEED + count)):
+            key = hash(tuple(image.items()))
+            if key not in seen:
+                plant(image, memory / "after", owner)
+                root = memory / "after" / inside
+                seen[key] = content_of(root)
+                if len(seen) % 4 == 0 and root.exists():
+                    go_on(root, f"{count} operations, {label}")
+                shutil.rmtree(memory / "after", ignore_errors=True)
+            found, what = seen[key], f"{count} operations, the last {last}; survived: {label}"
+            told.add(found)
+            if count <= renamed:
+                assert found == old, what
+            elif count > synced:
+                assert found == 2, what
+            else:
+                assert found in (old, 2), what
+        shutil.rmtree(live)
+    assert told == {old, 2} and len(seen) > 30
+
+
+def test_the_images_tear_what_was_not_synced(memory: Path) -> None:
+    """The model is no kinder than a disk: it tears a step that did not sync."""
+    live = memory / "live"
+    live.mkdir()
+    storage = Crash(live, 1000)
+    with process_on(storage), Checkpointer(live / "run", durable=False) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+    outcomes = {}
+    for label, image in storage.disk.images(random.Random(SEED)):
+        plant(image, memory / label, dead_pid())
+        try:
+            outcomes[label] = content_of(memory / label / "run")
+        except CheckpointError as error:
+            outcomes[label] = type(error).__name__
+        shutil.rmtree(memory / label, ignore_errors=True)
+    assert outcomes.pop("everything") == 1
+    assert outcomes.pop("nothing unsynced") is outcomes.pop("data, no names") is None
+    assert 1 not in outcomes.values() and len(outcomes) == 4
+
+
+# ---- golden files ----
+
+
+def golden() -> Any:
+    """tests/data/make_golden.py as a module."""
+    spec = importlib.util.spec_from_file_location("make_golden", DATA / "make_golden.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_golden_files_are_small_and_all_there() -> None:
+    files = sorted(str(path.relative_to(DATA)) for path in DATA.rglob("*-v1*/*/*"))
+    assert [file.partition("/step-")[2] for file in files] == [
+        *(f"00000003/{n}" for n in ("manifest.json", "objects.pt", "rank-00000.json")),
+        *(f"00000003/rank-0000{n}" for n in ("0.safetensors", "1.json", "1.safetensors")),
+        *(f"00000007/{n}" for n in ("manifest.json", "objects.pt", "rank-00000.json")),
+        "00000007/rank-00000.safetensors.zst",
+    ]
+    assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 200_000
+
+
+def test_golden_steps_load(assert_same: Same) -> None:
+    """Files of version 1, which every later version has to read."""
+    made = golden()
+    with Checkpointer(DATA / "step-v1") as checkpointer:
+        assert checkpointer.steps() == [3, 7] and checkpointer.latest() == 7
+        loaded = checkpointer.load(made.PLAIN_STEP)
+        own = loaded.pop("own")
+        assert own.found and own.value == ("rank", 0)
+        expected = made.values()
+        del expected["own"]
+        assert_same(loaded, expected | {"ordered": dict(expected["ordered"])})
+        target = {
+            "sharded": {
+                name: torch.zeros(6, 5, dtype=t.dtype) for name, t in loaded["sharded"].items()
+            },
+            "columns": torch.zeros(11, 7).t(),
+            "own": PerRank(),
+        }
+        assert checkpointer.restore(target, 3) == 3
+        for name, tensor in expected["sharded"].items():
+            assert torch.equal(target["sharded"][name].view(torch.uint8), tensor.view(torch.uint8))
+        assert torch.equal(target["columns"], expected["columns"])
+        zstd = checkpointer.load(made.ZSTD_STEP)
+        assert torch.equal(zstd["large"], made.large()) and zstd["own"].value == [1, 2]
+
+
+def test_golden_files_load(disk: Path, assert_same: Same) -> None:
+    made = golden()
+    group = disk / "group-v1.pt"
+    group.write_bytes(gzip.decompress((DATA / "group-v1.pt.gz").read_bytes()))
+    cases = ((DATA / "file-v1.pt", made.small_file_values()), (group, made.file_values()))
+    for path, expected in cases:
+        for load in (fastckpt.load, torch.load):
+            assert_same(load(path), expected)
+        assert b"fastckpt1" in path.read_bytes()[:128], "marked as ours"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="torch.save, which packs PerRank, wrote other bytes then"
+)
+def test_the_same_content_still_gives_the_same_bytes(disk: Path) -> None:
+    """Of the shards all of it; of the JSON what does not depend on the time and on chance."""
+    made = disk / "made"
+    made.mkdir()
+    start = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], {}, '__main__')"
+    run_python(start, DATA / "make_golden.py", made, limit_s=240)
+    chance = ("nonce", "sha256", "index_sha256", "created", "objects", "frames", "file_nbytes")
+
+    def lasting(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: lasting(v) for k, v in value.items() if k not in chance}
+        return [lasting(item) for item in value] if isinstance(value, list) else value
+
+    for path in sorted((DATA / "step-v1").rglob("*.*")):
+        again = made / path.relative_to(DATA)
+        if path.suffix == ".safetensors":
+            assert again.read_bytes() == path.read_bytes(), path
+        elif path.suffix == ".zst":
+            unpack = zstandard.ZstdDecompressor
+            texts = []
+            for file in (path, again):
+                with file.open("rb") as packed:
+                    reader = unpack().stream_reader(packed, read_across_frames=True)
+                    texts.append(reader.read())
+            assert texts[0] == texts[1] and len(texts[0]) > 10_000_000
+        elif path.suffix == ".json":
+            old, new = (json.loads(file.read_bytes()) for file in (path, again))
+            assert list(new) == list(old) and lasting(new) == lasting(old), path
+            assert len(again.read_bytes()) == len(path.read_bytes())
+    assert sorted(p.name for p in made.rglob("*")) == sorted(
+        p.name
+        for p in DATA.rglob("*")
+        if "golden" not in p.name and p.suffix != ".pyc" and p.name != "__pycache__"
+    )

@@ -1,0 +1,455 @@
+"""Checkpointer by several ranks: real processes over gloo, from the first save to the last restore.
+
+Responsible for what must come of it: values that are exactly those that were saved, on any number
+of ranks and in any placement; bytes divided evenly; and if anything is wrong on one rank, a clear
+error on all of them in time, no step that is half there, and a next save that works. What the ranks
+do stands in crews/steps_*.py; ranks that are killed are test_ranks_kill.py's business.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import zstandard
+
+import fastckpt
+from fastckpt.image import BLOCK_BYTES
+from tests.crews import steps_bodies as bodies
+from tests.crews.group_crew import Crew, Nursery, Outcome
+from tests.crews.steps_states import flip, numbers, spreads
+
+SEED = 20261121
+MIB = 1 << 20
+LATE_S = 5.0
+TIMEOUT_S, GRACE_S = 3.0, 20.0  # of saves that miss a rank; what a busy machine may add to that
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    started = Nursery("tests.crews.steps_imports")
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def crew(nursery: Nursery) -> Callable[[int], Crew]:
+    """`crew(n)`: a job of n ranks, the same one for all tests."""
+    return nursery.lasting_crew
+
+
+def restored(crew: Crew, root: Path, step: int | None = None) -> Any:
+    """What every rank finds, having looked whether it is whole; the same on all."""
+    found = [value_of(outcome) for outcome in crew(bodies.restore, str(root), step)]
+    assert len(set(found)) == 1, f"ranks are at {found}"
+    return found[0]
+
+
+def value_of(outcome: Outcome) -> Any:
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
+
+
+def shards(root: Path, step: int) -> list[Path]:
+    return sorted(root.glob(f"step-{step:08d}/rank-*.safetensors*"))
+
+
+# Placements
+
+
+@pytest.mark.parametrize("saving", [4, 3, 2, 1])
+def test_any_placement_restores_into_any_other(
+    crew: Callable[[int], Crew], disk: Path, saving: int
+) -> None:
+    """Every tensor is saved in every way of spreading it, and goes into every other in turn."""
+    variations = len(spreads(saving))
+    crew(saving)(bodies.save_arranged, str(disk), list(range(variations)))
+    rng = random.Random(SEED)
+    for restoring in (1, 2, 3, 4):
+        pairs = [
+            (step, into)
+            for step in range(variations)
+            for into in rng.sample(range(len(spreads(restoring))), k=2 if step % 3 == 0 else 1)
+        ]
+        assert crew(restoring)(bodies.restore_arranged, str(disk), pairs) == [[]] * restoring
+
+
+LAYOUTS = [  # saved by so many ranks in a layout, restored by so many in another
+    (4, "fsdp", [(4, "fsdp"), (1, "plain"), (2, "fsdp"), (3, "fsdp"), (4, "hsdp"), (2, "ddp")]),
+    (4, "hsdp", [(4, "hsdp"), (3, "fsdp"), (1, "plain")]),
+    (2, "ddp", [(2, "ddp"), (4, "fsdp"), (4, "hsdp"), (1, "plain")]),
+    (3, "fsdp", [(3, "fsdp"), (4, "hsdp")]),
+    (1, "plain", [(1, "plain"), (4, "fsdp")]),
+    (4, "fsdp over tp", [(4, "fsdp over tp"), (4, "fsdp"), (2, "tp"), (1, "plain")]),
+    (2, "tp", [(2, "tp"), (4, "fsdp over tp"), (3, "fsdp"), (2, "ddp")]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "others"), LAYOUTS, ids=lambda value: str(value)[:12])
+def test_training_goes_on(
+    crew: Callable[[int], Crew],
+    disk: Path,
+    ranks: int,
+    layout: str,
+    others: list[tuple[int, str]],
+) -> None:
+    """Bit by bit where the layout is the same; from exactly the same weights where it is not."""
+    scaled = "tp" not in layout
+    losses = crew(ranks)(bodies.train_and_save, str(disk), layout, scaled)
+    for number, other in others:
+        results = crew(number)(bodies.restore_and_train, str(disk), other, scaled)
+        for rank, (step, faults, again) in enumerate(results):
+            assert step == 3 and faults == [], (other, rank)
+            if (number, other) == (ranks, layout):
+                assert again == losses[rank], (other, rank)
+            else:
+                assert all(float.fromhex(loss) < 10 for loss in again), (other, rank)
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_saves_while_fsdp2_trains(crew: Callable[[int], Crew], disk: Path, fence: str) -> None:
+    assert crew(4)(bodies.train_behind_the_step_fence, str(disk), fence) == [[]] * 4
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [2]])
+def test_partial_is_refused(crew: Callable[[int], Crew], disk: Path, ranks: list[int]) -> None:
+    for rank, (outcome, found) in enumerate(crew(4)(bodies.save_partial, str(disk), ranks)):
+        if rank in ranks:
+            assert type(outcome.error) is TypeError
+            assert re.search(r"'gradient' .*Partial.*reduce", str(outcome.error))
+        else:
+            assert_peer_failed(outcome, [2], r"TypeError: 'gradient' .*Partial")
+        assert found == 2
+    assert [path.name for path in disk.iterdir()] == ["step-00000002"]
+
+
+# What is written and read
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "sizes",
+    [[10_000_019], [300_007] * 30 + [3_000_017], [5_000_000, 262_144, 70_001, 4_194_304]],
+    ids=["one", "many", "mixed"],
+)
+def test_replicated_bytes_are_divided_evenly(
+    crew: Callable[[int], Crew], disk: Path, ranks: int, sizes: list[int]
+) -> None:
+    crew(ranks)(bodies.save_replicated, str(disk), sizes)
+    nbytes = [path.stat().st_size for path in shards(disk, 1)]
+    mean = 4 * sum(sizes) / ranks
+    assert len(nbytes) == ranks and max(nbytes) <= 1.01 * mean < 1.01 * sum(nbytes) / ranks * 1.01
+    with fastckpt.Checkpointer(disk) as checkpointer:
+        loaded = checkpointer.load()
+    assert all(torch.equal(loaded[str(n)], numbers(n, size)) for n, size in enumerate(sizes))
+
+
+@pytest.mark.parametrize("restoring", [1, 2, 4])
+def test_a_rank_reads_what_it_needs(
+    crew: Callable[[int], Crew], disk: Path, restoring: int
+) -> None:
+    crew(4)(bodies.save_rows, str(disk), 16)
+    for calls in crew(restoring)(bodies.restore_rows, str(disk), 16):
+        ((needed, nbytes_read),) = calls
+        assert needed == 16 * 512 * 1035 * 4 / restoring
+        assert nbytes_read <= 1.1 * needed
+
+
+def test_values_of_one_rank_come_back_to_that_rank(crew: Callable[[int], Crew], disk: Path) -> None:
+    def wanted(rank: int, holding: int) -> list[tuple[bool, Any, Any]]:
+        own = values(rank if rank < holding else 1000 + rank)
+        if rank < holding:
+            return [(True, value, value) for value in own]
+        own[2] = own[2][:1]
+        return [(False, value, None) for value in own]
+
+    def values(number: int) -> list[Any]:
+        rng = torch.Generator().manual_seed(number).get_state()
+        return [{"rank": number}, rng.tolist()[:20], [float(number)] * 20]
+
+    for saving in (2, 4):
+        root = disk / str(saving)
+        crew(saving)(bodies.save_own_values, str(root))
+        for restoring in (1, 2, 3, 4):
+            for rank, found in enumerate(crew(restoring)(bodies.restore_own_values, str(root))):
+                assert found == wanted(rank, saving), (saving, restoring, rank)
+
+
+# Saves that meet no fault
+
+
+def test_zstd_on_several_ranks(crew: Callable[[int], Crew], disk: Path) -> None:
+    crew(4)(bodies.save_steps, str(disk), [1, 2], {"codec": "zstd"})
+    for ranks in (1, 2, 4):
+        assert restored(crew(ranks), disk) == 2
+    compressed = shards(disk, 2)
+    assert [path.suffix for path in compressed] == [".zst"] * 4
+    nbytes = 0
+    for path in compressed:
+        content = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
+        tensors = safetensors.torch.load(content.decompress(path.read_bytes())).values()
+        nbytes += sum(tensor.nbytes for tensor in tensors if tensor.dtype == torch.float32)
+    assert nbytes == 2 * numbers(0).nbytes
+    flip(compressed[1], 0.5)
+    assert restored(crew(4), disk) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_old_steps_are_removed(crew: Callable[[int], Crew], disk: Path, ranks: int) -> None:
+    seen = crew(ranks)(bodies.save_and_keep, str(disk), {"keep_last": 2, "keep_every": 3})
+    assert seen == [[[3, 4, 5], [3, 6, 7]]] * ranks
+    assert sorted(path.name for path in disk.iterdir()) == [f"step-{n:08d}" for n in (3, 6, 7)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"staging_bytes": BLOCK_BYTES}, {"codec": "zstd"}], ids=str
+)
+def test_saves_overlap(crew: Callable[[int], Crew], disk: Path, options: dict[str, Any]) -> None:
+    """And are committed in the order in which they were begun."""
+    crew(4)(bodies.save_overlapping, str(disk), 12, options)
+    manifests = [json.loads(path.read_text()) for path in disk.glob("step-*/manifest.json")]
+    committed = sorted(manifests, key=lambda manifest: manifest["sequence"])
+    assert [manifest["step"] for manifest in committed] == list(range(12))
+
+
+@pytest.mark.parametrize("small", [0, 2])
+def test_one_rank_has_little_staging_memory(
+    crew: Callable[[int], Crew], disk: Path, small: int
+) -> None:
+    results = crew(4)(bodies.save_with_budgets, str(disk), {small: BLOCK_BYTES})
+    assert [found for _nbytes, found in results] == [1] * 4
+    used = [nbytes for nbytes, _found in results]
+    assert used.pop(small) <= BLOCK_BYTES < min(used)
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_slow_rank_is_waited_for(crew: Callable[[int], Crew], disk: Path, late: int) -> None:
+    """By the save, and not by the ranks: their save() returned before the slow one called its."""
+    results = crew(4)(bodies.save_late, str(disk), late, LATE_S)
+    called, _returned, _found = results[late]
+    for rank, (_called, returned, found) in enumerate(results):
+        assert found == 2
+        assert rank == late or returned < called
+
+
+def test_a_late_rank_harms_no_later_save(crew: Callable[[int], Crew], disk: Path) -> None:
+    """What it still does for a save that was given up does not reach what was committed since."""
+    for second, late, step, found in crew(2)(bodies.save_again_before_a_late_rank_wakes, str(disk)):
+        assert second is None and isinstance(late, fastckpt.PeerFailed)
+        assert (step, found) == (5, 2)
+
+
+def test_groups_of_one_job_save_apart(crew: Callable[[int], Crew], disk: Path) -> None:
+    assert crew(4)(bodies.save_in_parts, str(disk)) == [[[1, 2], 2]] * 2 + [[[3, 4], 4]] * 2
+
+
+def test_training_threads_do_not_talk(crew: Callable[[int], Crew], disk: Path) -> None:
+    """No operation of a store on the thread that calls save(), and no collective on any."""
+    for counted in crew(4)(bodies.count_operations, str(disk), 5):
+        assert counted["training"] == [] and counted["collectives"] == 0
+        assert counted["others"] > 5, "nothing was counted"
+
+
+# Saves that do
+
+
+def assert_peer_failed(outcome: Outcome, ranks: list[int], pattern: str) -> None:
+    assert type(outcome.error) is fastckpt.PeerFailed, outcome
+    assert list(outcome.error.ranks) == ranks, outcome
+    assert re.search(pattern, str(outcome.error)), outcome
+    assert str(outcome.error).endswith("nothing was committed"), outcome
+    assert outcome.took_s < TIMEOUT_S + GRACE_S
+
+
+def after_failures(results: list[Any], root: Path, count: int) -> Iterator[list[Outcome]]:
+    """What came of each wrong save on every rank; each left nothing, and the next one worked."""
+    for number in range(count):
+        for ended in results:
+            first, second, found = ended[number]
+            assert second.error is None and found == 10 * number + 14, (first, second, found)
+        yield [ended[number][0] for ended in results]
+    steps = [f"step-{10 * number + 14:08d}" for number in range(count)]
+    assert sorted(path.name for path in root.iterdir()) == steps
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wrongs"),
+    [
+        (2, [{1: "nothing"}, {0: "another step"}, {1: "no step"}]),
+        (4, [{0: "nothing"}, {3: "nothing"}, {2: "another step"}]),
+    ],
+)
+def test_a_rank_that_saves_nothing_or_another_step(
+    crew: Callable[[int], Crew], disk: Path, ranks: int, wrongs: list[dict[int, str]]
+) -> None:
+    results = crew(ranks)(bodies.save_wrongly, str(disk), wrongs, TIMEOUT_S)
+    for number, outcomes in enumerate(after_failures(results, disk, len(wrongs))):
+        (absent,), (wrong,), step = wrongs[number], wrongs[number].values(), 10 * number + 10
+        for rank, outcome in enumerate(outcomes):
+            if wrong == "no step":
+                if rank == absent:
+                    assert type(outcome.error) is ValueError, outcome
+                else:
+                    pattern = rf"rank {absent} is at 'step -1' and never joined 'step {step}'"
+                    assert_peer_failed(outcome, [absent], pattern)
+            elif wrong == "another step":
+                pattern = rf"step {step + (rank == absent)}: rank \d.* 'step {step}"
+                assert type(outcome.error) is fastckpt.PeerFailed, outcome
+                assert re.search(pattern, str(outcome.error)), outcome
+                assert outcome.took_s < TIMEOUT_S + GRACE_S
+            elif rank != absent:
+                pattern = rf"step {step}: rank {absent} did not join .*within 3 s"
+                assert_peer_failed(outcome, [absent], pattern)
+
+
+DISAGREEMENTS = {
+    "another key": r"same is missing on rank {}; other is on rank {} but not on rank 0",
+    "another shape": r"same is float32 \[529933\].* on rank {} but float32 \[529934\].* on rank 0",
+    "another type": r"same is float64 .* on rank {} but float32 .* on rank 0",
+    "another placement": r"sharded is .*\[512, 1024\].*Replicate.* on rank {} but .*Shard.*rank 0",
+    "another content": r"content of same on rank {} is not that of rank 0",
+}
+
+
+@pytest.mark.parametrize(("ranks", "wrong"), [(2, 1), (4, 1), (4, 3)])
+def test_ranks_that_save_different_states(
+    crew: Callable[[int], Crew], disk: Path, ranks: int, wrong: int
+) -> None:
+    """All raise the same. Content that differs is the first rank's from the next save on."""
+    wrongs = [{wrong: what} for what in DISAGREEMENTS]
+    results = crew(ranks)(bodies.save_wrongly, str(disk), wrongs, TIMEOUT_S)
+    patterns = [pattern.replace("{}", str(wrong)) for pattern in DISAGREEMENTS.values()]
+    ended = after_failures(results, disk, len(wrongs))
+    for pattern, outcomes in zip(patterns, ended, strict=True):
+        for outcome in outcomes:
+            assert type(outcome.error) is fastckpt.RanksDisagree, outcome
+            assert re.search(pattern, str(outcome.error)), outcome
+            assert "nothing was committed" in str(outcome.error)
+            assert str(outcome.error) == str(outcomes[0].error)
+
+
+def test_a_rank_that_is_told_of_an_earlier_error(crew: Callable[[int], Crew], disk: Path) -> None:
+    """Its save() raises what nobody asked for; the others hear of it and wait for nothing."""
+    wrongs = [{0: "an error of before"}, {3: "an error of before"}]
+    results = crew(4)(bodies.save_wrongly, str(disk), wrongs, TIMEOUT_S)
+    for rank, outcomes in zip((0, 3), after_failures(results, disk, 2), strict=True):
+        own = outcomes.pop(rank)
+        assert type(own.error) is fastckpt.StorageError and "ENOENT" in str(own.error)
+        for outcome in outcomes:
+            assert_peer_failed(outcome, [rank], rf"rank {rank} failed: StorageError: ")
+            assert outcome.took_s < TIMEOUT_S / 2
+
+
+def test_a_rank_whose_state_cannot_be_saved(crew: Callable[[int], Crew], disk: Path) -> None:
+    wrongs = [{0: "cannot be pickled"}, {3: "cannot be pickled"}]
+    results = crew(4)(bodies.save_wrongly, str(disk), wrongs, TIMEOUT_S)
+    for rank, outcomes in zip((0, 3), after_failures(results, disk, 2), strict=True):
+        own = outcomes.pop(rank)
+        assert type(own.error) is TypeError and "cannot pickle" in str(own.error)
+        for outcome in outcomes:
+            assert_peer_failed(outcome, [rank], rf"rank {rank} failed: TypeError: cannot pickle")
+
+
+def check_disk_failure(results: list[Any], failing: int, code: str) -> None:
+    """All ranks know what failed where, and nothing of step 2 is left."""
+    for rank, (outcome, names, second, found) in enumerate(results):
+        if rank == failing:
+            assert isinstance(outcome.error, fastckpt.StorageError)
+            assert code in str(outcome.error) and "step-00000002" in outcome.error.path
+        else:
+            assert_peer_failed(outcome, [failing], rf"rank {failing} failed: StorageError.*{code}")
+        assert names == ["step-00000001"]  # those with a manifest
+        assert second.error is None and found == 3
+
+
+@pytest.mark.filesystem
+@pytest.mark.parametrize(("ranks", "small"), [(2, 1), (4, 1)])
+def test_the_disk_of_one_rank_is_full(nursery: Nursery, disk: Path, ranks: int, small: int) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    with nursery.crew(ranks) as crew:
+        results = crew(bodies.save_onto_a_small_disk, str(disk), small, MIB // 2)
+    check_disk_failure(results, small, "ENOSPC")
+
+
+@pytest.mark.parametrize(("ranks", "limited"), [(2, 0), (4, 0), (4, 2)])
+def test_one_rank_may_not_write_that_much(
+    crew: Callable[[int], Crew], disk: Path, ranks: int, limited: int
+) -> None:
+    results = crew(ranks)(bodies.save_with_a_file_size_limit, str(disk), limited, MIB // 2)
+    check_disk_failure(results, limited, "EFBIG")
+
+
+# Damage that one rank meets
+
+
+def remove_middle(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "byte of a shard": lambda step: flip(step / "rank-00003.safetensors", 0.6),
+    "values of a rank": lambda step: flip(step / "rank-00003.safetensors", 1 - 1e-4),
+    "half a shard": lambda step: remove_middle(step / "rank-00003.safetensors"),
+    "shard": lambda step: (step / "rank-00003.safetensors").unlink(),
+    "index": lambda step: flip(step / "rank-00003.json", 0.5),
+    "no index": lambda step: (step / "rank-00003.json").unlink(),
+    "objects": lambda step: flip(step / "objects.pt", 0.4),
+    "manifest": lambda step: flip(step / "manifest.json", 0.5),
+    "shard of an earlier step": lambda step: os.replace(
+        step.with_name("step-00000002") / "rank-00003.safetensors", step / "rank-00003.safetensors"
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_ranks_fall_back_together(crew: Callable[[int], Crew], disk: Path, damage: str) -> None:
+    """Even if only one of them reads what is damaged; and asked for that very step, all raise."""
+    crew(4)(bodies.save_steps, str(disk), [1, 2, 3], {})
+    assert restored(crew(4), disk) == 3
+    DAMAGES[damage](disk / "step-00000003")
+    wanted = 1 if damage == "shard of an earlier step" else 2
+    assert restored(crew(4), disk) == wanted
+    for outcome in crew(4)(bodies.restore, str(disk), 3):
+        assert isinstance(outcome.error, fastckpt.CheckpointError), outcome
+        if damage == "manifest":  # then there is no such step
+            assert type(outcome.error) is fastckpt.CheckpointError
+            assert "holds no committed step 3: there are [1, 2]; " in str(outcome.error)
+        else:
+            assert type(outcome.error) is fastckpt.CorruptCheckpoint
+        assert "step-00000003" in str(outcome.error), outcome
+    assert restored(crew(2), disk) == wanted
+
+
+def test_no_step_is_whole(crew: Callable[[int], Crew], disk: Path) -> None:
+    assert restored(crew(2), disk / "none") is None
+    crew(2)(bodies.save_steps, str(disk), [1, 2], {})
+    for step in (1, 2):
+        flip(disk / f"step-{step:08d}" / "rank-00001.safetensors", 0.5)
+    for outcome in crew(2)(bodies.restore, str(disk)):
+        assert type(outcome.error) is fastckpt.CorruptCheckpoint
+        assert "rank-00001.safetensors" in str(outcome.error)
+    crew(2)(bodies.save_steps, str(disk), [3], {})
+    assert restored(crew(2), disk) == 3
+
+
+def test_a_manifest_names_every_file(crew: Callable[[int], Crew], disk: Path) -> None:
+    """What a step's directory holds, and nothing else is in it."""
+    crew(4)(bodies.save_steps, str(disk), [7], {})
+    (step,) = disk.iterdir()
+    manifest = json.loads((step / "manifest.json").read_text())
+    names = {path.name for path in step.iterdir()} - {"manifest.json"}
+    assert names == {
+        f"rank-{n:05d}.{kind}" for n in range(4) for kind in ("safetensors", "json")
+    } | {"objects.pt"}
+    assert all(name in json.dumps(manifest) for name in names if not name.endswith("safetensors"))

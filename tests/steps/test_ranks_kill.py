@@ -1,0 +1,250 @@
+"""Ranks that are killed while they save, one of them or all, from Checkpointer.save to the disk.
+
+Responsible for the moments of the kills, for what the survivors must be told, and for
+what must be found afterwards. Must not know in which steps a save proceeds; what ranks do in their
+lives stands in crews/steps_lives.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastckpt import Checkpointer, PeerFailed
+from tests.crews.group_crew import Crew, Nursery, RankDied
+from tests.crews.steps_lives import BEGUN, BORN, COMMITTED, FAILED, RESTORED, Reports, live
+from tests.crews.steps_states import COLUMNS, ROWS, numbers
+
+SEED = 20261121
+KILLS, KILLS_BY_OPERATION, KILLS_OF_ALL = 100, 36, 12
+LANES = 8  # jobs that run beside each other: most of the time they wait for somebody who is dead
+TIMEOUT_S, GRACE_S = 2.0, 20.0  # of a save; what a busy machine may add to that
+SAVES, OPERATIONS = 5, 90  # within which a kill comes
+WAIT_S = 60.0
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    started = Nursery("tests.crews.steps_imports")
+    yield started
+    started.close()
+
+
+@dataclass
+class Lane:
+    """One root, and the jobs that save to it one after the other.
+
+    Attributes:
+        found: the step committed last when the job before had ended; None: none.
+        whole: committed steps that were compared.
+        debris: manifests, under their temporary names, of saves that came to no end.
+        seen: how often what happened.
+    """
+
+    root: Path
+    nursery: Nursery
+    lock: threading.Lock  # of the nursery
+    rng: random.Random
+    found: int | None = None
+    whole: set[int] = field(default_factory=set)
+    debris: set[str] = field(default_factory=set)
+    seen: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def job(
+        self, ranks: int, dying: dict[int, int] | None = None
+    ) -> Iterator[tuple[Crew, list[Reports]]]:
+        """A job of so many ranks, all of which have begun to save."""
+        directory = Path(tempfile.mkdtemp(dir=self.root.parent))
+        reports = [Reports(directory, rank) for rank in range(ranks)]
+        order = {
+            "timeout_s": TIMEOUT_S,
+            "fence": self.rng.choice(["call", "step"]),
+            "dying": dying or {},
+        }
+        opened = self.nursery.crew(ranks)
+        with self.lock:
+            crew = opened.__enter__()
+        try:
+            crew.begin(live, str(self.root), directory, order)
+            wait_until(lambda: all(map(is_saving, reports)))
+            if any(report.last(FAILED) is not None for report in reports):
+                crew.end()  # raises what happened
+            assert {report.last(RESTORED) for report in reports} == {self.found or 0}
+            yield crew, reports
+        finally:
+            opened.__exit__(None, None, None)
+
+    def look(self, what: str, reports: list[Reports]) -> set[int]:
+        """Checks all that is in the root after a job has ended; returns which steps there are."""
+        begun = [report.last(BEGUN) or 0 for report in reports]
+        committed = [report.last(COMMITTED) for report in reports]
+        steps = steps_in(self.root, self.whole)
+        self.whole |= steps
+        newest = max(steps, default=None)
+        for step in committed:
+            assert step is None or (newest is not None and newest >= step), (what, step, steps)
+        assert newest == self.found or (self.found or 0) < newest <= min(begun), (
+            what,
+            steps,
+            begun,
+        )
+        debris = {path.name for path in self.root.glob("*/.manifest.json.*.tmp")}
+        if newest != self.found:
+            assert not debris & self.debris, f"{what}: debris outlived a save"
+        self.seen["debris"] += bool(debris)
+        self.seen["commits"] += (newest or 0) - (self.found or 0)
+        self.seen["fell back"] += newest is not None and newest < max(begun)
+        self.found, self.debris = newest, debris
+        return steps
+
+
+def is_saving(report: Reports) -> bool:
+    return report.last(RESTORED) is not None or report.last(FAILED) is not None
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.003)
+
+
+def steps_in(root: Path, compared: set[int]) -> set[int]:
+    """The steps that are committed, after comparing every element of those that were not yet."""
+    with Checkpointer(root) as checkpointer:
+        steps = checkpointer.steps()
+        for step in set(steps) - compared:
+            loaded = checkpointer.load(step)
+            assert loaded["note"] == {"step": step}
+            assert torch.equal(loaded["same"], numbers(step)), step
+            assert torch.equal(loaded["sharded"], numbers(step).view(ROWS, COLUMNS)), step
+            assert loaded["own"].value == [0, step]
+        assert checkpointer.latest() == max(steps, default=None)
+    visible = [path.parent.name for path in root.glob("*/manifest.json")]
+    assert sorted(visible) == [f"step-{step:08d}" for step in steps]
+    return set(steps)
+
+
+def check_survivor(
+    what: str, told: dict[str, Any], victim: int, steps: set[int], since: float
+) -> None:
+    """Every save that was not committed has failed, in time, and says whose fault it was."""
+    assert told["known"] - since < 1.1 * TIMEOUT_S + GRACE_S, what
+    assert told["errors"], what
+    for step, error in told["errors"].items():
+        assert type(error) is PeerFailed and list(error.ranks) == [victim], (what, error)
+        assert re.search(rf"step {step}: .*rank {victim} ", str(error)), (what, error)
+        if str(error).endswith("nothing was committed"):
+            assert step not in steps, (what, error)
+        else:
+            assert victim == 0 and str(error).endswith("may or may not be visible"), (what, error)
+    last = max(told["saved"], default=None)
+    assert last is None or last in steps, (what, told, steps)
+
+
+def wait_for_a_moment(lane: Lane, report: Reports) -> str:
+    """Waits for some saves of a rank, and for a part of the time that one takes; says how long."""
+    first = (lane.found or 0) + 1
+    wait_until(lambda: (report.last(BEGUN) or 0) >= first)
+    since, saves, part = time.monotonic(), lane.rng.randrange(SAVES), lane.rng.random()
+    wait_until(lambda: (report.last(BEGUN) or 0) >= first + saves)
+    waited_s = time.monotonic() - since
+    time.sleep(part * max(waited_s / max(saves, 1), 0.01))
+    return f"after {saves} + {part:.3f} saves"
+
+
+def kill_one(lane: Lane, number: int, by_operation: bool) -> None:
+    """The life of a job of two ranks, one of which is killed."""
+    victim = lane.rng.randrange(2)
+    operations = lane.rng.randrange(OPERATIONS)
+    moment = f"before operation {operations}"
+    with lane.job(2, {victim: operations} if by_operation else None) as (crew, reports):
+        if not by_operation:
+            moment = wait_for_a_moment(lane, reports[victim])
+            os.kill(reports[victim].last(BORN), signal.SIGKILL)
+        killed = time.monotonic()
+        results = crew.end()
+    what = f"kill {number} in {lane.root.parent.name} of rank {victim} {moment}"
+    assert isinstance(results[victim], RankDied), f"{what}: it failed by itself: {results}"
+    check_survivor(what, results[1 - victim], victim, lane.look(what, reports), killed)
+    lane.seen[f"rank {victim}"] += 1
+
+
+def run_lanes(
+    nursery: Nursery, disk: Path, count: int, life: Callable[[Lane, int], None]
+) -> Counter[str]:
+    """Runs so many lives, some roots beside each other; then each root serves one more job."""
+    lock, seen = threading.Lock(), Counter[str]()
+    lanes = []
+    for number in range(LANES):
+        root = disk / f"lane{number}" / "root"
+        root.mkdir(parents=True)
+        lanes.append(Lane(root, nursery, lock, random.Random(SEED + number)))
+
+    def run(lane: Lane) -> None:
+        for number in range(-(-count // LANES)):
+            life(lane, number)
+        for path in lane.root.parent.iterdir():
+            if path != lane.root:
+                for report in path.iterdir():
+                    report.unlink()
+        with Checkpointer(lane.root, keep_last=1) as checkpointer:
+            checkpointer.save(10**6, {"step": 10**6}).result(WAIT_S)
+        assert [path.name for path in lane.root.iterdir()] == ["step-01000000"]
+
+    with ThreadPoolExecutor(LANES) as threads:
+        for done in [threads.submit(run, lane) for lane in lanes]:
+            done.result()
+    for lane in lanes:
+        seen += lane.seen
+    print(f"seed {SEED}: {dict(seen)}")
+    return seen
+
+
+def test_a_kill_of_any_rank_at_any_moment(nursery: Nursery, disk: Path) -> None:
+    seen = run_lanes(nursery, disk, KILLS, lambda lane, number: kill_one(lane, number, False))
+    assert seen["rank 0"] + seen["rank 1"] >= KILLS and seen["commits"] > KILLS / 2
+    assert min(seen["rank 0"], seen["rank 1"], seen["fell back"]) > KILLS / 4
+    assert seen["debris"] > KILLS / 10, "the kills came too early or too late"
+
+
+def test_a_kill_of_any_rank_at_any_operation(nursery: Nursery, disk: Path) -> None:
+    """As above, with the moment chosen by what the save was about to do instead of by the clock."""
+    count = KILLS_BY_OPERATION
+    seen = run_lanes(nursery, disk, count, lambda lane, number: kill_one(lane, number, True))
+    assert min(seen["rank 0"], seen["rank 1"]) > count / 4
+    assert seen["commits"] > count / 2 and seen["debris"] > count / 10
+
+
+def test_a_kill_of_a_whole_job(nursery: Nursery, disk: Path) -> None:
+    """And the next one, of another number of ranks, goes on from the step committed last."""
+
+    def life(lane: Lane, number: int) -> None:
+        ranks = (4, 2, 3, 1)[(number + lane.rng.randrange(2)) % 4]
+        with lane.job(ranks) as (crew, reports):
+            moment = wait_for_a_moment(lane, reports[0])
+            what = f"kill {number} of {ranks} ranks in {lane.root.parent.name} {moment}"
+            for report in lane.rng.sample(reports, ranks):
+                os.kill(report.last(BORN), signal.SIGKILL)
+            assert all(isinstance(result, RankDied) for result in crew.end()), what
+        lane.look(what, reports)
+
+    seen = run_lanes(nursery, disk, KILLS_OF_ALL, life)
+    assert seen["commits"] > KILLS_OF_ALL / 2 and seen["debris"] > 0

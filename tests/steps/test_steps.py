@@ -1,0 +1,805 @@
+"""The directories of steps under one root over a run's life: which names they get, which of them is
+the newest, which are removed and which never are, what dead, living and foreign processes left
+there, and which step a restore falls back to. What is in a step is others' business.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from fastckpt import Checkpointer, commit
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StorageError,
+)
+from fastckpt.formats.manifest import Manifest, ObjectsFile
+from fastckpt.formats.step_names import STEP_MAX, step_name
+from fastckpt.retention import retain, supersede
+from fastckpt.steps import DEAD_AFTER_S, Steps
+from fastckpt.storage import Storage
+from tests.doubles import FailAt, Operation, Recorder, dead_pid
+from tests.paths import ROOT
+from tests.saving.test_process import run_python
+from tests.steps.test_checkpointer import assert_holds, directories, process_on, restored, state
+
+WAIT_S = 60.0
+T = TypeVar("T")
+
+
+@pytest.fixture
+def root(disk: Path) -> Path:
+    return disk / "run"
+
+
+def saved(root: Path, *steps: int, **options: Any) -> list[str]:
+    """Saves steps one after the other, with a new Checkpointer; the directories there are then."""
+    with Checkpointer(root, durable=False, **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, state(step)).result(WAIT_S)
+    return directories(root)
+
+
+def name(step: int, attempt: int = 0) -> str:
+    return f"step-{step:08d}" + (f"-{attempt}" if attempt else "")
+
+
+# ---- names ----
+
+
+def test_names() -> None:
+    assert step_name(100) == "step-00000100" and step_name(0, 3) == "step-00000000-3"
+    assert step_name(STEP_MAX - 1) == "step-999999999999999"
+    for step in (-1, STEP_MAX):
+        with pytest.raises(ValueError, match="must be at least 0 and below"):
+            step_name(step)
+
+
+def test_large_steps_are_steps(root: Path) -> None:
+    saved(root, 123_456_789, STEP_MAX - 1, 7)
+    assert directories(root) == ["step-00000007", "step-123456789", "step-999999999999999"]
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.steps() == [7, 123_456_789, STEP_MAX - 1]
+        assert checkpointer.latest() == 7
+
+
+def test_other_names_are_not_looked_at(root: Path) -> None:
+    saved(root, 5)
+    others = ["step-6", "step-00000006-x", "step-0000000a", "xstep-00000006", "step-00000006.bak"]
+    others += [
+        "step-00000006-",
+        "step-1234567890123456",
+        "tmp",
+        "step-\u0661\u0662\u0663\u0664" * 2,
+    ]
+    for other in others:
+        shutil.copytree(root / name(5), root / other)
+    (root / "notes.txt").write_text("mine")
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.steps() == [5]
+    assert saved(root, 8, keep_last=1) == sorted([*others, "notes.txt", name(8)])
+
+
+def test_a_taken_name_gets_a_number(root: Path) -> None:
+    """By a file, a link, a directory of somebody else: none of them is touched."""
+    root.mkdir()
+    (root / name(1)).write_bytes(b"a file")
+    (root / name(1, 1)).symlink_to("nowhere")
+    (root / name(1, 2)).mkdir()
+    (root / name(1, 2) / "model.distcp").write_bytes(b"of another tool")
+    (root / name(1, 3) / "below").mkdir(parents=True)
+    (root / name(1, 4)).mkdir()  # empty: what a save leaves that died at once
+    assert saved(root, 1) == [name(1), *(name(1, n) for n in range(1, 5))]
+    assert (root / name(1, 4) / "manifest.json").exists()
+    assert (root / name(1)).read_bytes() == b"a file"
+    assert (root / name(1, 2) / "model.distcp").read_bytes() == b"of another tool"
+    assert restored(root) == 1
+
+
+def test_a_number_of_names_is_tried(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastckpt.steps._ATTEMPTS_MAX", 3)
+    root.mkdir()
+    for attempt in range(3):
+        (root / name(1, attempt)).write_bytes(b"")
+    handle = Checkpointer(root).save(1, state(1))
+    error = handle.exception(WAIT_S)
+    assert isinstance(error, StorageError) and error.errno == errno.EEXIST
+
+
+def test_a_linked_directory_is_nobodys_step(disk: Path, root: Path) -> None:
+    """What a link leads to is neither restored, nor written to, nor removed."""
+    precious = disk / "precious"
+    saved(disk / "other", 7)
+    shutil.copytree(disk / "other" / name(7), precious / name(7))
+    (precious / "empty").mkdir()
+    (precious / "unfinished").mkdir()
+    (precious / "unfinished" / "objects.pt").write_bytes(b"precious")
+    root.mkdir()
+    (root / name(7)).symlink_to(precious / name(7))
+    (root / name(8)).symlink_to(precious / "empty")
+    (root / name(9)).symlink_to(precious / "unfinished")
+    before = sorted(str(path) for path in precious.rglob("*"))
+    with Checkpointer(root, keep_last=1) as checkpointer:
+        assert checkpointer.steps() == [] and checkpointer.restore(state(1)) is None
+        for step in (7, 8, 9, 9):
+            checkpointer.save(step, state(step))
+    assert sorted(str(path) for path in precious.rglob("*")) == before
+    assert (precious / "unfinished" / "objects.pt").read_bytes() == b"precious"
+    assert sum(path.is_symlink() for path in root.iterdir()) == 3
+    assert restored(root) == 9
+
+
+# ---- which is the newest ----
+
+
+def test_the_newest_is_the_one_committed_last(root: Path) -> None:
+    saved(root, 10, 20, 30)
+    with Checkpointer(root) as checkpointer:
+        found = state(999)
+        assert checkpointer.restore(found, 20) == 20
+        checkpointer.save(25, state(25)).result(WAIT_S)
+        assert checkpointer.latest() == 25 and checkpointer.steps() == [10, 20, 25, 30]
+    assert restored(root) == 25
+    saved(root, 20)
+    assert restored(root) == 20
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.latest() == 20
+
+
+def test_order_survives_a_manifest_that_cannot_be_read(root: Path) -> None:
+    """A commit is newer than a step that was unreadable meanwhile and came back."""
+    saved(root, 1, 2, 3)
+    manifest = root / name(3) / "manifest.json"
+    content = manifest.read_bytes()
+    manifest.write_bytes(content[:-1])
+    saved(root, 2)
+    manifest.write_bytes(content)
+    assert restored(root) == 2
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.latest() == 2 and checkpointer.steps() == [1, 2, 3]
+    assert saved(root, 1, keep_last=2) == [name(1, 1), name(2, 1)]
+
+
+# ---- what is kept ----
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, range(11)),
+        ({"keep_last": 1}, [10]),
+        ({"keep_last": 3}, [8, 9, 10]),
+        ({"keep_last": 2, "keep_every": 4}, [0, 4, 8, 9, 10]),
+        ({"keep_last": 1, "keep_every": 5}, [0, 5, 10]),
+        ({"keep_last": 50}, range(11)),
+    ],
+    ids=str,
+)
+def test_so_many_are_kept(root: Path, options: dict[str, int], kept: Any) -> None:
+    assert saved(root, *range(11), **options) == [name(step) for step in kept]
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.steps() == list(kept)
+
+
+def test_the_last_ones_are_those_committed_last(root: Path) -> None:
+    saved(root, 30, 40, 50)
+    assert saved(root, 5, keep_last=1) == [name(5)], "the one just committed stays"
+    saved(root, 10, 20, 3)
+    assert saved(root, 7, keep_last=3) == [name(3), name(7), name(20)]
+
+
+def test_attempts_at_a_step_count_once(root: Path) -> None:
+    with Checkpointer(root, keep_last=2) as checkpointer:
+        for step in (1, 2, 2, 2, 3, 3):
+            checkpointer.save(step, state(step))
+    assert len(directories(root)) == 2
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.steps() == [2, 3]
+
+
+def test_what_others_put_into_a_step_stays(root: Path) -> None:
+    saved(root, 1)
+    (root / name(1) / "notes.txt").write_text("the best one")
+    (root / name(1) / "plots").mkdir()
+    assert saved(root, 2, keep_last=1) == [name(1), name(2)]
+    assert sorted(os.listdir(root / name(1))) == ["notes.txt", "plots"]
+    assert restored(root) == 2
+    assert saved(root, 3, keep_last=1) == [name(1), name(3)]
+    assert (root / name(1) / "notes.txt").read_text() == "the best one"
+
+
+READER = """
+import sys
+from tests.doubles import Recorder
+from tests.steps.test_checkpointer import assert_holds, process_on, state
+from fastckpt import Checkpointer
+
+class Slow(Recorder):
+    waited = False
+    def perform(self, number, operation, real):
+        if operation.name == "read" and not self.waited:
+            Slow.waited = True
+            print("reading", flush=True)
+            assert sys.stdin.readline() == "go on\\n"
+        return real()
+
+with process_on(Slow()):
+    found = state(999)
+    with Checkpointer(sys.argv[1]) as checkpointer:
+        step = checkpointer.restore(found, *map(int, sys.argv[2:]))
+    assert_holds(found, step)
+print(step, flush=True)
+"""
+
+
+@contextmanager
+def program(text: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs a program; it is gone afterwards."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", text, *map(str, arguments)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def told(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def tell(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{text}\n")
+    process.stdin.flush()
+
+
+@pytest.mark.multiprocess
+def test_a_step_that_another_process_reads_stays(root: Path) -> None:
+    saved(root, 1)
+    with program(READER, root) as process:
+        assert told(process) == "reading"
+        assert saved(root, 2, 3, keep_last=1) == [name(1), name(3)]
+        # Replaced by another attempt, which is what is restored from now on.
+        with Checkpointer(root) as checkpointer:
+            checkpointer.save(1, state(4)).result(WAIT_S)
+            assert checkpointer.steps() == [1, 3] and checkpointer.load()["name"] == "step 4"
+        assert directories(root) == [name(1), name(1, 1), name(3)]
+        tell(process, "go on")
+        assert told(process) == "1"
+    assert saved(root, 5, keep_last=2) == [name(1, 1), name(5)]
+
+
+def test_a_step_that_is_removed_before_it_is_held(root: Path) -> None:
+    """By another job, between looking for the newest step and reading it: the next one is taken."""
+    saved(root, 1, 2)
+
+    class Remover(Recorder):
+        def __init__(self, when: str) -> None:
+            super().__init__()
+            self._when = when
+
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            if operation.name == self._when and (root / name(2)).exists():
+                shutil.rmtree(root / name(2))
+            return real()
+
+    for when in ("open", "lock_shared"):
+        with process_on(Remover(when)), Checkpointer(root) as checkpointer:
+            found = state(999)
+            assert checkpointer.restore(found) == 1
+            assert_holds(found, 1)
+        saved(root, 2)
+    steps = Steps(Storage(), str(root))
+    late = Steps(Remover("lock_shared"), str(root))
+    for held in (steps.hold(name(9)), late.hold(name(2))):
+        with pytest.raises(CorruptCheckpoint, match="the step was removed"), held:
+            raise AssertionError("held what is not there")
+
+
+def test_a_damaged_step_does_not_count_as_kept(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once found out, it is no reason to remove the last good one."""
+    saved(root, 3, 4, 5)
+    (root / name(5) / "objects.pt").write_bytes(b"damaged")
+    with Checkpointer(root, keep_last=2) as checkpointer:
+        assert checkpointer.restore(state(0)) == 4
+        checkpointer.save(6, state(6)).result(WAIT_S)
+    assert directories(root) == [name(4), name(5), name(6)]
+    shutil.rmtree(root / name(6))
+    assert restored(root) == 4
+
+
+def test_what_was_committed_later_is_not_removed(root: Path) -> None:
+    """As a save does that was held up while another job went on."""
+    saved(root, 1, 2, 3)
+    steps = Steps(Storage(), str(root))
+    assert retain(steps, steps.committed()[0], name(2), 1, None) == [name(1)]
+    with Checkpointer(root) as checkpointer:
+        with steps.hold(name(3)):
+            checkpointer.save(3, state(33)).result(WAIT_S)
+        supersede(steps, steps.committed()[0], name(3), 3)
+        assert directories(root) == [name(2), name(3), name(3, 1)]
+        assert checkpointer.load()["name"] == "step 33"
+
+
+def test_checkpointers_of_one_root_commit_in_one_order(root: Path) -> None:
+    with Checkpointer(root, keep_last=1) as first, Checkpointer(root) as second:
+        first.save(10, state(10)).result(WAIT_S)
+        for step in (11, 12, 13):
+            second.save(step, state(step)).result(WAIT_S)
+        first.save(9, state(9)).result(WAIT_S)
+        assert first.latest() == second.latest() == 9
+    assert directories(root) == [name(9)]
+
+
+FORKING = """
+import os, signal, sys, time, torch
+from tests.steps.test_checkpointer import assert_holds, held_up, state
+from fastckpt import Checkpointer
+root = sys.argv[1]
+with held_up("rename") as (delay, go_on), Checkpointer(root, keep_last=1) as checkpointer:
+    first = checkpointer.save(1, state(1))
+    assert delay.reached.wait(60)
+    child = os.fork()  # as a data loader's worker, which lives on
+    if child == 0:
+        signal.pause()
+    go_on.set()
+    first.result()
+    def kept():
+        links = os.scandir(f"/proc/{child}/fd")
+        return [path for link in links if (path := os.readlink(link.path)).startswith(root)]
+    end = time.monotonic() + 60
+    while kept() and time.monotonic() < end:  # until it has had its turn
+        time.sleep(0.01)
+    found = state(0)
+    step = checkpointer.restore(found)
+    checkpointer.save(2, state(2)).result()
+    held = kept()
+os.kill(child, signal.SIGKILL)
+print(step, held, sorted(os.listdir(root)))
+"""
+
+
+def test_a_fork_during_a_save_holds_nothing_up(root: Path) -> None:
+    """Its locks would keep the step from being read, and from being removed."""
+    done = run_python(FORKING, root, limit_s=120)
+    assert done.stdout.split("\n")[0] == f"1 [] ['{name(2)}']"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_callback_that_exits_does_not_end_the_save_early(root: Path) -> None:
+    with Checkpointer(root, keep_last=1) as checkpointer:
+        for step in (1, 2, 3):
+            handle = checkpointer.save(step, state(step))
+            handle.add_done_callback(lambda _: sys.exit())
+            handle.wait_done()
+    assert directories(root) == [name(3)]
+
+
+# ---- what others left ----
+
+
+DYING = """
+import os, signal, sys
+from tests.doubles import Recorder
+from tests.steps.test_checkpointer import process_on, state
+from fastckpt import Checkpointer
+
+class Stops(Recorder):
+    def perform(self, number, operation, real):
+        if operation.name == sys.argv[2]:
+            print("stopped", flush=True)
+            sys.stdin.readline()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real()
+
+with process_on(Stops()):
+    Checkpointer(sys.argv[1]).save(5, state(5)).result()
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("operation", ["write", "rename"])
+def test_debris_of_the_living_stays_and_of_the_dead_goes(
+    root: Path, operation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(root, 4)
+    with program(DYING, root, operation) as process:
+        assert told(process) == "stopped"
+        files = set(os.listdir(root / name(5)))
+        assert len(files) > 1 and "manifest.json" not in files
+        assert saved(root, 6) == [name(4), name(5), name(6)], "its save may yet commit"
+        assert set(os.listdir(root / name(5))) >= files
+        assert saved(root, 5) == [name(4), name(5), name(5, 1), name(6)]
+        with Checkpointer(root) as checkpointer:
+            assert checkpointer.steps() == [4, 5, 6]
+        tell(process, "die")
+        process.wait(WAIT_S)
+    caplog.clear()
+    assert restored(root) == 5
+    assert f"{root / name(5)}: its save was not committed" in caplog.text
+    assert directories(root) == [name(4), name(5), name(5, 1), name(6)], "restoring removes nothing"
+    assert saved(root, 7) == [name(4), name(5, 1), name(6), name(7)]
+
+
+def unfinished(root: Path, step: int, host: str | None, pid: int | None = None) -> Path:
+    """A directory as a save leaves it before its commit; with a temporary of this owner."""
+    directory = root / name(step)
+    directory.mkdir(parents=True)
+    (directory / "rank-00000.safetensors").write_bytes(b"begun")
+    (directory / "rank-00001.safetensors.zst").write_bytes(b"begun")
+    (directory / "rank-123456.json").write_bytes(b"begun")
+    if host is not None:
+        temporary = Path(commit.temporary_path(str(directory / "manifest.json")))
+        own = re.search(r"\.([^.-]*)-\d+-\d+-", temporary.name)
+        assert own is not None
+        changed = temporary.name.replace(own[1], host or own[1])
+        changed = changed.replace(f"-{os.getpid()}-", f"-{pid or os.getpid()}-")
+        (directory / changed).write_bytes(b"")
+    return directory
+
+
+def test_debris_tells_whose_it_is(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    of_this_process = unfinished(root, 1, "")
+    of_the_dead = unfinished(root, 2, "", dead_pid())
+    of_another_host = unfinished(root, 3, "elsewhere", dead_pid())
+    long_dead = unfinished(root, 4, "elsewhere")
+    of_nobody = unfinished(root, 5, None)
+    foreign = unfinished(root, 6, "", dead_pid())
+    (foreign / ".metadata").write_bytes(b"of another tool")
+    a_day_ago = time.time() - DEAD_AFTER_S - 60
+    for path in long_dead.glob(".*"):
+        os.utime(path, (a_day_ago, a_day_ago))
+    kept = [name(1), name(3), name(6)]
+    with caplog.at_level(logging.WARNING, "fastckpt"):
+        assert saved(root, 7, 8) == [*kept, name(7), name(8)]
+    warnings = [record.message for record in caplog.records]
+    assert warnings == [
+        f"{of_another_host} was begun on another host and not committed: it is removed a day after "
+        "that, or by you"
+    ], "told once"
+    for path in (*of_another_host.glob(".*"), *foreign.glob(".*")):
+        os.utime(path, (a_day_ago, a_day_ago))
+    assert saved(root, 9) == [name(1), name(6), name(7), name(8), name(9)]
+    assert not (of_the_dead.exists() or long_dead.exists() or of_nobody.exists())
+    assert len(os.listdir(of_this_process)) == 4 and len(os.listdir(foreign)) == 5
+    shutil.rmtree(of_this_process)
+    shutil.rmtree(foreign)
+
+
+def test_a_locked_temporary_is_alive(root: Path) -> None:
+    """As of a process in another pid namespace, whose number says nothing here."""
+    directory = unfinished(root, 2, "", dead_pid())
+    (temporary,) = directory.glob(".*")
+    storage = Storage()
+    fd = storage.open(str(temporary))
+    assert storage.lock(fd)
+    assert saved(root, 3) == [name(2), name(3)]
+    storage.close(fd)
+    assert saved(root, 4) == [name(3), name(4)]
+
+
+@pytest.mark.parametrize("when", [1, 2, 3])
+@pytest.mark.parametrize("committing", [False, True])
+def test_a_directory_that_comes_to_life_while_it_is_looked_at(
+    root: Path, when: int, committing: bool
+) -> None:
+    """Another save makes its temporary after the first look, or commits: the directory stays."""
+    directory = root / name(5)
+    directory.mkdir(parents=True)
+    temporary = Path(commit.temporary_path(str(directory / "manifest.json")))
+
+    class Late(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            result = real()
+            if operation.name == "names" and len(self.numbers_of("names")) == when:
+                if committing:
+                    temporary.rename(directory / "manifest.json")
+                else:
+                    temporary.write_bytes(b"")
+            return result
+
+    if committing:
+        temporary.write_bytes(b"")
+        (directory / "objects.pt").write_bytes(b"")
+    assert not Steps(Late(), str(root)).remove_if_dead(name(5))
+    expected = ["manifest.json", "objects.pt"] if committing else [temporary.name]
+    assert sorted(os.listdir(directory)) == expected
+    shutil.rmtree(directory)
+
+
+def test_a_directory_that_is_taken_for_dead_while_it_is_empty(root: Path) -> None:
+    """Another process removes it between its making and the first file: it is made again."""
+
+    class Taken(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            if operation.name == "create" and len(self.numbers_of("create")) == 1:
+                assert Steps(Storage(), str(root)).remove_dead() == [name(5)]
+            return real()
+
+    storage = Taken()
+    with process_on(storage), Checkpointer(root) as checkpointer:
+        checkpointer.save(5, state(5)).result(WAIT_S)
+    assert len(storage.numbers_of("make_directory")) == 3  # the first found no root
+    assert directories(root) == [name(5)] and restored(root) == 5
+
+
+def test_two_processes_clean_up_at_once(root: Path) -> None:
+    class Second(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            if operation.name == "remove" and len(self.numbers_of("remove")) == 1:
+                assert Steps(Storage(), str(root)).remove_dead() == [name(5)]
+            return real()
+
+    unfinished(root, 5, None)
+    assert Steps(Second(), str(root)).remove_dead() == []
+    assert directories(root) == []
+
+
+def test_the_manifest_is_gone_before_a_failed_commit_is_told(root: Path) -> None:
+    """When the last sync fails, another rank may already remove what the manifest names."""
+    manifest = Manifest(
+        step=5,
+        nonce="0" * 16,
+        sequence=1,
+        world_size=1,
+        created="2026-01-31T12:00:00Z",
+        objects=ObjectsFile("objects.pt", 1, 0),
+        writers=(),
+    )
+    recorder = Recorder()
+    steps = Steps(recorder, str(root))
+    begun = steps.begin(5)
+    steps.publish(begun, manifest, durable=True)
+    recorder.close(begun.manifest_fd)
+    assert steps.read(name(5)) == manifest
+    last = recorder.numbers_of("sync_directory")[-1]
+    assert recorder.log[last].path == str(root / name(5))
+    shutil.rmtree(root)
+    steps = Steps(FailAt(last, errno.EIO), str(root))
+    begun = steps.begin(5)
+    with pytest.raises(StorageError, match="sync directory"):
+        steps.publish(begun, manifest, durable=True)
+    steps.storage.close(begun.manifest_fd)
+    assert os.listdir(root / name(5)) == []
+
+
+# ---- what is damaged ----
+
+
+FILES = ("manifest.json", "objects.pt", "rank-00000.json", "rank-00000.safetensors")
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("harm", [damage, Path.unlink, lambda path: os.truncate(path, 100)])
+def test_a_damaged_step_is_skipped_and_told(
+    root: Path, file: str, harm: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(root, 1, 2, 3)
+    harm(root / name(3) / file)
+    caplog.clear()
+    assert restored(root) == 2
+    warning = caplog.records[0].message
+    if file == "manifest.json" and harm is Path.unlink:
+        assert warning == f"skipping {root / name(3)}: its save was not committed"
+    else:
+        assert warning.startswith("skipping") and str(root / name(3) / file) in warning
+    with Checkpointer(root) as checkpointer:
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.restore(state(999), 3)
+        if file == "manifest.json":
+            assert "holds no committed step 3: there are [1, 2]" in str(caught.value)
+        else:
+            assert type(caught.value) is CorruptCheckpoint and file in str(caught.value)
+        with pytest.raises(type(caught.value)):
+            checkpointer.load(3)
+        assert_holds(checkpointer.load(), 2)
+        checkpointer.save(3, state(3))
+    assert restored(root) == 3
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.restore(state(999), 3) == 3, "the whole attempt at it counts"
+
+
+def test_all_damaged_is_an_error(root: Path) -> None:
+    saved(root, 1, 2, 3, 4)
+    for step, file in zip((1, 2, 3, 4), FILES, strict=True):
+        damage(root / name(step) / file)
+    with Checkpointer(root) as checkpointer:
+        for call in (lambda: checkpointer.restore(state(1)), checkpointer.load):
+            with pytest.raises(CorruptCheckpoint) as caught:
+                call()
+            assert f"no step under {str(root)!r} is whole" in str(caught.value)
+            assert f"{name(4)}/rank-00000.safetensors" in str(caught.value)
+            assert f"{name(3)}/rank-00000.json" in str(caught.value)
+        for step in (2, 3, 4):
+            damage(root / name(step) / "manifest.json")
+        with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
+            checkpointer.restore(state(1))
+
+
+def test_a_manifest_that_cannot_be_looked_at(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One odd directory stops neither restoring nor saving, and is not removed."""
+    saved(root, 1)
+    for step, odd in ((2, "loop"), (3, "directory"), (4, "fifo")):
+        (root / name(step)).mkdir()
+        path = root / name(step) / "manifest.json"
+        if odd == "loop":
+            path.symlink_to("manifest.json")
+        elif odd == "directory":
+            path.mkdir()
+        else:
+            os.mkfifo(path)
+    assert restored(root) == 1
+    assert len([r for r in caplog.records if r.message.startswith("skipping a step: ")]) == 3
+    assert saved(root, 5, 6, keep_last=1) == [name(2), name(3), name(4), name(6)]
+    assert restored(root) == 6
+
+
+def resigned(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes a manifest and gives it the digest it should have."""
+    written = json.loads(manifest.read_bytes())
+    del written["sha256"]
+    change(written)
+    body = json.dumps(written, separators=(",", ":"))[:-1].encode()
+    digest = hashlib.sha256(body).hexdigest()
+    manifest.write_bytes(body + f',"sha256":"{digest}"}}\n'.encode())
+
+
+def test_a_step_of_a_newer_version(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(root, 1)
+    newer = root / name(1) / "manifest.json"
+    resigned(newer, lambda written: written.update(version=2, more="unknown"))
+    with Checkpointer(root) as checkpointer:
+        for call in (lambda: checkpointer.restore(state(1)), checkpointer.load):
+            with pytest.raises(IncompatibleCheckpoint, match=r"version 2, .* update it"):
+                call()
+        assert checkpointer.steps() == [] and checkpointer.latest() is None
+    assert saved(root, 2, 3, keep_last=1) == [name(1), name(3)], "it is not removed"
+    caplog.clear()
+    assert restored(root) == 3 and "version 2" in caplog.text
+
+
+def test_a_newest_step_of_a_newer_version_is_not_passed_over(root: Path) -> None:
+    """The run would silently go back; whoever wants that names the step."""
+    saved(root, 1, 2, 3)
+    resigned(root / name(3) / "manifest.json", lambda written: written.update(version=2))
+    with Checkpointer(root) as checkpointer:
+        for call in (lambda: checkpointer.restore(state(1)), checkpointer.load):
+            with pytest.raises(IncompatibleCheckpoint, match=r"version 2, .*the steps \[1, 2\]"):
+                call()
+        assert checkpointer.restore(state(1), 2) == 2
+
+
+def test_a_step_to_fall_back_to_does_not_fit(root: Path) -> None:
+    """The state may be half of another step by then, so the error says what came before."""
+    saved(root, 1)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(2, {**state(2), "more": torch.ones(3)}).result(WAIT_S)
+        shard = root / name(2) / "rank-00000.safetensors"
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+        with pytest.raises(IncompatibleCheckpoint, match=r"'more'.*partly read.*CRC-32 mismatch"):
+            checkpointer.restore({**state(0), "more": torch.zeros(3)})
+
+
+def test_a_step_under_another_name(root: Path) -> None:
+    """A copy of a directory under the name of another step is refused, not taken for that step."""
+    saved(root, 1, 2)
+    shutil.copytree(root / name(1), root / name(3))
+    assert restored(root) == 2
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.steps() == [1, 2]
+        with pytest.raises(CheckpointError, match="the manifest is of step 1"):
+            checkpointer.load(3)
+
+
+def test_a_run_that_was_copied_elsewhere(disk: Path, root: Path) -> None:
+    saved(root, 1, 2)
+    shutil.copytree(root, disk / "copy", symlinks=True)
+    shutil.rmtree(root)
+    assert restored(disk / "copy") == 2
+    assert saved(disk / "copy", 3, keep_last=2) == [name(2), name(3)]
+
+
+class BeginsWhileRemoved(Storage):
+    """Another save of the step begins when its old directory has lost its manifest."""
+
+    def __init__(self) -> None:
+        self.begin: Callable[[], object] | None = None
+        self.thread: threading.Thread | None = None
+
+    def sync_directory(self, path: str) -> None:
+        super().sync_directory(path)
+        if self.begin is not None:
+            self.thread = threading.Thread(target=self.begin)
+            self.begin = None
+            self.thread.start()
+            self.thread.join(0.2)  # it may have to wait
+
+
+def test_a_save_keeps_its_directory_while_an_old_one_of_that_name_is_removed(root: Path) -> None:
+    saved(root, 1)
+    storage, begun = BeginsWhileRemoved(), []
+    steps = Steps(storage, str(root))
+    steps._cleaned = True
+    storage.begin = lambda: begun.append(steps.begin(1))
+    assert steps.remove_unread(name(1))
+    assert storage.thread is not None
+    storage.thread.join(WAIT_S)
+    assert begun[0].name == name(1) and os.path.exists(begun[0].temporary)
+    steps.abandon(begun[0])
+    storage.close(begun[0].manifest_fd)
+
+
+READ_ONLY = """
+import os, sys, tempfile
+from tests.steps.test_checkpointer import assert_holds, state
+from fastckpt import Checkpointer
+with tempfile.TemporaryDirectory() as directory, Checkpointer(directory) as checkpointer:
+    checkpointer.save(1, state(1))  # imports what somebody else may not be able to
+    checkpointer.restore(state(1))
+if os.getuid() == 0:
+    os.setgid(65534); os.setuid(65534)
+with Checkpointer(sys.argv[1]) as checkpointer:
+    found = state(999)
+    assert checkpointer.restore(found) == 2 and checkpointer.steps() == [1, 2]
+    assert_holds(found, 2)
+    error = checkpointer.save(3, state(3)).exception()
+    assert "Permission denied" in str(error), error
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_root_that_may_only_be_read() -> None:
+    """A reader needs no permission but to read, and a writer is told what it lacks."""
+    with tempfile.TemporaryDirectory() as outer:
+        os.chmod(outer, 0o755)
+        root = Path(outer) / "run"
+        saved(root, 1, 2)
+        for path in (*root.rglob("*"), root):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        if not all(path.stat().st_mode & 0o001 for path in Path(outer).parents):
+            pytest.skip("temporary directories cannot be reached by others")
+        try:
+            run_python(READ_ONLY, root)
+        finally:
+            for path in (root, *root.glob("*")):
+                path.chmod(0o755)
+        assert directories(root) == [name(1), name(2)]

@@ -1,0 +1,160 @@
+"""Which kind of file system a file lies on, and that what the table says of it is what is done and
+told. Must not know what a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt import _engine, filesystems
+from fastckpt.filesystems import POLICIES, Mount, Policy, recognised
+from fastckpt.storage import Storage
+from tests.paths import ROOT
+
+WAIT_S = 60.0
+MAGICS = {
+    "ext4": 0xEF53,
+    "xfs": 0x58465342,
+    "btrfs": 0x9123683E,
+    "tmpfs": 0x01021994,
+    "overlay": 0x794C7630,
+    "lustre": 0x0BD00BD0,
+    "nfs": 0x6969,
+    "gpfs": 0x47504653,
+    "beegfs": 0x19830326,
+    "ceph": 0x00C36400,
+    "cifs": 0xFF534D42,
+    "fuse": 0x65735546,
+}
+
+
+@pytest.mark.parametrize(("kind", "magic"), MAGICS.items())
+def test_magic_alone_is_enough(kind: str, magic: int) -> None:
+    assert recognised(magic, None) == kind
+
+
+@pytest.mark.parametrize(
+    ("mount", "kind"),
+    [
+        ("ext2", "ext2"),
+        ("ext3", "ext3"),
+        ("nfs4", "nfs"),
+        ("smb3", "cifs"),
+        ("fhgfs", "beegfs"),
+        ("wekafs", "wekafs"),
+        ("fuseblk", "fuse"),
+        ("fuse.sshfs", "fuse"),
+        ("fuse.gcsfuse", "object store"),
+        ("fuse.mount-s3", "object store"),
+    ],
+)
+def test_the_mount_tells_what_shares_a_magic(mount: str, kind: str) -> None:
+    assert recognised(0xEF53, Mount(mount, "x")) == kind
+    assert recognised(None, Mount(mount, "x")) == kind
+
+
+def test_a_mount_type_of_another_name_falls_back_to_the_magic() -> None:
+    assert recognised(0x0BD00BD0, Mount("lustre_tgt", "x")) == "lustre"
+    assert recognised(0x65735546, Mount("virtiofs", "x")) == "fuse"
+
+
+@pytest.mark.parametrize("magic", [None, 0, 0x12345678])
+def test_what_nobody_knows_is_on_the_safe_line(magic: int | None) -> None:
+    assert recognised(magic, Mount("newfs", "x")) == recognised(magic, None) == "unknown"
+    safe = POLICIES["unknown"]
+    assert safe.backend == "threads" and safe.syncs_all and safe.renames_at_once
+
+
+def test_real_file_systems_are_recognised(disk: Path) -> None:
+    for path in (disk, Path("/dev/shm")):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            mount = filesystems.mount_of(fd)
+            assert mount is not None
+            magic = filesystems.magic_of(fd)
+            assert magic == filesystems.magic_of(str(path)) is not None
+            if mount.kind in MAGICS:
+                assert magic == MAGICS[mount.kind]
+                assert filesystems.policy_of(fd) == (mount.kind, POLICIES[mount.kind])
+        finally:
+            os.close(fd)
+
+
+def test_without_proc_the_magic_has_to_do(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystems, "mount_of", lambda _fd: None)
+    with (disk / "a").open("w") as file:
+        assert filesystems.policy_of(file.fileno())[0] in POLICIES
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_a_save_does_and_tells_what_the_table_says(
+    kind: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = POLICIES[kind]
+    done: list[str] = []
+
+    def spied(module: object, name: str) -> None:
+        real = getattr(module, name)
+
+        def spy(fd: int, *rest: int) -> None:
+            if not os.path.isdir(os.readlink(f"/proc/self/fd/{fd}")):
+                done.append(name)
+            real(fd, *rest)
+
+        monkeypatch.setattr(module, name, spy)
+
+    monkeypatch.setattr(filesystems, "policy_of", lambda _fd: (kind, policy))
+    for name in ("fsync", "fdatasync", "ftruncate"):
+        spied(os, name)
+    spied(_engine, "allocate")
+    stats = fastckpt.save({"w": torch.ones(5000)}, disk / "a.pt").result(WAIT_S)
+    assert policy.text() in stats.why and stats.why.startswith(f"{kind}: ")
+    assert ("fsync" if policy.syncs_all else "fdatasync") in done
+    assert ("fdatasync" if policy.syncs_all else "fsync") not in done
+    assert (done[0] == "allocate") == policy.allocates
+    assert not (stats.direct and not policy.direct)
+    assert not (stats.backend == "io_uring" and policy.backend == "threads")
+    assert bool((fastckpt.load(disk / "a.pt")["w"] == 1).all())
+
+
+def test_the_decision_is_made_once_for_a_descriptor(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    real = filesystems.policy_of
+
+    def policy_of(fd: int) -> tuple[str, Policy]:
+        asked.append(fd)
+        return real(fd)
+
+    monkeypatch.setattr(filesystems, "policy_of", policy_of)
+    storage = Storage()
+    for _ in range(2):  # the second file has the number of the first one
+        fd = storage.create(str(disk / "a"), 0o600)
+        storage.allocate(fd, 4096)
+        storage.sync(fd)
+        storage.policy(fd)
+        storage.close(fd)
+        storage.remove(str(disk / "a"))
+    assert len(asked) == 2
+
+
+def test_every_line_of_the_table_is_in_the_documentation() -> None:
+    page = (ROOT / "docs" / "filesystems.md").read_text(encoding="utf-8")
+    for kind, policy in POLICIES.items():
+        (row,) = re.findall(rf"^\| {re.escape(kind)} \|.*$", page, re.MULTILINE)
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        wanted = [
+            policy.backend,
+            "tried" if policy.direct else "no",
+            "blocks" if policy.allocates else "size",
+            "fsync" if policy.syncs_all else "fdatasync",
+            "at once" if policy.renames_at_once else "copies",
+        ]
+        assert cells[1:6] == wanted, kind

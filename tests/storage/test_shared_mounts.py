@@ -1,0 +1,289 @@
+"""Directories that others use as well: whose files are whose, who may open them when, and what
+becomes of a save whose credentials expire. Must not know which operation a save does when.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt import filesystems, staging, storage
+from fastckpt import pipeline as pipeline_module
+from fastckpt.errors import StorageError
+from fastckpt.filesystems import POLICIES, REFUSALS
+from fastckpt.pipeline import Pipeline
+from tests.doubles import METHODS, FailAlways, Operation, Recorder, save_through
+
+MIB = 1 << 20
+WAIT_S = 60.0
+OTHER_GROUP = 12345
+T = TypeVar("T")
+
+
+class Modes(Recorder):
+    """Notes owner, group and mode of every temporary, after each operation on it."""
+
+    def __init__(self) -> None:
+        super().__init__(by_engine=True)
+        self.seen: set[tuple[int, int]] = set()
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        result = real()
+        if operation.path.endswith(".tmp") and os.path.exists(operation.path):
+            status = os.stat(operation.path)
+            self.seen.add((stat.S_IMODE(status.st_mode), status.st_gid))
+        return result
+
+
+def saved_on(double: storage.Storage, path: Path, value: float = 1) -> fastckpt.SaveHandle:
+    pipeline = Pipeline(storage=double, budget_bytes=64 * MIB)
+    try:
+        handle = save_through(pipeline, {"w": torch.full((3 * MIB,), value)}, path)
+        handle.exception(WAIT_S)
+        return handle
+    finally:
+        pipeline.close()
+
+
+@pytest.fixture
+def umask() -> Any:
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o077])
+def test_nobody_writes_to_a_temporary(disk: Path, umask: Callable[[int], int], mask: int) -> None:
+    umask(mask)
+    double = Modes()
+    saved_on(double, disk / "a.pt").result(WAIT_S)
+    assert stat.S_IMODE((disk / "a.pt").stat().st_mode) == 0o666 & ~mask
+    # The last look is at the whole file, which is widened as the umask says.
+    assert {mode for mode, _group in double.seen} <= {0o664 & ~mask, 0o666 & ~mask}
+    assert (0o664 & ~mask) in {mode for mode, _group in double.seen}
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o666, 0o604])
+def test_a_replacement_opens_to_nobody_before_it_is_whole(disk: Path, mode: int) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("gives a file to another group")
+    path = disk / "a.pt"
+    saved_on(storage.Storage(), path, 1)
+    os.chown(path, -1, OTHER_GROUP)
+    os.chmod(path, mode)
+    double = Modes()
+    saved_on(double, path, 2).result(WAIT_S)
+    assert (stat.S_IMODE(path.stat().st_mode), path.stat().st_gid) == (mode, OTHER_GROUP)
+    for seen, group in double.seen:
+        assert seen == 0o600 or (seen, group) == (mode, OTHER_GROUP), oct(seen)
+
+
+def test_files_are_of_the_group_of_a_setgid_directory(disk: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("gives a directory to another group")
+    os.chown(disk, -1, OTHER_GROUP)
+    os.chmod(disk, 0o2770)
+    state = {"w": torch.ones(3 * MIB), "step": 1}
+    fastckpt.save(state, disk / "a.pt").result(WAIT_S)
+    fastckpt.save(state, disk / "a.pt").result(WAIT_S)
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, state).result(WAIT_S)
+    made = list(disk.rglob("*"))
+    assert len(made) >= 7 and {path.stat().st_gid for path in made} == {OTHER_GROUP}
+    assert all(path.stat().st_mode & stat.S_ISGID for path in made if path.is_dir())
+
+
+# Expired credentials.
+
+
+class Expired(Recorder):
+    """From the first write of data on, every operation of these names is refused with `code`, until
+    renew() is called.
+    """
+
+    def __init__(self, code: int, *names: str) -> None:
+        super().__init__()
+        self._code, self._names = code, names
+        self.refused = threading.Event()
+        self._renewed = threading.Event()
+
+    def renew(self) -> None:
+        self._renewed.set()
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name in self._names and not self._renewed.is_set():
+            self.refused.set()
+            raise OSError(self._code, os.strerror(self._code))
+        return real()
+
+
+@pytest.fixture
+def on_nfs(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Takes files for those of NFS, with so many seconds of patience."""
+
+    def patched(patience_s: float) -> None:
+        monkeypatch.setattr(filesystems, "policy_of", lambda _fd: ("nfs", POLICIES["nfs"]))
+        monkeypatch.setattr(staging, "PATIENCE_S", patience_s)
+        monkeypatch.setattr(storage, "PATIENCE_S", patience_s)
+
+    return patched
+
+
+@pytest.mark.parametrize("code", sorted(REFUSALS), ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["write", "rename"])
+def test_a_ticket_renewed_in_time_saves_the_checkpoint(
+    disk: Path, on_nfs: Callable[[float], None], name: str, code: int
+) -> None:
+    on_nfs(WAIT_S)
+    double = Expired(code, name)
+    pipeline = Pipeline(storage=double, budget_bytes=64 * MIB)
+    try:
+        w = torch.ones(5 * MIB)
+        handle = save_through(pipeline, {"w": w}, disk / "a.pt")
+        assert double.refused.wait(WAIT_S)
+        time.sleep(0.1)
+        assert not handle.done()
+        w.fill_(2)  # what was staged is kept meanwhile
+        double.renew()
+        handle.result(WAIT_S)
+    finally:
+        pipeline.close()
+    assert bool((fastckpt.load(disk / "a.pt")["w"] == 1).all())
+
+
+@pytest.mark.parametrize("code", sorted(REFUSALS), ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["write", "rename"])
+def test_a_ticket_that_stays_expired_is_reported(
+    disk: Path, on_nfs: Callable[[float], None], name: str, code: int
+) -> None:
+    on_nfs(0.6)
+    path = disk / "a.pt"
+    saved_on(storage.Storage(), path, 1)
+    double = Expired(code, name)
+    begun = time.monotonic()
+    error = saved_on(double, path, 2).exception(WAIT_S)
+    assert 0.6 <= time.monotonic() - begun < 10
+    assert isinstance(error, StorageError) and error.errno == code and error.op == name
+    assert "ticket expired" in str(error) and errno.errorcode[code] in str(error)
+    assert os.listdir(disk) == ["a.pt"]
+    assert bool((fastckpt.load(path)["w"] == 1).all()), "the checkpoint before stays"
+    saved_on(storage.Storage(), path, 3).result(WAIT_S)
+    assert bool((fastckpt.load(path)["w"] == 3).all())
+
+
+@pytest.mark.parametrize("code", sorted(REFUSALS), ids=errno.errorcode.get)
+def test_a_sync_that_failed_is_not_asked_again(
+    disk: Path, on_nfs: Callable[[float], None], code: int
+) -> None:
+    on_nfs(WAIT_S)
+    double = FailAlways("sync", code)
+    error = saved_on(double, disk / "a.pt").exception(WAIT_S)
+    assert isinstance(error, StorageError) and error.op == "sync" and "expired" in str(error)
+    assert len(double.numbers_of("sync")) == 1 and os.listdir(disk) == []
+
+
+def test_a_disk_of_ones_own_is_not_waited_for(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystems, "policy_of", lambda _fd: ("ext4", POLICIES["ext4"]))
+    begun = time.monotonic()
+    error = saved_on(FailAlways("rename", errno.EPERM), disk / "a.pt").exception(WAIT_S)
+    assert isinstance(error, StorageError) and error.op == "rename"
+    assert time.monotonic() - begun < 5
+
+
+def test_a_directory_without_permission_is_reported_at_once(
+    disk: Path, on_nfs: Callable[[float], None]
+) -> None:
+    on_nfs(WAIT_S)
+    begun = time.monotonic()
+    error = saved_on(FailAlways("create", errno.EACCES), disk / "a.pt").exception(WAIT_S)
+    assert isinstance(error, StorageError) and error.op == "open"
+    assert time.monotonic() - begun < 5
+
+
+def test_steps_wait_for_a_ticket_as_well(
+    disk: Path, on_nfs: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    on_nfs(WAIT_S)
+    for name in ("write_at", "rename"):
+        double = Expired(errno.EKEYEXPIRED, name)
+        current = Pipeline(storage=double, budget_bytes=64 * MIB)
+        monkeypatch.setattr(pipeline_module, "_current", current)
+        try:
+            with fastckpt.Checkpointer(disk / name) as checkpointer:
+                handle = checkpointer.save(1, {"w": torch.ones(3 * MIB)})
+                assert double.refused.wait(WAIT_S)
+                double.renew()
+                handle.result(WAIT_S)
+                restored = {"w": torch.zeros(3 * MIB)}
+                assert checkpointer.restore(restored) == 1
+                assert bool((restored["w"] == 1).all())
+        finally:
+            current.close()
+
+
+# How much a metadata server is asked.
+
+METADATA = {
+    "create",
+    "open",
+    "open_to_write",
+    "status",
+    "is_directory",
+    "names",
+    "directories",
+    "make_directory",
+    "make_directories",
+    "rename",
+    "remove",
+    "remove_directory",
+    "set_owner_and_mode",
+    "truncate",
+    "sync_directory",
+}
+
+
+def asked(log: list[Operation]) -> list[str]:
+    return [operation.name for operation in log if operation.name in METADATA]
+
+
+def test_what_counts_are_methods() -> None:
+    assert set(METHODS) >= METADATA
+
+
+def test_a_save_asks_little(disk: Path) -> None:
+    double = Recorder(by_engine=True)
+    for value in (1, 2):
+        double.log.clear()
+        saved_on(double, disk / "a.pt", value).result(WAIT_S)
+        assert len(asked(double.log)) <= 4 + 6, asked(double.log)
+
+
+def test_a_writer_of_a_step_asks_little(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each rank does to its own files: two are made, one is cut; a layout may come to it."""
+
+    double = Recorder(by_engine=True)
+    current = Pipeline(storage=double, budget_bytes=64 * MIB)
+    monkeypatch.setattr(pipeline_module, "_current", current)
+    try:
+        with fastckpt.Checkpointer(disk / "run") as checkpointer:
+            for step in range(3):
+                double.log.clear()
+                checkpointer.save(step, {"w": torch.ones(3 * MIB)}).result(WAIT_S)
+                current.drain()
+                own = [o for o in double.log if os.path.basename(o.path).startswith("rank-")]
+                assert own and len(asked(own)) <= 3, asked(own)
+                if step:  # the first makes the root
+                    assert len(asked(double.log)) <= 3 + 10, asked(double.log)
+    finally:
+        current.close()

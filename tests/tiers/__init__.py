@@ -1,0 +1,1 @@
+"""Node-local tiers: two commits, and the newest step that is whole."""

@@ -1,0 +1,709 @@
+"""Checkpointer with a node-local tier, as one process uses it: two commits and their clocks, what
+stays in the tier, and what a restore takes from where after a kill, a loss, damage or a fault.
+
+Responsible for what must hold of both tiers together. Several ranks and nodes are
+test_ranks_tiers.py's business; what a step directory holds is test_checkpointer.py's.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from fastckpt import Checkpointer, tiered_save
+from fastckpt.codec import FrameWriter
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.image import BLOCK_BYTES
+from fastckpt.step_choice import candidates
+from fastckpt.steps import Steps
+from fastckpt.storage import Storage
+from tests.crews.steps_states import flip
+from tests.doubles import FailAt, Operation, Recorder, dead_pid
+from tests.files.test_faults import leave_free, mounted
+from tests.saving.test_handle import wait_until
+from tests.saving.test_process import run_python
+from tests.steps.test_checkpointer import (
+    assert_holds,
+    directories,
+    process_on,
+    state,
+)
+
+WAIT_S = 60.0
+MIB = 1 << 20
+T = TypeVar("T")
+
+
+@pytest.fixture
+def local(disk: Path) -> Iterator[Path]:
+    """A directory on another file system than `disk`."""
+    if not os.access("/dev/shm", os.W_OK) or os.stat("/dev/shm").st_dev == os.stat(disk).st_dev:
+        pytest.skip("there is no second file system")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def local_steps(local: Path) -> list[str]:
+    """Steps in the local tier of the one root that has any there."""
+    return directories(next(path for path in local.iterdir() if path.is_dir()))
+
+
+def local_step(local: Path, step: int) -> Path:
+    return next(local.glob(f"*/step-{step:08d}"))
+
+
+def content(root: Path, local: Path | None, **options: Any) -> tuple[int | None, dict[str, str]]:
+    """What a new job restores, every value of which was looked at, and where it was taken from."""
+    found = state(999)
+    with Checkpointer(root, local=local, **options) as checkpointer:
+        step = checkpointer.restore(found)
+        taken = dict(checkpointer.restored_from)
+    assert_holds(found, 999 if step is None else step) if step is not None else None
+    return step, taken
+
+
+class Doors(Recorder):
+    """Operations below some directories wait, or fail.
+
+    Attributes:
+        closed: directories below which whatever makes or changes something waits.
+        faults: the error number that operations of a name meet below a directory.
+    """
+
+    CHANGES = frozenset({"create", "make_directories", "make_directory", "write_at", "rename"})
+
+    def __init__(self) -> None:
+        super().__init__(by_engine=True)
+        self.closed: list[Path] = []
+        self.faults: dict[tuple[str, Path], int] = {}
+        self.waits_s = 0.0
+        self._changed = threading.Condition()
+
+    def open_doors(self) -> None:
+        with self._changed:
+            self.closed.clear()
+            self._changed.notify_all()
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        path = Path(operation.path)
+        for (name, directory), code in self.faults.items():
+            if operation.name == name and path.is_relative_to(directory):
+                raise OSError(code, os.strerror(code))
+        if operation.name in self.CHANGES:
+            with self._changed:
+                assert self._changed.wait_for(
+                    lambda: not any(path.is_relative_to(each) for each in self.closed), WAIT_S / 4
+                )
+        return real()
+
+
+@contextmanager
+def doors() -> Iterator[Doors]:
+    """The process is on such a storage."""
+    storage = Doors()
+    with process_on(storage):
+        try:
+            yield storage
+        finally:
+            storage.open_doors()
+
+
+# ---- arguments ----
+
+
+def test_wrong_settings_are_refused_with_the_reason(disk: Path, local: Path) -> None:
+    with pytest.raises(ValueError, match="lies on the same file system as the root"):
+        Checkpointer(disk / "run", local=disk / "not yet" / "there")
+    with pytest.raises(ValueError, match="keep_local is 0, must be at least 1"):
+        Checkpointer(disk / "run", local=local, keep_local=0)
+    with pytest.raises(ValueError, match="keep_local without local"):
+        Checkpointer(disk / "run", keep_local=2)
+    with pytest.raises(ValueError, match="local is empty"):  # not the working directory
+        Checkpointer(disk / "run", local="")
+    with pytest.raises(TypeError):
+        Checkpointer(disk / "run", local=local, keep_local=1.5)  # type: ignore[arg-type]
+    assert os.listdir(disk) == os.listdir(local) == []
+
+
+# ---- two commits ----
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_a_step_is_committed_in_both_tiers(disk: Path, local: Path, codec: str | None) -> None:
+    root = disk / "run"
+    with Checkpointer(root, local=local, codec=codec) as checkpointer:
+        handle = checkpointer.save(7, state(7, 5_000_000))
+        assert handle.wait_local(WAIT_S)
+        stats = handle.result(WAIT_S)
+        assert handle.wait_local(WAIT_S) and handle.path == str(root / "step-00000007")
+    times = [stats.staged_s, stats.written_s, stats.local_committed_s, stats.committed_s]
+    assert None not in times and times == sorted(times) and stats.local_why == ""
+    one, other = local_step(local, 7), root / "step-00000007"
+    assert {*directories(one)} == {*directories(other), "drained"}
+    for name in directories(other):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    found = state(999, 5_000_000)
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.restore(found) == 7
+    assert_holds(found, 7, 5_000_000)
+
+
+def test_without_a_tier_wait_local_says_so(disk: Path) -> None:
+    with Checkpointer(disk / "run") as checkpointer:
+        handle = checkpointer.save(1, state(1))
+        assert not handle.wait_local(WAIT_S) and handle.done()
+        assert handle.stats.local_committed_s is None
+        assert checkpointer.restore(state(0)) == 1
+        assert set(checkpointer.restored_from) == {"objects.pt"} | {
+            f"rank-00000.{kind}" for kind in ("json", "safetensors")
+        }
+
+
+def test_a_slow_root_holds_up_neither_staging_nor_local_commits(disk: Path, local: Path) -> None:
+    """Until so many steps wait to be drained as are kept; none of them is removed before."""
+    root = disk / "run"
+    with doors() as storage, Checkpointer(root, local=local, keep_local=2) as checkpointer:
+        storage.closed.append(root)
+        handles = [checkpointer.save(step, state(step)) for step in (1, 2, 3)]
+        assert all(handle.wait_local(WAIT_S) for handle in handles)
+        assert local_steps(local) == [f"step-{step:08d}" for step in (1, 2, 3)]
+        assert not any(handle.done() for handle in handles) and not root.exists()
+        begun = threading.Thread(target=lambda: handles.append(checkpointer.save(4, state(4))))
+        begun.start()
+        begun.join(0.3)
+        assert begun.is_alive(), "the fourth waits for the first to be drained"
+        with pytest.raises(TimeoutError):
+            handles[0].result(0.01)
+        storage.open_doors()
+        begun.join(WAIT_S)
+        for handle in handles:
+            handle.result(WAIT_S)
+        assert checkpointer.steps() == [1, 2, 3, 4]
+    assert local_steps(local) == ["step-00000003", "step-00000004"]
+
+
+def test_what_the_root_removes_may_stay_and_what_it_lacks_must(disk: Path, local: Path) -> None:
+    root = disk / "run"
+    options: dict[str, Any] = {"keep_last": 1, "keep_local": 2}
+    with Checkpointer(root, local=local, **options) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state(step)).result(WAIT_S)
+    assert directories(root) == ["step-00000003"]
+    assert local_steps(local) == ["step-00000002", "step-00000003"]
+    with Checkpointer(root, local=local, **options) as checkpointer:  # no step 2 once more
+        assert checkpointer.restore(state(0)) == 3
+        checkpointer.save(4, state(4)).result(WAIT_S)
+        checkpointer.save(4, state(4)).result(WAIT_S)  # again, which replaces it
+    assert directories(root) == ["step-00000004-1"]
+    assert local_steps(local) == ["step-00000004", "step-00000004-1"]
+
+
+def test_two_roots_in_one_local_directory(disk: Path, local: Path) -> None:
+    for name, step in (("a", 1), ("b", 2)):
+        with Checkpointer(disk / name / "run", local=local) as checkpointer:
+            checkpointer.save(step, state(step))
+    for name, step in (("a", 1), ("b", 2)):
+        assert content(disk / name / "run", local)[0] == step
+    assert len(directories(local)) == 2
+
+
+# ---- what a restore takes from where ----
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.doubles import Recorder
+from tests.steps.test_checkpointer import state
+from fastckpt import Checkpointer, pipeline
+
+root, local, name = sys.argv[1:]
+
+class Deadly(Recorder):
+    def perform(self, number, operation, real):
+        if "step-00000002" in operation.path and operation.path.startswith(root):
+            if operation.name == name:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return real()
+
+pipeline._current = pipeline.Pipeline(Deadly(by_engine=True))
+with Checkpointer(root, local=local) as checkpointer:
+    checkpointer.save(1, state(1)).result()
+    checkpointer.save(2, state(2)).result()
+"""
+
+
+@pytest.fixture(params=["make_directory", "rename"])
+def killed(request: pytest.FixtureRequest, disk: Path, local: Path) -> tuple[Path, Path]:
+    """Root and local directory of a job that was killed after step 2 was committed locally."""
+    run_python(KILLED, disk / "run", local, request.param, returncode=-9)
+    with Checkpointer(disk / "run") as checkpointer:
+        assert checkpointer.steps() == [1]
+    return disk / "run", local
+
+
+def test_killed_between_the_commits(killed: tuple[Path, Path]) -> None:
+    """Step 2 is read from the local tier at once, and in the root when the next job ends."""
+    root, local = killed
+    step, taken = content(root, local)
+    assert step == 2 and all(path.startswith(str(local)) for path in taken.values())
+    assert content(root, None)[0] == 2
+    assert directories(local_step(local, 2)) == sorted(
+        [*directories(next(root.glob("step-00000002*"))), "drained"]
+    )
+    assert not [path for path in root.rglob("*") if ".tmp" in path.name]
+
+
+def test_a_step_on_its_way_to_the_root_is_not_told_to_be_skipped(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the very one that is read from the tier meanwhile."""
+    steps = Steps(Storage(), str(disk / "run"))
+    begun = steps.begin(5)
+    assert candidates([steps], None) == [] and "not committed" not in caplog.text
+    assert candidates([Steps(Storage(), steps.root)], None) == []
+    assert "step-00000005: its save was not committed" in caplog.text
+    caplog.clear()
+    steps.abandon(begun)
+    os.mkdir(steps.path(begun.name))
+    assert candidates([steps], None) == [] and "its save was not committed" in caplog.text
+    os.close(begun.manifest_fd)
+
+
+def test_killed_between_the_commits_and_the_local_tier_lost(killed: tuple[Path, Path]) -> None:
+    root, local = killed
+    shutil.rmtree(local)
+    local.mkdir()
+    assert content(root, local)[0] == 1
+    with Checkpointer(root, local=local) as checkpointer:
+        checkpointer.save(2, state(2))
+    assert directories(root) == ["step-00000001", "step-00000002"]
+
+
+def test_killed_between_the_commits_and_a_local_shard_damaged(
+    killed: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It must not come into the root; the older step is restored."""
+    root, local = killed
+    flip(local_step(local, 2) / "rank-00000.safetensors", 0.5)
+    assert content(root, local)[0] == 1
+    assert "step-00000002" in caplog.text and "is damaged: CRC-32 mismatch" in caplog.text
+    assert content(root, None)[0] == 1
+    assert local_step(local, 2).exists(), "the root does not have it"
+
+
+def test_a_restore_while_the_root_is_full(killed: tuple[Path, Path]) -> None:
+    """What is whole locally needs no room in the root."""
+    root, local = killed
+    with doors() as storage:
+        storage.faults["allocate", root] = errno.ENOSPC
+        step, taken = content(root, local)
+    assert step == 2 and all(path.startswith(str(local)) for path in taken.values())
+    assert content(root, None)[0] == 1
+    assert content(root, local)[0] == 2 and content(root, None)[0] == 2
+
+
+DAMAGES = {
+    "shard": lambda step: flip(step / "rank-00000.safetensors", 0.5),
+    "half a shard": lambda step: os.truncate(step / "rank-00000.safetensors", 4096),
+    "index": lambda step: flip(step / "rank-00000.json", 0.5),
+    "objects": lambda step: flip(step / "objects.pt", 0.5),
+    "no shard": lambda step: (step / "rank-00000.safetensors").unlink(),
+}
+FILES = {"index": "rank-00000.json", "objects": "objects.pt"}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_locally_is_read_from_the_root(
+    disk: Path, local: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    root = disk / "run"
+    with Checkpointer(root, local=local) as checkpointer:
+        checkpointer.save(1, state(1))
+    DAMAGES[damage](local_step(local, 1))
+    caplog.set_level(logging.INFO)
+    step, taken = content(root, local)
+    damaged = FILES.get(damage, "rank-00000.safetensors")
+    assert step == 1 and taken.pop(damaged) == str(root / "step-00000001" / damaged)
+    assert len(taken) == 2 and all(path.startswith(str(local)) for path in taken.values())
+    assert "step 1: 2 files read from" in caplog.text and "1 from the root" in caplog.text
+    if damage != "no shard":
+        assert f"'{root / 'step-00000001' / damaged}' is read instead" in caplog.text
+
+
+def test_the_manifest_of_another_save_is_not_mixed_in(disk: Path, local: Path) -> None:
+    """A step of the same number that was saved anew, past the tier, has other contents."""
+    root = disk / "run"
+    with Checkpointer(root, local=local) as checkpointer:
+        checkpointer.save(1, state(5))
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state(1))
+    step, taken = content(root, local)
+    assert step == 1 and all(path.startswith(str(root)) for path in taken.values())
+
+
+def test_a_lost_local_tier_is_no_loss(disk: Path, local: Path) -> None:
+    root = disk / "run"
+    with Checkpointer(root, local=local) as checkpointer:
+        checkpointer.save(1, state(1))
+    shutil.rmtree(next(local.iterdir()))
+    step, taken = content(root, local)
+    assert step == 1 and all(path.startswith(str(root)) for path in taken.values())
+
+
+def test_a_step_that_is_asked_for_by_number(disk: Path, local: Path) -> None:
+    with Checkpointer(disk / "run", local=local, keep_local=1) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state(step))
+        for step in (1, 2, 3):
+            found = state(999)
+            assert checkpointer.restore(found, step) == step
+            assert_holds(found, step)
+            assert_holds(checkpointer.load(step), step)
+        with pytest.raises(CheckpointError, match=r"no committed step 4: there are \[1, 2, 3\]"):
+            checkpointer.load(4)
+
+
+# ---- a tier that cannot be used ----
+
+
+@pytest.mark.filesystem
+def test_a_full_tier_is_gone_past(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = disk / "run"
+    with (
+        mounted("tmpfs", disk, 64 * MIB) as local,
+        Checkpointer(root, local=local, keep_local=1) as checkpointer,
+    ):
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        ballast = leave_free(local, MIB // 2)
+        handle = checkpointer.save(2, state(2))
+        assert not handle.wait_local(WAIT_S)
+        stats = handle.result(WAIT_S)
+        assert "No space" in stats.local_why and stats.local_committed_s is None
+        assert "step 2 goes straight to" in caplog.text
+        assert local_steps(local) == ["step-00000001"]
+        assert checkpointer.restore(state(0)) == 2
+        ballast.unlink()
+        assert checkpointer.save(3, state(3)).wait_local(WAIT_S)
+        assert checkpointer.restore(state(0)) == 3
+    assert content(root, None)[0] == 3
+
+
+@pytest.mark.filesystem
+def test_a_tier_that_was_unmounted_is_gone_past(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what was mounted over, which may be the system's own disk, is not written to."""
+    root = disk / "run"
+    with mounted("tmpfs", disk) as local, Checkpointer(root, local=local) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        checkpointer._handles[-1].wait_done()
+        wait_until(lambda: not checkpointer._steps.incomplete(), "the save has ended")
+        subprocess.run(["umount", "-l", str(local)], check=True)
+        try:
+            for step in (2, 3):
+                handle = checkpointer.save(step, state(step))
+                assert not handle.wait_local(WAIT_S)
+                assert "no longer on the file system" in handle.stats.local_why
+            assert caplog.text.count("goes straight to") == 1, "the same is told once"
+            assert os.listdir(local) == []
+            found = state(0)
+            assert checkpointer.restore(found) == 3
+            assert_holds(found, 3)
+        finally:
+            subprocess.run(["mount", "-t", "tmpfs", "none", str(local)], check=True)
+
+
+def test_a_tier_that_was_emptied_is_made_again(disk: Path, local: Path) -> None:
+    with Checkpointer(disk / "run", local=local) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        checkpointer.restore(state(0))  # when its end is over
+        shutil.rmtree(local)
+        assert checkpointer.save(2, state(2)).wait_local(WAIT_S)
+        assert checkpointer.restore(state(0)) == 2
+
+
+def test_a_tier_that_is_lost_before_the_drain(disk: Path, local: Path) -> None:
+    """That save fails, as on a node that is lost; the next one does not."""
+    root = disk / "run"
+    with doors() as storage, Checkpointer(root, local=local) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        storage.closed.append(root)
+        handle = checkpointer.save(2, state(2))
+        assert handle.wait_local(WAIT_S)
+        shutil.rmtree(local)
+        storage.open_doors()
+        with pytest.raises(CorruptCheckpoint, match="is missing"):
+            handle.result(WAIT_S)
+        assert checkpointer.steps() == [1] and directories(root) == ["step-00000001"]
+        checkpointer.save(3, state(3)).result(WAIT_S)
+        assert checkpointer.restore(state(0)) == 3
+
+
+@pytest.mark.parametrize("name", ["sync", "write_at"])
+def test_a_tier_whose_disk_fails_is_used_no_more(disk: Path, local: Path, name: str) -> None:
+    """The save that met it has nothing left to write elsewhere; the ones after go past."""
+    root = disk / "run"
+    with doors() as storage, Checkpointer(root, local=local) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        storage.faults[name, local] = errno.EIO
+        with pytest.raises(StorageError, match="EIO"):
+            checkpointer.save(2, state(2)).result(WAIT_S)
+        stats = checkpointer.save(3, state(3)).result(WAIT_S)
+        assert stats.local_committed_s is None and "EIO" in stats.local_why
+        assert checkpointer.restore(state(0)) == 3
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_a_slow_tier_is_used_no_more(
+    disk: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            if operation.name == "write" and operation.path.startswith(str(local)):
+                threading.Event().wait(0.5)
+            return real()
+
+    monkeypatch.setattr(tiered_save, "SLOW_S", 0.2)
+    with process_on(Slow()), Checkpointer(disk / "run", local=local) as checkpointer:
+        assert checkpointer.save(1, state(1)).result(WAIT_S).local_committed_s is not None
+        stats = checkpointer.save(2, state(2)).result(WAIT_S)
+        assert stats.local_committed_s is None and "is slow" in stats.local_why
+        assert checkpointer.restore(state(0)) == 2
+
+
+def test_a_tier_is_not_slow_because_compression_is(
+    disk: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes past it is compressed as well; a drain copies frames as they are."""
+    real = FrameWriter.transfer
+
+    def transfer(*args: Any) -> Any:
+        threading.Event().wait(1.0)
+        return real(*args)
+
+    monkeypatch.setattr(tiered_save, "SLOW_S", 0.2)
+    monkeypatch.setattr(FrameWriter, "transfer", transfer)
+    with Checkpointer(disk / "run", local=local, codec="zstd") as checkpointer:
+        for step in (1, 2):
+            assert checkpointer.save(step, state(step)).result(WAIT_S).local_why == ""
+
+
+def test_a_drain_that_fails_is_told_and_made_up_for(disk: Path, local: Path) -> None:
+    """The root is full for a while: what was not drained stays, and the next job drains it."""
+    root = disk / "run"
+    with doors() as storage, Checkpointer(root, local=local, keep_local=1) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        storage.faults["allocate", root] = errno.ENOSPC
+        for step in (2, 3, 4):
+            handle = checkpointer.save(step, state(step))
+            assert handle.wait_local(WAIT_S)
+            with pytest.raises(StorageError, match="No space"):
+                handle.result(WAIT_S)
+        storage.faults.clear()
+        assert directories(root) == ["step-00000001"]
+        checkpointer.save(5, state(5)).result(WAIT_S)
+    assert directories(root) == ["step-00000001", "step-00000005"]
+    assert local_steps(local) == [f"step-{step:08d}" for step in (2, 3, 4, 5)]
+    assert content(root, local)[0] == 5
+    with Checkpointer(root, local=local, keep_local=1) as checkpointer:
+        assert checkpointer.steps() == [1, 2, 3, 4, 5] and checkpointer.latest() == 5
+        checkpointer.save(6, state(6))
+    assert local_steps(local) == ["step-00000006"]
+
+
+# ---- every operation ----
+
+
+@pytest.fixture
+def two(disk: Path, local: Path) -> Iterator[tuple[Path, Path]]:
+    """A root and a local directory where syncs cost nothing."""
+    with mounted("tmpfs", disk) as other:
+        yield local, other
+
+
+def life(base: tuple[Path, Path], storage: Storage | None, step: int, **options: Any) -> Any:
+    """A job that restores and saves one step; what became of that, as (handle, error)."""
+    handle: Any = None
+    with process_on(storage):
+        checkpointer = Checkpointer(base[0] / "run", local=base[1], keep_local=1, **options)
+        try:
+            handle = checkpointer.save(step, state(step))
+            handle.wait_done()
+            error = handle.exception()
+        except CheckpointError as raised:
+            error = raised
+        with nullcontext() if error is None else pytest.raises(BaseException):
+            checkpointer.close()
+            if error is not None:
+                raise error
+    return handle, error
+
+
+@pytest.mark.filesystem
+@pytest.mark.parametrize(
+    ("code", "stride", "options"),
+    [(errno.EIO, 1, {}), (errno.ENOSPC, 3, {"codec": "zstd"})],
+    ids=["EIO", "ENOSPC with zstd"],
+)
+def test_every_operation_may_fail(
+    two: tuple[Path, Path], code: int, stride: int, options: dict[str, Any]
+) -> None:
+    """Nothing is lost by it: what a commit was told of is restored, in whichever tier it is."""
+    seen, committed, failed = set[str](), 0, 0
+    for number in itertools.count(0, stride):
+        base = (two[0] / f"{number}", two[1] / f"{number}")
+        for each in base:
+            each.mkdir()
+        _handle, error = life(base, None, 1, durable=False)
+        assert error is None
+        storage = FailAt(number, code)
+        handle, error = life(base, storage, 2, **options)
+        if number >= len(storage.log):
+            break
+        operation = storage.log[number]
+        what = f"operation {number}, {operation}, failed"
+        seen.add(operation.name)
+        step, _taken = content(base[0] / "run", base[1], durable=False)
+        if error is None:
+            committed += 1
+            assert step == 2, what
+            assert content(base[0] / "run", None)[0] == 2, what
+        else:
+            failed += 1
+            assert isinstance(error, StorageError) and error.errno == code, f"{what}: {error!r}"
+            is_local = handle.stats.local_committed_s is not None
+            assert step == 2 if is_local else step in (1, 2), what
+        with Checkpointer(base[0] / "run", local=base[1], keep_local=1, keep_last=1) as last:
+            last.save(3, state(3))
+        assert directories(base[0] / "run") == ["step-00000003"], what
+        assert local_steps(base[1]) == ["step-00000003"], what
+        for each in base:
+            shutil.rmtree(each)
+    assert min(committed, failed) > 20 / stride
+    assert stride > 1 or seen >= {"make_directory", "create", "write_at", "sync", "rename"}
+
+
+@pytest.mark.filesystem
+def test_any_operation_may_be_the_last(two: tuple[Path, Path]) -> None:
+    """From some operation on nothing happens any more: a process that was killed there."""
+    owner, steps = dead_pid(), set()
+    for number in itertools.count(0, 2):
+        base = (two[0] / f"{number}", two[1] / f"{number}")
+        for each in base:
+            each.mkdir()
+        life(base, None, 1, durable=False)
+        storage = FailAt(number, errno.EIO, lasting=True)
+        handle, error = life(base, storage, 2)
+        if number >= len(storage.log):
+            break
+        what = f"operation {number}, {storage.log[number]}, was the last"
+        for path in [path for each in base for path in each.rglob("*.tmp")]:
+            path.rename(path.with_name(path.name.replace(f"-{os.getpid()}-", f"-{owner}-")))
+        step, _taken = content(base[0] / "run", base[1], durable=False)
+        steps.add(step)
+        is_local = handle is not None and handle.stats.local_committed_s is not None
+        assert step == 2 if is_local or error is None else step in (1, 2), what
+        assert content(base[0] / "run", None)[0] == step, what
+        with Checkpointer(base[0] / "run", local=base[1], keep_local=1, keep_last=1) as last:
+            last.save(3, state(3))
+        assert directories(base[0] / "run") == ["step-00000003"], what
+        assert local_steps(base[1]) == ["step-00000003"], what
+        for each in base:
+            shutil.rmtree(each)
+    assert steps == {1, 2}
+
+
+# ---- memory and size ----
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_a_drain_of_many_blocks_with_few(disk: Path, local: Path, codec: str | None) -> None:
+    """Both directions of a copy share a budget of two blocks with the saves that follow."""
+    elements = 13_000_000  # two chunks, seven blocks
+    with process_on(None, 2 * BLOCK_BYTES) as current:
+        with Checkpointer(disk / "run", local=local, codec=codec) as checkpointer:
+            for step in (1, 2, 3):
+                checkpointer.save(step, state(step, elements))
+        assert current.staging.engine().arena_blocks == 2
+        found = state(999, elements)
+        with Checkpointer(disk / "run") as checkpointer:
+            for step in (1, 2, 3):
+                assert checkpointer.restore(found, step) == step
+                assert_holds(found, step, elements)
+
+
+def test_one_block_of_memory_is_too_little_for_a_tier(disk: Path, local: Path) -> None:
+    with (
+        process_on(None, BLOCK_BYTES),
+        Checkpointer(disk / "run", local=local) as checkpointer,
+    ):
+        handle = checkpointer.save(1, state(1))
+        assert not handle.wait_local(WAIT_S) and "one block" in handle.stats.local_why
+        assert checkpointer.restore(state(0)) == 1
+
+
+def test_a_drain_is_paced_and_a_local_commit_is_not(disk: Path, local: Path) -> None:
+    nbytes, rate = 24_000_000, 16e6
+    with Checkpointer(disk / "run", local=local, drain_rate=rate) as checkpointer:
+        handle = checkpointer.save(1, state(1, nbytes // 4))
+        handle.result(WAIT_S)
+    stats = handle.stats
+    assert stats.local_committed_s is not None and stats.committed_s is not None
+    assert stats.committed_s - stats.local_committed_s > 0.8 * nbytes / rate
+    assert stats.paced_s > 0.5 * nbytes / rate and "drain_rate 16 MB/s" in stats.pacing
+
+
+def test_a_close_that_was_interrupted_is_taken_up_again(disk: Path, local: Path) -> None:
+    """It waits for the drain, at its pace, as the first one would have."""
+    checkpointer = Checkpointer(disk / "run", local=local, drain_rate=8e6)
+    handle = checkpointer.save(1, state(1, 4_000_000))
+    assert handle.wait_local(WAIT_S)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.close()
+    timer.join()
+    assert not handle.done()
+    with pytest.raises(ValueError, match="is closed"):
+        checkpointer.save(2, state(2))
+    checkpointer.close()
+    assert handle.done() and directories(disk / "run") == ["step-00000001"]
+    checkpointer.close()
+
+
+@pytest.mark.filesystem
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_what_goes_past_the_tier_is_paced(disk: Path, codec: str | None) -> None:
+    """It is the root that is to be spared, whichever way bytes come there."""
+    nbytes, rate = 24_000_000, 16e6
+    paced: dict[str, Any] = {"drain_rate": rate, "start_jitter_s": 0.01, "max_writers": 1}
+    with mounted("tmpfs", disk, 64 * MIB) as local:
+        leave_free(local, MIB)
+        with Checkpointer(disk / "run", local=local, codec=codec, **paced) as checkpointer:
+            stats = checkpointer.save(1, state(1, nbytes // 4)).result(WAIT_S)
+            found = state(999, nbytes // 4)
+            assert checkpointer.restore(found) == 1
+    assert_holds(found, 1, nbytes // 4)
+    assert "No space" in stats.local_why and "drain_rate 16 MB/s" in stats.pacing
+    wanted_s = 0.9 * (nbytes - BLOCK_BYTES) / rate  # frames are of blocks, and one is no wait
+    assert stats.written_s is not None and stats.written_s > wanted_s
+    assert stats.paced_s > 0.8 * wanted_s
+
+
+def test_aggregation_is_not_for_a_local_tier(disk: Path, local: Path) -> None:
+    with pytest.raises(ValueError, match="writers_per_node with local"):
+        Checkpointer(disk / "run", local=local, writers_per_node=1)
