@@ -6,8 +6,10 @@ know which layout is good (formats/lustre_layout.py), nor what a file is for.
 
 A layout is set by the ioctl on a file that was opened with its creation delayed, which is how
 liblustreapi does it: it says EEXIST where a layout is there already. Setting the attribute
-lustre.lov is the other way, taken where the ioctl is not known; it answers "done" even where the
-file has a layout already, so that one is read back.
+lustre.lov is the other way, taken where the ioctl is not known. Neither answer is proof: where the
+administrator lets only one group set layouts (llite.*.enable_setstripe_gid), the ioctl returns 0
+and does nothing, except for a process named "lfs", which gets EACCES; every write then fails with
+EBADF. So the layout is read back before the file is used.
 """
 
 from __future__ import annotations
@@ -39,14 +41,15 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM)  # llite.enable_setstripe_gid
 
 @dataclass
 class _Place:
-    """What is known of a directory: its default layout, and its file system's name."""
+    """What is known of a directory: its default layout, its file system's name, and its mount."""
 
     default: Layout
     name: str
-    forbidden: bool = False
+    mount: str
 
 
 _places: dict[str, _Place] = {}  # asked for once: the metadata server has enough to do
+_forbidding: set[str] = set()  # mounts whose administrator lets this process set no layout
 _lock = threading.Lock()
 
 
@@ -68,7 +71,7 @@ def create(path: str, flags: int, mode: int, purpose: Purpose) -> tuple[int, str
     layout, why = decide(place.default, purpose, len(free_bytes(place.name)) or None)
     if layout is None:
         return os.open(path, flags, mode), why
-    if place.forbidden:
+    if place.mount in _forbidding:
         return os.open(path, flags, mode), "the administrator lets nobody here set layouts"
     fd = os.open(path, flags | DELAY_CREATE, mode)
     try:
@@ -76,7 +79,7 @@ def create(path: str, flags: int, mode: int, purpose: Purpose) -> tuple[int, str
         return fd, f"{layout.text()}: {why}"
     except OSError as error:
         if error.errno in _FORBIDDEN:
-            place.forbidden = True
+            _forbidding.add(place.mount)
         refusal = os.strerror(error.errno or errno.EIO)
     # Without a layout nothing can be written to it. What the server gives by itself counts.
     os.close(fd)
@@ -85,18 +88,23 @@ def create(path: str, flags: int, mode: int, purpose: Purpose) -> tuple[int, str
 
 
 def _lay_out(fd: int, layout: Layout) -> None:
+    """Gives a file that was opened with DELAY_CREATE its layout.
+
+    Raises:
+        OSError: the file has no layout, so that nothing can be written to it. EPERM where the
+            server answered "done" and did nothing.
+    """
     content = encoded(layout)
     try:
         fcntl.ioctl(fd, SETSTRIPE, bytearray(content))
-        return
     except OSError as error:
         if error.errno in _HAS_ONE:
             return  # a default that was given in spite of the delay: the administrator's
         if error.errno not in (errno.ENOTTY, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-    os.setxattr(fd, ATTRIBUTE, content)
+        os.setxattr(fd, ATTRIBUTE, content)
     if layout_of(fd) is None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
 def layout_of(file: int | str) -> Layout | None:
@@ -119,7 +127,8 @@ def _place(directory: str) -> _Place:
         default = layout_of(directory)
         if default is None and mount is not None:  # what is set on the root holds for all below
             default = layout_of(mount.point)
-        place = _Place(default or Layout(0, 0), _name(mount))
+        point = directory if mount is None else mount.point
+        place = _Place(default or Layout(0, 0), _name(mount), point)
         with _lock:
             _places[directory] = place
     return place

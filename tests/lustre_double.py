@@ -12,6 +12,7 @@ import ctypes
 import errno
 import fcntl
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,8 @@ class LustreClient:
         free: bytes free on each OST.
         defaults: the attribute of directories that have one.
         ioctl_error, setxattr_error: the errno that setting a layout fails with, or 0.
+        restricted: setting a layout does nothing and says "done", as it does outside of the group
+            llite.*.enable_setstripe_gid of a real client (2.17).
         files: for each file that was made here, the layout's attribute; by inode.
         set_by: "ioctl" or "xattr" for each layout that was set.
         full: OSTs on which nothing more can be allocated.
@@ -111,11 +114,13 @@ class LustreClient:
     defaults: dict[str, bytes] = field(default_factory=dict)
     ioctl_error: int = 0
     setxattr_error: int = 0
+    restricted: bool = False
     files: dict[int, bytes] = field(default_factory=dict)
     set_by: list[str] = field(default_factory=list)
     full: set[int] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
     delayed: set[int] = field(default_factory=set)
+    real_open: Callable[..., int] = os.open
 
     def layout(self, path: str | Path) -> tuple[int, int, tuple[int, ...]]:
         """(stripe count, stripe size, OSTs) of a file."""
@@ -155,7 +160,20 @@ class LustreClient:
             osts = tuple(sorted(self.free)[:count])
         self.files[inode] = plain(count, stripe, osts, pool)
         self.delayed.discard(inode)
+        self._reopen(fd, os.O_RDWR)
         self.set_by.append(way)
+
+    def delay(self, fd: int) -> None:
+        """Opens a file without a layout: until it has one, whoever writes to it gets EBADF, as from
+        ll_file_write.
+        """
+        self.delayed.add(os.fstat(fd).st_ino)
+        self._reopen(fd, os.O_RDONLY)
+
+    def _reopen(self, fd: int, flags: int) -> None:
+        again = self.real_open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+        os.dup2(again, fd, inheritable=False)
+        os.close(again)
 
 
 @pytest.fixture
@@ -175,7 +193,7 @@ def lustre_client(disk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             client.calls.append("create")
             client.files.pop(os.fstat(fd).st_ino, None)  # of a file that was removed
             if flags & DELAYED == DELAYED:
-                client.delayed.add(os.fstat(fd).st_ino)
+                client.delay(fd)
             else:
                 default = client.defaults.get(os.path.dirname(path), plain(1, 1 << 20))
                 if not default.startswith(progressive()[:4]):
@@ -188,9 +206,12 @@ def lustre_client(disk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         if request != LL_IOC_LOV_SETSTRIPE:
             return real_ioctl(fd, request, *rest)
         client.calls.append("ioctl")
+        if client.ioctl_error == errno.EEXIST:  # a default, given in spite of the delay
+            client.set_layout(fd, plain(1, 1 << 20)[:30] + b"\xff\xff", "server")
         if client.ioctl_error:
             raise OSError(client.ioctl_error, os.strerror(client.ioctl_error))
-        client.set_layout(fd, bytes(rest[0]), "ioctl")
+        if not client.restricted:
+            client.set_layout(fd, bytes(rest[0]), "ioctl")
         return 0
 
     def getxattr(file: Any, name: str, **rest: Any) -> bytes:
@@ -210,7 +231,8 @@ def lustre_client(disk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         client.calls.append("setxattr")
         if client.setxattr_error:
             raise OSError(client.setxattr_error, os.strerror(client.setxattr_error))
-        client.set_layout(file, content, "xattr")
+        if not client.restricted:
+            client.set_layout(file, content, "xattr")
 
     def magic_of(file: int | str) -> int | None:
         return 0x0BD00BD0 if is_here(file) else real_magic(file)
@@ -232,4 +254,5 @@ def lustre_client(disk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(filesystems, "mount_of", mount_of)
     monkeypatch.setattr(lustre, "TREES", (str(tree),))
     monkeypatch.setattr(lustre, "_places", {})
+    monkeypatch.setattr(lustre, "_forbidding", set())
     return client

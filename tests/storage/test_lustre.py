@@ -233,7 +233,7 @@ def test_a_layout_is_set_when_a_file_is_made(lustre_client: LustreClient, disk: 
     assert lustre_client.set_by == ["ioctl"] and "5 stripes of 8192 KiB" in why
     lustre_client.calls.clear()
     created(disk / "b", Purpose(40 * GIB))
-    assert lustre_client.calls == ["create", "ioctl"], "the directory was asked once"
+    assert lustre_client.calls == ["create", "ioctl", "getxattr"], "the directory was asked once"
     created(disk / "c", Purpose(1 * GIB))
     assert lustre_client.layout(disk / "c")[:2] == (1, MIB)
     created(disk / "d", None)
@@ -262,6 +262,25 @@ def test_the_administrators_layout_wins(lustre_client: LustreClient, disk: Path,
     why = created(disk / "b", Purpose(40 * GIB))
     assert lustre_client.calls.count("ioctl") == 1, "asked once"
     assert "administrator" in why
+
+
+@pytest.mark.parametrize("ioctl_error", [0, errno.ENOTTY])
+def test_a_layout_that_was_silently_not_set_is_a_refusal(
+    lustre_client: LustreClient, disk: Path, ioctl_error: int
+) -> None:
+    """What is reserved for a group (enable_setstripe_gid) is answered with "done" to others."""
+    lustre_client.restricted, lustre_client.ioctl_error = True, ioctl_error
+    state = {"w": torch.ones(3 * MIB)}
+    stats = fastckpt.save(state, disk / "a.pt", stripe=(3, 2 * MIB)).result(WAIT_S)
+    assert lustre_client.layout(disk / "a.pt")[:2] == (1, MIB)
+    assert "3 stripes of 2048 KiB were refused" in stats.why
+    assert os.listdir(disk) == ["a.pt"]
+    assert bool((fastckpt.load(disk / "a.pt")["w"] == 1).all())
+    lustre_client.calls.clear()
+    (disk / "other").mkdir()
+    stats = fastckpt.save(state, disk / "other" / "b.pt", stripe=(3, 2 * MIB)).result(WAIT_S)
+    assert "ioctl" not in lustre_client.calls, "it is remembered, for all of the mount"
+    assert lustre_client.calls.count("create") == 1 and "administrator" in stats.why
 
 
 @pytest.mark.parametrize("code", [errno.ENOTTY, errno.EOPNOTSUPP])
@@ -321,7 +340,8 @@ def test_steps_ask_the_root_once(lustre_client: LustreClient, disk: Path) -> Non
     assert len(shards) == 3
     assert {lustre_client.layout(shard)[:2] for shard in shards} == {(2, MIB)}
     assert lustre_client.calls.count("ioctl") == 3
-    assert lustre_client.calls.count("getxattr") <= 2, "of the root of the run and of the mount"
+    asked = 3 + 2  # each shard, whose layout is read back; the root of the run and of the mount
+    assert lustre_client.calls.count("getxattr") <= asked
 
 
 class FullOsts(Storage):
