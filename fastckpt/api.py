@@ -26,6 +26,7 @@ from fastckpt.commit import real_path
 from fastckpt.errors import RanksDisagree, StorageError
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.lustre_layout import check_stripe
+from fastckpt.formats.torch_pickle import torch_load, torch_save
 from fastckpt.gds import STAGINGS, Direct
 from fastckpt.handle import SaveHandle
 from fastckpt.pacing import Pacing
@@ -120,7 +121,7 @@ def save(
     if group is None:
         current.raise_unreported()
     save_by_torch = partial(
-        torch.save,
+        torch_save,
         obj,
         pickle_module=pickle_module,
         pickle_protocol=pickle_protocol,
@@ -137,7 +138,7 @@ def save(
         save_by_torch(f)
         return finish_stock(handle)
     if pickle_module is not pickle:
-        torch.save(None, io.BytesIO(), pickle_module, pickle_protocol)  # refused as torch does
+        torch_save(None, io.BytesIO(), pickle_module, pickle_protocol)  # refused as torch does
     if not _use_new_zipfile_serialization:
         _refuse_group(group, "in torch's legacy format")
         return save_stock(current, save_by_torch, handle, durable)
@@ -239,7 +240,7 @@ def load(
         if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
             # As torch.load does by itself since it knows the suffix.
             return safetensors.torch.load_file(f, device=str(map_location or "cpu"))
-        return torch.load(
+        return torch_load(
             source,
             place,
             pickle_module,

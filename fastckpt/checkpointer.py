@@ -286,7 +286,10 @@ class Checkpointer:
             found: dict[str, Stored] = {}
             fill(objects, lambda stored: found.setdefault(stored.key, stored), lambda _name: None)
             reader.find([(key, shape, whole(shape)) for key, _dtype, shape in found.values()])
-            tensors = {key: torch.empty(shape, dtype=dtype) for key, dtype, shape in found.values()}
+            tensors = {
+                key: torch.empty(shape, dtype=dtype, device="cpu")
+                for key, dtype, shape in found.values()
+            }
             reader.read(
                 [
                     Target(key, tensor, tuple(tensor.shape), whole(tuple(tensor.shape)))

@@ -262,10 +262,10 @@ class ItemsFile:
         before: list[CopyRow] = [(request.offset, address_of(ends), 1, 1, 0, 0)] if whole else []
         after: list[CopyRow] = [(last, address_of(ends) + 1, 1, 1, 0, 0)] if whole else []
         direct = target.dtype == found.dtype and self._is_memory(target)
-        received = target if direct else torch.empty(request.lengths, dtype=found.dtype)
+        received = target if direct else _on_the_host(request.lengths, found.dtype)
         rows = _rows(request, found, received.data_ptr(), received.stride())
         if received.device.type != "cpu" and sum(row[3] for row in rows) > _RUNS_MAX:
-            received = torch.empty(request.lengths, dtype=found.dtype)
+            received = _on_the_host(request.lengths, found.dtype)
             rows = _rows(request, found, received.data_ptr(), received.stride())
         self._run([*before, *rows, *after], received)
         if received is not target:
@@ -363,6 +363,11 @@ class ItemsFile:
         except OSError as error:
             return -(error.errno or errno.EIO)  # unreadable is damaged too
         return crc
+
+
+def _on_the_host(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor on the CPU, whatever torch's default device is."""
+    return torch.empty(sizes, dtype=dtype, device="cpu")
 
 
 def _rows(request: Request, found: _Found, address: int, strides: Sequence[int]) -> list[CopyRow]:

@@ -17,7 +17,7 @@ from fastckpt import commit
 from fastckpt.devices import Devices, Reads
 from fastckpt.fence import Watched
 from fastckpt.formats import safetensors, torch_pickle, torch_zip
-from fastckpt.formats.torch_pickle import SMALL_BYTES
+from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
 from fastckpt.image import Image
 from fastckpt.placements import PLAIN_TENSORS
 from fastckpt.storage import Storage, reported
@@ -147,7 +147,7 @@ class Draft:
         try:
             captured = torch_pickle.capture(obj, *options)
         except torch_pickle.SkipData:
-            torch.save(obj, os.path.join(self.directory, name))
+            torch_save(obj, os.path.join(self.directory, name))
             return
         self.pending.append(_Zip(name, captured))
         if captured.tensors:

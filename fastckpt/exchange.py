@@ -61,7 +61,7 @@ class Exchange:
         self._under_way: deque[tuple[int, torch.Tensor, Any]] = deque()
         self._next = 0  # the block whose broadcast begins next
         self._current = -1  # the block in _buffer
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._memory: torch.Tensor | None = None  # the same on the host, when it was asked for
         self._status = (_OK, 0, 0, 0)
         self._stopping = False
@@ -86,7 +86,7 @@ class Exchange:
             nbytes = min(len(target) - done, self._nbytes_of(block) - begin)
             part = target[done : done + nbytes]
             if block < self._current:  # has gone by
-                again = torch.empty(nbytes, dtype=torch.uint8)
+                again = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 if not self.readinto(_bytes_of(again), offset + done):
                     return False
                 part.copy_(again)
@@ -198,7 +198,7 @@ class Exchange:
             host = buffer
             if self._device.type != "cpu":
                 if self._own is None:
-                    self._own = torch.empty(size, dtype=torch.uint8)
+                    self._own = torch.empty(size, dtype=torch.uint8, device="cpu")
                 host = self._own
             _bytes_of(host)[-_STATUS.size :] = _STATUS.pack(*self._read(block, host))
             if host is not buffer:

@@ -16,6 +16,7 @@ import torch
 from fastckpt.devices import Devices
 from fastckpt.fence import Watched
 from fastckpt.formats import torch_pickle
+from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.replicas import Description
 from fastckpt.step_save import Content
 from fastckpt.tree import Flat, Leaf, flatten, is_stateful
@@ -99,5 +100,5 @@ def _pickled(flat: Flat) -> bytes:
         for name, own in flat.per_rank.items()
     }
     buffer = io.BytesIO()
-    torch.save(values, buffer)
+    torch_save(values, buffer)
     return buffer.getvalue()

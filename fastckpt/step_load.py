@@ -227,7 +227,7 @@ class StepReader:
             tensor = target.tensor.detach()
             as_it_lies = tensor.dtype == dtype and _is_plain_memory(tensor, readable)
             if not as_it_lies or (tensor.device.type != "cpu" and self._in_bits(target)):
-                tensor = torch.empty(target.box.sizes, dtype=dtype)
+                tensor = torch.empty(target.box.sizes, dtype=dtype, device="cpu")
             assert tuple(tensor.shape) == target.box.sizes
             buffers.setdefault(target.key, []).append((target, tensor))
             needed += tensor.numel() * tensor.element_size()

@@ -236,7 +236,7 @@ class Template:
         key, dtype, shape = stored
         if key not in self._whole:
             self._find([(key, shape, whole(shape))])  # before so much memory is taken for it
-            self._whole[key] = torch.empty(shape, dtype=dtype)
+            self._whole[key] = torch.empty(shape, dtype=dtype, device="cpu")
             self.targets.append(Target(key, self._whole[key], shape, whole(shape)))
         return self._whole[key]
 

@@ -37,7 +37,7 @@ _ONE_S, _START_S, _WRITE_S = 4.0, 14.0, 19.0
 _WRITER = """
 import sys, time, torch, fastckpt
 path, nbytes = sys.argv[1], int(sys.argv[2])
-state = torch.empty(nbytes // 8, dtype=torch.int64).random_()
+state = torch.empty(nbytes // 8, dtype=torch.int64, device="cpu").random_()
 fastckpt.save(state, path).result()
 print("ready", flush=True)
 sys.stdin.readline()
@@ -113,7 +113,7 @@ def _one_writer(directory: Path, begun: float) -> tuple[float, int]:
 
 
 def _saved(path: Path, nbytes: int) -> float:
-    state = torch.empty(nbytes // 8, dtype=torch.int64).random_()
+    state = torch.empty(nbytes // 8, dtype=torch.int64, device="cpu").random_()
     begun = time.perf_counter()
     fastckpt.save(state, path).result()
     return nbytes / (time.perf_counter() - begun)
@@ -205,7 +205,7 @@ def _readable(fd: int, within_s: float) -> bool:
 
 def _measure_copies(found: Measured) -> None:
     """Copies in memory, and from a GPU if there is one: staging is one of both."""
-    source = torch.ones(256 * _MIB, dtype=torch.uint8)
+    source = torch.ones(256 * _MIB, dtype=torch.uint8, device="cpu")
     target = torch.zeros_like(source)
     memory = max(_copied(target, source) for _ in range(3))
     note = f"memory is copied at {shown_rate(memory)}"
@@ -213,7 +213,7 @@ def _measure_copies(found: Measured) -> None:
         found.rates["d2h_rate"] = memory
         found.notes.append(f"{note}, which stands for copies from a GPU: there is none here")
         return
-    pinned = torch.zeros(256 * _MIB, dtype=torch.uint8, pin_memory=True)
+    pinned = torch.zeros(256 * _MIB, dtype=torch.uint8, device="cpu", pin_memory=True)
     device = torch.ones(256 * _MIB, dtype=torch.uint8, device="cuda")
     rate = max(_copied(pinned, device) for _ in range(3))
     found.rates["d2h_rate"] = rate

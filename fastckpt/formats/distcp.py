@@ -98,7 +98,7 @@ class _Rebuilt:
 
 def _pickled(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
     """data.pkl of a contiguous tensor on the CPU."""
-    empty: Any = torch.empty(0, dtype=dtype)
+    empty: Any = torch.empty(0, dtype=dtype, device="cpu")
     rebuild, (storage, offset, _sizes, _strides, *more) = empty.__reduce_ex__(2)
     strides, step = [0] * len(sizes), 1
     for dim in reversed(range(len(sizes))):
@@ -118,7 +118,7 @@ def _pickled(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
 @lru_cache(1)
 def _small_records() -> tuple[tuple[str, bytes], ...]:
     """The records that this torch writes between data.pkl and the elements."""
-    captured = torch_pickle.capture(torch.empty(0), pickle, 2, False, False)
+    captured = torch_pickle.capture(torch.empty(0, device="cpu"), pickle, 2, False, False)
     small = ((name, content) for name, content in captured.records if isinstance(content, bytes))
     return tuple(
         (name, str(ITEM_ALIGNMENT).encode() if name == ".storage_alignment" else content)

@@ -23,6 +23,9 @@ import torch
 
 from fastckpt.errors import CorruptCheckpoint
 
+# Bound here once: a program may put fastckpt.save and fastckpt.load in their places.
+torch_save, torch_load = torch.save, torch.load
+
 SMALL_BYTES = 64 << 10
 
 
@@ -140,13 +143,15 @@ def capture(
     # Pickling makes many objects and no garbage in circles: collecting in the midst of it would
     # only add to the stall, by as much as the rest of the program has objects.
     collecting = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()  # in here: a signal handler may raise as soon as it has returned
         save(obj, captured, module, pickle_protocol, disable_byteorder_record)
     finally:
-        captured.finish()
-        if collecting:
-            gc.enable()
+        try:
+            captured.finish()
+        finally:
+            if collecting:
+                gc.enable()
     return captured
 
 
@@ -245,7 +250,7 @@ class _Shim:
 def _capture_by_copy(obj: object, pickle_module: Any, pickle_protocol: int) -> Capture:
     """The slow way to the same records: torch.save to memory and read the zip back."""
     buffer = io.BytesIO()
-    torch.save(obj, buffer, pickle_module, pickle_protocol)
+    torch_save(obj, buffer, pickle_module, pickle_protocol)
     captured = Capture()
     skipped = {"version", ".data/serialization_id"}  # layout() writes these itself
     with zipfile.ZipFile(buffer) as archive:
@@ -265,7 +270,7 @@ def unpickled(source: Any, weights_only: bool, what: str) -> Any:
         pickle.UnpicklingError: weights_only, and they hold more than that allows.
     """
     try:
-        return torch.load(source, map_location="cpu", weights_only=weights_only)
+        return torch_load(source, map_location="cpu", weights_only=weights_only)
     except MemoryError:
         raise
     except pickle.UnpicklingError as error:

@@ -23,7 +23,7 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import zip_records
 from fastckpt.formats.arrangement import Arrangement, nbytes_of
 from fastckpt.formats.strict_json import check_block_bytes
-from fastckpt.formats.torch_pickle import Capture
+from fastckpt.formats.torch_pickle import Capture, torch_save
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, Index, address_of, block_count
 
 VERSION = 1
@@ -50,7 +50,7 @@ HEADER_BYTES_MAX = 2 * PAGE_BYTES
 def container_version() -> bytes:
     """The content of torch's `version` record, taken from a file stock torch makes."""
     buffer = io.BytesIO()
-    torch.save(None, buffer)
+    torch_save(None, buffer)
     with zipfile.ZipFile(buffer) as archive:
         return archive.read(f"{ARCHIVE}/version")
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from fastckpt import pipeline
 from fastckpt.distcp_load import ItemsFile, Request
 from fastckpt.errors import CorruptCheckpoint
+from fastckpt.formats.torch_pickle import torch_load
 from fastckpt.integrations import dcp_metadata
 
 
@@ -193,7 +194,7 @@ def _chunk_sizes(chunks: list[Any], index: MetadataIndex) -> tuple[int, ...]:
 def _check_weights_only(content: bytes, what: str) -> None:
     """Makes sure that unpickling an object, as planners do it, runs no code that it names."""
     try:
-        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        torch_load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except MemoryError:
         raise
     except Exception as error:

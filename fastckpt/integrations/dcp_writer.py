@@ -40,7 +40,7 @@ from fastckpt.distcp_save import (
 )
 from fastckpt.fence import Watched
 from fastckpt.file_save import together
-from fastckpt.formats.torch_pickle import SMALL_BYTES
+from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import dcp_metadata
 from fastckpt.placements import PLAIN_TENSORS
@@ -246,7 +246,7 @@ def _readable(tensor: torch.Tensor, kinds: frozenset[str]) -> torch.Tensor | byt
     if not plain or tensor.is_quantized or tensor.is_nested:
         tensor = tensor.cpu()
         file = io.BytesIO()
-        torch.save(tensor, file)
+        torch_save(tensor, file)
         return file.getvalue()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()

@@ -1198,3 +1198,25 @@ def test_more_than_four_gibibytes(
 
 def test_little_endian_is_recorded(disk: Path, committed: Any) -> None:
     assert archive(committed(count(2), disk / "object.pt"))["byteorder"] == sys.byteorder.encode()
+
+
+def test_fastckpt_in_the_place_of_torch(
+    disk: Path, assert_same: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.save, torch.load = fastckpt.save, fastckpt.load`, taken literally."""
+    state = {"w": count(1000), "n": 3}
+    monkeypatch.setattr(torch, "save", fastckpt.save)
+    monkeypatch.setattr(torch, "load", fastckpt.load)
+    torch.save(state, disk / "a.pt").result()
+    assert_same(torch.load(disk / "a.pt", weights_only=False), state)
+    torch.save(state, disk / "old.pt", _use_new_zipfile_serialization=False)
+    assert_same(torch.load(disk / "old.pt", weights_only=False), state)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    assert_same(torch.load(buffer, weights_only=False), state)
+    torch.save(state, disk / "own.pt", pickle_module=types.SimpleNamespace(**vars(pickle)))
+    assert_same(torch.load(disk / "own.pt", weights_only=False), state)
+    with fastckpt.Checkpointer(disk / "run") as run:
+        run.save(1, {"w": state["w"], "own": fastckpt.PerRank([1])}).result()
+        assert torch.equal(run.load()["w"], state["w"])

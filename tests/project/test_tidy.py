@@ -35,6 +35,12 @@ OTHERS_NAMES = {"tmp_path_factory"}
 LEFT_OVERS = tuple(map("".join, [("TO", "DO"), ("FIX", "ME"), ("X", "XX"), ("HA", "CK")]))
 ENVIRONMENT_READER = "fastckpt/budget.py"
 
+# Functions of torch that put what they make on the default device, which is meta where big models
+# are built.
+MAKE_TENSORS = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "ones"}
+MAKE_TENSORS |= {"linspace", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor"}
+MAKE_TENSORS |= {"zeros"}
+
 Node = TypeVar("Node", bound=ast.AST)
 Fault = tuple[int, str]  # line number counted from 1, what is wrong with it
 
@@ -233,6 +239,26 @@ def environment_reads(source: Source) -> Iterator[Fault]:
             yield taken.lineno, message
 
 
+def tensors_without_device(source: Source) -> Iterator[Fault]:
+    """The library's own tensors lie where it says, whatever the process's default device is."""
+    if not source.path.startswith("fastckpt/"):
+        return
+    for call in source.walk(ast.Call):
+        made = ast.unparse(call.func).removeprefix("torch.")
+        named = any(keyword.arg in ("device", None) for keyword in call.keywords)
+        if made in MAKE_TENSORS and ast.unparse(call.func) != made and not named:
+            yield call.lineno, f"torch.{made}() without device= obeys the caller's default device"
+
+
+def late_bound_torch_io(source: Source) -> Iterator[Fault]:
+    """A program may put fastckpt.save in the place of torch.save: what we call then is torch's."""
+    if source.path.startswith("fastckpt/"):
+        for call in source.walk(ast.Call):
+            names = [ast.unparse(node) for node in (call.func, *call.args[:1])]
+            if {"torch.save", "torch.load"} & set(names):
+                yield call.lineno, "call torch_save or torch_load of formats/torch_pickle.py"
+
+
 def titles(source: Source) -> Iterator[Fault]:
     if source.suffix != ".md":
         return
@@ -296,6 +322,11 @@ FAULTS: dict[Rule, list[tuple[str, str]]] = {
         ("fastckpt/a.py", "import os\na = os.environ.get('A')\n"),
         ("fastckpt/cli/a.py", "from os import getenv\n"),
         ("csrc/a.cc", 'auto a = std::getenv("A");\n'),
+    ],
+    tensors_without_device: [("fastckpt/a.py", "import torch\na = torch.empty(3)\n")],
+    late_bound_torch_io: [
+        ("fastckpt/a.py", "torch.save(1, f)\n"),
+        ("fastckpt/a.py", "g = partial(torch.load, f)\n"),
     ],
     titles: [("a.md", "text\n"), ("a.md", "# One\n```sh\n# no title\n```\n# Two\n")],
     left_overs: [("a.md", f"# T\n\n{LEFT_OVERS[0]}: write\n"), ("setup.py", f"# {LEFT_OVERS[1]}")],

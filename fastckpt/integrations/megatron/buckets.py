@@ -104,7 +104,9 @@ class StoredBuckets:
                 if len(span.length) > 1:  # one read, and then many small copies in memory
                     base = int(span.source[0])
                     one = Runs.one(base, 0, int(span.source[-1] + span.length[-1]) - base)
-                    tensor_of = torch.empty(int(one.length[0]), dtype=copy.tensor.dtype)
+                    tensor_of = torch.empty(
+                        int(one.length[0]), dtype=copy.tensor.dtype, device="cpu"
+                    )
                     scattered.append((tensor_of, span, copy.tensor))
                 target = str(len(targets))
                 targets[target] = tensor_of

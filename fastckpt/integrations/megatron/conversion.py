@@ -206,7 +206,10 @@ def _write(
     alone = not (dist.is_available() and dist.is_initialized())
     rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     mine = _share(parts, rank, ranks)
-    tensors = {str(number): torch.empty(p.flat, dtype=p.dtype) for number, p in enumerate(mine)}
+    tensors = {
+        str(number): torch.empty(p.flat, dtype=p.dtype, device="cpu")
+        for number, p in enumerate(mine)
+    }
     read_boxes(src, _items(mine), tensors)
     held: dict[Any, Any] = {}
     for number, part in enumerate(mine):

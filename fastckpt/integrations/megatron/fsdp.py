@@ -54,7 +54,8 @@ def stored_common(directory: str, metadata: Metadata, weights_only: bool = True)
         if path[0] in _COMMON:
             value = None
             if isinstance(stored, TensorStorageMetadata):
-                value = torch.empty(stored.size, dtype=stored.properties.dtype)
+                dtype = stored.properties.dtype
+                value = torch.empty(stored.size, dtype=dtype, device="cpu")
             set_element(state, path, value)
     read(directory, DefaultLoadPlanner(), state, weights_only=weights_only)
     return state

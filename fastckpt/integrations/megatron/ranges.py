@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from fastckpt import IncompatibleCheckpoint
+from fastckpt.formats.torch_pickle import torch_load
 from fastckpt.integrations import dcp
 
 # What Megatron allows in common.pt; numpy 2 moved the one that makes its arrays.
@@ -102,7 +103,7 @@ def unpickled(content: io.BytesIO, name: str, weights_only: bool = True) -> Any:
     """What torch.save wrote, with the classes allowed that Megatron allows."""
     try:
         with _allowed():
-            return torch.load(content, map_location="cpu", weights_only=weights_only)
+            return torch_load(content, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise IncompatibleCheckpoint(f"{name!r} needs weights_only=False: {error}") from error
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle
+from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.integrations import dcp
 from fastckpt.integrations.megatron.division import Division, Holdings, may_write
 from fastckpt.integrations.megatron.iterations import COMMON, CONFIG, replace_file
@@ -258,7 +258,7 @@ def holdings(values: Iterable[Any]) -> Holdings:
 def serialized(value: Any) -> io.BytesIO:
     """As torch.save writes it."""
     content = io.BytesIO()
-    torch.save(value, content)
+    torch_save(value, content)
     content.seek(0)
     return content
 
