@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from fastckpt.errors import PeerFailed
+from fastckpt.errors import PeerFailed, is_visible
 from fastckpt.session import Session, name_of, numbers_in
 
 log = logging.getLogger("fastckpt")
@@ -151,6 +151,19 @@ class Round:
         assert self.rank == 0, "rank 0 commits"
         self._end = self._call("compare_set", self._at("end"), b"", _DECIDED)
         self.check()
+
+    def tell_outcome(self, error: BaseException | None) -> None:
+        """On rank 0, after decide(): tells the others how its commit went."""
+        told: list[object] = []
+        if error is not None:
+            text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
+            told = [text.encode(errors="replace").decode(), is_visible(error)]
+        self.put("outcome", json.dumps(told).encode())
+
+    def hear_outcome(self) -> PeerFailed | None:
+        """On the others: waits for that. Returns the failure of the commit, `visible` or not."""
+        told = json.loads(self.get("outcome"))
+        return PeerFailed(told[0], (0,), visible=told[1]) if told else None
 
     def check(self) -> None:
         """Raises the failure, if there is one."""

@@ -14,9 +14,10 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
+from fastckpt.errors import StorageError
 from fastckpt.formats.lustre_layout import Purpose
 from fastckpt.storage import NEW_MODE, Storage, patiently, reported
 
@@ -217,38 +218,93 @@ def publish(
     Returns:
         A descriptor that keeps the replaced file, or None. Freeing its blocks takes a file system
             longer than the commit itself; it happens at close, which can wait until the commit was
-            told.
+            told. Always None on a file system that is not local.
 
     Raises:
-        StorageError: of op "rename" or "sync directory".
+        StorageError: of op "open directory" or "rename", and nothing has changed; or of op "sync
+            directory", and the error is `visible`.
     """
-    try:
-        replaced: int | None = storage.open(path)
-    except OSError:
-        replaced = None  # nothing there, or not readable: then rename itself frees the blocks
-    try:
-        with reported("rename", path):
-            if fd is None:
-                storage.rename(temporary, path)
-            else:
-                patiently(storage, fd, lambda: storage.rename(temporary, path))
-        if durable:
-            directory = os.path.dirname(path)
-            with reported("sync directory", directory):
-                storage.sync_directory(directory)
-    except BaseException:
-        if replaced is not None:
-            with suppress(OSError):  # the error that brought us here is the one that counts
-                storage.close(replaced)
-        raise
+    with naming_in(storage, [os.path.dirname(path)] if durable else [], path) as make_durable:
+        replaced = None if fd is None else _kept(storage, fd, path)
+        try:
+            with reported("rename", path):
+                if fd is None:
+                    storage.rename(temporary, path)
+                else:
+                    patiently(storage, fd, lambda: storage.rename(temporary, path))
+            make_durable()
+        except BaseException:
+            if replaced is not None:
+                close_quietly(storage, replaced)
+            raise
     return replaced
+
+
+def _kept(storage: Storage, fd: int, path: str) -> int | None:
+    """A descriptor of what path names, if the file open as fd is about to replace that on a local
+    file system.
+
+    Elsewhere a file that is open cannot be replaced at once. A client of NFS first renames it away,
+    so that for a moment nothing has the name, and for good if the client dies then. A client of
+    CIFS is refused, removes it, is refused until nobody has it open, and then neither is there.
+    """
+    with reported("open", path):
+        if storage.policy(fd)[1].remote:
+            return None
+    try:
+        return storage.open(path)
+    except OSError:
+        return None  # nothing there, or not readable: then rename itself frees the blocks
+
+
+@contextmanager
+def naming_in(
+    storage: Storage, directories: Collection[str], path: str
+) -> Iterator[Callable[[], None]]:
+    """Opens the directories in which the body gives a checkpoint its name, before it does so: what
+    can fail without having changed anything fails here.
+
+    Args:
+        directories: none, if the name need not be durable.
+        path: the name.
+
+    Yields:
+        A function for the body to call when the name has been given: makes that durable. It raises
+            a StorageError that is `visible`, since every reader sees the checkpoint by then.
+
+    Raises:
+        StorageError: of op "open directory".
+    """
+    with ExitStack() as closing:
+        opened = {}
+        for directory in directories:
+            with reported("open directory", directory):
+                opened[directory] = storage.open_directory(directory)
+            closing.callback(close_quietly, storage, opened[directory])
+
+        def make_durable() -> None:
+            for directory, fd in opened.items():
+                try:
+                    storage.sync_directory(fd)
+                except OSError as error:
+                    number = error.errno or errno.EIO
+                    detail = (
+                        f"{path!r} is the new checkpoint and whole, but a crash of the machine may "
+                        "undo that: keep older checkpoints, and save again"
+                    )
+                    raise StorageError(
+                        "sync directory", directory, number, detail=detail, visible=True
+                    ) from error
+
+        yield make_durable
 
 
 def publish_directory(storage: Storage, directory: str, path: str, aside: str) -> None:
     """THE commit of a directory, all in which is durable: gives it its final name.
 
     What had that name is in its place afterwards. Where a file system cannot exchange two names it
-    is renamed to `aside` first, and in between nothing has the name.
+    is renamed to `aside` first, and in between nothing has the name; it gets its name back if the
+    new one is refused it.
     """
     if storage.status(path) is None:
         storage.rename(directory, path)
@@ -259,7 +315,12 @@ def publish_directory(storage: Storage, directory: str, path: str, aside: str) -
         if error.errno not in _NO_EXCHANGE:
             raise
         storage.rename(path, aside)
-        storage.rename(directory, path)
+        try:
+            storage.rename(directory, path)
+        except OSError:
+            with suppress(OSError):  # the first error counts; the caller looks whether it is there
+                storage.rename(aside, path)
+            raise
 
 
 def sync_directories(storage: Storage, directory: str) -> None:

@@ -22,7 +22,7 @@ from fastckpt.agreement import TIMEOUT_S, Round
 from fastckpt.commit import close_quietly, settle
 from fastckpt.directory_check import crc32_of, list_of
 from fastckpt.draft import Draft, Pending
-from fastckpt.errors import CheckpointError
+from fastckpt.errors import CheckpointError, fate
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
 from fastckpt.handle import SaveHandle
@@ -125,7 +125,8 @@ def _begun(
 def _warn(handle: SaveHandle) -> None:
     error = handle.exception(0)  # counts as asked for
     if error is not None:
-        log.warning("%r was not saved: %s: %s", handle.path, type(error).__name__, error)
+        what = fate(error, "was not saved")
+        log.warning("%r %s: %s: %s", handle.path, what, type(error).__name__, error)
 
 
 class _Moving(NamedTuple):
@@ -315,14 +316,21 @@ class DirectorySave(Job):
         if self.durable:
             commit.sync_directories(storage, directory)
         self._refuse_others(storage, merged)
-        with reported("rename", path):
-            storage.touch(directory)  # so that times are in the order of the commits
-            aside = os.path.join(self.draft.root, "replaced")
-            commit.publish_directory(storage, directory, path, aside)
-        if self.durable:
-            for changed in {os.path.dirname(path), self.draft.beside, *self.draft.grown}:
-                with reported("sync directory", changed):
-                    storage.sync_directory(changed)
+        changed = {os.path.dirname(path), self.draft.beside, *self.draft.grown}
+        with commit.naming_in(storage, changed if self.durable else (), path) as make_durable:
+            with reported("rename", path):
+                storage.touch(directory)  # so that times are in the order of the commits
+                aside = os.path.join(self.draft.root, "replaced")
+                try:
+                    commit.publish_directory(storage, directory, path, aside)
+                except OSError:
+                    self.draft.is_kept = True
+                    with suppress(OSError):  # what had the name may have got it back
+                        self.draft.is_kept = storage.is_directory(aside)
+                    raise
+            self.draft.is_kept = True  # what was replaced, which a crash may yet bring back
+            make_durable()
+            self.draft.is_kept = False
 
     def _refuse_others(self, storage: Storage, files: Mapping[str, File]) -> None:
         """Raises CheckpointError if what is there holds files that would be lost."""

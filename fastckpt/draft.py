@@ -100,6 +100,8 @@ class Draft:
         pending: what is written later.
         watched: what must not change before it was copied.
         grown: directories that have a new entry because of this one, beside `beside` itself.
+        is_kept: it holds what may be the only durable checkpoint: discard() leaves it to whoever
+            removes it when this process is gone.
 
     Raises:
         StorageError: it cannot be made.
@@ -114,6 +116,7 @@ class Draft:
         self.watched: list[Watched] = []
         self.beside = os.path.realpath(beside or os.path.dirname(path))
         self.grown: list[str] = []
+        self.is_kept = False
         for directory in {self.beside, os.path.dirname(path)}:
             with reported("make directory", directory):
                 above = directory
@@ -192,7 +195,8 @@ class Draft:
 
     def discard(self) -> None:
         """Removes what is left of it: all, or after the commit what it replaced."""
-        with suppress(OSError):  # another rank may put a file in just now: it stays as debris
-            self._storage.remove_tree(self.root)
+        if not self.is_kept:
+            with suppress(OSError):  # another rank may put a file in just now: it stays as debris
+                self._storage.remove_tree(self.root)
         if self._lock is not None:
             commit.close_quietly(self._storage, self._lock)

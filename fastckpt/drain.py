@@ -18,7 +18,13 @@ from fastckpt.agreement import Round
 from fastckpt.codec import FrameReader
 from fastckpt.commit import close_quietly, cut, settle
 from fastckpt.devices import Reads
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, PeerFailed, StorageError
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    PeerFailed,
+    StorageError,
+    is_visible,
+)
 from fastckpt.formats.lustre_layout import Purpose
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
@@ -94,8 +100,9 @@ class Drain(Job):
         except BaseException as error:
             self.agreement.fail(error)
             if not self.may_be_visible or self.agreement.failed:
-                if self._made is not None:
-                    self._tier.root.abandon(self._made)
+                made, self._made = self._made, None
+                if made is not None:
+                    self._tier.root.abandon(made)
                 if self._files is not None:
                     self._files.remove()
             raise
@@ -158,7 +165,9 @@ class Drain(Job):
     def end(self, pipeline: Pipeline) -> None:
         super().end(pipeline)
         tier, rank, failure = self._tier, self.agreement.rank, self.handle.failure()
-        if failure is not None and not isinstance(failure, PeerFailed):
+        if is_visible(failure):
+            log.warning("%s stays in the local tier as well: %s", self._own_name, failure)
+        elif failure is not None and not isinstance(failure, PeerFailed):
             log.warning("%s stays in the local tier alone: %s", self._own_name, failure)
         elif failure is None and self._own_name and tier.nodes().first(rank) == rank:
             tier.note_drained(self._own_name)

@@ -12,11 +12,21 @@ import os
 
 
 class CheckpointError(RuntimeError):
-    """Base of all errors below. A RuntimeError, because that is what torch.save raises."""
+    """Base of all errors below. A RuntimeError, because that is what torch.save raises.
+
+    Attributes:
+        visible: of a save's error. False: nothing was committed, and what was there before stays.
+            True: the checkpoint has taken its name and is whole, but it is not known to be durable:
+            a crash of the machine may bring back what had the name before. Keep older checkpoints
+            until a later save has succeeded.
+    """
+
+    visible = False
 
 
 class StorageError(CheckpointError, OSError):
-    """The file system refused an operation; the checkpoint concerned was not committed.
+    """The file system refused an operation; the checkpoint concerned was not committed, unless
+    `visible` is true.
 
     Attributes:
         op: the operation that failed: "open", "allocate", "write", "sync", "rename", ...
@@ -24,11 +34,19 @@ class StorageError(CheckpointError, OSError):
         offset: the byte offset in the file, or None where the operation has none.
         errno: the error number, as in OSError.
         detail: what else is known, in words, or "".
+        visible: as CheckpointError's.
     """
 
     def __init__(
-        self, op: str, path: str, errno: int, offset: int | None = None, detail: str = ""
+        self,
+        op: str,
+        path: str,
+        errno: int,
+        offset: int | None = None,
+        detail: str = "",
+        visible: bool = False,
     ) -> None:
+        self.visible = visible
         self.op = op
         self.path = path
         self.offset = offset
@@ -51,8 +69,9 @@ class StorageError(CheckpointError, OSError):
 
     def __reduce__(
         self,
-    ) -> tuple[type[StorageError], tuple[str, str, int | None, int | None, str]]:
-        return type(self), (self.op, self.path, self.errno, self.offset, self.detail)
+    ) -> tuple[type[StorageError], tuple[str, str, int | None, int | None, str, bool]]:
+        known = (self.op, self.path, self.errno, self.offset, self.detail, self.visible)
+        return type(self), known
 
 
 _HINTS = {
@@ -84,18 +103,21 @@ class StagingConflict(CheckpointError):
 
 
 class PeerFailed(CheckpointError):
-    """Another rank failed, is missing or went away, so nobody committed this checkpoint.
+    """Another rank failed, is missing or went away, so nobody committed this checkpoint, unless
+    `visible` is true.
 
     Attributes:
         ranks: the ranks concerned, as far as known.
+        visible: as CheckpointError's: what the failed rank said of its own error.
     """
 
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), visible: bool = False) -> None:
         super().__init__(message)
         self.ranks = ranks
+        self.visible = visible
 
-    def __reduce__(self) -> tuple[type[PeerFailed], tuple[str, tuple[int, ...]]]:
-        return type(self), (str(self), self.ranks)
+    def __reduce__(self) -> tuple[type[PeerFailed], tuple[str, tuple[int, ...], bool]]:
+        return type(self), (str(self), self.ranks, self.visible)
 
 
 class RanksDisagree(CheckpointError):
@@ -113,3 +135,13 @@ class DeviceError(CheckpointError):
 
 class BackendUnavailable(CheckpointError):
     """The backend that was asked for by name does not work here; the message says why."""
+
+
+def is_visible(error: BaseException | None) -> bool:
+    """Whether a save with this error has made its checkpoint visible all the same."""
+    return isinstance(error, CheckpointError) and error.visible
+
+
+def fate(error: BaseException | None, otherwise: str = "was not committed") -> str:
+    """What became of a checkpoint whose save failed with this error, to follow its name."""
+    return "is visible, but perhaps not durable" if is_visible(error) else otherwise

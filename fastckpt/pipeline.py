@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 from fastckpt.agreement import Round
 from fastckpt.devices import Devices, Reads
-from fastckpt.errors import CheckpointError, PeerFailed
+from fastckpt.errors import CheckpointError, fate, is_visible
 from fastckpt.fence import Watched
 from fastckpt.gds import Gds
 from fastckpt.gds_choice import Choice
@@ -320,17 +320,18 @@ class Job:
             publish: makes the checkpoint visible; called on the first rank, with all records.
 
         Raises:
-            PeerFailed: another rank failed or is missing.
+            PeerFailed: another rank failed or is missing. If rank 0's error is `visible`, so is
+                this one.
         """
         agreement = self.agreement
         self.may_be_visible = agreement.rank != 0
         agreement.put("done", record)
         if agreement.rank != 0:
             self.follow()
-            failure = agreement.get("outcome")
-            self.may_be_visible = not failure
-            if failure:
-                raise PeerFailed(failure.decode(errors="replace"), (0,))
+            failure = agreement.hear_outcome()
+            self.may_be_visible = failure is None or failure.visible
+            if failure is not None:
+                raise failure
             return
         records = agreement.gather("done")
         self.wait_turn()
@@ -338,11 +339,11 @@ class Job:
         try:
             publish(records)
         except BaseException as error:
-            text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
-            agreement.put("outcome", text.encode())
+            self.may_be_visible = is_visible(error)
+            agreement.tell_outcome(error)
             raise
         self.may_be_visible = True
-        agreement.put("outcome", b"")
+        agreement.tell_outcome(None)
 
 
 _lock = threading.Lock()
@@ -369,7 +370,7 @@ def _at_exit() -> None:
     pipeline.drain()
     for handle in pipeline.unreported():
         sys.stderr.write(
-            f"fastckpt: the save to {handle.path!r} FAILED and was not committed: "
+            f"fastckpt: the save to {handle.path!r} FAILED and {fate(handle.failure())}: "
             f"{handle.failure()}\n"
         )
     if any(thread.daemon for thread in threading.enumerate()):

@@ -42,7 +42,8 @@ def retain(
         steps: the root.
         found: what is committed there, the one committed last first.
         keep: name of the step just committed. Neither it nor what was committed later is removed.
-        keep_last: so many steps stay, those committed last, without those known to be damaged.
+        keep_last: so many steps stay, those committed last, not counting those that are known to
+            be damaged or may not be durable.
         keep_every: multiples of this stay.
 
     A step that is being read (see Steps.hold) stays until a later call.
@@ -53,7 +54,7 @@ def retain(
     for item in found:
         again = item.manifest.step in whole
         kept = (len(whole) < keep_last and not again) or item.manifest.sequence >= own
-        if not steps.is_damaged(item):
+        if not (steps.is_damaged(item) or steps.is_doubtful(item)):
             whole.add(item.manifest.step)
         if kept or (keep_every and item.manifest.step % keep_every == 0):
             continue

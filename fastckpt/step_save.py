@@ -138,8 +138,9 @@ class StepSave(Job):
 
     def _remove(self) -> None:
         """Removes what this rank has made."""
-        if self.made is not None:
-            self.steps.abandon(self.made)
+        made, self.made = self.made, None
+        if made is not None:
+            self.steps.abandon(made)
         if self.files is not None:
             self.files.remove()
 

@@ -87,6 +87,7 @@ class Steps:
         self._sequence = 0  # of the last commit that was begun here
         self._failed: dict[int, int] = {}  # attempts at a step that failed here
         self._damaged: set[str] = set()  # names
+        self._doubtful: set[str] = set()  # names of those that were committed, perhaps not durably
         self._begun: set[str] = set()  # names that saves of this process are writing to
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
 
@@ -236,6 +237,10 @@ class Steps:
             begun: of this save.
             manifest: names the files.
             durable: sync the manifest and the directories.
+
+        Raises:
+            StorageError: the step is not committed; or if the error is `visible`, it is, but
+                perhaps not durably.
         """
         storage, directory = self.storage, self.path(begun.name)
         self._damaged.discard(begun.name)  # that was another one
@@ -250,22 +255,24 @@ class Steps:
                 with reported("sync directory", path):
                     storage.sync_directory(path)
             self._grown = []
-        with reported("rename", self.path(begun.name, MANIFEST)):
-            name = self.path(begun.name, MANIFEST)
-            patiently(storage, fd, lambda: storage.rename(begun.temporary, name))
-        if durable:
-            try:
-                with reported("sync directory", directory):
-                    storage.sync_directory(directory)
-            except BaseException:
-                with suppress(OSError):  # the first error counts; no reader is to see this step
-                    storage.remove(self.path(begun.name, MANIFEST))
-                raise
-        self._known[begun.name] = _UNSEEN, manifest
-        self._begun.discard(begun.name)
+        name = self.path(begun.name, MANIFEST)
+        with commit.naming_in(storage, [directory] if durable else [], name) as make_durable:
+            with reported("rename", name):
+                patiently(storage, fd, lambda: storage.rename(begun.temporary, name))
+            self._known[begun.name] = _UNSEEN, manifest
+            self._begun.discard(begun.name)
+            # Until that has succeeded a crash may take the step away: it keeps no other from
+            # staying.
+            self._doubtful.add(begun.name)
+            make_durable()
+            self._doubtful.discard(begun.name)
 
     def abandon(self, begun: Begun) -> None:
-        """Removes the directory of a save that failed; its name is not taken again here."""
+        """Ends a save that failed: closes its manifest and removes its directory, whose name is not
+        taken again here.
+        """
+        # A network client keeps a file that is open when it is removed, and with it the directory.
+        commit.close_quietly(self.storage, begun.manifest_fd)
         match = NAME.match(begun.name)
         assert match is not None
         self._failed[int(match[1])] = int(match[2] or 0) + 1
@@ -355,6 +362,10 @@ class Steps:
     def is_damaged(self, item: Committed) -> bool:
         """Whether that was found out here."""
         return item.name in self._damaged
+
+    def is_doubtful(self, item: Committed) -> bool:
+        """Whether it was committed here, and making that durable failed."""
+        return item.name in self._doubtful
 
     def remove_unread(self, name: str) -> bool:
         """Removes a committed step unless somebody reads it; whether it is gone."""

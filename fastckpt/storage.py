@@ -274,16 +274,25 @@ class Storage:
     def touch(self, path: str) -> None:
         os.utime(path)
 
-    def sync_directory(self, path: str) -> None:
-        """Makes the entries of a directory durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def open_directory(self, path: str) -> int:
+        """Opens a directory, to sync it later."""
+        return _noted(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+    def sync_directory(self, directory: str | int) -> None:
+        """Makes the entries of a directory durable. It is given as a path, or as open."""
+        if isinstance(directory, str):
+            fd = Storage.open_directory(self, directory)
+            try:
+                Storage.sync_directory(self, fd)
+            finally:
+                with suppress(OSError):  # the sync has told what there was to tell
+                    Storage.close(self, fd)
+            return
         try:
-            os.fsync(fd)
+            os.fsync(directory)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without the notion
                 raise
-        finally:
-            os.close(fd)
 
     def remove(self, path: str) -> None:
         os.unlink(path)

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from fastckpt.agreement import Round
-from fastckpt.commit import close_quietly
 from fastckpt.drain import DRAIN_BLOCKS_MIN, Drain, receive, send
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.formats.manifest import Manifest, ObjectsFile
@@ -181,9 +180,6 @@ class TieredSave(StepSave):
         if self.agreement.rank == 0 or self._trouble:
             self._tier.warn(self.step, why)
         self._remove()
-        if self.made is not None:
-            close_quietly(pipeline.storage, self.made.manifest_fd)
-        self.made = None
         self.steps = self._tier.root
         stats = self.handle.stats
         stats.local_why, stats.nbytes = f"the local tier {why}", 0
@@ -223,11 +219,23 @@ class TieredSave(StepSave):
         if others:
             self._is_told = True
             send(agreement, "manifest", manifest.to_bytes())
-        super()._make_visible(manifest)
+        self._make_visible_here(manifest)
         for rank in others:
             failure = agreement.get("published", rank).decode()
             if failure:
                 raise PeerFailed(f"rank {rank}: {failure}", (rank,))
+
+    def _make_visible_here(self, manifest: Manifest) -> None:
+        """In the local tier what is visible is enough for the failure of a process, which is all
+        that the tier promises: where it may not be durable, the step is drained as ever, and the
+        tier is not used again.
+        """
+        try:
+            super()._make_visible(manifest)
+        except StorageError as error:
+            if not (error.visible and self._is_local):
+                raise
+            self._tier.refuse(f"failed: {error}")
 
     def follow(self) -> None:
         """On the first rank of another node: publishes there what rank 0 publishes on its own."""
@@ -241,7 +249,7 @@ class TieredSave(StepSave):
             return
         failure = ""
         try:
-            super()._make_visible(Manifest.from_bytes(content))
+            self._make_visible_here(Manifest.from_bytes(content))
         except (CheckpointError, OSError) as error:
             failure = f"{type(error).__name__}: {error}"
         self.agreement.put("published", failure.encode(errors="replace"))

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import fastckpt
 from fastckpt import CheckpointError, SaveHandle
+from fastckpt.errors import fate
 from fastckpt.storage import reported
 
 log = logging.getLogger("fastckpt")
@@ -173,7 +174,8 @@ class BackgroundFiles:
 
     def _log_failure(self, handle: Any) -> None:
         if handle.failure() is not None:
-            log.error("checkpoint %r was not saved: %s", handle.path, handle.failure())
+            what = fate(handle.failure(), "was not saved")
+            log.error("checkpoint %r %s: %s", handle.path, what, handle.failure())
 
 
 def _local(path: str | os.PathLike[str]) -> str | None:

@@ -12,8 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import fastckpt
@@ -21,6 +21,7 @@ from fastckpt import pipeline
 from fastckpt.agreement import Round
 from fastckpt.commit import (
     close_quietly,
+    naming_in,
     publish,
     publish_directory,
     remove_dead_directories,
@@ -29,7 +30,7 @@ from fastckpt.commit import (
     temporary,
     temporary_path,
 )
-from fastckpt.errors import CheckpointError, PeerFailed
+from fastckpt.errors import CheckpointError, fate, is_visible
 from fastckpt.handle import SaveHandle
 from fastckpt.storage import Storage, reported
 
@@ -77,6 +78,7 @@ class Tag:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._lock: int | None = None  # on the draft: this process is alive
+        self._keeps_draft = False
         # Where the tag's directory goes on file systems that cannot exchange two.
         self._replaced = temporary_path(self.handle.path)
         self._draft = temporary_path(self.handle.path)
@@ -158,8 +160,12 @@ class Tag:
                 self._commit()
             except BaseException as error:
                 self._agreement.fail(error)
-                self._discard()
-                log.error("tag %r was not saved: %s", self.handle.path, error)
+                # What had the names before lies in the draft then, and a crash may bring it back.
+                self._keeps_draft = is_visible(error)
+                if not self._keeps_draft:
+                    self._discard()
+                what = fate(error, "was not saved")
+                log.error("tag %r %s: %s", self.handle.path, what, error)
                 self.handle.set_exception(error)
             else:
                 stats, files = self.handle.stats, [file.handle.stats for file in self._files]
@@ -184,28 +190,32 @@ class Tag:
         self.handle.stats.written_s = self.handle.elapsed_s()
         names = [file.name for file in self._files if file.name]
         agreement.put("written", json.dumps(names).encode())
-        if agreement.rank == 0:
-            drafted = {name for its in agreement.gather("written") for name in json.loads(its)}
-            agreement.put("go", b"named" if self._name_draft(drafted) else b"")
-        named = agreement.get("go") != b""
-        for file in self._files:
-            if not (named and file.name):
-                self._publish(file.handle.path, file.path)
-        agreement.put("named", b"")
-        if agreement.rank != 0:
-            failure = agreement.get("outcome")
-            if failure:
-                raise PeerFailed(failure.decode(errors="replace"), (0,))
-            return
-        agreement.gather("named")
-        agreement.decide()
-        try:
-            self._write_latest()
-        except BaseException as error:
-            text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
-            agreement.put("outcome", text.encode(errors="replace"))
-            raise
-        agreement.put("outcome", b"")
+        with ExitStack() as naming:
+            make_durable: Callable[[], None] | None = None
+            if agreement.rank == 0:
+                drafted = {name for its in agreement.gather("written") for name in json.loads(its)}
+                opened = naming_in(pipeline.current().storage, self._above(), self.handle.path)
+                make_durable = naming.enter_context(opened)
+                agreement.put("go", b"named" if self._name_draft(drafted) else b"")
+            named = agreement.get("go") != b""
+            for file in self._files:
+                if not (named and file.name):
+                    self._publish(file.handle.path, file.path)
+            agreement.put("named", b"")
+            if make_durable is None:
+                failure = agreement.hear_outcome()
+                if failure is not None:
+                    raise failure
+                return
+            agreement.gather("named")
+            agreement.decide()
+            try:
+                make_durable()
+                self._write_latest()
+            except BaseException as error:
+                agreement.tell_outcome(error)
+                raise
+            agreement.tell_outcome(None)
 
     def _name_draft(self, names: set[str]) -> bool:
         """On the first rank, when all ranks' files are durable: gives the draft the tag's name, if
@@ -231,23 +241,24 @@ class Tag:
         return True
 
     def _publish(self, name: str, path: str) -> None:
-        storage = pipeline.current().storage
-        replaced = publish(storage, name, path, self._durable)
-        if replaced is not None:
-            close_quietly(storage, replaced)
+        publish(pipeline.current().storage, name, path, self._durable)
 
-    def _write_latest(self) -> None:
-        """Makes `latest` name the tag, atomically; what it names is durable by its name, too."""
-        storage = pipeline.current().storage
+    def _above(self) -> list[str]:
+        """Directories that the tag's name may be new in, or one that leads there, from below."""
         above, top = os.path.dirname(self.handle.path), os.path.dirname(self._directory)
+        found: list[str] = []
         while self._durable and os.access(above, os.R_OK):  # else it was not made by this job
-            with reported("sync directory", above):
-                storage.sync_directory(above)
+            found.append(above)
             if above in (top, os.sep):
                 break
             above = os.path.dirname(above)
+        return found
+
+    def _write_latest(self) -> None:
+        """Makes `latest` name the tag, atomically; what it names is durable by its name, too."""
         if self._latest is None:
             return
+        storage = pipeline.current().storage
         path = os.path.join(self._directory, "latest")
         with temporary(storage, path) as (fd, name):
             with reported("write", path):
@@ -270,7 +281,7 @@ class Tag:
             with suppress(OSError):  # it is the first rank's to do, or of another node
                 storage.remove_directory(self._draft)
             return
-        for directory in (self._draft, self._replaced):
+        for directory in () if self._keeps_draft else (self._draft, self._replaced):
             with suppress(OSError):  # other ranks may be removing theirs: what stays is debris
                 storage.remove_tree(directory)
         close_quietly(storage, self._lock)

@@ -30,7 +30,7 @@ from fastckpt import pipeline
 from fastckpt.agreement import TIMEOUT_S, Round
 from fastckpt.coordinator import Coordinator
 from fastckpt.distcp_save import ItemsSave, Places
-from fastckpt.errors import CheckpointError
+from fastckpt.errors import CheckpointError, fate
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import dcp_metadata, dcp_plans, require
 from fastckpt.integrations.dcp_reader import Reader
@@ -309,4 +309,4 @@ def _warn(shared: _Shared, handle: SaveHandle) -> None:
     if error is not None:
         handle.reported = True
         shared.failed = handle
-        log.warning("the checkpoint %r FAILED and was not committed: %s", handle.path, error)
+        log.warning("the checkpoint %r FAILED and %s: %s", handle.path, fate(error), error)

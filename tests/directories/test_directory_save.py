@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import safetensors.torch
@@ -33,10 +33,11 @@ from fastckpt.errors import (
 from fastckpt.formats import file_list
 from fastckpt.pipeline import Pipeline
 from fastckpt.storage import Storage
-from tests.doubles import Delay, FailAt, Recorder, dead_pid
+from tests.doubles import Delay, FailAt, Operation, Recorder, dead_pid
 
 BUDGET_BYTES = 64 << 20
 WAIT_S = 60.0
+T = TypeVar("T")
 FILES = {"fastckpt.json", "model.safetensors", "notes.txt", "optimizer.pt", "sub/more.txt"}
 
 
@@ -164,6 +165,53 @@ def test_everything_is_durable_before_the_name_and_the_name_before_the_result(di
     names = [Path(op.path).name for op in storage.log[:commit] if op.name == "sync_directory"]
     assert names == ["sub", "a"]
     assert ("sync_directory", str(disk)) in [(op.name, op.path) for op in storage.log[commit:]]
+
+
+class SyncFails(Recorder):
+    """Directories cannot be synced once the checkpoint has its name."""
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == "sync_directory" and self.numbers_of("exchange"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real()
+
+
+def test_a_directory_whose_last_sync_fails_is_visible_and_the_old_one_is_kept(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, removed = disk / "a", threading.Event()
+    with through(Storage()):
+        save_directory(str(path), fill_with(1)).result(WAIT_S)
+    with through(SyncFails()) as pipeline:
+        handle = save_directory(str(path), fill_with(2), retain=removed.set, on_error="warn")
+        error = handle.exception(WAIT_S)
+        pipeline.drain()
+    assert isinstance(error, StorageError) and error.visible and error.op == "sync directory"
+    assert "is visible, but perhaps not durable" in caplog.text and not removed.is_set()
+    assert step_in(path) == 2
+    (kept,) = disk.glob(".a.*.tmp")
+    assert step_in(kept / "a") == 1, "a crash may bring its name back"
+    os.rename(kept, str(kept).replace(f"-{os.getpid()}-", f"-{dead_pid()}-"))
+    with through(Storage()):
+        save_directory(str(path), fill_with(3)).result(WAIT_S)
+    assert os.listdir(disk) == ["a"] and step_in(path) == 3
+
+
+def test_two_renames_of_which_the_second_is_refused(disk: Path) -> None:
+    class Refusing(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            renames = len(self.numbers_of("rename"))
+            if operation.name == "exchange" or (operation.name == "rename" and renames == 2):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return real()
+
+    with through(Storage()):
+        save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
+    with through(Refusing()) as pipeline:
+        error = save_directory(str(disk / "a"), fill_with(2)).exception(WAIT_S)
+        pipeline.drain()
+    assert isinstance(error, StorageError) and not error.visible
+    assert os.listdir(disk) == ["a"] and step_in(disk / "a") == 1
 
 
 def test_without_exchange_it_is_replaced_by_two_renames(disk: Path) -> None:

@@ -64,6 +64,7 @@ REPORTED = {
     "truncate": ("truncate", "path"),
     "size": ("write", "path"),
     "sync": ("sync", "path"),
+    "open_directory": ("open directory", "directory"),
     "rename": ("rename", "path"),
     "sync_directory": ("sync directory", "directory"),
 }
@@ -402,6 +403,10 @@ class Fault:
             if error is not None:
                 assert type(error) is StorageError, repr(error)
                 self._check(error, storage, number, code)
+                assert error.visible == committed == (operation.name == "sync_directory")
+                assert (f"{str(self._path)!r} is the new checkpoint and whole" in str(error)) == (
+                    error.visible
+                )
             if committed or error is None:
                 assert held_by(self._path, self._states, self._same) == 2
             else:
@@ -651,7 +656,7 @@ def test_close_waits_for_the_last_descriptor(disk: Path, original: bytes) -> Non
     go_on, closed = threading.Event(), threading.Event()
     written = threading.Event()
     written.set()
-    storage = Delay("close", written, go_on)
+    storage = Delay("close", written, written, go_on)  # the directory, the new file, the old one
     pipeline = Pipeline(storage=storage, budget_bytes=BUDGET_BYTES)
     save_through(pipeline, several(2), path).result(WAIT_S)
 
@@ -666,7 +671,7 @@ def test_close_waits_for_the_last_descriptor(disk: Path, original: bytes) -> Non
     closing.join(WAIT_S)
     join_saves()
     assert not early, "close() returned while a save still held a descriptor"
-    assert len(storage.numbers_of("close")) == 2
+    assert len(storage.numbers_of("close")) == 3
 
 
 class Crowded(Recorder):
@@ -682,7 +687,7 @@ class Crowded(Recorder):
         self._go_on = threading.Event()
 
     def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-        if operation.name == "close" and len(self.numbers_of("close")) == 2:
+        if operation.name == "close" and len(self.numbers_of("close")) == 3:
             assert self._go_on.wait(WAIT_S)
         if operation.name == "allocate" and len(self.numbers_of("allocate")) == 2:
             self._go_on.set()

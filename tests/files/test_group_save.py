@@ -963,7 +963,9 @@ def test_any_operation_of_a_rank_fails(crew: Crew, disk: Path, victim: int) -> N
         assert type(other.error) is PeerFailed and str(hurt.error) in str(other.error), name
         assert other.took_s < WAIT_S / 2
         # The directory is synced when the file has its name; whether it keeps that, nobody knows.
-        assert digest == (new if name == "sync_directory" else old), name
+        visible = name == "sync_directory"
+        assert digest == (new if visible else old), name
+        assert hurt.error.visible == other.error.visible == visible, name
     wanted = {"write", "sync"}
     wanted |= (
         {"create", "allocate", "rename", "sync_directory"} if victim == 0 else {"open_to_write"}

@@ -830,9 +830,10 @@ def test_every_operation_may_fail(memory: Path, name: str, code: int) -> None:
         if error is not None:
             assert type(error) is StorageError and error.errno == code, what
             assert number <= committed, f"{what}: it was committed"
+            assert error.visible == (number == committed), what
         else:
             assert number > committed or operation.name in DISPENSABLE, f"{what}: swallowed"
-        assert content_of(root) == (2 if error is None else old), what
+        assert content_of(root) == (2 if error is None or error.visible else old), what
         go_on(root, what)
         shutil.rmtree(root.parent)
         number += 1

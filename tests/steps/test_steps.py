@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -32,12 +33,11 @@ from fastckpt.errors import (
     IncompatibleCheckpoint,
     StorageError,
 )
-from fastckpt.formats.manifest import Manifest, ObjectsFile
 from fastckpt.formats.step_names import STEP_MAX, step_name
 from fastckpt.retention import retain, supersede
 from fastckpt.steps import DEAD_AFTER_S, Steps
 from fastckpt.storage import Storage
-from tests.doubles import FailAt, Operation, Recorder, dead_pid
+from tests.doubles import FailAlways, Operation, Recorder, dead_pid
 from tests.paths import ROOT
 from tests.saving.test_process import run_python
 from tests.steps.test_checkpointer import assert_holds, directories, process_on, restored, state
@@ -566,32 +566,66 @@ def test_two_processes_clean_up_at_once(root: Path) -> None:
     assert directories(root) == []
 
 
-def test_the_manifest_is_gone_before_a_failed_commit_is_told(root: Path) -> None:
-    """When the last sync fails, another rank may already remove what the manifest names."""
-    manifest = Manifest(
-        step=5,
-        nonce="0" * 16,
-        sequence=1,
-        world_size=1,
-        created="2026-01-31T12:00:00Z",
-        objects=ObjectsFile("objects.pt", 1, 0),
-        writers=(),
-    )
-    recorder = Recorder()
-    steps = Steps(recorder, str(root))
-    begun = steps.begin(5)
-    steps.publish(begun, manifest, durable=True)
-    recorder.close(begun.manifest_fd)
-    assert steps.read(name(5)) == manifest
-    last = recorder.numbers_of("sync_directory")[-1]
-    assert recorder.log[last].path == str(root / name(5))
-    shutil.rmtree(root)
-    steps = Steps(FailAt(last, errno.EIO), str(root))
-    begun = steps.begin(5)
-    with pytest.raises(StorageError, match="sync directory"):
-        steps.publish(begun, manifest, durable=True)
-    steps.storage.close(begun.manifest_fd)
-    assert os.listdir(root / name(5)) == []
+class SyncFailsAfterRename(Recorder):
+    """The first directory that is synced after a rename cannot be, as often as arm() was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._armed = self._renamed = False
+
+    def arm(self) -> None:
+        self._armed, self._renamed = True, False
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == "sync_directory" and self._armed and self._renamed:
+            self._armed = False
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._renamed |= operation.name == "rename"
+        return real()
+
+
+def test_a_step_whose_last_sync_fails_is_visible_and_makes_no_room(root: Path) -> None:
+    """Readers may have seen it, so it is not taken back; a crash may, so it keeps no other out."""
+    storage = SyncFailsAfterRename()
+    with process_on(storage), Checkpointer(root, keep_last=1) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        storage.arm()
+        error = checkpointer.save(2, state(2)).exception(WAIT_S)
+        assert isinstance(error, StorageError) and error.op == "sync directory"
+        assert error.visible and pickle.loads(pickle.dumps(error)).visible
+        assert f"{str(root / name(2) / 'manifest.json')!r} is the new checkpoint" in str(error)
+        assert checkpointer.latest() == 2 and directories(root) == [name(1), name(2)]
+        found = state(999)
+        assert checkpointer.restore(found) == 2
+        assert_holds(found, 2)
+        storage.arm()  # the one that is committed next may not be durable, either
+        assert checkpointer.save(3, state(3)).exception(WAIT_S) is not None
+        assert directories(root) == [name(1), name(2), name(3)]
+        checkpointer.save(4, state(4)).result(WAIT_S)
+    assert directories(root) == [name(4)]
+
+
+def test_steps_that_may_not_be_durable_do_not_count_as_kept(root: Path) -> None:
+    storage = SyncFailsAfterRename()
+    with process_on(storage), Checkpointer(root, keep_last=2) as checkpointer:
+        for step in (1, 2, 3):
+            if step == 2:
+                storage.arm()
+            checkpointer.save(step, state(step)).exception(WAIT_S)
+        assert directories(root) == [name(1), name(2), name(3)]
+        checkpointer.save(4, state(4)).result(WAIT_S)
+    assert directories(root) == [name(3), name(4)]
+
+
+def test_without_a_descriptor_for_the_last_sync_nothing_is_committed(root: Path) -> None:
+    """What can fail before the rename does: too many open files, a directory not to be read."""
+    for code in (errno.EMFILE, errno.EACCES):
+        with process_on(FailAlways("open_directory", code)), Checkpointer(root) as checkpointer:
+            error = checkpointer.save(1, state(1)).exception(WAIT_S)
+            assert isinstance(error, StorageError) and not error.visible
+            assert (error.op, error.errno) == ("open directory", code)
+            assert checkpointer.latest() is None
+    assert directories(root) == []
 
 
 # ---- what is damaged ----
@@ -765,7 +799,6 @@ def test_a_save_keeps_its_directory_while_an_old_one_of_that_name_is_removed(roo
     storage.thread.join(WAIT_S)
     assert begun[0].name == name(1) and os.path.exists(begun[0].temporary)
     steps.abandon(begun[0])
-    storage.close(begun[0].manifest_fd)
 
 
 READ_ONLY = """

@@ -232,6 +232,54 @@ def test_steps_wait_for_a_ticket_as_well(
             current.close()
 
 
+# What stays open while a file is replaced.
+
+
+class OnePlace(Recorder):
+    """Renames as network clients do: what the new file replaces is gone at once, unless somebody
+    has it open. A client of NFS first renames that one away, a client of CIFS is refused for good.
+    """
+
+    def __init__(self, path: Path, kind: str) -> None:
+        super().__init__()
+        self._path, self._kind = path, kind
+        self.absent = False
+
+    def _is_open(self) -> bool:
+        links = (entry.path for entry in os.scandir("/proc/self/fd"))
+        return any(os.path.exists(link) and os.path.samefile(link, self._path) for link in links)
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == "rename" and self._path.exists() and self._is_open():
+            self.absent = True
+            if self._kind == "cifs":
+                self._path.unlink()
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            self._path.rename(self._path.with_name(".nfs0000000000000001"))
+        return real()
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_what_is_replaced_is_kept_open_on_local_file_systems_alone(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(filesystems, "policy_of", lambda _fd: (kind, POLICIES[kind]))
+    monkeypatch.setattr(storage, "PATIENCE_S", 0.1)
+    path = disk / "a.pt"
+    saved_on(storage.Storage(), path, 1)
+    double = OnePlace(path, kind)
+    saved_on(double, path, 2).exception(WAIT_S)
+    assert double.absent == (not POLICIES[kind].remote)
+    if POLICIES[kind].remote:
+        assert os.listdir(disk) == ["a.pt"]
+        assert bool((fastckpt.load(path)["w"] == 2).all())
+
+
+def test_what_is_local_is_a_closed_list() -> None:
+    local = {"ext4", "xfs", "btrfs", "ext3", "ext2", "tmpfs", "overlay"}
+    assert {kind for kind, policy in POLICIES.items() if not policy.remote} == local
+
+
 # How much a metadata server is asked.
 
 METADATA = {

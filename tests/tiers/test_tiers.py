@@ -525,6 +525,55 @@ def test_a_drain_that_fails_is_told_and_made_up_for(disk: Path, local: Path) -> 
     assert local_steps(local) == ["step-00000006"]
 
 
+# ---- a commit that may not be durable ----
+
+
+class SyncFailsAfterRename(Recorder):
+    """Directories below this one cannot be synced after a rename below it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._below = os.path.join(directory, "")
+        self.failing = False
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if not operation.path.startswith(self._below):
+            return real()
+        if self.failing and operation.name == "sync_directory":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.failing |= operation.name == "rename"
+        return real()
+
+
+def test_a_local_commit_that_may_not_be_durable_is_drained(disk: Path, local: Path) -> None:
+    """It outlives the process, which is all that the tier promises; then the tier is left alone."""
+    double, root = SyncFailsAfterRename(local), disk / "run"
+    with process_on(double), Checkpointer(root, local=local) as checkpointer:
+        handle = checkpointer.save(1, state(1))
+        assert handle.wait_local(WAIT_S)
+        handle.result(WAIT_S)
+        handle = checkpointer.save(2, state(2))
+        handle.result(WAIT_S)
+        assert "sync directory" in handle.stats.local_why
+        assert not handle.wait_local(WAIT_S)
+    assert content(disk / "run", None)[0] == 2
+    assert local_steps(local) == ["step-00000001"]
+
+
+def test_a_drained_step_that_may_not_be_durable_stays_in_the_local_tier(
+    disk: Path, local: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    double, root = SyncFailsAfterRename(disk / "run"), disk / "run"
+    with process_on(double) as current, Checkpointer(root, local=local) as checkpointer:
+        error = checkpointer.save(1, state(1)).exception(WAIT_S)
+        assert isinstance(error, StorageError) and error.visible
+        current.drain()
+        double.failing = False
+        assert "step-00000001 stays in the local tier as well" in caplog.text
+        assert not local_step(local, 1).joinpath("drained").exists()
+        assert content(root, None)[0] == 1
+
+
 # ---- every operation ----
 
 
