@@ -1,0 +1,116 @@
+#!/bin/bash
+# Mounts one shared file system for two clients and tries fastckpt's promises on it:
+#
+#     tests/shared/run.sh sshfs|gluster|moosefs [arguments of promises.py]
+#
+# Needs root and Debian's packages, which it names where they are missing. The servers run in
+# network, mount and process namespaces of their own: nothing listens outside of them, and whatever
+# ran or was mounted is gone when this ends. The volume lies below ${TMPDIR:-/var/tmp}. Use
+# PYTHON=... for another interpreter than .venv's.
+set -euo pipefail
+kind=${1:?which file system: sshfs, gluster or moosefs}
+shift
+here=$(cd "$(dirname "$0")" && pwd)
+export root=${here%/tests/shared} PYTHON=${PYTHON:-${here%/tests/shared}/.venv/bin/python}
+
+needs() {  # PROGRAM PACKAGE...
+    command -v "$1" > /dev/null || { echo "needs $1: apt-get install ${*:2}" >&2; exit 2; }
+}
+export -f needs
+
+if [ -z "${WORK:-}" ]; then
+    [ "$(id -u)" = 0 ] || { echo "needs root" >&2; exit 2; }
+    WORK=$(mktemp -d "${TMPDIR:-/var/tmp}/fastckpt-shared-XXXXXX")
+    trap 'rm -rf "$WORK"' EXIT
+    export WORK PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+    # --kill-child: all servers end with the first process of their namespace.
+    unshare --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$kind" "$@"
+    exit
+fi
+
+# From here on in the namespaces. MooseFS refuses a server on 127.0.0.1, so `lo` has another one.
+address=10.99.0.1
+cd "$WORK"
+ip link set lo up
+# torch.distributed asks for names of addresses: nobody else is to be asked for them.
+printf '127.0.0.1 localhost client-a client-b\n%s server\n' $address > hosts
+mount --bind hosts /etc/hosts
+[ ! -e /etc/resolv.conf ] || mount --bind /dev/null /etc/resolv.conf
+ip address add $address/32 dev lo
+mount -t tmpfs none /run
+mkdir volume a b
+
+awaits() {  # a command that succeeds as soon as a server is there
+    for _ in $(seq 300); do timeout 20 "$@" > /dev/null 2>&1 && return; sleep 0.1; done
+    echo "in vain: $*" >&2
+    tail -n 20 ./*.log >&2 || true
+    exit 2
+}
+
+try() { "$PYTHON" "$here/promises.py" a b "$@"; }
+
+on_sshfs() {
+    needs sshfs sshfs
+    needs /usr/sbin/sshd openssh-server
+    mkdir /run/sshd
+    ssh-keygen -q -t ed25519 -N '' -f key
+    cat > sshd.conf <<- END
+		ListenAddress 127.0.0.1:2222
+		HostKey $WORK/key
+		AuthorizedKeysFile $WORK/key.pub
+		StrictModes no
+		UsePAM no
+		PermitRootLogin prohibit-password
+		Subsystem sftp internal-sftp
+	END
+    /usr/sbin/sshd -f sshd.conf -E sshd.log
+    local options="port=2222,IdentityFile=$WORK/key,StrictHostKeyChecking=no"
+    for client in a b; do
+        sshfs -o "$options,UserKnownHostsFile=/dev/null,LogLevel=ERROR" \
+            "root@127.0.0.1:$WORK/volume" $client
+    done
+    try "$@"
+}
+
+on_gluster() {
+    needs glusterd glusterfs-server glusterfs-client
+    mkdir glusterd log brick
+    cp -a /var/lib/glusterd/. glusterd 2> /dev/null || true
+    mount --bind glusterd /var/lib/glusterd
+    mount --bind log /var/log/glusterfs
+    mkdir -p /run/gluster
+    glusterd
+    awaits gluster volume list
+    gluster --mode=script volume create promises $address:"$WORK/brick" force
+    gluster --mode=script volume start promises
+    for client in a b; do mount -t glusterfs $address:/promises $client; done
+    try "$@"
+}
+
+on_moosefs() {
+    needs mfsmaster moosefs-master moosefs-chunkserver moosefs-client
+    needs mfschunkserver moosefs-chunkserver
+    needs mfsmount moosefs-client
+    mkdir master chunks
+    cp /var/lib/mfs/metadata.mfs.empty master/metadata.mfs
+    echo '* / rw,alldirs,admin,maproot=0:0' > mfsexports.cfg
+    echo "$WORK/volume" > mfshdd.cfg
+    : > mfstopology.cfg
+    local own="WORKING_USER = root
+WORKING_GROUP = root"
+    printf '%s\n' "$own" "DATA_PATH = $WORK/master" "EXPORTS_FILENAME = $WORK/mfsexports.cfg" \
+        "TOPOLOGY_FILENAME = $WORK/mfstopology.cfg" > mfsmaster.cfg
+    printf '%s\n' "$own" "DATA_PATH = $WORK/chunks" "HDD_CONF_FILENAME = $WORK/mfshdd.cfg" \
+        "MASTER_HOST = $address" "BIND_HOST = $address" > mfschunkserver.cfg
+    mfsmaster -c mfsmaster.cfg start
+    mfschunkserver -c mfschunkserver.cfg start
+    for client in a b; do awaits mfsmount -H $address $client; done
+    awaits dd if=/dev/zero of=a/probe bs=4096 count=1 conv=fsync  # the chunkserver has registered
+    rm a/probe
+    try "$@"
+}
+
+case $kind in
+    sshfs | gluster | moosefs) "on_$kind" "$@" ;;
+    *) echo "which file system is $kind?" >&2; exit 2 ;;
+esac
