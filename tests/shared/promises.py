@@ -145,7 +145,7 @@ class Life:
     def close(self) -> None:
         self._ours.close()
         for number in (signal.SIGCONT, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
                 os.kill(self.pid, number)
         os.waitpid(self.pid, 0)
 
@@ -493,9 +493,9 @@ def held_step(clients: Clients) -> str:
 
 
 def has_open(pid: int, ending: str) -> bool:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the process has ended
         for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # closed meanwhile
                 if os.readlink(f"/proc/{pid}/fd/{fd}").endswith(ending):
                     return True
     return False
