@@ -167,6 +167,8 @@ class ItemsFile:
         """What has to stand before the elements in a file that torch wrote."""
         assert request.dtype is not None
         fronts = [*distcp.fronts(request.dtype, request.sizes)]
+        if not fronts:
+            return None
         if self._older is None:
             with reported("read", self._path):
                 head = self._storage.read_at(

@@ -34,7 +34,13 @@ _CRC_DIGITS = 8
 _SEPARATE_BYTES = 1 << 20  # bytes of this size and more are not copied when they are laid out
 _KINDS = {"version": int, "body_bytes": int, "block_bytes": int, "crc32": str, "items": list}
 _KINDS["item_crc32"] = str
-DTYPES = {str(v)[6:]: v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+# Quantized types and those smaller than a byte, of which torch.save writes no plain tensor.
+_UNUSUAL = re.compile(r"torch\.(q.*|u?int[1-7])")
+DTYPES = {
+    str(value)[6:]: value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not _UNUSUAL.fullmatch(str(value))
+}
 
 
 class Item(NamedTuple):
@@ -158,8 +164,10 @@ def _shell(
 
 def fronts(dtype: torch.dtype, sizes: tuple[int, ...]) -> Iterator[bytes]:
     """What stands before the elements of a contiguous tensor that torch.save wrote: this torch
-    first, then those before it.
+    first, then those before it. Nothing if there is no such tensor of this type.
     """
+    if str(dtype)[6:] not in DTYPES:
+        return
     small = _small_records()
     yield _shell(dtype, sizes, small).front
     # torch 2.6 and before

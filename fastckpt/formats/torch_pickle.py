@@ -261,8 +261,14 @@ def _capture_by_copy(obj: object, pickle_module: Any, pickle_protocol: int) -> C
     return captured
 
 
-def unpickled(source: Any, weights_only: bool, what: str) -> Any:
+def unpickled(
+    source: Any, weights_only: bool, what: str, how: str = "pass that to restore() or load()"
+) -> Any:
     """What torch.load makes of verified bytes.
+
+    Args:
+        what: names the bytes in messages.
+        how: tells in messages how to read with weights_only=False.
 
     Raises:
         CorruptCheckpoint: they are not what torch.save writes.
@@ -280,8 +286,8 @@ def unpickled(source: Any, weights_only: bool, what: str) -> Any:
         reason = next((line for line in said if "WeightsUnpickler" in line), said[0]).strip()
         raise pickle.UnpicklingError(
             f"{what}: there are objects among it that only weights_only=False gives back, which "
-            "runs code that the file names: if you trust whoever wrote it, pass that to restore() "
-            f"or load(). torch says: {reason}"
+            f"runs code that the file names: if you trust whoever wrote it, {how}. "
+            f"torch says: {reason}"
         ) from None
     except Exception as error:
         # Without weights_only it may be code that the file names which fails.

@@ -10,8 +10,10 @@ import dataclasses
 import io
 import os
 import pickle
+import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +25,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from fastckpt import pipeline
 from fastckpt.distcp_load import ItemsFile, Request
-from fastckpt.errors import CorruptCheckpoint
-from fastckpt.formats.torch_pickle import torch_load
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.formats import torch_pickle
+from fastckpt.formats.strict_json import shown
 from fastckpt.integrations import dcp_metadata
+
+_streams_lock = threading.Lock()
 
 
 class Reader(StorageReader):
@@ -40,12 +45,22 @@ class Reader(StorageReader):
         path: the checkpoint's directory.
         weights_only: `.metadata` may name the classes that it has to have, no others, and objects
             have to be such as torch.load(weights_only=True) takes (torch.serialization.safe_globals
-            extends that). False: unpickle what is there, which runs code that the files name.
+            extends that), or io.BytesIO. False: unpickle what is there, which runs code that the
+            files name.
+        follow_links: whether a file of the checkpoint may be a symbolic link to one that lies
+            outside of its directory; the directory itself may be one in any case.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weights_only: bool = True,
+        follow_links: bool = False,
+    ) -> None:
         super().__init__()
         self.weights_only = weights_only
+        self.follow_links = follow_links
         self._metadata: Metadata | None = None
         if not path:
             raise ValueError(f"path is {path!r}")
@@ -55,6 +70,7 @@ class Reader(StorageReader):
         if checkpoint_id:
             self.path = os.path.abspath(os.fspath(checkpoint_id))
         self._metadata = None
+        self._failure: Exception | None = None  # of reading what commits the checkpoint of all
         self.load_id = str(uuid.uuid4())
 
     @property
@@ -70,12 +86,22 @@ class Reader(StorageReader):
         """What `.metadata` says, or that of one rank.
 
         Raises:
-            FileNotFoundError, CorruptCheckpoint, pickle.UnpicklingError, StorageError.
+            FileNotFoundError, CorruptCheckpoint, IncompatibleCheckpoint, pickle.UnpicklingError,
+                StorageError.
         """
         rank = kwargs.get("rank")
+        if rank is not None and self._failure is not None:
+            # torch asks for a rank's own after any failure; it would be of another checkpoint.
+            raise self._failure
         name = dcp_metadata.NAME if rank is None else f"__{rank}{dcp_metadata.NAME}"
-        storage = pipeline.current().storage
-        metadata = dcp_metadata.read(storage, os.path.join(self.path, name), self.weights_only)
+        path, storage = self._path(name), pipeline.current().storage
+        try:
+            metadata = dcp_metadata.read(storage, path, self.weights_only)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            self._failure = error
+            raise
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
@@ -85,7 +111,6 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        assert metadata.storage_data is not None, "the metadata has no storage_data"
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -106,7 +131,7 @@ class Reader(StorageReader):
         transformed: list[ReadItem] = []
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            info = self._metadata.storage_data[item.storage_index]
+            info = self._info(item)
             if getattr(info, "transform_descriptors", None):
                 transformed.append(item)
             else:
@@ -120,9 +145,7 @@ class Reader(StorageReader):
         return future
 
     def _read_file(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
-        if os.path.isabs(name) or os.pardir in name.split(os.sep):
-            raise CorruptCheckpoint(f"the metadata of {self.path!r} names the file {name!r}")
-        path, current = os.path.join(self.path, name), pipeline.current()
+        path, current = self._path(name), pipeline.current()
         asked = [(self._request(item), item) for item in items]
         asked.sort(key=lambda pair: pair[0].offset)
         requests = [request for request, _ in asked]
@@ -135,7 +158,7 @@ class Reader(StorageReader):
                 if item.type == LoadItemType.BYTE_IO:
                     content = file.content(request)
                     if self.weights_only:
-                        _check_weights_only(content, f"{item.storage_index.fqn!r} in {path!r}")
+                        _check_weights_only(content, f"{shown(item.storage_index.fqn)} in {path!r}")
                     planner.load_bytes(item, io.BytesIO(content))
                     continue
                 target = planner.resolve_tensor(item).detach()
@@ -150,9 +173,33 @@ class Reader(StorageReader):
                 planner.commit_tensor(item, target)
             file.arrive()
 
+    def _path(self, name: str) -> str:
+        """The path of a file of the checkpoint."""
+        path = os.path.join(self.path, name)
+        if not dcp_metadata.is_within(name):
+            raise CorruptCheckpoint(f"the metadata of {self.path!r} names the file {shown(name)}")
+        directory, target = os.path.realpath(self.path), os.path.realpath(path)
+        if not self.follow_links and os.path.commonpath((directory, target)) != directory:
+            raise IncompatibleCheckpoint(
+                f"{path!r} is a link to {target!r}, which lies outside of the checkpoint: if you "
+                "trust whoever made it, read it with Reader(path, follow_links=True)"
+            )
+        return path
+
+    def _info(self, item: ReadItem) -> Any:
+        assert self._metadata is not None
+        index = item.storage_index
+        try:
+            return self._metadata.storage_data[index]
+        except KeyError:
+            part = "" if index.offset is None else f" at {tuple(index.offset)}"
+            raise CorruptCheckpoint(
+                f"the metadata of {self.path!r} does not say where {shown(index.fqn)}{part} lies"
+            ) from None
+
     def _request(self, item: ReadItem) -> Request:
         assert self._metadata is not None
-        info, index = self._metadata.storage_data[item.storage_index], item.storage_index
+        info, index = self._info(item), item.storage_index
         if item.type == LoadItemType.BYTE_IO:
             return Request(info.offset, info.length)
         stored: Any = self._metadata.state_dict_metadata[index.fqn]
@@ -172,6 +219,8 @@ class Reader(StorageReader):
                 f"{self.path!r} holds objects that went through an extension of torch: to have "
                 "torch load them, which runs code that they name, pass weights_only=False to Reader"
             )
+        for item in plan.items:
+            self._path(self._info(item).relative_path)
         reader = FileSystemReader(self.path)
         assert self._metadata is not None
         reader.set_up_storage_reader(self._metadata, False)
@@ -193,14 +242,19 @@ def _chunk_sizes(chunks: list[Any], index: MetadataIndex) -> tuple[int, ...]:
 
 def _check_weights_only(content: bytes, what: str) -> None:
     """Makes sure that unpickling an object, as planners do it, runs no code that it names."""
-    try:
-        torch_load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except MemoryError:
-        raise
-    except Exception as error:
-        reason = next((line for line in str(error).splitlines() if "Unpickler" in line), error)
-        raise pickle.UnpicklingError(
-            f"{what} is an object that torch.load takes only with weights_only=False, which runs "
-            "code that it names: if you trust whoever wrote the checkpoint, read it with "
-            f"Reader(path, weights_only=False). torch says: {reason}"
-        ) from None
+    with _streams_allowed() if b"BytesIO" in content else nullcontext():
+        torch_pickle.unpickled(
+            io.BytesIO(content), True, what, "read it with Reader(path, weights_only=False)"
+        )
+
+
+@contextmanager
+def _streams_allowed() -> Iterator[None]:
+    """Lets torch.load take io.BytesIO, in which states such as torchtitan's keep what they pickled
+    themselves: it holds bytes, and runs nothing.
+    """
+    # What torch is told counts for all threads, and is taken back for all of them.
+    with _streams_lock, ExitStack() as told:
+        if io.BytesIO not in torch.serialization.get_safe_globals():
+            told.enter_context(torch.serialization.safe_globals([io.BytesIO]))
+        yield

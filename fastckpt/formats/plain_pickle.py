@@ -1,0 +1,458 @@
+"""Pickles of plain values, read by an interpreter that runs nothing which they name.
+
+Responsible for the opcodes that picklers of protocol 2 and later write, and for a bound: the value
+takes at most some hundred times the memory of the bytes, whatever these say (Python's own reader
+allocates what a length or a memo's index claims, and copies what is named again and again). It must
+not know which classes a file may hold; the caller tells.
+"""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+_KEY_DEPTH_MAX = 8  # tuples within a tuple that is a key: hash() recurses on the stack of C
+_KEY_BITS_MAX = 64  # of an int that is a key: it does not keep its hash
+_HASHES_PER_BYTE = 64
+_NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
+
+# What bytes make the interpreter raise that no pickler wrote.
+DAMAGE = (ValueError, TypeError, AttributeError, LookupError, struct.error)
+
+_u16 = struct.Struct("<H").unpack_from
+_i32 = struct.Struct("<i").unpack_from
+_u32 = struct.Struct("<I").unpack_from
+_u64 = struct.Struct("<Q").unpack_from
+_f64 = struct.Struct(">d").unpack_from
+
+
+class Refused(pickle.UnpicklingError):
+    """A pickle that is whole asks for what it does not get."""
+
+
+@dataclass(frozen=True, slots=True)
+class Callee:
+    """Stands for a global of a pickle that is called with arguments; `make` checks them.
+
+    `make` takes memory in proportion to the length of its arguments, which is accounted for, and
+    raises ValueError or TypeError where they are none that a pickler would have written.
+    """
+
+    make: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Stands for a class of a pickle whose instances are made without arguments and then get their
+    attributes. `take` sets them where the state that was pickled is not the `__dict__`.
+    """
+
+    kind: type
+    take: Callable[[Any, Any], None] | None = None
+
+
+def loads(content: bytes, find: Callable[[str, str], Any]) -> tuple[Any, int]:
+    """The value of a pickle, and the number of bytes that it has.
+
+    Args:
+        find: called with module and name of each global; returns a Callee, a Record, or a value
+            that can do no harm. Raises Refused for all others.
+
+    Raises:
+        Refused: it needs what is not given. One of DAMAGE: no pickler wrote it.
+    """
+    return _Machine(content, find).run()
+
+
+class _Machine:
+    """The state of one loads(): a method for each opcode, which is told where its argument begins
+    and returns where that ends.
+    """
+
+    def __init__(self, content: bytes, find: Callable[[str, str], Any]) -> None:
+        self._content, self._find = content, find
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []  # stacks under the marks
+        self._memo: dict[int, Any] = {}
+        self._records: dict[type, Record] = {}  # classes that were named so far
+        # Elements that a pickler wrote once and that are copied: each of them takes a byte at
+        # least. More copies than bytes are of one thing again and again.
+        self._copies_left = len(content)
+        self._hashes_left = _HASHES_PER_BYTE * len(content)  # of elements of keys
+
+    def run(self) -> tuple[Any, int]:
+        content, table, memo, stack, at = self._content, _TABLE, self._memo, self._stack, 0
+        while True:
+            op = content[at]
+            # The most frequent ones do without a call.
+            if op == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+                at += 1
+            elif op == 0x6A:  # LONG_BINGET
+                stack.append(memo[_u32(content, at + 1)[0]])
+                at += 5
+            elif op == 0x68:  # BINGET
+                stack.append(memo[content[at + 1]])
+                at += 2
+            elif op == 0x4B:  # BININT1
+                stack.append(content[at + 1])
+                at += 2
+            elif op == 0x2E:  # STOP
+                return stack.pop(), at + 1
+            elif op in table:
+                at = table[op](self, at + 1)
+                stack = self._stack
+            elif op in _NAMES:
+                raise Refused(f"the opcode {_NAMES[op]}")
+            else:
+                raise ValueError(f"byte {at} is no opcode")
+
+    def _span(self, begin: int, nbytes: int) -> bytes:
+        part = self._content[begin : begin + nbytes]
+        if len(part) != nbytes:
+            raise ValueError(f"{nbytes} bytes from {begin} on are more than it has")
+        return part
+
+    def _copies(self, count: int) -> None:
+        self._copies_left -= count
+        if self._copies_left < 0:
+            raise ValueError("it copies the same values over and over")
+
+    def _marked(self) -> list[Any]:
+        """What was pushed since the last mark."""
+        items, self._stack = self._stack, self._below.pop()
+        return items
+
+    # Values
+
+    def _none(self, at: int) -> int:
+        self._stack.append(None)
+        return at
+
+    def _true(self, at: int) -> int:
+        self._stack.append(True)
+        return at
+
+    def _false(self, at: int) -> int:
+        self._stack.append(False)
+        return at
+
+    def _int2(self, at: int) -> int:
+        self._stack.append(_u16(self._content, at)[0])
+        return at + 2
+
+    def _int4(self, at: int) -> int:
+        self._stack.append(_i32(self._content, at)[0])
+        return at + 4
+
+    def _float(self, at: int) -> int:
+        self._stack.append(_f64(self._content, at)[0])
+        return at + 8
+
+    def _long1(self, at: int) -> int:
+        return self._long(at + 1, self._content[at])
+
+    def _long4(self, at: int) -> int:
+        return self._long(at + 4, _u32(self._content, at)[0])
+
+    def _long(self, at: int, nbytes: int) -> int:
+        self._stack.append(int.from_bytes(self._span(at, nbytes), "little", signed=True))
+        return at + nbytes
+
+    def _text1(self, at: int) -> int:
+        return self._text(at + 1, self._content[at])
+
+    def _text4(self, at: int) -> int:
+        return self._text(at + 4, _u32(self._content, at)[0])
+
+    def _text8(self, at: int) -> int:
+        return self._text(at + 8, _u64(self._content, at)[0])
+
+    def _text(self, at: int, nbytes: int) -> int:
+        self._stack.append(self._span(at, nbytes).decode("utf-8", "surrogatepass"))
+        return at + nbytes
+
+    def _bytes1(self, at: int) -> int:
+        return self._bytes(at + 1, self._content[at])
+
+    def _bytes4(self, at: int) -> int:
+        return self._bytes(at + 4, _u32(self._content, at)[0])
+
+    def _bytes8(self, at: int) -> int:
+        return self._bytes(at + 8, _u64(self._content, at)[0])
+
+    def _bytes(self, at: int, nbytes: int) -> int:
+        self._stack.append(self._span(at, nbytes))
+        return at + nbytes
+
+    def _bytearray(self, at: int) -> int:
+        at = self._bytes8(at)
+        self._stack[-1] = bytearray(self._stack[-1])
+        return at
+
+    # Containers
+
+    def _mark(self, at: int) -> int:
+        self._below.append(self._stack)
+        self._stack = []
+        return at
+
+    def _empty_tuple(self, at: int) -> int:
+        self._stack.append(())
+        return at
+
+    def _tuple(self, at: int) -> int:
+        items = tuple(self._marked())
+        self._stack.append(items)
+        return at
+
+    def _tuple1(self, at: int) -> int:
+        self._stack[-1] = (self._stack[-1],)
+        return at
+
+    def _tuple2(self, at: int) -> int:
+        last = self._stack.pop()
+        self._stack[-1] = (self._stack[-1], last)
+        return at
+
+    def _tuple3(self, at: int) -> int:
+        last, middle = self._stack.pop(), self._stack.pop()
+        self._stack[-1] = (self._stack[-1], middle, last)
+        return at
+
+    def _empty_list(self, at: int) -> int:
+        self._stack.append([])
+        return at
+
+    def _empty_dict(self, at: int) -> int:
+        self._stack.append({})
+        return at
+
+    def _empty_set(self, at: int) -> int:
+        self._stack.append(set())
+        return at
+
+    def _list(self, at: int) -> int:
+        items = self._marked()
+        self._stack.append(items)
+        return at
+
+    def _dict(self, at: int) -> int:
+        items = self._marked()
+        self._stack.append({})
+        return self._put_items(items, at)
+
+    def _frozenset(self, at: int) -> int:
+        items = self._marked()
+        self._stack.append(frozenset(map(self.key, items)))
+        return at
+
+    def _append(self, at: int) -> int:
+        return self._extend([self._stack.pop()], at)
+
+    def _appends(self, at: int) -> int:
+        return self._extend(self._marked(), at)
+
+    def _extend(self, items: list[Any], at: int) -> int:
+        target = self._stack[-1]
+        if type(target) is not list:
+            raise ValueError("it appends to what is no list")
+        target.extend(items)
+        return at
+
+    def _set_item(self, at: int) -> int:
+        value = self._stack.pop()
+        return self._put_items([self._stack.pop(), value], at)
+
+    def _set_items(self, at: int) -> int:
+        return self._put_items(self._marked(), at)
+
+    def _put_items(self, items: list[Any], at: int) -> int:
+        target, pairs = self._stack[-1], iter(items)
+        if type(target) is not dict and type(target) is not OrderedDict:
+            raise ValueError("it puts items into what is no dict")
+        for name, value in zip(pairs, pairs, strict=True):
+            target[name if type(name) is str else self.key(name)] = value
+        return at
+
+    def _add_items(self, at: int) -> int:
+        items = self._marked()
+        target = self._stack[-1]
+        if type(target) is not set:
+            raise ValueError("it adds items to what is no set")
+        target.update(map(self.key, items))
+        return at
+
+    def key(self, value: Any, depth: int = _KEY_DEPTH_MAX) -> Any:
+        """The value, if to hash and to compare it takes a bounded time."""
+        kind = type(value)
+        if kind in self._records:
+            parts: Collection[Any] = vars(value).values()
+        elif isinstance(value, tuple | frozenset):
+            parts = value
+        elif kind.__hash__ is None:
+            raise ValueError("a key is a list, a dict or a set")
+        elif kind is int and value.bit_length() > _KEY_BITS_MAX:
+            raise ValueError(f"a key is a number of {value.bit_length()} bits")
+        else:
+            return value
+        self._hashes_left -= len(parts)
+        if depth == 0 or self._hashes_left < 0:
+            raise ValueError("a key is nested too deeply, or used too often")
+        for part in parts:
+            if type(part) is not str:
+                self.key(part, depth - 1)
+        return value
+
+    # Objects
+
+    def _global(self, at: int) -> int:
+        middle = self._content.index(b"\n", at)
+        end = self._content.index(b"\n", middle + 1)
+        module, name = self._content[at:middle], self._content[middle + 1 : end]
+        return self._push_found(module.decode(), name.decode(), end + 1)
+
+    def _stack_global(self, at: int) -> int:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise ValueError("the name of a global is no text")
+        return self._push_found(module, name, at)
+
+    def _push_found(self, module: str, name: str, at: int) -> int:
+        found = self._find(module, name)
+        if isinstance(found, Record):
+            self._records[found.kind] = found
+        self._stack.append(found)
+        return at
+
+    def _reduce(self, at: int) -> int:
+        arguments, called = self._stack.pop(), self._stack.pop()
+        if type(called) is not Callee:
+            raise Refused("a call of what is no function or class that it may call")
+        if type(arguments) is not tuple:
+            raise ValueError("arguments are no tuple")
+        for argument in arguments:
+            if hasattr(argument, "__len__"):
+                self._copies(len(argument))
+            if type(argument) is list:  # which may become a set
+                for part in argument:
+                    self.key(part)
+        self._stack.append(called.make(*arguments))
+        return at
+
+    def _new(self, at: int) -> int:
+        arguments, named = self._stack.pop(), self._stack.pop()
+        if type(named) is not Record:
+            raise Refused("an instance of what is no class that it may have instances of")
+        if arguments != ():
+            raise ValueError(f"a {named.kind.__name__} is made with arguments")
+        self._stack.append(object.__new__(named.kind))
+        return at
+
+    def _build(self, at: int) -> int:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        record = self._records.get(type(target))
+        if record is None:
+            what = "class" if type(target) is Record else type(target).__name__
+            raise Refused(f"a change of a {what}")
+        if record.take is not None:
+            record.take(target, state)
+            return at
+        if type(state) is not dict:
+            raise ValueError(f"the attributes of a {type(target).__name__} are no dict")
+        self._copies(len(state))
+        for name in state:
+            if type(name) is not str:
+                raise ValueError(f"an attribute of a {type(target).__name__} has no name")
+        target.__dict__.update(state)
+        return at
+
+    # The stack, the memo, and what surrounds the pickle
+
+    def _pop(self, at: int) -> int:
+        if self._stack:
+            self._stack.pop()
+        else:
+            self._marked()
+        return at
+
+    def _pop_mark(self, at: int) -> int:
+        self._marked()
+        return at
+
+    def _duplicate(self, at: int) -> int:
+        self._stack.append(self._stack[-1])
+        return at
+
+    def _put1(self, at: int) -> int:
+        self._memo[self._content[at]] = self._stack[-1]
+        return at + 1
+
+    def _put4(self, at: int) -> int:
+        self._memo[_u32(self._content, at)[0]] = self._stack[-1]
+        return at + 4
+
+    def _protocol(self, at: int) -> int:
+        if self._content[at] > pickle.HIGHEST_PROTOCOL:
+            raise ValueError(f"protocol {self._content[at]} is not known")
+        return at + 1
+
+    def _frame(self, at: int) -> int:
+        if _u64(self._content, at)[0] > len(self._content) - at - 8:
+            raise ValueError("a frame is longer than what follows")
+        return at + 8
+
+
+_STEPS: dict[str, Callable[[_Machine, int], int]] = {
+    "NONE": _Machine._none,
+    "NEWTRUE": _Machine._true,
+    "NEWFALSE": _Machine._false,
+    "BININT2": _Machine._int2,
+    "BININT": _Machine._int4,
+    "BINFLOAT": _Machine._float,
+    "LONG1": _Machine._long1,
+    "LONG4": _Machine._long4,
+    "SHORT_BINUNICODE": _Machine._text1,
+    "BINUNICODE": _Machine._text4,
+    "BINUNICODE8": _Machine._text8,
+    "SHORT_BINBYTES": _Machine._bytes1,
+    "BINBYTES": _Machine._bytes4,
+    "BINBYTES8": _Machine._bytes8,
+    "BYTEARRAY8": _Machine._bytearray,
+    "MARK": _Machine._mark,
+    "EMPTY_TUPLE": _Machine._empty_tuple,
+    "TUPLE": _Machine._tuple,
+    "TUPLE1": _Machine._tuple1,
+    "TUPLE2": _Machine._tuple2,
+    "TUPLE3": _Machine._tuple3,
+    "EMPTY_LIST": _Machine._empty_list,
+    "EMPTY_DICT": _Machine._empty_dict,
+    "EMPTY_SET": _Machine._empty_set,
+    "LIST": _Machine._list,
+    "DICT": _Machine._dict,
+    "FROZENSET": _Machine._frozenset,
+    "APPEND": _Machine._append,
+    "APPENDS": _Machine._appends,
+    "SETITEM": _Machine._set_item,
+    "SETITEMS": _Machine._set_items,
+    "ADDITEMS": _Machine._add_items,
+    "GLOBAL": _Machine._global,
+    "STACK_GLOBAL": _Machine._stack_global,
+    "REDUCE": _Machine._reduce,
+    "NEWOBJ": _Machine._new,
+    "BUILD": _Machine._build,
+    "POP": _Machine._pop,
+    "POP_MARK": _Machine._pop_mark,
+    "DUP": _Machine._duplicate,
+    "BINPUT": _Machine._put1,
+    "LONG_BINPUT": _Machine._put4,
+    "PROTO": _Machine._protocol,
+    "FRAME": _Machine._frame,
+}
+_TABLE = {code: _STEPS[name] for code, name in _NAMES.items() if name in _STEPS}
