@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import random
 import shutil
+import signal
 import struct
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -26,9 +29,12 @@ from tests.accelerator import Runtime
 from tests.crews.group_crew import Nursery
 from tests.cuda_stub import CudaStub
 from tests.cufile_stub import CufileStub
+from tests.paths import ROOT
+from tests.storm import SUITE_SEED, Chance, Storm
 
-RUNNING = Path(__file__).parent.parent / "build" / "running-test"
+BUILD = ROOT / "build"
 TEMPORARIES = ".*.tmp"
+BEGUN = pytest.StashKey[float]()
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 ATOMS = (int, str, bytes, complex, type(None), type, torch.dtype, torch.device, torch.layout)
 COMPRESSED_PARTS = {
@@ -297,10 +303,71 @@ def only_torch_is_safe() -> None:
     )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("torture")
+    group.addoption("--torture", type=float, metavar="SECONDS", help="run what is long or random")
+    group.addoption("--seed", type=int, default=SUITE_SEED, help="of all that is left to chance")
+    group.addoption("--round", type=int, help="only this one of the rounds of a storm")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts what is in the background with interrupts ignored, and tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    is_torture = config.getoption("--torture") is not None
+    Chance.is_torture = is_torture
+    hypothesis.settings.register_profile(
+        "fastckpt", derandomize=not is_torture, database=None, deadline=None
+    )
+    hypothesis.settings.load_profile("fastckpt")
+    random.seed(config.getoption("--seed"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves what is long or random to torture, and to torture nothing else, in any order."""
+    is_torture = config.getoption("--torture") is not None
+
+    def is_chosen(item: pytest.Item) -> bool:
+        marked = item.get_closest_marker("torture") is not None
+        if not is_torture:
+            return not marked
+        function = getattr(item, "function", None)
+        random_too = "storm" in getattr(item, "fixturenames", ())
+        return marked or random_too or hypothesis.is_hypothesis_test(function)
+
+    left_out = [item for item in items if not is_chosen(item)]
+    items[:] = [item for item in items if is_chosen(item)]
+    config.hook.pytest_deselected(items=left_out)
+    if is_torture:
+        random.Random(config.getoption("--seed")).shuffle(items)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[BEGUN] = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit_s = item.config.getoption("--torture")
+    if limit_s is not None and time.monotonic() - item.config.stash[BEGUN] > limit_s:
+        pytest.skip("the time for torture is over")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.getoption('--seed')}"
+
+
+@pytest.fixture
+def storm(request: pytest.FixtureRequest) -> Storm:
+    """Rounds of a test that is left to chance."""
+    option = request.config.getoption
+    is_torture = option("--torture") is not None
+    return Storm(request.node.name, option("--seed"), is_torture, option("--round"))
+
+
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Leaves the name of the test for `make test`, which tells it if the interpreter dies."""
-    if RUNNING.parent.is_dir():
-        RUNNING.write_text(nodeid)
+    if BUILD.is_dir():
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        (BUILD / f"running-test-{worker}").write_text(nodeid)
 
 
 def pytest_unconfigure() -> None:

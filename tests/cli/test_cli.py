@@ -30,6 +30,7 @@ from fastckpt.cli import main, quantities
 from fastckpt.directory_save import save_directory
 from fastckpt.draft import Draft
 from fastckpt.integrations import dcp as fast_dcp
+from tests import interpreters
 from tests.paths import ROOT
 
 JOB = ("--params", "70e9", "--gpus", "512", "--nodes", "64")
@@ -44,15 +45,11 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "fastckpt", *map(str, arguments)]
 
 
+AS_A_MODULE = 'import runpy; runpy.run_module("fastckpt", run_name="__main__", alter_sys=True)'
+
+
 def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments),
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    return interpreters.run(AS_A_MODULE, *arguments, cwd=cwd, timeout=90)
 
 
 def advised(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -226,7 +223,9 @@ def test_wrong_arguments_are_told(
 def test_main_is_what_gets_installed() -> None:
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     assert '[project.scripts]\nfastckpt = "fastckpt.cli:main"\n' in text
-    done = run("--version")
+    done = subprocess.run(
+        command("--version"), env=environment(), capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, f"fastckpt {fastckpt.__version__}\n")
     assert run("advise", "--nonsense").returncode == 2
 
@@ -239,6 +238,7 @@ def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
     assert (done.stdout, done.stderr) == ("{", "")
 
 
+@pytest.mark.torture
 def test_measured_rates_take_the_place_of_assumed_ones(disk: Path) -> None:
     done = run("advise", *JOB, "--measure", ".", "--d2h", "20GB/s", "--json", cwd=disk)
     assert done.returncode == 0, done.stderr
@@ -254,19 +254,14 @@ def test_measured_rates_take_the_place_of_assumed_ones(disk: Path) -> None:
 
 
 def test_measuring_that_is_ended_leaves_nothing(disk: Path) -> None:
-    with subprocess.Popen(
-        command("advise", *JOB, "--measure", disk),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with interpreters.Program(AS_A_MODULE, "advise", *JOB, "--measure", disk) as process:
         until = time.monotonic() + 60
         while not any(disk.rglob("*.pt*")) and time.monotonic() < until:
             time.sleep(0.01)
         assert any(disk.iterdir()), "nothing was measured"
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, b"")
+    assert (process.returncode, out) == (130, "")
     assert list(disk.iterdir()) == []
 
 

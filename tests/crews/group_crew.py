@@ -1,8 +1,8 @@
 """Processes that are the ranks of one job, and call functions of a test module together.
 
-Run as a program this file is the nursery: it imports the test module once and forks ranks whenever
-it is asked to, since starting Python with torch takes longer than most tests. It never saves, so
-what it forks has no engine yet. The process that tests hosts the job's store, as a launcher's
+The nursery is a process that has imported the test module and forks ranks whenever it is asked to,
+since starting Python with torch takes longer than most tests. It never saves, so what it forks has
+no engine yet. The process that tests hosts the job's store, as a launcher's
 agent does: a rank that dies takes no store with it. Must not know what is tested.
 """
 
@@ -10,29 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import multiprocessing
 import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests import interpreters
+
 WAIT_S = 100.0
 OTHERS_S = 5.0  # for ranks to tell of themselves when one has failed
-ROOT = Path(__file__).resolve().parents[2]
 RANKS_MAX = 8
 
 
@@ -178,16 +175,12 @@ class Nursery:
 
     def __init__(self, module: str) -> None:
         self._socket, theirs = socket.socketpair()
-        search = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        variables = {
-            "PYTHONPATH": os.pathsep.join(filter(None, search)),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), module],
-            env=os.environ | variables,
-            pass_fds=[theirs.fileno()],
+        self._process = interpreters.Program(
+            "from tests.crews.group_crew import serve_nursery\nserve_nursery(INHERITED[0])",
+            variables={"GLOO_SOCKET_IFNAME": "lo"},
+            imports=module,
+            fds=(theirs.fileno(),),
+            inherit_stderr=True,
         )
         theirs.close()
         self._socket.settimeout(WAIT_S)
@@ -223,7 +216,8 @@ class Nursery:
     def close(self) -> None:
         self._lasting.close()
         self._socket.close()
-        self._process.wait(WAIT_S)
+        with self._process:
+            self._process.wait(WAIT_S)
 
 
 def serve(connection: Connection, rank: int, size: int, port: int) -> None:
@@ -260,10 +254,10 @@ def bury(*_: Any) -> None:
                 os.write(2, f"rank's process {child[0]} died of {cause}\n".encode())
 
 
-def main(fd: int, name: str) -> None:
+def serve_nursery(fd: int) -> None:
+    """The life of the process that forks ranks; returns in a rank's process only."""
     control = socket.socket(fileno=fd)
     signal.signal(signal.SIGCHLD, bury)
-    importlib.import_module(name)
     while True:
         order, fds, _flags, _address = socket.recv_fds(control, 4096, RANKS_MAX)
         if not order:
@@ -284,7 +278,3 @@ def main(fd: int, name: str) -> None:
         for each in fds:
             os.close(each)
         control.send(" ".join(map(str, pids)).encode())
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

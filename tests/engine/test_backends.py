@@ -11,7 +11,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 
 import fastckpt
 from tests.files.test_faults import mounted, temporaries
+from tests.interpreters import Program
 from tests.paths import ROOT
 from tests.saving.test_process import run_python
 
@@ -266,27 +266,17 @@ def test_io_uring_switched_off_for_the_machine(disk: Path) -> None:
     if not os.access(SWITCH, os.W_OK) or os.geteuid() != 0:
         pytest.skip("sysctl kernel.io_uring_disabled cannot be written")
     before = SWITCH.read_text()
-    environment = os.environ | {"PYTHONPATH": str(Path(fastckpt.__file__).parent.parent)}
-    with subprocess.Popen(
-        [sys.executable, "-c", SWITCHED_OFF, str(disk)],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    with Program(SWITCHED_OFF, disk) as process:
+        assert process.stdout.readline() == "ready\n"
         # The switch is everybody's on this machine: it is turned for the moments of two saves.
         try:
             SWITCH.write_text("2\n")
         except OSError as error:
-            process.kill()
             pytest.skip(f"sysctl kernel.io_uring_disabled cannot be written: {error}")
         try:
             _, stderr = process.communicate("go\n", timeout=60)
         finally:
             SWITCH.write_text(before)
-            process.kill()
     assert process.returncode == 0, stderr
     assert not (disk / "b.pt").exists()
     assert SWITCH.read_text() == before
@@ -343,7 +333,7 @@ def package_without_liburing(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.multiprocess
 def test_build_without_liburing(package_without_liburing: Path, disk: Path) -> None:
     here = str(package_without_liburing)

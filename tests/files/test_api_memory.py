@@ -1,4 +1,4 @@
-"""How much memory a save and a load take, by the peak of the resident set of a fresh process.
+"""How much memory a save and a load take, by the peak of the resident set of a process.
 
 Knows the public API and proc(5); must not know how staging divides its budget.
 """
@@ -6,13 +6,12 @@ Knows the public API and proc(5); must not know how staging divides its budget.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import interpreters
 
 MIB = 1 << 20
 STATE_MIB = 320
@@ -74,19 +73,15 @@ report(before=before, peak=peak, after=after, sound=sound)
 def measure(
     action: str, path: Path, options: dict[str, Any], budget_mib: int | None = None
 ) -> dict[str, Any]:
-    """Runs an action in a fresh process; returns what it measured, in MiB."""
-    environment = dict(os.environ)
-    environment.pop("FASTCKPT_STAGING_BYTES", None)
-    if budget_mib is not None:
-        environment["FASTCKPT_STAGING_BYTES"] = str(budget_mib * MIB)
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM + action, str(path), json.dumps(options), str(STATE_MIB)],
-        cwd=Path(__file__).resolve().parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
+    """Runs an action in a process of its own; returns what it measured, in MiB."""
+    budget = None if budget_mib is None else str(budget_mib * MIB)
+    result = interpreters.run(
+        PROGRAM + action,
+        path,
+        json.dumps(options),
+        STATE_MIB,
+        variables={"FASTCKPT_STAGING_BYTES": budget},
         timeout=120,
-        check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     measured: dict[str, Any] = json.loads(result.stdout)

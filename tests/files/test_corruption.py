@@ -161,14 +161,20 @@ def loads(path: Path, **options: Any) -> bool:
 # One byte.
 
 
-@pytest.mark.slow
-def test_every_byte_of_a_small_file_in_three_patterns(small: Path) -> None:
+PATTERNS = (0x01, 0x80, 0xFF)
+
+
+@pytest.mark.parametrize(
+    "stride", [11, pytest.param(1, marks=pytest.mark.torture)], ids=["some", "all"]
+)
+def test_every_byte_of_a_small_file(small: Path, stride: int) -> None:
+    """Each in three patterns, or one in eleven in one of them."""
     anatomy = Anatomy(small)
     assert loads(small)
     unnamed = []
-    for position in range(anatomy.nbytes):
+    for position in range(0, anatomy.nbytes, stride):
         record = anatomy.record_at(position) if position < anatomy.body_nbytes else None
-        for pattern in (0x01, 0x80, 0xFF):
+        for pattern in PATTERNS if stride == 1 else [PATTERNS[position % 3]]:
             with changed(small, position, pattern):
                 error = outcome(small, weights_only=position % 2 == 0)
             message = check_corrupt(error, small, f"byte {position} ^ {pattern:#x} ({record})")

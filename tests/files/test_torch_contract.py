@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import types
 import zipfile
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ import pytest
 import torch
 
 import fastckpt
+from tests import interpreters
 
 try:
     from torch.utils.serialization import config as torch_config
@@ -1073,15 +1073,7 @@ thread = threading.Thread(target=lambda: fastckpt.save(torch.ones(5), "thread.pt
 thread.start()
 {ENDINGS[ending]}
 """
-    package = str(Path(fastckpt.__file__).parents[1])
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=disk,
-        env=os.environ | {"PYTHONPATH": package},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = interpreters.run(program, cwd=disk, timeout=120)
     assert ended.returncode == {"end": 0, "exit": 3, "exception": 1}[ending], ended.stderr
     assert sorted(os.listdir(disk)) == ["0.pt", "1.pt", "2.pt", "3.pt", "thread.pt"]
     for n in range(4):
@@ -1133,18 +1125,14 @@ def test_saves_from_many_threads(disk: Path, assert_same: Any) -> None:
 # Scale.
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 def test_hundred_thousand_small_tensors(disk: Path, committed: Any) -> None:
     obj = {f"k{n}": torch.full((3,), float(n)) for n in range(100_000)}
-    began = time.monotonic()
     path = committed(obj, disk / "object.pt")
-    assert time.monotonic() - began < 60
     (disk / "torch").mkdir()
     theirs = saved_by_torch(obj, disk / "torch" / "object.pt")
     assert path.stat().st_size <= 1.05 * theirs.stat().st_size + MIB
-    began = time.monotonic()
     ours = fastckpt.load(path)
-    assert time.monotonic() - began < 90
     for loaded in (ours, torch.load(path, mmap=True)):
         assert len(loaded) == len(obj)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in obj.items())
@@ -1163,7 +1151,7 @@ def marks(size: int) -> list[int]:
 
 
 @needs_config
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.timeout(900)
 def test_more_than_four_gibibytes(
     disk: Path, committed: Any, monkeypatch: pytest.MonkeyPatch

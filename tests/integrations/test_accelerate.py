@@ -11,7 +11,6 @@ import json
 import os
 import resource
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +23,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tests import example_run
-from tests.example_run import finish, logged
+from tests import jobs
+from tests.jobs import finish, logged
 from tests.paths import ROOT
 
 pytest.importorskip("accelerate")
@@ -296,7 +295,7 @@ def test_a_directory_has_to_be_named(disk: Path) -> None:
         load_state(run.accelerator, disk / "none")
 
 
-run_example = functools.partial(example_run.start, "accelerate_loop")
+run_example = functools.partial(jobs.start, "accelerate_loop", imports="accelerate")
 
 
 @pytest.mark.slow
@@ -317,8 +316,7 @@ def test_a_kill_in_mid_save_costs_no_more_than_that_checkpoint(disk: Path) -> No
         process = run_example(run.parent, *saving)
         while process.poll() is None and not caught():
             time.sleep(0.001)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()
         if caught():
             break
         shutil.rmtree(run.parent)

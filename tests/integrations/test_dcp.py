@@ -15,8 +15,6 @@ import os
 import pickle
 import random
 import shutil
-import subprocess
-import sys
 import textwrap
 import time
 import tracemalloc
@@ -44,12 +42,12 @@ from fastckpt.distcp_load import ItemsFile
 from fastckpt.formats import distcp
 from fastckpt.integrations import dcp_metadata
 from fastckpt.integrations.dcp import Reader, Saving, Writer, async_save, save
+from tests import interpreters
 from tests.accelerator import KIND
 from tests.crews import dcp_bodies as bodies
 from tests.crews.dcp_states import blank, is_same, numbers, plain, whole
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.cuda_stub import CudaStub
-from tests.paths import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -859,18 +857,10 @@ def test_a_kill_in_an_overwrite_leaves_a_whole_checkpoint(tmp_path: Path) -> Non
 
     expected = [state(seed) for seed in range(3)]
     for _ in range(2):
-        child = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(OVERWRITE), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            text=True,
-        )
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        child.stdout.readline()
-        time.sleep(rng.uniform(0, 0.2))
-        child.kill()
-        child.wait()
+        with interpreters.Program(textwrap.dedent(OVERWRITE), tmp_path) as child:
+            assert child.stdout.readline() == "ready\n"
+            child.stdout.readline()
+            time.sleep(rng.uniform(0, 0.2))
         back = load(blank(expected[0]), tmp_path)
         assert any(is_same(back, its) for its in expected)
         assert is_same(load(blank(back), tmp_path, dcp.FileSystemReader), back)

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.paths import ROOT
+from tests.jobs import Job
 
 pytest.importorskip("deepspeed")
 
@@ -275,21 +272,11 @@ def test_what_cannot_be_installed_is_refused(call: Callable[..., list[Any]]) -> 
         assert isinstance(twice, ValueError) and "FastckptCheckpointEngine" in str(twice)
 
 
-def example(cwd: Path, *options: object, timeout_s: float = 140) -> str:
+def example(cwd: Path, *options: object) -> str:
     """Output of the example on two ranks, which log their losses."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={RANKS}", str(ROOT / "examples" / "deepspeed_zero.py")]
-    command += ["--preset", "tiny", "--every", "3", "--loss-log", "losses", "--stage", "3"]
-    done = subprocess.run(
-        command + [str(option) for option in options],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    saving = ("--preset", "tiny", "--every", 3, "--loss-log", "losses", "--stage", 3)
+    script = "examples/deepspeed_zero.py"
+    return Job(script, cwd, *saving, *options, ranks=RANKS, imports="deepspeed").finish()
 
 
 @pytest.mark.slow

@@ -15,8 +15,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.paths import ROOT
+from tests.jobs import Job
 
 pytest.importorskip("lightning")
 
@@ -461,21 +459,11 @@ def test_fabric_saves_and_loads_too(disk: Path) -> None:
     io.teardown()
 
 
-def job(cwd: Path, *options: object, ranks: int = 1) -> subprocess.Popen[bytes]:
-    """The example, in a process of its own or under torchrun; its output goes to a file."""
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(ROOT / "examples" / "lightning_fit.py"), "--devices", str(ranks)]
-    command += ["--preset", "tiny", "--every", "3", "--loss-log", "losses"]
-    with open(cwd / "output", "w") as output:
-        return subprocess.Popen(
-            command + [str(option) for option in options],
-            cwd=cwd,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+def job(cwd: Path, *options: object, ranks: int = 1) -> Job:
+    """The example, in a process of its own or one for each rank; its output goes to a file."""
+    saving = ("--devices", ranks, "--preset", "tiny", "--every", 3, "--loss-log", "losses")
+    script = "examples/lightning_fit.py"
+    return Job(script, cwd, *saving, *options, ranks=ranks, imports="lightning.pytorch")
 
 
 def losses(cwd: Path) -> list[tuple[int, str]]:
@@ -492,7 +480,6 @@ def test_a_killed_fit_goes_on_with_ddp_from_its_last_whole_checkpoint(disk: Path
         assert killed.poll() is None and time.monotonic() < deadline, (disk / "output").read_text()
         time.sleep(0.002)
     killed.kill()
-    killed.wait()
     steps = {path.name: fastckpt.load(path)["global_step"] for path in run.glob("*.ckpt")}
     first = steps.pop("last.ckpt")
     assert all(name == f"step={step}.ckpt" for name, step in steps.items())

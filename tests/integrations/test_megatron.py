@@ -25,6 +25,7 @@ from torch.torch_version import TorchVersion
 
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.integrations import dcp
+from tests import jobs
 from tests.crews import megatron_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.paths import ROOT
@@ -439,13 +440,11 @@ def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatc
 
 
 def run_example(disk: Path, *options: object) -> tuple[int, str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(ROOT / "examples" / "megatron_gpt.py"), "--save"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, str(disk), *map(str, options)], capture_output=True, text=True, env=environment
-    )
-    return done.returncode, done.stdout + done.stderr
+    script, saving = "examples/megatron_gpt.py", ("--save", disk, *options)
+    with jobs.Job(script, disk, *saving, ranks=2, imports=RANKS_IMPORT) as job:
+        code, said = job.wait(), job.output
+    (disk / "output").unlink()
+    return code, said
 
 
 def losses(text: str) -> dict[int, float]:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,8 +24,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tests import example_run
-from tests.example_run import finish, logged
+from tests import jobs
+from tests.jobs import finish, logged
 from tests.paths import ROOT
 
 pytest.importorskip("transformers")
@@ -469,7 +466,7 @@ def test_other_threads_do_not_see_what_is_replaced() -> None:
     assert modeling_utils.safe_save_file is original
 
 
-run_example = functools.partial(example_run.start, "transformers_trainer")
+run_example = functools.partial(jobs.start, "transformers_trainer", imports="transformers")
 
 
 SAVING = ("--steps", 12, "--every", 3, "--ballast", 128)
@@ -486,8 +483,7 @@ def test_a_kill_in_mid_save_costs_no_more_than_that_checkpoint(disk: Path) -> No
         caught = False
         while process.poll() is None:
             if numbers(run) and list(run.glob(".checkpoint-*/checkpoint-*/model.safetensors")):
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait()
+                process.kill()
                 caught = bool(list(run.glob(".checkpoint-*/checkpoint-*/model.safetensors")))
                 break
             time.sleep(0.001)
@@ -528,22 +524,15 @@ def test_two_ranks_go_on_bit_by_bit(disk: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_rank_that_fails_keeps_all_from_committing(disk: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", str(ROOT / "tests" / "crews" / "trainer_life.py")]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [*command, str(disk / "run")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
+    job = jobs.Job(
+        "tests/crews/trainer_life.py", disk, disk / "run", ranks=2, imports="transformers"
     )
-    assert done.returncode == 0, done.stderr
+    said = job.finish()
     assert numbers(disk / "run") == [2, 6]
     assert not list((disk / "run").glob(".*"))
-    told = re.findall(r"checkpoint-4' was not saved: (\w+): .*no room for this rank", done.stderr)
+    told = re.findall(r"checkpoint-4' was not saved: (\w+): .*no room for this rank", said)
     assert sorted(told) == ["OSError", "PeerFailed"]
-    assert done.stdout.count("trained to step 6") == 2
+    assert said.count("trained to step 6") == 2
 
 
 def test_the_integration_is_not_part_of_the_public_names() -> None:

@@ -11,14 +11,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from fastckpt.agreement import Round
 from fastckpt.coordinator import Coordinator
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.session import Session
-from tests.paths import ROOT
+from tests.interpreters import Program
 
 PREFIX = "agreement"
 LONG_S = 600.0  # a wait that should end for another reason: the test's own timeout is shorter
@@ -572,28 +571,22 @@ def member(method: str, rank: str, world_size: str) -> None:
     speak(said)
 
 
-def start(body: Callable[..., None], *arguments: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, body.__name__, *map(str, arguments)]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+def start(body: Callable[..., None], *arguments: Any) -> Program:
+    text = f"import sys\nfrom {__name__} import {body.__name__}\n{body.__name__}(*sys.argv[1:])"
+    return Program(text, *arguments, variables={"GLOO_SOCKET_IFNAME": "lo"}, inherit_stderr=True)
 
 
-def said_by(process: subprocess.Popen[str]) -> Any:
+def said_by(process: Program) -> Any:
     assert process.stdout is not None
     return json.loads(process.stdout.readline())
 
 
 @contextmanager
-def running(*processes: subprocess.Popen[str]) -> Iterator[None]:
-    try:
-        yield
-    finally:
+def running(*processes: Program) -> Iterator[None]:
+    with ExitStack() as stack:
         for process in processes:
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+            stack.enter_context(process)
+        yield
 
 
 @pytest.mark.multiprocess
@@ -1026,7 +1019,3 @@ def test_child_of_a_rank_is_no_rank() -> None:
     assert forked(body) == 0
     other = coordinators[1].begin("step 2")
     assert together(lambda: commit(begun), lambda: commit(other)) == ["0,1"] * 2
-
-
-if __name__ == "__main__":
-    {body.__name__: body for body in (lone_rank, member)}[sys.argv[1]](*sys.argv[2:])

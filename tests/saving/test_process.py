@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fastckpt
+from tests import interpreters
 from tests.paths import ROOT
 
 LIMIT_S = 60.0
@@ -28,30 +29,24 @@ def run_python(
     options: tuple[str, ...] = (),
     returncode: int = 0,
     limit_s: float = LIMIT_S,
+    started: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a new interpreter that finds this fastckpt and these tests.
+    """Runs a program in an interpreter of its own: a forked one, or one that is started.
 
     A program that takes longer than `limit_s` is killed with all its children and fails; so does
     one that ends with another code than `returncode`.
     """
-    search = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search))}
-    command = [sys.executable, *options, "-c", program, *map(str, arguments)]
-    with subprocess.Popen(
-        command,
-        env=environment | (variables or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=limit_s)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    result = subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
-    assert result.returncode == returncode, f"{result.returncode}: {stderr}{stdout}"
+    if not started and not options:
+        result = interpreters.run(program, *arguments, variables=variables, timeout=limit_s)
+    else:
+        result = subprocess.run(
+            [sys.executable, *options, "-c", program, *map(str, arguments)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | (variables or {}),
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
+    assert result.returncode == returncode, f"{result.returncode}: {result.stderr}{result.stdout}"
     return result
 
 
@@ -145,7 +140,7 @@ if order == "after":
 def test_save_in_an_exit_handler_commits(disk: Path, order: str, fence: str, used: bool) -> None:
     # A handler registered before fastckpt was imported runs after fastckpt's own.
     more = [disk / "first.pt"] if used else []
-    result = run_python(SAVE_AT_EXIT, disk / "a.pt", order, fence, *more)
+    result = run_python(SAVE_AT_EXIT, disk / "a.pt", order, fence, *more, started=order == "before")
     assert (disk / "a.pt").exists(), f"lost without a word: {result.stderr!r}"
     assert ones(disk / "a.pt") == 6 << 20
     assert result.stderr == ""
@@ -163,7 +158,7 @@ import torch, fastckpt
 
 
 def test_failing_save_in_an_exit_handler_is_told(disk: Path) -> None:
-    stderr = run_python(FAILING_SAVE_AT_EXIT, disk).stderr
+    stderr = run_python(FAILING_SAVE_AT_EXIT, disk, started=True).stderr
     assert str(disk / "missing" / "a.pt") in stderr and "ENOENT" in stderr
 
 

@@ -5,34 +5,21 @@ tensor a rank holds is test_placements.py's business.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import fastckpt
-from tests.paths import ROOT
+from tests.jobs import Job
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_fsdp_over_tp_is_restored_as_dtensor_puts_it_together(tmp_path: Path) -> None:
     """By fully_shard() and parallelize_module() of sizes that the mesh does not divide evenly."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=4", str(ROOT / "tests" / "crews" / "mesh_life.py")]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [*command, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "28 tensors on 2 meshes" in done.stdout
+    job = Job("tests/crews/mesh_life.py", tmp_path, tmp_path, ranks=4)
+    assert "28 tensors on 2 meshes" in job.finish()
     expected = torch.load(tmp_path / "whole.pt")
     with fastckpt.Checkpointer(tmp_path / "run") as checkpointer:  # a job of one rank
         state = checkpointer.load()

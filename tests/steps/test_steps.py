@@ -13,13 +13,11 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,8 +35,8 @@ from fastckpt.formats.step_names import STEP_MAX, step_name
 from fastckpt.retention import retain, supersede
 from fastckpt.steps import DEAD_AFTER_S, Steps
 from fastckpt.storage import Storage
+from tests import interpreters
 from tests.doubles import FailAlways, Operation, Recorder, dead_pid
-from tests.paths import ROOT
 from tests.saving.test_process import run_python
 from tests.steps.test_checkpointer import assert_holds, directories, process_on, restored, state
 
@@ -251,32 +249,15 @@ print(step, flush=True)
 """
 
 
-@contextmanager
-def program(text: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs a program; it is gone afterwards."""
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    with subprocess.Popen(
-        [sys.executable, "-c", text, *map(str, arguments)],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+program = interpreters.Program
 
 
-def told(process: subprocess.Popen[str]) -> str:
+def told(process: interpreters.Program) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
-def tell(process: subprocess.Popen[str], text: str) -> None:
+def tell(process: interpreters.Program, text: str) -> None:
     assert process.stdin is not None
     process.stdin.write(f"{text}\n")
     process.stdin.flush()

@@ -1,0 +1,151 @@
+"""Jobs: an example, or another script, as one rank or several, in interpreters that are forked.
+
+The ranks find what a launcher tells them in their environment. What a launcher does beyond that
+(restarts, its own store) needs the real one. Must not know what the scripts do.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests import interpreters
+from tests.paths import ROOT
+
+WAIT_S = 200.0
+SCRIPT = """
+import pathlib, runpy, sys
+sys.path[0] = str(pathlib.Path(sys.argv[1]).parent)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class Job:
+    """A script at work in a directory that is made for it.
+
+    Args:
+        script: its path below the project's root.
+        cwd: where it runs; what its ranks say goes to a file "output" there.
+        options: its arguments.
+        ranks: how many processes.
+        imports: see interpreters.Program.
+        variables: for the environment of each.
+
+    Attributes:
+        ranks: the processes.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        cwd: Path,
+        *options: object,
+        ranks: int = 1,
+        imports: str = "",
+        variables: dict[str, str | None] | None = None,
+    ) -> None:
+        cwd.mkdir(exist_ok=True)
+        self._cwd = cwd
+        job: dict[str, str | None] = {}
+        if ranks > 1:
+            job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+            job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            job |= {"GLOO_SOCKET_IFNAME": "lo"}
+        self.ranks = [
+            interpreters.Program(
+                SCRIPT,
+                ROOT / script,
+                *options,
+                cwd=cwd,
+                imports=imports,
+                output=cwd / "output",
+                variables=(variables or {})
+                | job
+                | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if job else {}),
+            )
+            for rank in range(ranks)
+        ]
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:
+            for rank in self.ranks:
+                stack.push(rank)
+
+    @property
+    def output(self) -> str:
+        """What all ranks have said so far."""
+        return (self._cwd / "output").read_text()
+
+    def poll(self) -> int | None:
+        """The first failure; else None while ranks run, and 0 when all have ended well."""
+        codes = [rank.poll() for rank in self.ranks]
+        failures = [code for code in codes if code]
+        return failures[0] if failures else None if None in codes else 0
+
+    def wait(self, timeout: float = WAIT_S) -> int:
+        """The exit status of the job: when one rank fails, the others are killed."""
+        deadline = time.monotonic() + timeout
+        for rank in self.ranks:
+            while rank.poll() is None and not self.poll():
+                try:
+                    rank.wait(min(0.1, max(0.0, deadline - time.monotonic())))
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > deadline:
+                        self.kill()
+                        raise
+        code = self.poll()
+        assert code is not None
+        if code:
+            self.kill()
+        return code
+
+    def kill(self, *ranks: int) -> None:
+        """Kills these ranks, all if none are named, and then what is left of the job."""
+        killed = [self.ranks[rank] for rank in ranks] or self.ranks
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # at a stroke: none sees another one die
+            for rank in killed:
+                rank.send_signal(number)
+        for rank in killed:
+            rank.wait()
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+
+    def finish(self, timeout: float = WAIT_S) -> str:
+        """Waits for a job that ends well; returns its output."""
+        with self:
+            assert self.wait(timeout) == 0, self.output[-6000:]
+        return self.output
+
+
+def start(example: str, cwd: Path, *options: object, ranks: int = 1, imports: str = "") -> Job:
+    """The example of this name, which logs its losses."""
+    script = f"examples/{example}.py"
+    return Job(script, cwd, "--loss-log", "losses", *options, ranks=ranks, imports=imports)
+
+
+def finish(job: Job, cwd: Path) -> list[tuple[int, str]]:
+    """What a run that ends well has logged."""
+    job.finish()
+    return logged(cwd)
+
+
+def logged(cwd: Path, name: str = "losses") -> list[tuple[int, str]]:
+    """Steps and losses of all runs in a directory; the losses as hexadecimal text."""
+    records = map(json.loads, (cwd / name).read_text().splitlines())
+    return [(record["step"], record["loss"]) for record in records]
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])

@@ -1,0 +1,48 @@
+"""Chance, by a seed: `make test` takes the same few rounds each time, `make torture` new and many.
+
+A storm that fails in torture is repeated by its seed, and one round of it alone by its number:
+`make torture SEED=n PYTEST_ARGS="-k name --round k"`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+SUITE_SEED = 20261122
+_MORE_EXAMPLES = 10
+
+
+class Storm:
+    """Rounds of one test.
+
+    Args:
+        name: of the test, so that tests differ from each other under one seed.
+        seed: of this run.
+        is_torture: whether there is time.
+        only: the number of the only round to run; None: all.
+    """
+
+    def __init__(self, name: str, seed: int, is_torture: bool, only: int | None) -> None:
+        self._name = name
+        self._seed = seed
+        self._is_torture = is_torture
+        self._only = only
+
+    def rounds(self, suite: int, torture: int) -> Iterator[random.Random]:
+        """A source of chance for each of so many rounds in `make test`, and in `make torture`."""
+        count = torture if self._is_torture else suite
+        for number in range(count) if self._only is None else [self._only]:
+            print(f"round {number} of seed {self._seed}")  # pytest shows the last one of a failure
+            yield random.Random(f"{self._seed} {self._name} {number}")
+
+
+class Chance:
+    """How many examples a property is tried with; set once, before a test module is imported."""
+
+    is_torture = False
+
+    @classmethod
+    def examples(cls, suite: int) -> int:
+        """So many in `make test`, more in `make torture`."""
+        return suite * _MORE_EXAMPLES if cls.is_torture else suite
