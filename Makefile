@@ -7,10 +7,11 @@ CXX ?= g++
 # version such as 2.13.0+cpu) pip prefers it; PIP_EXTRA_INDEX_URL names such an index.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-# A second try for a few, in the open: see CONTRIBUTING.md.
-RETRIES := --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks
+# Two, because tests wait for disks and other processes; more only where there are the cores.
+WORKERS ?= 2
+SECONDS ?= 600
+SEED ?=
 BENCH_ARGS ?=
-RUNNING := build/running-test
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,7 +27,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test check demo bench bench-ranks bench-gpu bench-dcp bench-burst bench-megatron bench-scale asan tsan clean
+.PHONY: help setup build test torture check demo bench bench-ranks bench-gpu bench-dcp bench-burst bench-megatron bench-scale asan tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,9 +38,12 @@ build: $(ENGINE)  ## rebuild the extension in place when csrc/ changed
 
 test: build  ## run the tests; no GPU is needed
 	@echo "== test"
-	@$(BIN)/python -m pytest -q $(RETRIES) $(PYTEST_ARGS) tests || { code=$$?; \
-	  [ $$code -lt 128 ] || echo "== test: pytest was ended by a signal in $$(cat $(RUNNING))"; \
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests || { code=$$?; \
+	  [ $$code -lt 128 ] || echo "== test: ended by a signal in $$(cat build/running-test-*)"; \
 	  exit $$code; }
+
+torture: build asan tsan  ## what is long or random: SECONDS=600 SEED=n PYTEST_ARGS="-k name"
+	@$(BIN)/python -m tests.torture --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(PYTEST_ARGS)
 
 check: build $(WERROR)  ## formatting, lint, types, and the build without warnings
 	@echo "== check: ruff format"

@@ -316,7 +316,11 @@ def pytest_configure(config: pytest.Config) -> None:
     is_torture = config.getoption("--torture") is not None
     Chance.is_torture = is_torture
     hypothesis.settings.register_profile(
-        "fastckpt", derandomize=not is_torture, database=None, deadline=None
+        "fastckpt",
+        derandomize=not is_torture,
+        max_examples=Chance.examples(100),
+        database=None,
+        deadline=None,
     )
     hypothesis.settings.load_profile("fastckpt")
     random.seed(config.getoption("--seed"))

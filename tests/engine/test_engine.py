@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 
 from fastckpt import _engine
 from fastckpt.image import address_of
+from tests.storm import Chance
 
 PAGE = 4096
 BLOCK_SIZES = (4096, 8192, 65536)
@@ -258,7 +259,7 @@ def check_written(
 
 @pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
-@settings(relaxed, max_examples=60)
+@settings(relaxed, max_examples=Chance.examples(60))
 @given(data=st.data(), blocks=st.integers(1, 6), stagers=st.sampled_from([1, 4]))
 def test_written_file_is_the_rendering(
     backend: Backend,
@@ -494,7 +495,7 @@ def test_write_that_never_advances_is_an_error() -> None:
         assert job.failure() == ("write", 0, errno.EIO)
 
 
-@settings(relaxed, max_examples=40)
+@settings(relaxed, max_examples=Chance.examples(40))
 @given(data=st.data(), seed=st.integers(0, 2**32), direct=st.booleans())
 def test_short_and_interrupted_writes_are_resumed(
     data: st.DataObject, seed: int, direct: bool
@@ -545,7 +546,7 @@ def test_cancelled_job_stages_no_further_block() -> None:
         assert engine.arena_blocks_in_use() == 0
 
 
-@settings(relaxed, max_examples=40)
+@settings(relaxed, max_examples=Chance.examples(40))
 @given(delay_us=st.integers(0, 300), blocks=st.integers(1, 4))
 def test_job_cancelled_at_any_moment_ends(backend: Backend, delay_us: int, blocks: int) -> None:
     with engine_of(blocks) as engine, opened(Path("/dev/null"), os.O_WRONLY) as fd:
@@ -719,7 +720,7 @@ def accesses(draw: st.DrawFn, nbytes: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
-@settings(relaxed, max_examples=50)
+@settings(relaxed, max_examples=Chance.examples(50))
 @given(data=st.data(), blocks=st.integers(1, 6), window=st.integers(1, 8), verify=st.booleans())
 def test_reads_in_any_order_return_the_file(
     backend: Backend,
@@ -858,7 +859,7 @@ def test_error_of_a_read_is_the_streams() -> None:
         assert not stream.readinto(target, 0)  # a stream that failed stays failed
 
 
-@settings(relaxed, max_examples=40)
+@settings(relaxed, max_examples=Chance.examples(40))
 @given(data=st.data(), seed=st.integers(0, 2**32))
 def test_short_and_interrupted_reads_are_resumed(data: st.DataObject, seed: int) -> None:
     chance = random.Random(seed)

@@ -45,6 +45,7 @@ from fastckpt.storage import Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, attempt
 from tests.doubles import FailAt, Operation, Recorder
 from tests.files.test_faults import leave_free, mounted
+from tests.noise import noise
 
 pytestmark = pytest.mark.multiprocess
 T = TypeVar("T")
@@ -99,12 +100,6 @@ def load(member: Member, path: Path, **options: Any) -> Outcome:
 
 
 # --- what is expected of it
-
-
-def numbers(nbytes: int, seed: int) -> torch.Tensor:
-    """Bytes that are the same wherever they are asked for."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
 def all_saved(outcomes: list[Outcome]) -> None:
@@ -186,14 +181,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 def varied(rank: int) -> Any:
     """35 MB of everything; what is small differs from rank to rank."""
-    source = numbers(MIB, 0)
-    base = numbers(3 * MIB + 17, 1)
-    parameter = torch.nn.Parameter(numbers(4 * MIB, 2).view(torch.int32).float())
+    source = noise(MIB, 0)
+    base = noise(3 * MIB + 17, 1)
+    parameter = torch.nn.Parameter(noise(4 * MIB, 2).view(torch.int32).float())
     generator = torch.Generator().manual_seed(rank)
     return {
         "dtypes": {str(dtype): source.to(dtype) for dtype in DTYPES},
         "exactly a MiB": source > 100,
-        "a byte less": numbers(MIB - 1, 3),
+        "a byte less": noise(MIB - 1, 3),
         "aliases": [base, base, base[5:500], base[:MIB].view(1024, 1024).t()],
         "nested": OrderedDict(a=(parameter, [None, {"b": parameter[:100].detach()}]), c={}),
         "empty": [torch.empty(0), torch.empty(3, 0, 7, dtype=torch.int8)],
@@ -210,11 +205,11 @@ def small_only(rank: int) -> Any:
 
 
 def one_tensor(rank: int) -> Any:
-    return numbers(4 * BLOCK + 3 * MIB + 123, 0)
+    return noise(4 * BLOCK + 3 * MIB + 123, 0)
 
 
 def two_blocks(rank: int) -> Any:
-    return {"w": numbers(BLOCK + 5000, 0), "rank": rank}
+    return {"w": noise(BLOCK + 5000, 0), "rank": rank}
 
 
 def nothing(rank: int) -> Any:
@@ -224,7 +219,7 @@ def nothing(rank: int) -> Any:
 def edges(rank: int, shifts: tuple[int, ...]) -> Any:
     """Tensors whose checksum, which follows them, ends so many bytes before a block does."""
     lead = 4096 + 8
-    return [numbers(BLOCK - lead - shift, number) for number, shift in enumerate(shifts)]
+    return [noise(BLOCK - lead - shift, number) for number, shift in enumerate(shifts)]
 
 
 STATES: dict[str, State] = {
@@ -422,7 +417,7 @@ def turned(rank: int, ranks: int, by: int) -> Any:
 
 
 def base(differs: bool) -> dict[str, torch.Tensor]:
-    return {name: numbers(3 * MIB, ord(name)) for name in "abc"} | {"tiny": torch.ones(3)}
+    return {name: noise(3 * MIB, ord(name)) for name in "abc"} | {"tiny": torch.ones(3)}
 
 
 def missing(differs: bool) -> Any:
@@ -433,7 +428,7 @@ def missing(differs: bool) -> Any:
 
 
 def extra(differs: bool) -> Any:
-    return base(differs) | ({"x": numbers(2 * MIB, 9)} if differs else {})
+    return base(differs) | ({"x": noise(2 * MIB, 9)} if differs else {})
 
 
 def shape(differs: bool) -> Any:
@@ -456,13 +451,13 @@ def order(differs: bool) -> Any:
 
 
 def storage(differs: bool) -> Any:
-    whole = numbers((3 + differs) * MIB, 9)
+    whole = noise((3 + differs) * MIB, 9)
     return base(differs) | {"b": whole[: 3 * MIB]}
 
 
 def untied(differs: bool) -> Any:
     state = base(differs)
-    return state | {"c": numbers(3 * MIB, ord("b")) if differs else state["b"][:]}
+    return state | {"c": noise(3 * MIB, ord("b")) if differs else state["b"][:]}
 
 
 def unseen(differs: bool) -> Any:
@@ -529,9 +524,9 @@ def test_the_first_rank_may_be_the_odd_one_out(crew: Crew, disk: Path) -> None:
 
 def drifting(rank: int, differing: tuple[int, ...]) -> Any:
     return {
-        "steady": numbers(2 * BLOCK, 0),
-        "drifted": numbers(3 * BLOCK + 77, 10 + (rank in differing) * rank),
-        "also": numbers(BLOCK, 20 + (rank == 3)),
+        "steady": noise(2 * BLOCK, 0),
+        "drifted": noise(3 * BLOCK + 77, 10 + (rank in differing) * rank),
+        "also": noise(BLOCK, 20 + (rank == 3)),
         "step": rank,
     }
 
@@ -671,7 +666,7 @@ class NotPicklable:
 
 
 def unpicklable(rank: int, who: int) -> Any:
-    return {"w": numbers(BLOCK, 0), "x": NotPicklable() if rank == who else 1}
+    return {"w": noise(BLOCK, 0), "x": NotPicklable() if rank == who else 1}
 
 
 @pytest.mark.parametrize("who", [0, 2])
@@ -1235,7 +1230,7 @@ def load_fragile(member: Member, path: Path, who: int) -> Outcome:
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("first", [True, False])
 def test_unpickling_fails_on_one_rank(crew: Crew, disk: Path, who: int, first: bool) -> None:
-    items = [numbers(13 * BLOCK, 0), numbers(BLOCK, 1)]
+    items = [noise(13 * BLOCK, 0), noise(BLOCK, 1)]
     fastckpt.save([Fragile(), *items] if first else [*items, Fragile()], disk / "a.pt").result()
     outcomes = crew(load_fragile, disk / "a.pt", who, ranks=3)
     assert type(outcomes.pop(who).error) is ZeroDivisionError

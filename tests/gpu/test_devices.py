@@ -36,6 +36,7 @@ from tests.engine.test_engine import (
     relaxed,
 )
 from tests.paths import ROOT
+from tests.storm import Chance
 
 # A PCIe 5 link of 16 lanes, as it is measured: 8 microseconds to begin, then 55 GB/s.
 LATENCY_US, BYTES_PER_US = 8.0, 55_000.0
@@ -94,7 +95,7 @@ def write(job: _engine.WriteJob, path: Path, backend: _engine.Backend) -> bytes:
 
 
 @pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
-@settings(relaxed, max_examples=60)
+@settings(relaxed, max_examples=Chance.examples(60))
 @given(data=st.data(), blocks=st.integers(1, 6), stagers=st.sampled_from([1, 4]))
 def test_written_file_is_the_rendering(
     library: CudaStub,

@@ -27,6 +27,8 @@ from fastckpt.rows import blocks_of
 from tests.accelerator import KIND, Runtime, installed
 from tests.cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
 from tests.cufile_stub import FILE_SYSTEM, CufileStub
+from tests.noise import noise
+from tests.storm import Chance
 
 MIB = 1 << 20
 WAIT_S = 60.0
@@ -34,8 +36,7 @@ EIO = 5
 
 
 def octets(nbytes: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return noise(nbytes, seed)
 
 
 def saved(path: Path, **sizes: int) -> dict[str, torch.Tensor]:
@@ -90,7 +91,9 @@ def test_code_as_map_location_comes_through_the_host(cufile: CufileStub, disk: P
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=Chance.examples(15),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(sizes=st.lists(st.integers(0, 20 * MIB), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_any_sizes(cufile: CufileStub, disk: Path, sizes: list[int], seed: int) -> None:

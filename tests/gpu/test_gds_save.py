@@ -24,15 +24,15 @@ from tests import accelerator
 from tests.accelerator import KIND, Runtime
 from tests.cuda_stub import CudaStub
 from tests.cufile_stub import CufileStub
+from tests.noise import noise
+from tests.storm import Chance
 
 MIB = 1 << 20
 WAIT_S = 60.0
 
 
 def octets(nbytes: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-    return made.to(KIND)
+    return noise(nbytes, seed).to(KIND)
 
 
 def same(path: Path, state: dict[str, torch.Tensor]) -> None:
@@ -62,7 +62,9 @@ def test_the_file_is_the_same_either_way(cufile: CufileStub, disk: Path) -> None
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=Chance.examples(15),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(sizes=st.lists(st.integers(0, 20 * MIB), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_any_sizes(cufile: CufileStub, disk: Path, sizes: list[int], seed: int) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from fastckpt import _engine, intervals
 from fastckpt.image import BLOCK_BYTES, Image, address_of
+from tests.storm import Chance
 
 MEMORY = bytearray(random.Random(0).randbytes(1 << 20)) * 40
 SLOT = intervals.SLOT_BYTES
@@ -98,7 +99,7 @@ near = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=Chance.examples(40), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(12, 300), near), min_size=1, max_size=4),
     st.integers(1, 6),

@@ -38,6 +38,7 @@ from fastckpt.shards import (
     shard_box,
     span,
 )
+from tests.storm import Chance
 
 MIB = 1 << 20
 BLOCK = 8 * MIB
@@ -46,7 +47,9 @@ HEAVY = 2 * UNCUT_BYTES
 DTENSOR = "torch.distributed.tensor._utils"
 GUARD = 0xA5
 
-relaxed = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(
+    max_examples=Chance.examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 deep_shapes = st.lists(st.integers(3, 6), min_size=4, max_size=5).map(tuple)
 

@@ -33,6 +33,7 @@ from fastckpt.coordinator import Coordinator
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.session import Session
 from tests.interpreters import Program
+from tests.storm import Chance
 
 PREFIX = "agreement"
 LONG_S = 600.0  # a wait that should end for another reason: the test's own timeout is shorter
@@ -273,7 +274,7 @@ def test_groups_of_digests_are_equal_on_every_rank() -> None:
     assert sorted(asked) == [0, 1, 2]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=Chance.examples(25), deadline=None)
 @given(st.lists(st.sampled_from([b"", b"x", b"y", b"z"]), min_size=1, max_size=6))
 def test_groups_partition_the_ranks(digests: list[bytes]) -> None:
     coordinators = opened(dist.HashStore(), len(digests))
@@ -390,7 +391,7 @@ def test_decision_and_failure_exclude_each_other() -> None:
     assert ends <= {type(None), PeerFailed}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=Chance.examples(30), deadline=None)
 @given(st.lists(st.sampled_from(["well", "slow", "fails", "fails late"]), min_size=2, max_size=5))
 def test_all_commit_or_none(fates: list[str]) -> None:
     def body(begun: Round) -> Any:

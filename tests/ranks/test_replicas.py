@@ -30,6 +30,7 @@ from fastckpt.formats.arrangement import (
 from fastckpt.formats.torch_pickle import Capture
 from fastckpt.image import address_of
 from fastckpt.replicas import SAMPLED_BYTES, Description, Sampled, disagreement
+from tests.storm import Chance
 
 MIB = 1 << 20
 RECORD_BYTES_MAX = 8_000_000  # what a rank can tell in one record
@@ -274,7 +275,7 @@ sizes_drawn = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=Chance.examples(50), deadline=None)
 @given(sizes_drawn, st.sets(st.integers(0, 149)))
 def test_every_record_has_one_place(sizes: list[int], chosen: set[int]) -> None:
     contents = [storage(size) for size in sizes]
@@ -302,7 +303,7 @@ def with_copies(contents: list[torch.UntypedStorage], nbytes_max: int) -> list[C
     ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=Chance.examples(30), deadline=None)
 @given(sizes_drawn)
 def test_copies_are_placed_as_what_they_are_of(sizes: list[int]) -> None:
     contents = [storage(size) for size in sizes]

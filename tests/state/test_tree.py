@@ -37,6 +37,7 @@ from fastckpt.tree import (
     stored_of,
 )
 from tests.saving.test_process import run_python
+from tests.storm import Chance
 
 WAIT_S = 60.0
 BIG = 300_000  # float32 elements: more than 1 MiB, which goes to the shards
@@ -260,7 +261,7 @@ nests = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=Chance.examples(150))
 @given(nest=nests)
 def test_any_nest_comes_back(nest: Any) -> None:
     flat = taken_apart(nest)

@@ -1,0 +1,1 @@
+"""What takes long: statistics, storms and scripts that measure how often something fails."""

@@ -1,0 +1,47 @@
+"""Torture: what is long, random or statistical, for as long as it is told, from a seed it prints.
+
+    python -m tests.torture --seconds 600 --seed 7 [what pytest is given]
+
+Runs pytest with a new seed again and again until the time is over; the first failure ends it, and
+is repeated by the seed that is printed last. Properties shrink what fails by themselves; a storm
+names the round that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import time
+
+from tests.paths import ROOT
+
+ROUND_S = 20.0  # a run that has less time than this has not collected the tests yet
+NOTHING_RAN = 5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
+    options, more = parser.parse_known_args()
+    seed = random.SystemRandom().randrange(1 << 31) if options.seed is None else options.seed
+    end = time.monotonic() + options.seconds
+    while (left_s := end - time.monotonic()) > ROUND_S or options.seconds <= ROUND_S:
+        print(f"== torture: seed {seed}, {left_s:.0f} s", flush=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", f"--seed={seed}"]
+        command += [f"--torture={left_s:.0f}", f"--hypothesis-seed={seed}", *more, "tests"]
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        if code not in (0, NOTHING_RAN):
+            again = f"make torture SECONDS={options.seconds:.0f} SEED={seed}"
+            print(f"== torture: failed with seed {seed}; again: {again}", flush=True)
+            return code
+        if options.seconds <= ROUND_S or (options.seed is not None and "--round" in more):
+            break
+        seed += 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
