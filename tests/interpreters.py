@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import select
@@ -178,13 +177,33 @@ def _ancestor(imports: str) -> socket.socket:
     """A connection to an interpreter that forks others, and ends with this process."""
     ours, theirs = socket.socketpair()
     with theirs:
-        search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), *filter(None, [imports])],
-            env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
-            pass_fds=[theirs.fileno()],
-        )
+        if imports:
+            _kept.append(
+                Program(
+                    f"import {imports}\n"
+                    "from tests.interpreters import next_program\n"
+                    "exec(*next_program(INHERITED[0]))",
+                    fds=(theirs.fileno(),),
+                    inherit_stderr=True,
+                )
+            )
+        else:
+            search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+            subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
+                pass_fds=[theirs.fileno()],
+            )
     return ours
+
+
+_kept: list[Program] = []  # the ancestors that were forked themselves
+
+
+def next_program(fd: int) -> tuple[types.CodeType, dict[str, Any]]:
+    """Serves orders for programs; returns in the process of each, with what it is to execute."""
+    order, fds = _next_order(socket.socket(fileno=fd))
+    return compile(order["text"], "<program>", "exec"), vars(_become(order, fds))
 
 
 def _next_order(orders: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -262,7 +281,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     assert fastckpt.__file__
     sys.path[0] = ""  # as for `python -c`
-    for _name in sys.argv[2:]:
-        importlib.import_module(_name)
-    _order, _fds = _next_order(socket.socket(fileno=int(sys.argv[1])))
-    exec(compile(_order["text"], "<program>", "exec"), vars(_become(_order, _fds)))
+    exec(*next_program(int(sys.argv[1])))

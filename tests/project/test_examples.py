@@ -182,6 +182,7 @@ def test_fsdp2_goes_on_with_other_ranks(disk: Path, expected: dict[int, str]) ->
         assert_near(logged(here), expected, first)
         assert committed_steps(here)[-1] == STEPS
         assert not [step for step in (here / "run").iterdir() if is_debris(step)]
+    shutil.rmtree(begun)  # nobody goes on here
 
 
 def test_fsdp2_with_tensor_parallelism_goes_on_with_other_meshes(
