@@ -98,12 +98,12 @@ class Program:
             self.wait()
         self._status.close()
         for stream in (self.stdin, self.stdout, self.stderr):
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError):  # what was not read by a dead process
                 stream.close()
 
     def poll(self) -> int | None:
         """The exit status, if the process has ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it runs
             return self.wait(0)
         return None
 
@@ -141,7 +141,7 @@ class Program:
             reader.start()
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError):  # it ended without reading
                 self.stdin.write(given)
                 self.stdin.close()
             for reader in readers:
@@ -243,6 +243,7 @@ def _await(pid: int, fds: list[int]) -> None:
     """
     for fd in fds[1:]:
         os.close(fd)
+    # Nobody may be there any more who asks.
     with socket.socket(fileno=fds[0]) as status, contextlib.suppress(OSError):
         status.send(_STATUS.pack(pid, 0))
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
