@@ -12,5 +12,6 @@ import megatron.core.optimizer
 import tests.crews.megatron_bodies
 import tests.crews.megatron_fsdp
 import tests.crews.megatron_layouts
+import tests.crews.megatron_training
 
 __all__ = ["megatron", "tests"]

@@ -1,19 +1,14 @@
-"""What of the Megatron integration needs no ranks: arithmetic of buckets, division of work, names
-of iterations, and the patch of megatron.training.
+"""What of the Megatron integration needs no ranks: arithmetic of buckets, division of work, and
+names of iterations.
 
-Responsible for properties over all shapes, and for what is refused. megatron.training is not in the
-package: a small tree of modules with its documented names stands in for it.
+Responsible for properties over all shapes, and for what is refused.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import itertools
 import os
-import sys
-import types
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +35,7 @@ from fastckpt.integrations import dcp, megatron
 from fastckpt.integrations.megatron import division, iterations, ranges
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.buckets import _scatter
+from fastckpt.integrations.megatron.iterations import Retention
 from fastckpt.integrations.megatron.reshard import (
     Catalog,
     Piece,
@@ -298,9 +294,9 @@ def test_retention_spares_links_the_newest_and_what_is_newer(tmp_path: Path) -> 
     elsewhere = tmp_path / "elsewhere"
     os.rename(tmp_path / "iter_0000003", elsewhere)
     os.symlink(elsewhere, tmp_path / "iter_0000003")
-    assert iterations.retain(str(tmp_path), 6, 2, 4) == [1, 2]
+    assert iterations.retain(str(tmp_path), 6, Retention(2, 4)) == [1, 2]
     assert iterations.complete_iterations(str(tmp_path)) == [3, 4, 5, 6]
-    assert iterations.retain(str(tmp_path), 6, 1, None, {4}) == [5]
+    assert iterations.retain(str(tmp_path), 6, Retention(1), {4}) == [5]
     assert (tmp_path / "iter_0000007").is_dir()
 
 
@@ -329,7 +325,7 @@ def test_a_later_save_that_was_faster_stays_the_last(tmp_path: Path) -> None:
             committed.append(after_commit)
             return handle
 
-        assert saves.begin(root, number, 1, None, save) is handle
+        assert saves.begin(root, number, Retention(1), save) is handle
     assert not saves.is_first(root)
     (tmp_path / iterations.directory_name(2) / ".metadata").touch()
     committed[1]()
@@ -350,88 +346,6 @@ def test_a_release_is_a_candidate(tmp_path: Path) -> None:
     assert iterations.candidates(str(tmp_path)) == [(0, str(tmp_path / "release"))]
 
 
-# megatron.training.
-
-
-@pytest.fixture
-def training(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """megatron.training, as far as install() knows it."""
-    tree = {
-        name: types.ModuleType(f"megatron.training{name}")
-        for name in ("", ".checkpointing", ".training", ".global_vars")
-    }
-    args = Namespace(save="run", load="run", no_save_optim=False, no_save_rng=True, finetune=False)
-    args.__dict__ |= dict(no_load_optim=False, no_load_rng=False, ckpt_format="torch_dist")
-    tree[".global_vars"].get_args = lambda: args
-    for name in (".checkpointing", ".training"):
-        tree[name].save_checkpoint = tree[name].load_checkpoint = lambda *_: "Megatron's"
-    told: list[Any] = []
-    for name in ("set_checkpoint_version", "check_checkpoint_args"):
-        setattr(tree[".checkpointing"], name, told.append)
-    tree[".checkpointing"].update_num_microbatches = lambda **given: told.append(given)
-    for name, module in tree.items():
-        monkeypatch.setitem(sys.modules, f"megatron.training{name}", module)
-    return Namespace(tree=tree, args=args, told=told)
-
-
-@pytest.fixture
-def installable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is installed: the stand-ins are like those of 0.16."""
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.16.1")
-
-
-def test_installed_functions_translate_the_arguments(
-    training: Any, installable: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fastckpt.integrations.megatron import training as installing
-
-    calls: list[Any] = []
-    monkeypatch.setattr(installing, "save_checkpoint", lambda *a, **k: calls.append((a, k)))
-    common = {"args": Namespace(consumed_train_samples=64), "checkpoint_version": 3.0}
-    common["num_floating_point_operations_so_far"] = 9
-    monkeypatch.setattr(installing, "restore", lambda *a, **k: calls.append((a, k)) or (7, common))
-    saves = megatron.install(keep_last=3)
-    loop = training.tree[".training"]
-    assert loop.save_checkpoint is training.tree[".checkpointing"].save_checkpoint
-    with pytest.raises(NotImplementedError, match="release=True"):
-        loop.save_checkpoint(7, "model", "optimizer", "schedule", 9, release=True)
-    loop.save_checkpoint(
-        7, "model", "optimizer", "schedule", 9, {}, non_persistent_ckpt=True, tp_group=None
-    )
-    given, options = calls.pop()
-    assert given == (7, "model", "optimizer", "schedule", 9)
-    assert options["saves"] is saves
-    assert options["save"] == "run" and options["keep_last"] == 3 and options["on_error"] == "warn"
-    assert options["non_persistent_ckpt"] and not options["save_rng"]
-    assert options["args"] is training.args
-    assert options["distrib_optim_sharding_type"] == "dp_reshardable"
-    assert loop.load_checkpoint("model", "optimizer", "schedule", strict=False) == (7, 9)
-    given, options = calls.pop()
-    assert given == ("model", "optimizer", "schedule")
-    assert options["load"] == "run" and options["iteration"] is None and not options["strict"]
-    assert training.args.consumed_train_samples == 64
-    assert training.told == [3.0, common["args"], {"consumed_samples": 64, "verbose": True}]
-    training.args.ckpt_format = "torch"
-    with pytest.raises(NotImplementedError, match="ckpt_format is 'torch'"):
-        loop.save_checkpoint(8, "model", None, None, 0)
-
-
-def test_install_refuses_loudly_what_it_does_not_know(
-    training: Any, installable: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.20.0")
-    with pytest.raises(ImportError, match=r"< 0.20; 0.20.0 is installed"):
-        megatron.install()
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.16.1")
-    del training.tree[".training"].load_checkpoint
-    with pytest.raises(ImportError, match=r"megatron.training.training has no load_checkpoint"):
-        megatron.install()
-    assert training.tree[".checkpointing"].save_checkpoint() == "Megatron's"
-    monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", None)
-    with pytest.raises(ImportError, match="not in the megatron-core package"):
-        megatron.install()
-
-
 def test_a_save_that_a_later_one_overtook_is_removed_when_it_has_ended(tmp_path: Path) -> None:
     saves = megatron.Saves()
     committed: list[Callable[[], None]] = []
@@ -445,7 +359,7 @@ def test_a_save_that_a_later_one_overtook_is_removed_when_it_has_ended(tmp_path:
     for number in (6, 7):
         (tmp_path / f"iter_{number:07d}").mkdir()
         (tmp_path / f"iter_{number:07d}" / ".metadata").touch()
-        saves.begin(str(tmp_path), number, 1, None, begin)
+        saves.begin(str(tmp_path), number, Retention(1), begin)
     committed[1]()
     handles[1].set_result(handles[1].stats)
     assert iterations.complete_iterations(str(tmp_path)) == [6, 7]

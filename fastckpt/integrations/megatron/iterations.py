@@ -12,13 +12,32 @@ import re
 import shutil
 import uuid
 from collections.abc import Collection
+from dataclasses import dataclass
 
 log = logging.getLogger("fastckpt")
 
-TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 NON_PERSISTENT = "non_persistent"
 COMMON, CONFIG, METADATA = "common.pt", "metadata.json", ".metadata"
+_TRACKER_BYTES_MAX = 64
+LEGACY_PREFIX = "mp_rank_"  # of what the format "torch" has in place of `.metadata`
 _NAME = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which old iterations stay when a newer one was committed.
+
+    Attributes:
+        keep_last: how many complete ones stay, with the newest; at least 1. None: all.
+        keep_every: multiples of this stay too.
+        superseded_only: whether only iterations are removed that the tracker named before, as
+            Megatron does. False: all older ones.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    superseded_only: bool = False
 
 
 def directory_name(iteration: int) -> str:
@@ -37,35 +56,62 @@ def complete_iterations(root: str) -> list[int]:
 
 def tracked(root: str) -> int | str | None:
     """What the tracker says: an iteration, "release", or None where it is missing or garbage."""
+    text = _tracker_text(root)
+    if text == RELEASE:
+        return text
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _tracker_text(root: str) -> str | None:
+    """What is in the tracker; None: it is missing."""
     try:
-        with open(os.path.join(root, TRACKER), encoding="utf-8") as file:
-            text = file.read().strip()
+        with open(os.path.join(root, TRACKER), "rb") as file:
+            return file.read(_TRACKER_BYTES_MAX).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        log.warning("%s of %s cannot be read: %s", TRACKER, root, error)
-        return None
-    if text == "release":
-        return text
-    if not text.isdecimal():
-        log.warning("%s of %s holds no iteration but %r", TRACKER, root, text[:80])
-        return None
-    return int(text)
 
 
 def candidates(root: str) -> list[tuple[int, str]]:
     """(iteration, directory) worth loading, best first.
 
-    That is what the tracker names, then the complete iterations, newest first. One that is newer
-    than the tracker was committed too: its job was killed before the tracker moved.
+    That is the release, where the tracker names it, or the complete iterations, newest first. One
+    that is newer than the tracker was committed too: its job was killed before the tracker moved.
     """
-    latest = tracked(root)
-    if latest == "release":
-        return [(0, os.path.join(root, "release"))]
+    if tracked(root) == RELEASE:
+        return [(0, os.path.join(root, RELEASE))]
     found = complete_iterations(root)
-    if isinstance(latest, int) and latest not in found:
-        log.warning("%s names iteration %d, which is not complete", TRACKER, latest)
     return [(number, os.path.join(root, directory_name(number))) for number in reversed(found)]
+
+
+def disagreement(root: str, number: int) -> str | None:
+    """Why the newest complete iteration is loaded, where the tracker does not name it."""
+    latest = tracked(root)
+    if latest in (number, RELEASE):
+        return None
+    if latest is None:
+        text = _tracker_text(root)
+        how = "is missing" if text is None else f"holds {text!r}, which is no iteration"
+        return f"iteration {number} is loaded, the newest that is complete: {TRACKER} {how}"
+    if int(latest) < number:
+        return (
+            f"iteration {number} is loaded: it is complete, and newer than iteration {latest}, "
+            f"which {TRACKER} names; to go back to iteration {latest}, ask for it (--ckpt-step "
+            f"{latest})"
+        )
+    path = os.path.join(root, directory_name(int(latest)))
+    how = f"has no {METADATA}" if os.path.isdir(path) else "is not there"
+    return (
+        f"iteration {number} is loaded, the newest that is complete: iteration {latest}, which "
+        f"{TRACKER} names, {how}"
+    )
+
+
+def is_legacy(directory: str) -> bool:
+    """Whether a directory holds a checkpoint in Megatron's format "torch"."""
+    try:
+        return any(name.startswith(LEGACY_PREFIX) for name in os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def track(root: str, iteration: int) -> None:
@@ -105,25 +151,29 @@ def sync_directory(path: str) -> None:
 def retain(
     root: str,
     newest: int,
-    keep_last: int,
-    keep_every: int | None = None,
+    retention: Retention,
     in_flight: Collection[int] = (),
+    superseded: Collection[int] = (),
 ) -> list[int]:
     """Removes old iterations, which are complete or what aborted saves have left.
 
     Args:
         newest: the iteration committed last; none from it on is removed.
-        keep_last: how many complete ones are kept, with `newest`; at least 1.
-        keep_every: multiples of this are kept too.
         in_flight: iterations that are being saved, which are left alone.
+        superseded: iterations that the tracker named before.
 
     Returns:
         The iterations removed. Links, and what cannot be removed, stay (with a warning).
     """
+    if retention.keep_last is None:
+        return []
     known = _iterations(root)
     complete = [number for number, is_whole in known if is_whole and number <= newest]
-    kept = {newest, *complete[-keep_last:], *in_flight}
-    kept |= {number for number in complete if keep_every and number % keep_every == 0}
+    every = retention.keep_every
+    kept = {newest, *complete[-retention.keep_last :], *in_flight}
+    kept |= {number for number in complete if every and number % every == 0}
+    if retention.superseded_only:
+        kept |= {number for number, _ in known} - {*superseded}
     removed = []
     for number, _is_whole in known:
         path = os.path.join(root, directory_name(number))

@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.integrations.megatron import fsdp, iterations
 from fastckpt.integrations.megatron import optimizer as optimizers
+from fastckpt.integrations.megatron.buckets import MAP
 from fastckpt.integrations.megatron.optimizer import SHARDING
 from fastckpt.integrations.megatron.state import (
     OWN_RNG,
@@ -35,6 +38,59 @@ from fastckpt.integrations.megatron.strategies import LoadStrategy, stored_commo
 log = logging.getLogger("fastckpt")
 
 _DAMAGE = (CorruptCheckpoint, OSError, EOFError, pickle.UnpicklingError)
+# What load_buckets() reads of the optimizer.
+_BUCKETS = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
+# With these Megatron leaves out of what is loaded the keys that a checkpoint does not have.
+_LENIENT = ("log_unexpected", "log_all", "ignore_all")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which checkpoint is loaded, what of it, and how strictly.
+
+    Attributes:
+        load: the run's directory.
+        iteration: this one and no other; None: the newest that is whole.
+        non_persistent: where non-persistent ones lie, of which a newer one is preferred; None: they
+            are left alone.
+        strict: as load_state_dict's.
+        strictness: as Megatron's --dist-ckpt-strictness, but no value that returns keys.
+        validate: whether Megatron looks whether the ranks' shards fit together.
+        load_rng: whether random number generators go on where they were.
+        weights_only: as torch.load's.
+        others: of the common state, what else is to be loaded: sharded state by its name.
+        trying: is told of each iteration, and its directory, before it is read.
+    """
+
+    load: str
+    iteration: int | None = None
+    non_persistent: str | None = None
+    strict: bool = True
+    strictness: str = "assume_ok_unexpected"
+    validate: bool = True
+    load_rng: bool = True
+    weights_only: bool = True
+    others: Callable[[dict[str, Any]], dict[str, Any]] = lambda common: {}
+    trying: Callable[[int, str], None] = lambda number, path: None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was loaded.
+
+    Attributes:
+        iteration: its number; 0 for a release, or if there is no checkpoint.
+        path: its directory; None: there is no checkpoint.
+        common: its common state, and what Request.others asked for.
+    """
+
+    iteration: int = 0
+    path: str | None = None
+    common: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_release(self) -> bool:
+        return self.path is not None and os.path.basename(self.path) == iterations.RELEASE
 
 
 def load_checkpoint(
@@ -73,56 +129,88 @@ def load_checkpoint(
         IncompatibleCheckpoint, CheckpointingException: it has not what is asked for.
         CheckpointError: there is no such iteration; or another rank failed.
     """
-    iteration, common = restore(
-        model,
-        optimizer,
-        opt_param_scheduler,
+    request = Request(
         load=load,
         iteration=iteration,
+        non_persistent=os.path.join(load, iterations.NON_PERSISTENT),
         strict=strict,
         load_rng=load_rng,
         weights_only=weights_only,
     )
-    return iteration, int(common.get("num_floating_point_operations_so_far", 0))
+    found = restore(model, optimizer, opt_param_scheduler, request)
+    return found.iteration, int(found.common.get("num_floating_point_operations_so_far", 0))
 
 
 @torch.no_grad()
-def restore(
-    model: Any,
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    *,
-    load: str,
-    iteration: int | None,
-    strict: bool,
-    load_rng: bool,
-    weights_only: bool,
-) -> tuple[int, dict[str, Any]]:
-    """As load_checkpoint, but returns the iteration and all of the common state."""
-    found: list[Any] = [_choices(os.path.realpath(load), iteration)]
-    dist.broadcast_object_list(found, src=0)
-    if iteration is not None and not found[0]:
-        raise CheckpointError(f"{load!r} holds no iteration {iteration}")
+def restore(model: Any, optimizer: Any, opt_param_scheduler: Any, request: Request) -> Restored:
+    """As load_checkpoint, for all that a Request can ask for."""
     failures: list[str] = []
-    for number, path in found[0]:
-        loading = _Loading(path, model, optimizer, opt_param_scheduler, weights_only)
+    for number, path in _choices(request):
+        found = Restored(number, path)
+        request.trying(number, path)
+        if found.is_release:
+            optimizer = opt_param_scheduler = None
+        loading = _Loading(path, model, optimizer, opt_param_scheduler, request)
         failure = _together(loading.look) or _together(loading.read)
         if failure is None:
-            loading.put(strict, load_rng)
-            return number, loading.common
+            loading.put(not found.is_release and request.load_rng)
+            log.info("iteration %d was loaded from %s", number, path)
+            return Restored(number, path, loading.common)
         failures.append(f"{path}: {failure}")
         log.warning("%s is damaged, an older one is tried: %s", path, failure)
     if failures:
         raise CorruptCheckpoint("no checkpoint is whole: " + "; ".join(failures))
-    return 0, {}
+    return Restored()
 
 
-def _choices(root: str, iteration: int | None) -> list[tuple[int, str]]:
-    other = os.path.join(root, iterations.NON_PERSISTENT)
+def _choices(request: Request) -> list[tuple[int, str]]:
+    """What may be loaded, best first, as the first rank finds it."""
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told = [_found(request)]
+        except (CheckpointError, OSError) as error:
+            told = [error]
+    dist.broadcast_object_list(told, src=0)
+    if isinstance(told[0], Exception):
+        raise told[0]
+    return list(told[0])
+
+
+def _found(request: Request) -> list[tuple[int, str]]:
+    root = os.path.realpath(request.load)
     found = iterations.candidates(root)
-    if not found or found[0][1] != os.path.join(root, "release"):
+    latest = iterations.tracked(root)
+    if request.non_persistent is not None and latest != iterations.RELEASE:
+        other = os.path.realpath(request.non_persistent)
         found = sorted(found + iterations.candidates(other), key=lambda choice: -choice[0])
-    return [choice for choice in found if iteration in (None, choice[0])]
+    if request.iteration is not None:
+        found = [choice for choice in found if choice[0] == request.iteration]
+        if not found:
+            raise CheckpointError(f"{request.load!r} holds no iteration {request.iteration}")
+    elif found:
+        number, path = found[0]
+        why = iterations.disagreement(os.path.dirname(path), number)
+        if why is not None:
+            log.warning("%s: %s", os.path.dirname(path), why)
+    elif latest is not None:
+        raise _nothing_complete(root, latest)
+    return found
+
+
+def _nothing_complete(root: str, latest: int | str) -> CheckpointError:
+    """Why a run does not begin anew in a directory whose tracker says that there is something."""
+    name = latest if isinstance(latest, str) else iterations.directory_name(latest)
+    path = os.path.join(root, name)
+    if iterations.is_legacy(path):
+        return IncompatibleCheckpoint(
+            f"{path!r} is in Megatron's format torch, which is not loaded here: convert it by "
+            "Megatron's --ckpt-convert-format torch_dist, without fastckpt"
+        )
+    return CorruptCheckpoint(
+        f"{iterations.TRACKER} of {root!r} names {name}, which is not complete, and nor is any "
+        "other iteration; to begin anew, give an empty directory"
+    )
 
 
 def _together(act: Callable[[], None]) -> str | None:
@@ -152,10 +240,11 @@ class _Loading:
     """One attempt to load one directory."""
 
     def __init__(
-        self, path: str, model: Any, optimizer: Any, scheduler: Any, weights_only: bool
+        self, path: str, model: Any, optimizer: Any, scheduler: Any, request: Request
     ) -> None:
         self.common: dict[str, Any] = {}
-        self._path, self._weights_only = path, weights_only
+        self._path, self._request = path, request
+        self._weights_only = request.weights_only
         self._models, self._optimizer, self._scheduler = chunks(model), optimizer, scheduler
         self._state: Any = None
         self._by_megatron = False  # whether Megatron itself puts the optimizer's state
@@ -210,31 +299,50 @@ class _Loading:
         for mine in rng_objects(None):
             if mine.unique_key in keys:
                 state[mine.key] = mine
+        asked, others = set(state), self._request.others(self.common)
+
+        def apart(key: str) -> bool:
+            if key.endswith(f".{MAP}") or key == OWN_RNG:
+                return key not in asked
+            return buckets is not None and _BUCKETS.match(key) is not None
+
         self._state = dist_checkpointing.load(
-            state, self._path, sharded_strategy=LoadStrategy(weights_only=self._weights_only)
+            state | others,
+            self._path,
+            sharded_strategy=LoadStrategy(weights_only=self._weights_only, apart=apart),
+            validate_access_integrity=self._request.validate,
+            strict=self._request.strictness,
         )
+        self.common |= {key: self._state[key] for key in others}
         if buckets is not None:
             optimizers.load_buckets(
                 self._optimizer, buckets, self._path, self._metadata, self._weights_only
             )
 
-    def put(self, strict: bool, load_rng: bool) -> None:
+    def put(self, load_rng: bool) -> None:
         """Gives everybody what was read."""
         if self._fsdp is not None:
             self._fsdp.put()
         else:
-            self._put_shards(strict)
+            self._put_shards()
         if self._scheduler is not None and "opt_param_scheduler" in self._state:
             if hasattr(self._scheduler, "num_steps"):
                 self._scheduler.num_steps = 0  # Megatron's goes on by as many as were saved
             self._scheduler.load_state_dict(self._state["opt_param_scheduler"])
         states = self._state.get(OWN_RNG) or self._state.get(RNG)
         if load_rng and states:
-            set_rng_state(states[0])
+            # Megatron's own are those of all data parallel ranks, with --data-parallel-random-init.
+            own = parallel_state.get_data_parallel_rank()
+            set_rng_state(states[own if own < len(states) else 0])
         elif load_rng:
-            log.warning("random number generators go on by themselves: parallelism has changed")
+            log.warning(
+                "random number generators go on by themselves: %s has no state of this rank's, "
+                "which was not saved, or on another parallelism",
+                self._path,
+            )
 
-    def _put_shards(self, strict: bool) -> None:
+    def _put_shards(self) -> None:
+        strict = self._request.strict and self._request.strictness not in _LENIENT
         for name, model in named(self._models):
             model.load_state_dict(self._state[name], strict=strict)
         if self._by_megatron:

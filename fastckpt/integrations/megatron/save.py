@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from fastckpt import SaveHandle
 from fastckpt.integrations.megatron import iterations
+from fastckpt.integrations.megatron.iterations import Retention
 from fastckpt.integrations.megatron.optimizer import CONTENT, SHARDING, saved_maps
 from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.integrations.megatron.state import (
@@ -43,8 +44,10 @@ def save_checkpoint(
     extra: dict[str, Any] | None = None,
     save_rng: bool = True,
     distrib_optim_sharding_type: str = "dp_reshardable",
+    distrib_optim_fully_reshardable_mem_efficient: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    save_retain_interval: int | None = None,
     on_error: str = "raise",
     fence: str = "call",
     timeout_s: float = 600.0,
@@ -75,8 +78,12 @@ def save_checkpoint(
             without communication, and their map, with which load_checkpoint loads them onto other
             tensor and pipeline parallel sizes too. "fully_reshardable" lets stock Megatron do so;
             it gathers the state first.
+        distrib_optim_fully_reshardable_mem_efficient: whether it is gathered over gloo, on one
+            rank alone; as Megatron's flag.
         keep_last: how many iterations are kept, at least 1; None: all.
         keep_every: with keep_last, multiples of this are kept too.
+        save_retain_interval: as Megatron's flag: the iteration that the tracker named before is
+            removed, unless it is a multiple of this. Not with keep_last.
         on_error: "raise": an earlier save's failure is raised here, on all ranks, and nothing is
             saved. "warn": it is logged, and training goes on. Either way the last good checkpoint
             stays the last.
@@ -99,11 +106,20 @@ def save_checkpoint(
         )
     if iteration < 0 or (keep_last is not None and keep_last < 1):
         raise ValueError(f"iteration is {iteration}, keep_last {keep_last}: too small")
-    root = os.path.realpath(save)
+    if save_retain_interval is not None and (keep_last is not None or save_retain_interval < 1):
+        raise ValueError(
+            f"save_retain_interval is {save_retain_interval}, keep_last {keep_last}: the former "
+            "must be 1 or more, and only one of them can say which iterations stay"
+        )
+    root, retention = os.path.realpath(save), Retention(keep_last, keep_every)
+    if save_retain_interval is not None:
+        retention = Retention(1, save_retain_interval, superseded_only=True)
     if non_persistent_ckpt:
-        root, keep_last, keep_every = os.path.join(root, iterations.NON_PERSISTENT), 1, None
+        root, retention = os.path.join(root, iterations.NON_PERSISTENT), Retention(1)
     saves = Saves() if saves is None else saves
-    metadata = content_metadata(distrib_optim_sharding_type)
+    metadata = content_metadata(
+        distrib_optim_sharding_type, distrib_optim_fully_reshardable_mem_efficient
+    )
     state = _state(model, optimizer, opt_param_scheduler, metadata)
     for mine in rng_objects([rng_state()]) if save_rng else []:
         state[mine.key] = mine
@@ -122,7 +138,7 @@ def save_checkpoint(
             after_commit,
         )
 
-    return saves.begin(root, iteration, keep_last, keep_every, begin)
+    return saves.begin(root, iteration, retention, begin)
 
 
 def _state(model: Any, optimizer: Any, scheduler: Any, metadata: dict[str, Any]) -> dict[str, Any]:

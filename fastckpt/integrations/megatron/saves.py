@@ -10,21 +10,42 @@ import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
 
 from fastckpt import SaveHandle
 from fastckpt.integrations.megatron import iterations
+from fastckpt.integrations.megatron.iterations import Retention
 
 log = logging.getLogger("fastckpt")
+
+
+class Listener(Protocol):
+    """Who is told, on the first rank and in the background, of what happened to iterations."""
+
+    def committed(self, root: str, iteration: int) -> None:
+        """It is committed, and the tracker was moved."""
+
+    def removed(self, root: str, iteration: int) -> None:
+        """It was an old one, which was not to stay."""
 
 
 class Saves:
     """The saves of a run: one of these is given to each save_checkpoint() of it.
 
     Leaving it as a context waits for them; after an exception, without raising their errors.
+
+    Args:
+        listener: is told of each iteration; None: nobody is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, listener: Listener | None = None) -> None:
+        self._listener = listener
         self._directories: dict[str, _Directory] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all saves that have begun are known to have ended."""
+        return all(directory.is_idle for directory in self._directories.values())
 
     def wait(self) -> None:
         """Waits until all have been committed, and old iterations removed, or have failed; before
@@ -70,17 +91,16 @@ class Saves:
         self,
         root: str,
         iteration: int,
-        keep_last: int | None,
-        keep_every: int | None,
+        retention: Retention,
         save: Callable[[Callable[[], None]], SaveHandle],
     ) -> SaveHandle:
         """Begins a save: `save` is given what is to be called after its commit, which moves the
         tracker. When the result has been told, old iterations are removed.
         """
-        directory = self._directories.setdefault(root, _Directory(root))
+        directory = self._directories.setdefault(root, _Directory(root, self._listener))
         number = directory.number(iteration)
         try:
-            handle = save(lambda: directory.committed(number, iteration, keep_last, keep_every))
+            handle = save(lambda: directory.committed(number, iteration, retention))
         except BaseException:
             directory.ended(number)
             raise
@@ -91,16 +111,22 @@ class Saves:
 class _Directory:
     """The saves to one directory."""
 
-    def __init__(self, root: str) -> None:
-        self._root = root
+    def __init__(self, root: str, listener: Listener | None) -> None:
+        self._root, self._listener = root, listener
         self._begun = 0
         self._lock = threading.Condition()
         # State below is protected by _lock.
         self._tracked = 0  # the save that the tracker was last moved for
         self._newest = 0  # its iteration
         self._in_flight: dict[int, int] = {}  # iterations
-        self._due: dict[int, tuple[int, int | None]] = {}  # committed, and so many are to be kept
+        self._due: dict[int, Retention] = {}  # of saves that have committed
+        self._superseded: set[int] = set()  # iterations that the tracker named before
         self._handles: list[SaveHandle] = []
+
+    @property
+    def is_idle(self) -> bool:
+        with self._lock:
+            return not self._in_flight
 
     def number(self, iteration: int) -> int:
         with self._lock:
@@ -122,12 +148,19 @@ class _Directory:
         """Removes old iterations, if this save has committed here and was to."""
         with self._lock:
             self._in_flight.pop(number, None)
-            kept = self._due.pop(number, None)
+            retention = self._due.pop(number, None)
             self._lock.notify_all()
-            if kept is None:
+            if retention is None:
                 return
+            in_flight = {*self._in_flight.values()}
             try:
-                iterations.retain(self._root, self._newest, *kept, {*self._in_flight.values()})
+                removed = iterations.retain(
+                    self._root, self._newest, retention, in_flight, self._superseded
+                )
+                self._superseded -= {*removed}
+                for old in removed:
+                    if self._listener is not None:
+                        self._listener.removed(self._root, old)
             except Exception as error:
                 log.error("old iterations stay in %s: %s", self._root, error)
 
@@ -136,19 +169,25 @@ class _Directory:
         with self._lock:
             self._lock.wait_for(lambda: not self._in_flight)
 
-    def committed(
-        self, number: int, iteration: int, keep_last: int | None, keep_every: int | None
-    ) -> None:
+    def committed(self, number: int, iteration: int, retention: Retention) -> None:
         """Moves the tracker, unless a later save was faster: then this may be one of the old
         iterations. The checkpoint is committed whatever happens here, and load_checkpoint finds it
         without the tracker.
         """
         with self._lock:
-            if keep_last is not None:
-                self._due[number] = (keep_last, keep_every)
+            self._due[number] = retention
             try:
                 if number > self._tracked:
+                    before = iterations.tracked(self._root)
                     self._tracked, self._newest = number, iteration
                     iterations.track(self._root, iteration)
+                    self._superseded |= {before} if isinstance(before, int) and before else set()
+                else:
+                    self._superseded.add(iteration)
             except Exception as error:
                 log.error("%s does not name iteration %d: %s", iterations.TRACKER, iteration, error)
+        if self._listener is not None:
+            try:
+                self._listener.committed(self._root, iteration)
+            except Exception as error:
+                log.error("iteration %d is committed, which was not told: %s", iteration, error)

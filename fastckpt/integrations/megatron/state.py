@@ -20,9 +20,12 @@ from fastckpt.integrations.megatron.optimizer import SHARDING
 RNG, OWN_RNG = "rng_state", "fastckpt.rng_state"
 
 
-def content_metadata(sharding_type: str) -> dict[str, Any]:
+def content_metadata(sharding_type: str, mem_efficient: bool = False) -> dict[str, Any]:
     """How Megatron is to shard what it saves; it is kept in the checkpoint, but for the group."""
-    return {
+    of_type: dict[str, Any] = {}
+    if sharding_type == "fully_reshardable":
+        of_type["distrib_optim_fully_reshardable_mem_efficient"] = mem_efficient
+    return of_type | {
         SHARDING: sharding_type,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,

@@ -166,10 +166,15 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
         weights_only: whether sharded objects are loaded as torch.load(weights_only=True) does,
             with the classes allowed that Megatron allows for common.pt. False runs code from the
             file, as Megatron's own strategy does.
+        apart: whether a key is read by other means: Megatron, where it is strict about what a
+            checkpoint has and was not asked for, is not told of it.
     """
 
-    def __init__(self, *, weights_only: bool = True) -> None:
+    def __init__(
+        self, *, weights_only: bool = True, apart: Callable[[str], bool] | None = None
+    ) -> None:
         super().__init__()
+        self._apart = apart
         self.stream_ckpt_dequant = False  # Megatron is to dequantize targets before it calls load()
         self._weights_only = weights_only
 
@@ -217,7 +222,9 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
             for key, value in metadata.state_dict_metadata.items()
             if not hasattr(value, "size")
         }
-        return found | self.load_tensors_metadata(checkpoint_dir, metadata)
+        found |= self.load_tensors_metadata(checkpoint_dir, metadata)
+        apart = self._apart or (lambda key: False)
+        return {name: value for name, value in found.items() if not apart(value.key)}
 
 
 class _Planner(stock.MCoreLoadPlanner):  # type: ignore[misc]

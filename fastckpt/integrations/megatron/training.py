@@ -6,24 +6,39 @@ loaded.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import logging
+import os
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from fastckpt.integrations import require
-from fastckpt.integrations.megatron.load import restore
+from fastckpt.integrations.megatron import flags, iterations
+from fastckpt.integrations.megatron.load import Request, Restored, restore
+from fastckpt.integrations.megatron.reports import Reports
 from fastckpt.integrations.megatron.save import save_checkpoint
 from fastckpt.integrations.megatron.saves import Saves
 
 log = logging.getLogger("fastckpt")
 
-_MODULES = ("megatron.training.checkpointing", "megatron.training.training")
-_NAMES = ("save_checkpoint", "load_checkpoint")
+_CHECKPOINTING, _TRAINING = "megatron.training.checkpointing", "megatron.training.training"
+_REPLACED = {
+    _CHECKPOINTING: ("save_checkpoint", "load_checkpoint", "load_args_from_checkpoint"),
+    _TRAINING: (
+        "save_checkpoint",
+        "load_checkpoint",
+        "setup_model_and_optimizer",
+        "maybe_finalize_async_save",
+        "append_to_progress_log",
+    ),
+}
 # What Megatron 0.19 passes, and where the same is to be had.
 _GROUPS: dict[str, Callable[[], Any]] = {
     "tp_group": parallel_state.get_tensor_model_parallel_group,
@@ -32,11 +47,7 @@ _GROUPS: dict[str, Callable[[], Any]] = {
     "dp_cp_group": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
     "expt_dp_group": parallel_state.get_expert_data_parallel_group,
 }
-# What of Megatron's arguments asks for something that is not here.
-_REFUSED = {
-    "ckpt_format": ("torch_dist", "fastckpt saves the torch_dist format"),
-    "non_persistent_ckpt_type": ("global", "fastckpt saves non-persistent checkpoints globally"),
-}
+_RERUN = "rerun_state_machine"
 
 
 def install(
@@ -47,38 +58,46 @@ def install(
     fence: str = "call",
     timeout_s: float = 600.0,
 ) -> Saves:
-    """Makes Megatron's pretrain() save and load by fastckpt. Call it before pretrain(), and wait()
-    of what it returns after that.
+    """Makes Megatron's pretrain() save and load by fastckpt. Call it before pretrain().
 
-    `--save`, `--load`, `--ckpt-step`, `--finetune`, `--no-save-optim`, `--no-save-rng`,
-    `--no-load-optim`, `--no-load-rng`, `--dist-ckpt-optim-fully-reshardable` and
-    `--non-persistent-ckpt-type global` are obeyed. Saves are asynchronous without `--async-save`.
+    Megatron's checkpoint flags are obeyed, or the program ends before training begins, with a
+    NotImplementedError that names those which cannot be: docs/integrations.md lists them all.
+    Saves are asynchronous, also without `--async-save`; pretrain() waits for them before it ends.
 
     Args:
         keep_last, keep_every, on_error, fence, timeout_s: as save_checkpoint's. A failed save does
             not end training unless on_error is "raise".
 
     Returns:
-        The Saves of the run.
+        The Saves of the run, to wait() for where a loop of one's own does not call Megatron's
+        maybe_finalize_async_save(blocking=True) at its end.
 
     Raises:
         ImportError: megatron.training is not importable, lacks the functions that are replaced, or
             megatron-core is newer than those whose calls are known. Nothing was replaced.
     """
     require("megatron-core", "0.16.1", "0.20", f"{__name__}.install()")
-    modules = [_training_module(name) for name in _MODULES]
+    modules = {name: _training_module(name) for name in _REPLACED}
     global_vars = _training_module("megatron.training.global_vars")
-    for module in modules:
-        missing = [name for name in _NAMES if not callable(getattr(module, name, None))]
+    for name, module in modules.items():
+        missing = [each for each in _REPLACED[name] if not callable(getattr(module, each, None))]
         if missing:
-            raise ImportError(f"{module.__name__} has no {' and no '.join(missing)} to replace")
+            raise ImportError(f"{name} has no {' and no '.join(missing)} to replace")
+    reports = Reports(
+        modules[_CHECKPOINTING], modules[_TRAINING].append_to_progress_log, global_vars.get_args
+    )
+    saves = Saves(reports)
     options = {"on_error": on_error, "fence": fence, "timeout_s": timeout_s}
-    saves = Saves()
     options |= {"keep_last": keep_last, "keep_every": keep_every, "saves": saves}
-    save, load = _save(global_vars, options), _load(global_vars, modules[0])
-    for module in modules:
-        module.save_checkpoint, module.load_checkpoint = save, load  # type: ignore[attr-defined]
-    log.info("%s: %s are fastckpt's", ", ".join(_MODULES), " and ".join(_NAMES))
+    ours = _Functions(modules[_CHECKPOINTING], modules[_TRAINING], global_vars, options, reports)
+    for name, module in modules.items():
+        for each in _REPLACED[name]:
+            setattr(module, each, getattr(ours, each))
+    for name in ("megatron.training.initialize", "megatron.training.arguments"):
+        importer: Any = sys.modules.get(name)
+        if hasattr(importer, "load_args_from_checkpoint"):  # it was imported there by its name
+            importer.load_args_from_checkpoint = ours.load_args_from_checkpoint
+    log.info("%s save and load by fastckpt", " and ".join(modules))
     return saves
 
 
@@ -91,6 +110,14 @@ def _training_module(name: str) -> ModuleType:
             "megatron-core package but only in Megatron-LM's repository, which is to be put on "
             f"PYTHONPATH ({error})"
         ) from error
+
+
+def _known_by_megatron() -> list[argparse.Action]:
+    """The checkpoint flags of the version that is installed."""
+    arguments = _training_module("megatron.training.arguments")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    arguments._add_checkpointing_args(parser)
+    return parser._actions
 
 
 def _check_others(others: dict[str, Any]) -> None:
@@ -106,8 +133,73 @@ def _check_others(others: dict[str, Any]) -> None:
             )
 
 
-def _save(global_vars: Any, options: dict[str, Any]) -> Any:
-    def save(
+def _holds_checkpoint(root: str | None) -> bool:
+    """Whether there is anything to load; the first rank looks."""
+    found = [root is not None and dist.get_rank() == 0 and bool(iterations.candidates(root))]
+    dist.broadcast_object_list(found, src=0)
+    return bool(found[0])
+
+
+class _Functions:
+    """What takes the place of Megatron's functions, under their names.
+
+    Args:
+        checkpointing, training, global_vars: Megatron's modules, before anything is replaced.
+        options: save_checkpoint's.
+        reports: tells of what happens.
+    """
+
+    def __init__(
+        self,
+        checkpointing: Any,
+        training: Any,
+        global_vars: Any,
+        options: dict[str, Any],
+        reports: Reports,
+    ) -> None:
+        self._megatron, self._get_args = checkpointing, global_vars.get_args
+        self._options, self._reports = options, reports
+        self._saves: Saves = options["saves"]
+        self._stock_setup = training.setup_model_and_optimizer
+        self._stock_finalize = training.maybe_finalize_async_save
+        self._stock_load_args = checkpointing.load_args_from_checkpoint
+        self._checked: Any = None  # the arguments that were
+
+    def setup_model_and_optimizer(self, *given: Any, **named: Any) -> Any:
+        """Megatron's own, after its arguments were checked."""
+        self._args()
+        return self._stock_setup(*given, **named)
+
+    def append_to_progress_log(self, *given: Any, **named: Any) -> None:
+        """Megatron's own, but that "Saved checkpoint" is written when it is."""
+        self._reports.append_to_progress_log(*given, **named)
+
+    def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
+        """Megatron's own, after fastckpt's saves were waited for, if it is blocking."""
+        if blocking:
+            if not self._saves.is_idle:
+                self._reports.say(
+                    "Unfinalized async checkpoint saves. Finalizing them synchronously now."
+                )
+            self._saves.wait()
+        self._reports.tell_committed()
+        self._stock_finalize(blocking=blocking, terminate=terminate)
+
+    def load_args_from_checkpoint(
+        self, args: Any, load_arg: str = "load", checkpointing_context: Any = None
+    ) -> Any:
+        """Megatron's own, of the iteration that will be loaded, whatever the tracker says."""
+        root, asked = getattr(args, load_arg), getattr(args, "ckpt_step", None)
+        found = [] if root is None or "://" in root else iterations.candidates(root)
+        if found and not asked and os.path.basename(found[0][1]) != iterations.RELEASE:
+            args.ckpt_step = found[0][0]
+        try:
+            return self._stock_load_args(args, load_arg, checkpointing_context)
+        finally:
+            args.ckpt_step = asked
+
+    def save_checkpoint(
+        self,
         iteration: int,
         model: Any,
         optimizer: Any,
@@ -121,31 +213,42 @@ def _save(global_vars: Any, options: dict[str, Any]) -> Any:
     ) -> None:
         """Megatron's save_checkpoint, by fastckpt."""
         _check_others(others)
-        args = global_vars.get_args()
-        for name, (wanted, why) in _REFUSED.items():
-            has = getattr(args, name, None) or wanted
-            if has != wanted and (name != "non_persistent_ckpt_type" or non_persistent_ckpt):
-                raise NotImplementedError(f"{name} is {has!r}: {why}")
-        resharding = getattr(args, "dist_ckpt_optim_fully_reshardable", False)
-        save_checkpoint(
-            iteration,
-            model,
-            None if args.no_save_optim else optimizer,
-            None if args.no_save_optim else opt_param_scheduler,
-            num_floating_point_operations_so_far,
-            save=args.save,
-            non_persistent_ckpt=non_persistent_ckpt,
-            args=args,
-            save_rng=not args.no_save_rng,
-            distrib_optim_sharding_type="fully_reshardable" if resharding else "dp_reshardable",
-            **options,
+        args = self._args()
+        self._reports.tell_committed()
+        directory, options = args.save, dict(self._options)
+        options["save_retain_interval"] = getattr(args, "save_retain_interval", None)
+        if non_persistent_ckpt:
+            directory = _non_persistent(args, args.save)
+            options |= {"keep_last": 1, "keep_every": None, "save_retain_interval": None}
+        rerun = get_rerun_state_machine().state_dict(
+            data_iterator=train_data_iterator, ckpt_format=args.ckpt_format
         )
+        with self._reports.saving(iteration, directory) as begun:
+            self._megatron.maybe_save_dataloader_state(
+                train_data_iterator, iteration, getattr(args, "dataloader_save", None)
+            )
+            is_stub = getattr(optimizer, "is_stub_optimizer", False)
+            resharding = getattr(args, "dist_ckpt_optim_fully_reshardable", False)
+            handle = save_checkpoint(
+                iteration,
+                model,
+                None if args.no_save_optim or is_stub else optimizer,
+                None if args.no_save_optim else opt_param_scheduler,
+                num_floating_point_operations_so_far,
+                save=directory,
+                args=args,
+                extra={_RERUN: rerun} if rerun else None,
+                save_rng=not args.no_save_rng,
+                distrib_optim_sharding_type="fully_reshardable" if resharding else "dp_reshardable",
+                distrib_optim_fully_reshardable_mem_efficient=getattr(
+                    args, "distrib_optim_fully_reshardable_mem_efficient", False
+                ),
+                **options,
+            )
+            begun(handle)
 
-    return save
-
-
-def _load(global_vars: Any, checkpointing: Any) -> Any:
-    def load(
+    def load_checkpoint(
+        self,
         ddp_model: Any,
         optimizer: Any,
         opt_param_scheduler: Any,
@@ -157,40 +260,118 @@ def _load(global_vars: Any, checkpointing: Any) -> Any:
     ) -> tuple[int, int]:
         """Megatron's load_checkpoint, by fastckpt."""
         _check_others(others)
-        args = global_vars.get_args()
+        args = self._args()
         if skip_load_to_model_and_opt:
             raise NotImplementedError("skip_load_to_model_and_opt: fastckpt loads what it reads")
-        root, pretrained = getattr(args, load_arg), getattr(args, "pretrained_checkpoint", None)
-        if pretrained is not None and not checkpointing.checkpoint_exists(root):
-            root, args.finetune = pretrained, True
-        fresh = args.finetune
-        with_optimizer = not (fresh or args.no_load_optim)
-        iteration, common = restore(
-            ddp_model,
-            optimizer if with_optimizer else None,
-            opt_param_scheduler if with_optimizer else None,
+        root = self._root(args, load_arg)
+        found = Restored()
+        with_optimizer = not (args.finetune or args.no_load_optim)
+        if root is not None:
+            request = self._request(args, root, strict)
+            found = restore(
+                ddp_model,
+                optimizer if with_optimizer else None,
+                opt_param_scheduler if with_optimizer else None,
+                request,
+            )
+        if root is None or found.path is None:
+            self._reports.missing(root)
+            if args.exit_on_missing_checkpoint:
+                self._reports.say(">> '--exit-on-missing-checkpoint' set ... exiting. <<")
+                sys.exit(1)
+            return 0, 0
+        iteration = 0 if args.finetune or found.is_release else found.iteration
+        self._take_over(args, found)
+        if optimizer is not None and (not with_optimizer or found.is_release):
+            optimizer.reload_model_params()
+        self._reports.loaded(root, found.path, iteration)
+        flops = found.common.get("num_floating_point_operations_so_far", 0)
+        return iteration, int(flops)
+
+    def _args(self) -> Any:
+        """Megatron's arguments, which were checked."""
+        args = self._get_args()
+        if self._checked is not args:
+            without_effect = flags.check(args, _known_by_megatron())
+            interval = getattr(args, "save_retain_interval", None)
+            if interval is not None and self._options["keep_last"] is not None:
+                raise NotImplementedError(
+                    f"--save-retain-interval is {interval}, and install() was called with "
+                    f"keep_last={self._options['keep_last']}: only one of them can say which "
+                    "iterations stay"
+                )
+            if without_effect and dist.is_initialized() and dist.get_rank() == 0:
+                log.info("under fastckpt these have no effect: %s", ", ".join(without_effect))
+            self._checked = args
+        return args
+
+    def _root(self, args: Any, load_arg: str) -> str | None:
+        """Where the checkpoint lies; the one to be finetuned, if it is the only one."""
+        root: str | None = getattr(args, load_arg)
+        pretrained: str | None = getattr(args, "pretrained_checkpoint", None)
+        if pretrained is None or _holds_checkpoint(root):
+            return root
+        self._reports.say(
+            f"Checkpoint file not found in load directory {root} attempting to finetune with "
+            f"checkpoint in {pretrained}"
+        )
+        if not _holds_checkpoint(pretrained):
+            raise FileNotFoundError(
+                "No checkpoint found in load directory or pretrained directory: "
+                f"{root!r}, {pretrained!r}"
+            )
+        args.finetune = True
+        return pretrained
+
+    def _request(self, args: Any, root: str, strict: bool) -> Request:
+        is_global = getattr(args, "non_persistent_ckpt_type", None) == "global"
+        return Request(
             load=root,
             iteration=getattr(args, "ckpt_step", None) or None,
+            non_persistent=_non_persistent(args, root) if is_global else None,
             strict=strict,
-            load_rng=not (fresh or args.no_load_rng),
-            weights_only=True,
+            strictness=getattr(args, "dist_ckpt_strictness", "assume_ok_unexpected"),
+            validate=getattr(args, "ckpt_load_validate_sharding_integrity", True),
+            load_rng=not (args.finetune or args.no_load_rng),
+            others=lambda common: _rerun_state(args, common),
+            trying=lambda number, path: self._reports.trying(root, number, path),
         )
-        if hasattr(checkpointing, "set_loaded_iteration"):
-            checkpointing.set_loaded_iteration(iteration if common else -1)
-        if optimizer is not None and not with_optimizer and common:
-            optimizer.reload_model_params()
-        if "checkpoint_version" in common:
-            checkpointing.set_checkpoint_version(common["checkpoint_version"])
+
+    def _take_over(self, args: Any, found: Restored) -> None:
+        """What of a checkpoint goes to Megatron's own variables."""
+        megatron, common = self._megatron, found.common
+        if hasattr(megatron, "set_loaded_iteration"):
+            megatron.set_loaded_iteration(found.iteration)
+        megatron.set_checkpoint_version(common.get("checkpoint_version", 0))
         saved = common.get("args")
-        if saved is not None and not fresh:
-            checkpointing.check_checkpoint_args(saved)
-            for name in ("consumed_train_samples", "consumed_valid_samples"):
+        if saved is not None and not args.finetune:
+            megatron.check_checkpoint_args(saved)
+            for name in ("consumed_train_samples", "skipped_train_samples"):
                 setattr(args, name, getattr(saved, name, 0))
-            checkpointing.update_num_microbatches(
+            args.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
+            megatron.update_num_microbatches(
                 consumed_samples=args.consumed_train_samples, verbose=True
             )
-        if fresh:
-            return 0, 0
-        return iteration, int(common.get("num_floating_point_operations_so_far", 0))
+        else:
+            self._reports.say("could not find arguments in the checkpoint ...")
+        self._reports.say(f" checkpoint version {common.get('checkpoint_version', 0)}")
+        if _RERUN in _rerun_state(args, common):
+            get_rerun_state_machine().load_state_dict(common[_RERUN])
 
-    return load
+
+def _non_persistent(args: Any, root: str) -> str:
+    given: str | None = getattr(args, "non_persistent_global_ckpt_dir", None)
+    return given or os.path.join(root, iterations.NON_PERSISTENT)
+
+
+def _rerun_state(args: Any, common: dict[str, Any]) -> dict[str, Any]:
+    """The state of a step that is to be run again, to be loaded on the same parallelism."""
+    machine, saved = get_rerun_state_machine(), common.get("args")
+    sizes = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+    is_same = all(
+        getattr(saved, name, None) == getattr(args, name, None)
+        for name in (*sizes, "data_parallel_size")
+    )
+    if args.finetune or not is_same or not machine.validate_state_dict(common.get(_RERUN)):
+        return {}
+    return {_RERUN: machine.state_dict(data_iterator=None, ckpt_format="torch_dist", force=True)}

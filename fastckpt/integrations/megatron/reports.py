@@ -1,0 +1,181 @@
+"""What Megatron's users and their tools are told of saves and loads, in Megatron's own words.
+
+Responsible for Megatron's lines, for progress.txt, and for its hooks into wandb, one_logger and the
+fault tolerance package: each when it is so, which for a save is when it has committed. Must not
+know how a checkpoint is saved or loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from fastckpt import SaveHandle
+from fastckpt.integrations.megatron import iterations
+
+log = logging.getLogger("fastckpt")
+
+
+class Reports:
+    """Reports of the saves and loads of a run; a Listener of its Saves.
+
+    Args:
+        checkpointing: megatron.training.checkpointing, whose names of hooks are used.
+        append_to_progress_log: Megatron's own.
+        get_args: gives Megatron's arguments.
+    """
+
+    def __init__(
+        self,
+        checkpointing: Any,
+        append_to_progress_log: Callable[..., None],
+        get_args: Callable[[], Any],
+    ) -> None:
+        self._megatron = checkpointing
+        self._append_to_progress_log, self._get_args = append_to_progress_log, get_args
+        self._begun: SaveHandle | None = None
+        self._due: list[tuple[SaveHandle, Callable[[], None]]] = []  # in the training thread
+
+    @contextlib.contextmanager
+    def saving(self, iteration: int, root: str) -> Iterator[Callable[[SaveHandle], None]]:
+        """Around the beginning of a save; what it gives is to be called with the save's handle."""
+        args = self._get_args()
+        metrics = self._megatron.on_save_checkpoint_start(args.async_save)
+        self._megatron.ft_integration.on_checkpointing_start()
+        self.say(
+            f"[{_now()}] saving checkpoint at iteration {iteration:7d} to {root} in "
+            f"{args.ckpt_format} format"
+        )
+
+        def begun(handle: SaveHandle) -> None:
+            self._begun = handle
+            if self._megatron.is_last_rank():
+                self._due.append((handle, lambda: self._log(iteration, root, metrics)))
+            if args.async_save:
+                self.say(
+                    f"  [{_now()}] scheduled an async checkpoint save at iteration "
+                    f"{iteration:7d} to {root}"
+                )
+
+        try:
+            yield begun
+        finally:
+            self._megatron.ft_integration.on_checkpointing_end(is_async_finalization=False)
+
+    def committed(self, root: str, iteration: int) -> None:
+        """See Listener."""
+        args = self._get_args()
+        self.say(
+            f"  [{_now()}] successfully saved checkpoint from iteration {iteration:7d} to {root} "
+            f"{_place()}"
+        )
+        if args.log_progress and args.async_save:
+            self._note_progress(f"Saved async checkpoint\tIteration: {iteration}")
+
+    def removed(self, root: str, iteration: int) -> None:
+        """See Listener."""
+        self.say(
+            f"  [{_now()}] successfully deleted checkpoint from iteration {iteration:7d} at {root}"
+        )
+        if self._get_args().log_progress:
+            self._note_progress(f"Deleted checkpoint\tIteration: {iteration}")
+
+    def append_to_progress_log(self, *given: Any, **named: Any) -> None:
+        """Megatron's function, but that a checkpoint is saved it says when that is so."""
+        handle = self._begun
+        if handle is None or not str(given[-1]).startswith("Saved checkpoint\t"):
+            self._append_to_progress_log(*given, **named)
+        elif dist.get_rank() == 0:
+            named["barrier"] = False  # other ranks know of it at another time
+            handle.add_done_callback(
+                lambda _: _when_committed(
+                    handle, lambda: self._append_to_progress_log(*given, **named)
+                )
+            )
+
+    def tell_committed(self) -> None:
+        """Calls the hooks that are due; in the training thread."""
+        due, self._due = self._due, []
+        for handle, tell in due:
+            if handle.done():
+                _when_committed(handle, tell)
+            else:
+                self._due.append((handle, tell))
+
+    def trying(self, root: str, iteration: int, path: str) -> None:
+        """That this iteration will be loaded, from the run's directory or from another one."""
+        if os.path.basename(path) == iterations.RELEASE:
+            self.say(f" loading release distributed checkpoint from {root}")
+        elif os.path.dirname(path) == os.path.realpath(root):
+            self.say(f" loading distributed checkpoint from {root} at iteration {iteration}")
+        else:
+            self.say(f"Loading from a non-persistent checkpoint (non-persistent iter {iteration})")
+
+    def missing(self, root: str | None) -> None:
+        """That there is no checkpoint."""
+        tracker = "because load directory is not defined"
+        if root is not None:
+            tracker = os.path.join(root, iterations.TRACKER)
+        self.say(f"WARNING: could not find the metadata file {tracker}")
+        self.say("    will not load any checkpoints and will start from random")
+
+    def loaded(self, root: str, path: str, iteration: int) -> None:
+        """That a checkpoint was loaded, and training goes on after this iteration."""
+        self.say(
+            f"  successfully loaded checkpoint from {root} {_place()} at iteration {iteration}"
+        )
+        if self._megatron.is_last_rank():
+            self._megatron.wandb_utils.on_load_checkpoint_success(path, root)
+        if iteration > 0:
+            self._megatron.ft_integration.on_checkpoint_loaded(is_local_chkpt=False)
+
+    def say(self, text: str) -> None:
+        """A line on the first rank's output."""
+        self._megatron.print_rank_0(text)
+
+    def _log(self, iteration: int, root: str, metrics: Any) -> None:
+        """On the last rank, as Megatron does."""
+        self._megatron.on_save_checkpoint_success(metrics, self._get_args().async_save)
+        self._megatron.wandb_utils.on_save_checkpoint_success(
+            os.path.join(root, iterations.directory_name(iteration)),
+            os.path.join(root, iterations.TRACKER),
+            root,
+            iteration,
+        )
+
+    def _note_progress(self, text: str) -> None:
+        parameters = inspect.signature(self._append_to_progress_log).parameters
+        where = [self._get_args().save] if "save_dir" in parameters else []  # since 0.18
+        self._append_to_progress_log(*where, text, barrier=False)
+
+
+def _now() -> str:
+    return datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
+
+
+def _place() -> str:
+    """This rank's, as Megatron writes it."""
+    ps = parallel_state
+    tp, pp = ps.get_tensor_model_parallel_rank() + 1, ps.get_pipeline_model_parallel_rank() + 1
+    tps, pps = (
+        ps.get_tensor_model_parallel_world_size(),
+        ps.get_pipeline_model_parallel_world_size(),
+    )
+    return f"[ t {tp}/{tps}, p {pp}/{pps} ]"
+
+
+def _when_committed(handle: SaveHandle, tell: Callable[[], None]) -> None:
+    """Calls a hook, if the save has not failed. That a hook fails does not end training."""
+    if handle.failure() is None:
+        try:
+            tell()
+        except Exception as error:
+            log.error("a save has committed, of which a hook was not told: %s", error)
