@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import io
-import operator
 import os
 import pickle
 import time
@@ -22,17 +21,31 @@ import torch
 
 from fastckpt import file_save, pipeline
 from fastckpt.agreement import TIMEOUT_S
-from fastckpt.commit import real_path
+from fastckpt.arguments import (
+    BACKENDS,
+    FENCES,
+    STAGINGS,
+    BackendName,
+    Fence,
+    StagingWay,
+    Stripe,
+    check_choice,
+    check_path,
+    check_rate,
+    check_seconds,
+    check_size,
+    optional,
+)
+from fastckpt.commit import check_directory, real_path
 from fastckpt.errors import RanksDisagree, StorageError
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.formats.torch_pickle import torch_load, torch_save
-from fastckpt.gds import STAGINGS, Direct
+from fastckpt.gds import Direct
 from fastckpt.handle import SaveHandle
 from fastckpt.pacing import Pacing
 from fastckpt.placing import Placing
 from fastckpt.reader import OtherByteOrder, VerifiedFile, open_verified
-from fastckpt.staging import BACKENDS, FENCES
 from fastckpt.stock_save import finish_stock, save_stock
 from fastckpt.storage import is_written_through, reported
 
@@ -47,13 +60,13 @@ def save(
     _use_new_zipfile_serialization: bool = True,
     _disable_byteorder_record: bool = False,
     *,
-    fence: str = "call",
-    backend: str = "auto",
+    fence: Fence = "call",
+    backend: BackendName = "auto",
     durable: bool = True,
-    staging_bytes: int | None = None,
-    staging: str = "host",
-    stripe: str | tuple[int, int] = "auto",
-    drain_rate: float | None = None,
+    staging_bytes: int | str | None = None,
+    staging: StagingWay = "host",
+    stripe: Stripe = "auto",
+    drain_rate: float | str | None = None,
     group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> SaveHandle:
@@ -115,27 +128,25 @@ def save(
             ranks; PeerFailed if another rank failed, is missing or saves something else.
     """
     started = time.perf_counter()
-    _check_arguments(fence, backend, staging_bytes, timeout_s, staging)
-    checked, pacing = check_stripe(stripe), Pacing(drain_rate, timeout_s=timeout_s)
+    _check_choices(fence, backend, staging)
+    check_seconds("timeout_s", timeout_s)
+    limit = optional(check_size, "staging_bytes", staging_bytes)
+    rate = optional(check_rate, "drain_rate", drain_rate)
+    checked, pacing = check_stripe(stripe), Pacing(rate, timeout_s=timeout_s)
+    target = _checked_path(f)
     shared, current = file_save.together(group), pipeline.current()
     if group is None:
-        current.raise_unreported()
-    save_by_torch = partial(
-        torch_save,
-        obj,
-        pickle_module=pickle_module,
-        pickle_protocol=pickle_protocol,
-        _use_new_zipfile_serialization=_use_new_zipfile_serialization,
-        _disable_byteorder_record=_disable_byteorder_record,
-    )
-    if not isinstance(f, str | os.PathLike) or not isinstance(os.fspath(f), str):
+        current.raise_unreported(target or "")
+    stock = (pickle_module, pickle_protocol, _use_new_zipfile_serialization)
+    save_by_torch = _stock_save(obj, *stock, _disable_byteorder_record)
+    if target is None:
         _refuse_group(group, "to a file-like object")
         save_by_torch(f)
         return finish_stock(SaveHandle("", started))
-    handle = SaveHandle(path := real_path(os.fspath(f)), started)
-    if is_written_through(os.fspath(f)):
+    handle = SaveHandle(path := real_path(target), started)
+    if is_written_through(target):
         _refuse_group(group, f"to {path!r}, which is no regular file")
-        save_by_torch(f)
+        save_by_torch(target)
         return finish_stock(handle)
     if pickle_module is not pickle:
         torch_save(None, io.BytesIO(), pickle_module, pickle_protocol)  # refused as torch does
@@ -144,7 +155,9 @@ def save(
         return save_stock(current, save_by_torch, handle, durable)
     agreement = shared.coordinator.begin(f"save to {path!r}", timeout_s)
     with agreement.failing():
-        current.raise_unreported()  # with a group only now, when the other ranks hear of it
+        current.raise_unreported(path)  # with a group only now, when the other ranks hear of it
+        if agreement.rank == 0:
+            check_directory(current.storage, path)
         try:
             devices = current.staging.devices
             options = (pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step")
@@ -160,7 +173,7 @@ def save(
             fence=fence,
             backend=backend,
             durable=durable,
-            staging_bytes=staging_bytes,
+            staging_bytes=limit,
             staging=staging,
             pacing=pacing,
         )
@@ -168,20 +181,31 @@ def save(
     return current.save(job)
 
 
-def _check_arguments(
-    fence: str, backend: str, staging_bytes: int | None, timeout_s: float, staging: str
-) -> None:
-    for name, value, known in (
-        ("fence", fence, FENCES),
-        ("backend", backend, BACKENDS),
-        ("staging", staging, STAGINGS),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}, must be one of {known}")
-    if staging_bytes is not None and operator.index(staging_bytes) < 1:
-        raise ValueError(f"staging_bytes is {staging_bytes}, must be at least 1")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
+def _check_choices(fence: str, backend: str, staging: str) -> None:
+    check_choice("fence", fence, FENCES)
+    check_choice("backend", backend, BACKENDS)
+    check_choice("staging", staging, STAGINGS)
+
+
+def _checked_path(f: Any) -> str | None:
+    """The path that f is; None if f is none, and so a file-like object, or what torch refuses."""
+    if isinstance(f, str | os.PathLike) and isinstance(os.fspath(f), str):
+        return check_path("f", f)
+    return None
+
+
+def _stock_save(
+    obj: object, pickle_module: Any, pickle_protocol: int, as_zip: bool, disable_byteorder: bool
+) -> Callable[..., None]:
+    """torch.save of an object, to whatever it is given."""
+    return partial(
+        torch_save,
+        obj,
+        pickle_module=pickle_module,
+        pickle_protocol=pickle_protocol,
+        _use_new_zipfile_serialization=as_zip,
+        _disable_byteorder_record=disable_byteorder,
+    )
 
 
 def _refuse_group(group: Any, what: str) -> None:
@@ -197,7 +221,7 @@ def load(
     weights_only: bool | None = None,
     mmap: bool | None = None,
     verify: bool = True,
-    staging: str = "host",
+    staging: StagingWay = "host",
     group: Any = None,
     timeout_s: float = TIMEOUT_S,
     **pickle_load_args: Any,
@@ -249,8 +273,11 @@ def load(
             **pickle_load_args,
         )
 
-    if staging not in STAGINGS:
-        raise ValueError(f"staging is {staging!r}, must be one of {STAGINGS}")
+    check_choice("staging", staging, STAGINGS)
+    check_seconds("timeout_s", timeout_s)
+    path = _checked_path(f)
+    if path is not None and path != str(f):  # torch's messages tell the types of paths apart
+        f = path
     maps = mmap if mmap is not None else _mmap_is_default()
     if group is not None:
         if mmap or not isinstance(f, str | os.PathLike):

@@ -7,7 +7,6 @@ decision which step is restored. It must not know how a step is written or read.
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,19 +19,36 @@ import torch
 
 from fastckpt import pipeline
 from fastckpt.agreement import TIMEOUT_S, Round
+from fastckpt.arguments import (
+    BACKENDS,
+    CODECS,
+    FENCES,
+    STAGINGS,
+    BackendName,
+    Codec,
+    Fence,
+    StagingWay,
+    Stripe,
+    check_choice,
+    check_count,
+    check_integer,
+    check_path,
+    check_rate,
+    check_seconds,
+    check_size,
+    optional,
+)
 from fastckpt.coordinator import Coordinator, default_group, ranks_within
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.formats.step_names import step_name
-from fastckpt.gds import STAGINGS
 from fastckpt.handle import SaveHandle
 from fastckpt.pacing import Pacing
 from fastckpt.spread import Spread
-from fastckpt.staging import BACKENDS, FENCES
 from fastckpt.step_capture import captured
 from fastckpt.step_choice import first_whole
 from fastckpt.step_load import StepReader, Target
-from fastckpt.step_save import CODECS, Options, StepSave
+from fastckpt.step_save import Options, StepSave
 from fastckpt.steps import Steps
 from fastckpt.template import Template, whole
 from fastckpt.tiered_restore import first_whole_of_tiers
@@ -113,44 +129,39 @@ class Checkpointer:
         keep_every: int | None = None,
         local: str | os.PathLike[str] | None = None,
         keep_local: int | None = None,
-        fence: str = "call",
-        staging_bytes: int | None = None,
-        codec: str | None = None,
-        staging: str = "host",
-        stripe: str | tuple[int, int] = "auto",
-        backend: str = "auto",
+        fence: Fence = "call",
+        staging_bytes: int | str | None = None,
+        codec: Codec | None = None,
+        staging: StagingWay = "host",
+        stripe: Stripe = "auto",
+        backend: BackendName = "auto",
         durable: bool = True,
-        drain_rate: float | None = None,
+        drain_rate: float | str | None = None,
         start_jitter_s: float = 0.0,
         max_writers: int | None = None,
         writers_per_node: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        for name, value, known in (
-            ("fence", fence, FENCES),
-            ("backend", backend, BACKENDS),
-            ("codec", codec, CODECS),
-            ("staging", staging, STAGINGS),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}, must be one of {known}")
-        least_1 = dict(keep_last=keep_last, keep_every=keep_every, staging_bytes=staging_bytes)
-        for name, number in least_1.items():
-            if number is not None and operator.index(number) < 1:
-                raise ValueError(f"{name} is {number}, must be at least 1")
+        check_choice("fence", fence, FENCES)
+        check_choice("backend", backend, BACKENDS)
+        check_choice("codec", codec, CODECS)
+        check_choice("staging", staging, STAGINGS)
+        check_seconds("timeout_s", timeout_s)
+        keep_last = optional(check_count, "keep_last", keep_last)
+        keep_every = optional(check_count, "keep_every", keep_every)
+        limit = optional(check_size, "staging_bytes", staging_bytes)
+        rate = optional(check_rate, "drain_rate", drain_rate)
         if keep_every is not None and keep_last is None:
             raise ValueError("keep_every without keep_last: all steps are kept anyway")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
         if codec is not None and writers_per_node is not None:
             raise ValueError("writers_per_node with codec: what is compressed has its own file")
-        self.root = os.path.realpath(os.fsdecode(root))
+        self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
         self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
         self._rank_of = ranks_within(self.group)
-        pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
+        pacing = Pacing(rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
         kept = (keep_last, keep_every, check_stripe(stripe), pacing)
-        self._options = Options(backend, durable, staging_bytes, codec, staging, *kept)
+        self._options = Options(backend, durable, limit, codec, staging, *kept)
         self._fence = fence
         self._timeout_s = timeout_s
         self._steps = Steps(pipeline.current().storage, self.root)
@@ -185,7 +196,7 @@ class Checkpointer:
                 step below 0.
         """
         started = time.perf_counter()
-        step = int(operator.index(step))
+        step = check_integer("step", step)
         current = self._current()
         agreement = self._coordinator.begin(f"step {step}", self._timeout_s)
         self._handles = [earlier for earlier in self._handles if not earlier.done()]
@@ -196,9 +207,10 @@ class Checkpointer:
                 draining = self._tier.begin_drain(step)
                 failing.enter_context(draining.failing())
                 saving = partial(TieredSave, self._tier, draining, self._handles)
-            current.raise_unreported()
+            handle = SaveHandle(os.path.join(self.root, step_name(step)), started)
+            current.raise_unreported(handle.path)
             job = saving(
-                SaveHandle(os.path.join(self.root, step_name(step)), started),
+                handle,
                 agreement,
                 self._steps,
                 step,
@@ -332,7 +344,7 @@ class Checkpointer:
         failed = [h for h in self._handles if h.failure() is not None and not h.reported]
         self._handles = []
         for handle in failed[:1]:
-            handle.result()
+            pipeline.raise_earlier(handle)
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -174,6 +174,19 @@ def real_path(path: str) -> str:
     return os.path.join(real, "") if path.endswith(os.sep) else real
 
 
+def check_directory(storage: Storage, path: str) -> None:
+    """Raises StorageError, at once and in the caller's own call, if a file's directory is missing.
+
+    What else prevents a save is found out when its file is opened, in the background.
+    """
+    try:
+        is_missing = storage.status(os.path.dirname(path)) is None
+    except OSError:  # it may pass, and opening the file is tried again where that helps
+        return
+    if is_missing:
+        raise StorageError("open", path, errno.ENOENT)
+
+
 def close_quietly(storage: Storage, fd: int) -> None:
     """Closes a file whose content has settled or no longer matters: no error means a loss."""
     try:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from fastckpt import commit, file_save, pipeline
 from fastckpt.agreement import TIMEOUT_S, Round
+from fastckpt.arguments import FENCES, ON_ERROR, Fence, OnError, check_choice, check_path
 from fastckpt.commit import close_quietly, settle
 from fastckpt.directory_check import crc32_of, list_of
 from fastckpt.draft import Draft, Pending
@@ -28,13 +29,11 @@ from fastckpt.formats.file_list import File
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
 from fastckpt.pipeline import Job, Pipeline
-from fastckpt.staging import FENCES, Route, combine_crcs, stager_count
+from fastckpt.staging import Route, combine_crcs, stager_count
 from fastckpt.storage import Storage, reported
 from fastckpt.transfer import Transfer
 
 log = logging.getLogger("fastckpt")
-
-ON_ERROR = ("raise", "warn")
 
 
 def save_directory(
@@ -43,9 +42,9 @@ def save_directory(
     *,
     group: Any = None,
     beside: str | None = None,
-    fence: str = "call",
+    fence: Fence = "call",
     durable: bool = True,
-    on_error: str = "raise",
+    on_error: OnError = "raise",
     timeout_s: float = TIMEOUT_S,
     retain: Callable[[], None] | None = None,
 ) -> SaveHandle:
@@ -77,9 +76,9 @@ def save_directory(
         CheckpointError: with on_error="raise", of an earlier save whose failure nobody asked for.
         Exception: with on_error="raise", what fill() raises, or of what cannot be pickled.
     """
-    if fence not in FENCES or on_error not in ON_ERROR:
-        raise ValueError(f"fence is {fence!r}, of {FENCES}, and on_error {on_error!r}, {ON_ERROR}")
-    path = os.path.realpath(path)
+    check_choice("fence", fence, FENCES)
+    check_choice("on_error", on_error, ON_ERROR)
+    path = os.path.realpath(check_path("path", path))
     handle = SaveHandle(path, time.perf_counter())
     agreement = file_save.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
     try:
@@ -110,7 +109,7 @@ def _begun(
     with agreement.failing():
         current = pipeline.current()
         if on_error == "raise":
-            current.raise_unreported()
+            current.raise_unreported(handle.path)
         draft = Draft(current.storage, current.staging.devices, handle.path, beside, fence)
         try:
             fill(draft)
@@ -366,7 +365,7 @@ def _names(
 
 def wait_for_directories(parent: str) -> None:
     """Waits for saves of directories in this one, and for what they remove afterwards."""
-    pipeline.current().wait_for(os.path.realpath(parent), ended=True)
+    pipeline.current().wait_for(os.path.realpath(check_path("parent", parent)), ended=True)
 
 
 def remove_directory(path: str, beside: str | None = None) -> None:
@@ -376,7 +375,7 @@ def remove_directory(path: str, beside: str | None = None) -> None:
         path: of the directory.
         beside: where it gets that name, as save_directory's, whose next call finds it there.
     """
-    storage, path = pipeline.current().storage, os.path.realpath(path)
+    storage, path = pipeline.current().storage, os.path.realpath(check_path("path", path))
     beside = beside or os.path.dirname(path)
     hidden = commit.temporary_path(os.path.join(beside, os.path.basename(path)))
     with reported("remove", path):

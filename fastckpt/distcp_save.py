@@ -9,7 +9,6 @@ ranks talk, or what the committing file says.
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -20,18 +19,26 @@ import torch
 
 from fastckpt import commit
 from fastckpt.agreement import Round
+from fastckpt.arguments import (
+    BACKENDS,
+    STAGINGS,
+    BackendName,
+    StagingWay,
+    check_choice,
+    check_size,
+    optional,
+)
 from fastckpt.commit import close_quietly, cut, settle
 from fastckpt.devices import Reads
 from fastckpt.fence import Watched
 from fastckpt.formats import distcp
 from fastckpt.formats.lustre_layout import Purpose
-from fastckpt.gds import STAGINGS
 from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
 from fastckpt.image import BLOCK_BYTES, Image, block_count
 from fastckpt.new_file import new_file, note_route
 from fastckpt.pipeline import Job, Pipeline
-from fastckpt.staging import BACKENDS, Route, stager_count
+from fastckpt.staging import Route, stager_count
 from fastckpt.storage import Storage, reported
 from fastckpt.transfer import Transfer
 
@@ -48,18 +55,19 @@ class Options:
         ValueError, TypeError: one of them is none.
     """
 
-    backend: str = "auto"
+    backend: BackendName = "auto"
     durable: bool = True
-    staging_bytes: int | None = None
-    staging: str = "host"
+    staging_bytes: int | str | None = None
+    staging: StagingWay = "host"
 
     def __post_init__(self) -> None:
-        choices = (("backend", self.backend, BACKENDS), ("staging", self.staging, STAGINGS))
-        for name, value, known in choices:
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}, must be one of {known}")
-        if self.staging_bytes is not None and operator.index(self.staging_bytes) < 1:
-            raise ValueError(f"staging_bytes is {self.staging_bytes}, must be at least 1")
+        check_choice("backend", self.backend, BACKENDS)
+        check_choice("staging", self.staging, STAGINGS)
+        self.limit_bytes()
+
+    def limit_bytes(self) -> int | None:
+        """staging_bytes as a number."""
+        return optional(check_size, "staging_bytes", self.staging_bytes)
 
 
 @dataclass
@@ -149,7 +157,7 @@ class ItemsSave(Job):
         image, places = distcp.layout(self.content.items)
         sources, image.sources = image.sources, []  # kept by the content until they were copied
         staging, stats = pipeline.staging, self.handle.stats
-        limit = staging.blocks_limit(self.options.staging_bytes)
+        limit = staging.blocks_limit(self.options.limit_bytes())
         blocks = block_count(image.body_nbytes, BLOCK_BYTES) + 1
         self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
         # With the step fence one CPU is left to the training that goes on meanwhile.

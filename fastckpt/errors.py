@@ -7,8 +7,12 @@ assert.
 
 from __future__ import annotations
 
+import copy
 import errno as errno_names
 import os
+from typing import TypeVar
+
+AnyError = TypeVar("AnyError", bound=BaseException)
 
 
 class CheckpointError(RuntimeError):
@@ -22,6 +26,10 @@ class CheckpointError(RuntimeError):
     """
 
     visible = False
+
+    def reword(self, text: str) -> None:
+        """Gives this error another message; its attributes stay."""
+        self.args = (text,)
 
 
 class StorageError(CheckpointError, OSError):
@@ -67,11 +75,13 @@ class StorageError(CheckpointError, OSError):
     def __str__(self) -> str:
         return self._text
 
-    def __reduce__(
-        self,
-    ) -> tuple[type[StorageError], tuple[str, str, int | None, int | None, str, bool]]:
+    def reword(self, text: str) -> None:
+        self._text = text
+        self.args = (self.errno, text)
+
+    def __reduce__(self) -> tuple[object, ...]:
         known = (self.op, self.path, self.errno, self.offset, self.detail, self.visible)
-        return type(self), known
+        return type(self), known, {"_text": self._text}
 
 
 _HINTS = {
@@ -145,3 +155,22 @@ def is_visible(error: BaseException | None) -> bool:
 def fate(error: BaseException | None, otherwise: str = "was not committed") -> str:
     """What became of a checkpoint whose save failed with this error, to follow its name."""
     return "is visible, but perhaps not durable" if is_visible(error) else otherwise
+
+
+def retold(error: AnyError, text: str) -> AnyError:
+    """An error of the same class with another message, for a call that is not the one that failed:
+    the cause of the new error is the old one. An error of others that cannot be given another
+    message is returned as it is.
+    """
+    try:
+        told = copy.copy(error)
+        if isinstance(told, CheckpointError):
+            told.reword(text)
+        else:
+            told.args = (text,)
+        if text not in str(told):  # a class whose text is not made of its arguments
+            return error
+    except Exception:  # a class whose errors cannot be copied: the error itself says more than none
+        return error
+    told.__cause__ = error
+    return told

@@ -16,7 +16,6 @@ from fastckpt.image import BLOCK_BYTES
 
 log = logging.getLogger("fastckpt")
 
-STAGINGS = ("host", "gds", "auto")
 LIBRARY = "libcufile.so.0"
 BLOCKS = 16  # of a GPU's memory, registered once
 THREADS = 8  # transfers under way at a time

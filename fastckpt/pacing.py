@@ -6,7 +6,6 @@ It must not know what is written, nor where to. Everything here delays writing, 
 
 from __future__ import annotations
 
-import operator
 import time
 from dataclasses import dataclass
 from math import isfinite
@@ -14,6 +13,7 @@ from random import SystemRandom
 
 from fastckpt import nodes
 from fastckpt.agreement import Round
+from fastckpt.arguments import check_count, check_rate, optional
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveStats
 from fastckpt.rates import Rates
@@ -30,7 +30,7 @@ class Pacing:
     """What was asked for: arguments of Checkpointer of the same names. None and 0: nothing.
 
     Raises:
-        ValueError: one of them is out of range, and why. TypeError: max_writers is no integer.
+        ValueError, TypeError: one of them is out of range, or of another type.
     """
 
     drain_rate: float | None = None
@@ -40,9 +40,7 @@ class Pacing:
     timeout_s: float = 0.0
 
     def __post_init__(self) -> None:
-        rate, jitter_s, timeout_s = self.drain_rate, self.start_jitter_s, self.timeout_s
-        if rate is not None and not (isfinite(rate) and rate > 0):
-            raise ValueError(f"drain_rate is {rate}, must be bytes/s above 0; None: no limit")
+        jitter_s, timeout_s = self.start_jitter_s, self.timeout_s
         if not (isfinite(jitter_s) and jitter_s >= 0):
             raise ValueError(f"start_jitter_s is {jitter_s}, must be seconds, 0 or more")
         if jitter_s and jitter_s >= timeout_s:
@@ -50,11 +48,9 @@ class Pacing:
                 f"start_jitter_s is {jitter_s}, must be below timeout_s ({timeout_s}): "
                 "after that the other ranks give up on one that has not written"
             )
-        if self.max_writers is not None and operator.index(self.max_writers) < 1:
-            raise ValueError(f"max_writers is {self.max_writers}, must be at least 1")
-
-        if self.writers_per_node is not None and operator.index(self.writers_per_node) < 1:
-            raise ValueError(f"writers_per_node is {self.writers_per_node}, must be at least 1")
+        optional(check_rate, "drain_rate", self.drain_rate)
+        optional(check_count, "max_writers", self.max_writers)
+        optional(check_count, "writers_per_node", self.writers_per_node)
 
     def __bool__(self) -> bool:
         return bool(

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 from fastckpt.agreement import Round
 from fastckpt.devices import Devices, Reads
-from fastckpt.errors import CheckpointError, fate, is_visible
+from fastckpt.errors import CheckpointError, fate, is_visible, retold
 from fastckpt.fence import Watched
 from fastckpt.gds import Gds
 from fastckpt.gds_choice import Choice
@@ -179,15 +179,19 @@ class Pipeline:
                     return
                 self._changed.wait_for(lambda: not self._pending(lane), _FREEING_S)
 
-    def raise_unreported(self) -> None:
+    def raise_unreported(self, path: str) -> None:
         """Raises the first error of an earlier save that nobody has asked for; then it counts as
         asked for.
+
+        Args:
+            path: where the save goes that is not begun because of that error, for the message.
         """
         with self._lock:
             self._failed = [handle for handle in self._failed if not handle.reported]
             first = self._failed[0] if self._failed else None
         if first is not None:
-            first.result()
+            target = repr(path) if path else "a file-like object"
+            raise_earlier(first, f"this save, to {target}, was not begun")
 
     def unreported(self) -> list[SaveHandle]:
         """Failed saves that nobody asked for."""
@@ -220,6 +224,19 @@ class Pipeline:
         """Waits for every save in flight and frees everything."""
         self.drain()
         self.staging.close()
+
+
+def raise_earlier(handle: SaveHandle, consequence: str = "") -> None:
+    """Raises the error of a save that failed, in a later call, and says that it is of that save.
+
+    Args:
+        handle: of the save that failed; from now on its error counts as asked for.
+        consequence: for the call that raises, in words.
+    """
+    error = handle.exception()
+    assert error is not None, "the save has failed"
+    text = f"an earlier save, to {handle.path!r}, failed: {error}"
+    raise retold(error, f"{text}; {consequence}" if consequence else text)
 
 
 class Job:

@@ -28,8 +28,6 @@ from fastckpt.storage import PATIENCE_S, Storage, reported
 
 log = logging.getLogger("fastckpt")
 
-BACKENDS = ("auto", "io_uring", "threads")
-FENCES = ("call", "step")
 QUEUE_DEPTH = 16
 WINDOW_BLOCKS = 16  # a load keeps so many blocks read ahead of torch
 IO_THREADS = 4

@@ -44,8 +44,6 @@ from fastckpt.steps import Begun, Steps
 from fastckpt.transfer import Fetch, Transfer
 from fastckpt.tree import Leaf
 
-CODECS = (None, "zstd")
-
 
 @dataclass
 class Content:

@@ -11,7 +11,6 @@ import errno
 import hashlib
 import json
 import logging
-import operator
 import os
 import socket
 import threading
@@ -19,6 +18,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 from fastckpt.agreement import Round
+from fastckpt.arguments import check_count, check_path, optional
 from fastckpt.coordinator import Coordinator
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
@@ -383,15 +383,14 @@ def local_tier(
     Raises:
         ValueError: they are out of range, or contradict each other.
     """
-    if keep is not None and operator.index(keep) < 1:
-        raise ValueError(f"keep_local is {keep}, must be at least 1")
+    keep = optional(check_count, "keep_local", keep)
     if directory is None:
         if keep is not None:
             raise ValueError("keep_local without local: there is no local tier to keep steps in")
         return None
     if pacing.writers_per_node is not None:
         raise ValueError("writers_per_node with local: the local tier has a file for each rank")
-    path = os.fsdecode(directory)
+    path = check_path("local", directory)
     if not path:
         raise ValueError("local is empty, must be a directory; None: no local tier")
     return LocalTier(storage, path, keep or KEEP_LOCAL, root, coordinator, pacing.timeout_s)

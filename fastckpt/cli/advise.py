@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-from fastckpt import advice
+from fastckpt import advice, quantities
 from fastckpt.advice import Advice, Blocking, Job
-from fastckpt.cli import measure, quantities
-from fastckpt.cli.quantities import shown_rate, shown_size, shown_time
+from fastckpt.cli import measure
+from fastckpt.quantities import shown_rate, shown_size, shown_time
 
 _GPUS_PER_NODE = 8
 
@@ -74,8 +74,10 @@ def add_arguments(commands: Any) -> None:
         "Sizes are as 4.3TiB or 24GB, rates as 75GB/s, times as 3h, 5min or 20ms.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--params", type=quantities.count, metavar="N", help="parameters, as 340e9")
-    what.add_argument("--size", type=quantities.size, help="of one checkpoint in all")
+    what.add_argument(
+        "--params", type=_argument(quantities.count), metavar="N", help="parameters, as 340e9"
+    )
+    what.add_argument("--size", type=_argument(quantities.size), help="of one checkpoint in all")
     parser.add_argument(
         "--bytes-per-param",
         type=float,
@@ -88,7 +90,9 @@ def add_arguments(commands: Any) -> None:
         "--nodes", type=int, metavar="N", help=f"default: one for {_GPUS_PER_NODE} GPUs"
     )
     failures = parser.add_mutually_exclusive_group()
-    failures.add_argument("--mtbf", type=quantities.time, metavar="TIME", help="of the whole job")
+    failures.add_argument(
+        "--mtbf", type=_argument(quantities.time), metavar="TIME", help="of the whole job"
+    )
     failures.add_argument(
         "--failures-per-gpu-hour",
         type=float,
@@ -101,7 +105,7 @@ def add_arguments(commands: Any) -> None:
         parser.add_argument(
             option.flag,
             dest=name,
-            type=option.read,
+            type=_argument(option.read),
             metavar=option.unit,
             help=f"{option.text}; default: {known}",
         )
@@ -113,6 +117,19 @@ def add_arguments(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.set_defaults(run=run, error=parser.error)
+
+
+def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Reads an argument, and refuses it in the words of what reads it."""
+
+    def argument(text: str) -> Any:
+        try:
+            return read(text)
+        except quantities.NotAQuantity as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    argument.__name__ = read.__name__  # argparse's own message about a wrong integer has it
+    return argument
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,8 +17,8 @@ import torch
 
 import fastckpt
 from fastckpt import budget, commit, devices, gds, pipeline
-from fastckpt.cli.quantities import shown_size
 from fastckpt.errors import BackendUnavailable, CheckpointError
+from fastckpt.quantities import shown_size
 from fastckpt.staging import Route, crc32_kernel, stager_count
 
 _NAME = "fastckpt-doctor"

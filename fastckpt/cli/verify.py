@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from fastckpt import directory_check, pipeline
-from fastckpt.cli.quantities import shown_size
 from fastckpt.codec import FrameReader
 from fastckpt.distcp_load import OURS
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats import distcp, file_list
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
+from fastckpt.quantities import shown_size
 from fastckpt.reader import open_verified
 from fastckpt.staging import ReadStream
 from fastckpt.steps import Steps

@@ -11,6 +11,7 @@ import math
 import struct
 from typing import NamedTuple
 
+from fastckpt.arguments import check_count, check_size
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.image import BLOCK_BYTES
 
@@ -95,15 +96,13 @@ def check_stripe(stripe: object) -> Stripe:
     if stripe in ("auto", "keep"):
         return str(stripe)
     if not isinstance(stripe, tuple | list) or len(stripe) != 2:
-        raise ValueError(f'stripe is {stripe!r}, must be "auto", "keep" or (count, size in bytes)')
+        raise ValueError(f'stripe is {stripe!r}, must be "auto", "keep" or (count, size)')
     count, size = stripe
-    if not isinstance(count, int) or not isinstance(size, int) or isinstance(count, bool):
-        raise TypeError(f"stripe is {stripe!r}: count and size must be integers")
-    if not 1 <= count <= STRIPE_COUNT_MAX:
-        raise ValueError(
-            f"the stripe count is {count}, must be at least 1 and at most {STRIPE_COUNT_MAX}"
-        )
-    if size % STRIPE_SIZE_UNIT or not 0 < size <= STRIPE_SIZE_MAX:
+    count = check_count("the stripe count", count)
+    size = check_size("the stripe size", size)
+    if count > STRIPE_COUNT_MAX:
+        raise ValueError(f"the stripe count is {count}, must be at most {STRIPE_COUNT_MAX}")
+    if size % STRIPE_SIZE_UNIT or size > STRIPE_SIZE_MAX:
         raise ValueError(
             f"the stripe size is {size}, must be a positive multiple of {STRIPE_SIZE_UNIT} bytes, "
             f"for Lustre's pages are as long, and at most {STRIPE_SIZE_MAX}"

@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 
 import fastckpt
 from fastckpt import CheckpointError, SaveHandle
+from fastckpt.arguments import ON_ERROR, OnError, check_choice
 from fastckpt.errors import fate
 from fastckpt.storage import reported
 
 log = logging.getLogger("fastckpt")
-
-ON_ERROR = ("raise", "warn")
 
 
 class BackgroundFiles:
@@ -32,11 +31,10 @@ class BackgroundFiles:
     _stock: ClassVar[Any]
 
     def __init__(
-        self, *, asynchronous: bool = True, on_error: str = "raise", durable: bool = True
+        self, *, asynchronous: bool = True, on_error: OnError = "raise", durable: bool = True
     ) -> None:
         super().__init__()
-        if on_error not in ON_ERROR:
-            raise ValueError(f"on_error is {on_error!r}, must be one of {ON_ERROR}")
+        check_choice("on_error", on_error, ON_ERROR)
         self._asynchronous, self._on_error, self._durable = asynchronous, on_error, durable
         self._handles: list[SaveHandle] = []  # in flight or failed, and the last two
         self._removals: dict[str, Future[None]] = {}

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fastckpt.agreement import TIMEOUT_S
+from fastckpt.arguments import Fence, OnError
 from fastckpt.directory_check import newest_whole
 from fastckpt.directory_save import remove_directory, save_directory, wait_for_directories
 from fastckpt.draft import Draft
@@ -48,8 +49,8 @@ def save_state(
     output_dir: str | os.PathLike[str] | None = None,
     *,
     safe_serialization: bool = True,
-    fence: str = "call",
-    on_error: str = "raise",
+    fence: Fence = "call",
+    on_error: OnError = "raise",
     durable: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> SaveHandle:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from fastckpt import pipeline
 from fastckpt.agreement import TIMEOUT_S, Round
+from fastckpt.arguments import FENCES, ON_ERROR, Fence, OnError, check_choice
 from fastckpt.coordinator import Coordinator
 from fastckpt.distcp_save import ItemsSave, Places
 from fastckpt.errors import CheckpointError, fate
@@ -35,14 +36,11 @@ from fastckpt.handle import SaveHandle
 from fastckpt.integrations import dcp_metadata, dcp_plans, require
 from fastckpt.integrations.dcp_reader import Reader
 from fastckpt.integrations.dcp_writer import Writer, results_of
-from fastckpt.staging import FENCES
 
 __all__ = ["Reader", "Saving", "Writer", "async_save", "save"]
 
 require("torch", "2.9", "3", __name__)
 log = logging.getLogger("fastckpt")
-
-ON_ERROR = ("raise", "warn")
 
 
 class Saving(SaveHandle):
@@ -129,9 +127,9 @@ def async_save(
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-    fence: str = "call",
+    fence: Fence = "call",
     durable: bool = True,
-    on_error: str = "raise",
+    on_error: OnError = "raise",
     timeout_s: float = TIMEOUT_S,
 ) -> Any:
     """Saves a state as torch.distributed.checkpoint.async_save does, with fastckpt's staging and in
@@ -166,9 +164,8 @@ def async_save(
             storage_writer nor checkpoint_id.
     """
     started = time.perf_counter()
-    for name, value, known in (("fence", fence, FENCES), ("on_error", on_error, ON_ERROR)):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}, must be one of {known}")
+    check_choice("fence", fence, FENCES)
+    check_choice("on_error", on_error, ON_ERROR)
     writer = _writer(storage_writer, checkpoint_id, durable)
     group, rank = _group(process_group, no_dist)
     shared = _shared(group if use_collectives else None)
@@ -179,7 +176,7 @@ def async_save(
         agreement = shared.coordinator.begin(f"dcp save to {writer.path!r}", timeout_s)
         with agreement.failing():
             if on_error == "raise":
-                pipeline.current().raise_unreported()
+                pipeline.current().raise_unreported(writer.path)
             if shared.failed is not None:
                 log.warning("saving on after the failure of %r", shared.failed.path)
                 shared.failed = None

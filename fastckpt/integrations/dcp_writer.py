@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from fastckpt import pipeline
 from fastckpt.agreement import Round
+from fastckpt.arguments import BackendName, Fence, StagingWay
 from fastckpt.devices import Devices
 from fastckpt.distcp_save import (
     Content,
@@ -70,10 +71,10 @@ class Writer(StorageWriter):
         self,
         path: str | os.PathLike[str],
         *,
-        backend: str = "auto",
+        backend: BackendName = "auto",
         durable: bool = True,
-        staging_bytes: int | None = None,
-        staging: str = "host",
+        staging_bytes: int | str | None = None,
+        staging: StagingWay = "host",
     ) -> None:
         super().__init__()
         self.options = Options(backend, durable, staging_bytes, staging)
@@ -177,7 +178,7 @@ class Writer(StorageWriter):
         plan: SavePlan,
         planner: SavePlanner,
         conclude: Any,
-        fence: str,
+        fence: Fence,
     ) -> ItemsSave:
         devices = pipeline.current().staging.devices
         content = _content(plan, planner, devices, fence == "step")

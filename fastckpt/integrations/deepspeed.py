@@ -18,6 +18,7 @@ import torch.distributed as dist
 import fastckpt
 from fastckpt import CheckpointError, SaveHandle, StorageError
 from fastckpt.agreement import TIMEOUT_S
+from fastckpt.arguments import ON_ERROR, OnError, StagingWay, check_choice
 from fastckpt.coordinator import Coordinator
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
@@ -33,16 +34,14 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (  # noqa: E40
 
 log = logging.getLogger("fastckpt")
 
-ON_ERROR = ("raise", "warn")
-
 
 def install(
     engine: Any,
     *,
-    on_error: str = "raise",
+    on_error: OnError = "raise",
     durable: bool = True,
-    staging: str = "host",
-    staging_bytes: int | None = None,
+    staging: StagingWay = "host",
+    staging_bytes: int | str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> FastckptCheckpointEngine:
     """Makes a DeepSpeed engine save and load through fastckpt; all ranks call it.
@@ -116,15 +115,14 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def __init__(
         self,
-        on_error: str,
+        on_error: OnError,
         durable: bool,
-        staging: str,
-        staging_bytes: int | None,
+        staging: StagingWay,
+        staging_bytes: int | str | None,
         timeout_s: float,
     ) -> None:
         super().__init__()
-        if on_error not in ON_ERROR:
-            raise ValueError(f"on_error is {on_error!r}, must be one of {ON_ERROR}")
+        check_choice("on_error", on_error, ON_ERROR)
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
         self.name = "fastckpt"

@@ -21,9 +21,9 @@ import safetensors.torch
 import torch.distributed as dist
 
 from fastckpt.agreement import TIMEOUT_S
+from fastckpt.arguments import FENCES, ON_ERROR, Fence, OnError, check_choice
 from fastckpt.directory_check import newest_whole
 from fastckpt.directory_save import (
-    ON_ERROR,
     remove_directory,
     save_directory,
     wait_for_directories,
@@ -32,7 +32,6 @@ from fastckpt.draft import Draft
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
-from fastckpt.staging import FENCES
 
 require("transformers", "5.23", "6", __name__)
 
@@ -89,15 +88,15 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
     def __init__(
         self,
         *args: Any,
-        fence: str = "call",
-        on_error: str = "raise",
+        fence: Fence = "call",
+        on_error: OnError = "raise",
         durable: bool = True,
         verify: bool = True,
         timeout_s: float = TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
-        if fence not in FENCES or on_error not in ON_ERROR:
-            raise ValueError(f"fence is {fence!r}, of {FENCES}; on_error {on_error!r}, {ON_ERROR}")
+        check_choice("fence", fence, FENCES)
+        check_choice("on_error", on_error, ON_ERROR)
         self._draft: Draft | None = None
         self._saves: list[tuple[SaveHandle, str]] = []  # since the last wait, and where
         self._saving: dict[str, Any] = {

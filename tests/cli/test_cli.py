@@ -7,7 +7,6 @@ doctor tells. It must not know the formulas of the model, nor how anything is wr
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -25,8 +24,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import fastckpt
-from fastckpt import advice
-from fastckpt.cli import main, quantities
+from fastckpt import advice, quantities
+from fastckpt.cli import main
 from fastckpt.directory_save import save_directory
 from fastckpt.draft import Draft
 from fastckpt.integrations import dcp as fast_dcp
@@ -112,7 +111,7 @@ def test_units(read: Any, text: str, value: float) -> None:
     ],
 )
 def test_what_is_no_quantity_is_refused_in_its_own_words(read: Any, text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError) as caught:
+    with pytest.raises(quantities.NotAQuantity) as caught:
         read(text)
     assert str(caught.value).startswith(f"{text!r} is not a")
 

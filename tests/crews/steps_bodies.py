@@ -387,7 +387,7 @@ def _saved_wrongly(member: Member, checkpointer: Checkpointer, step: int, wrong:
     elif wrong == "no step":
         step = -1
     elif wrong == "an error of before":
-        failed = fastckpt.save(torch.ones(3), os.path.join(checkpointer.root, "missing", "a.pt"))
+        failed = fastckpt.save(torch.ones(3), os.path.join(checkpointer.root, "n" * 256))
         failed.wait_done()
     elif wrong == "cannot be pickled":
         state["own"] = PerRank(threading.Lock())

@@ -354,8 +354,9 @@ BAD_PATHS: dict[Callable[[Path], Path], int] = {
 def test_path_that_cannot_be(disk: Path, make: Callable[[Path], Path], fence: str) -> None:
     path = make(disk)
     before = sorted(disk.rglob("*"))
-    handle = fastckpt.save(state(1, MIB), path, fence=fence)
-    error = handle.exception(WAIT_S)
+    with pytest.raises(fastckpt.StorageError) as refused:
+        fastckpt.save(state(1, MIB), path, fence=fence).result(WAIT_S)
+    error = refused.value
     check_storage_error(error, BAD_PATHS[make], path, "open", "rename")
     assert sorted(disk.rglob("*")) == before
     fastckpt.save(state(2, MIB), disk / "good.pt").result(WAIT_S)
@@ -417,22 +418,26 @@ def test_a_full_device(disk: Path) -> None:
 
 
 def test_failure_not_asked_for_is_raised_by_the_next_save_once(disk: Path) -> None:
-    failed = fastckpt.save(state(1, MIB), disk / "missing" / "a.pt")
+    failed = fastckpt.save(state(1, MIB), bad := too_long_a_name(disk))
     concurrent.futures.wait([failed], WAIT_S)
     good = disk / "good.pt"
     with pytest.raises(fastckpt.StorageError) as caught:
         fastckpt.save(state(2, MIB), good)
-    assert caught.value.path == str(disk / "missing" / "a.pt")
+    assert caught.value.path == str(bad) and caught.value.errno == errno.ENAMETOOLONG
+    assert str(caught.value) == (
+        f"an earlier save, to {str(bad)!r}, failed: {failed.exception()}; "
+        f"this save, to {str(good)!r}, was not begun"
+    )
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert not good.exists(), "the save that raises an earlier error must not begin"
     fastckpt.save(state(3, MIB), good).result(WAIT_S)
     assert value_of(good) == 3
     with pytest.raises(fastckpt.StorageError) as again:
         failed.result()
-    assert again.value is caught.value
+    assert again.value is caught.value.__cause__ and isinstance(again.value.__cause__, OSError)
 
 
 def test_several_failures_are_raised_in_order_one_by_each_save(disk: Path) -> None:
-    paths = [disk / "missing" / f"{i}.pt" for i in range(3)]
     with HeldTensor() as held:
         # All three are on their way before the first can fail.
         handles = [
@@ -442,10 +447,10 @@ def test_several_failures_are_raised_in_order_one_by_each_save(disk: Path) -> No
         held.release()
     concurrent.futures.wait(handles, WAIT_S)
     raised = []
-    for _ in paths:
+    for _ in handles:
         with pytest.raises(fastckpt.StagingConflict) as caught:
             fastckpt.save(state(1, MIB), disk / "good.pt")
-        raised.append(caught.value)
+        raised.append(caught.value.__cause__)
     assert len(set(map(id, raised))) == 3
     assert {id(handle.exception()) for handle in handles} == set(map(id, raised))
     fastckpt.save(state(2, MIB), disk / "good.pt").result(WAIT_S)
@@ -454,7 +459,7 @@ def test_several_failures_are_raised_in_order_one_by_each_save(disk: Path) -> No
 
 @pytest.mark.parametrize("ask", ["result", "exception"])
 def test_failure_asked_for_is_not_raised_again(disk: Path, ask: str) -> None:
-    handle = fastckpt.save(state(1, MIB), disk / "missing" / "a.pt")
+    handle = fastckpt.save(state(1, MIB), too_long_a_name(disk))
     if ask == "result":
         with pytest.raises(fastckpt.StorageError):
             handle.result(WAIT_S)
@@ -464,9 +469,9 @@ def test_failure_asked_for_is_not_raised_again(disk: Path, ask: str) -> None:
 
 
 def test_failure_is_raised_by_a_save_to_a_file_object_too(disk: Path) -> None:
-    failed = fastckpt.save(state(1, MIB), disk / "missing" / "a.pt")
+    failed = fastckpt.save(state(1, MIB), too_long_a_name(disk))
     concurrent.futures.wait([failed], WAIT_S)
-    with pytest.raises(fastckpt.StorageError):
+    with pytest.raises(fastckpt.StorageError, match="to a file-like object, was not begun"):
         fastckpt.save(state(1, MIB), io.BytesIO())
 
 
@@ -478,7 +483,7 @@ def test_failures_leak_nothing(disk: Path) -> None:
     wait_until(lambda: not saving_threads(), "the first save is over")
     before = descriptors()
     for i in range(40):  # more than may be in flight together: each must give its place back
-        path = disk / ("missing/a.pt" if i % 2 else "n" * 256)
+        path = disk / ("a.pt/a.pt" if i % 2 else "n" * 256)
         error = fastckpt.save(state(2, MIB), path).exception(WAIT_S)
         assert isinstance(error, fastckpt.StorageError)
     wait_until(lambda: not saving_threads(), "the failed saves are over")

@@ -757,8 +757,8 @@ def test_one_rank_is_late_and_nobody_waits_in_save(nursery: Nursery, disk: Path)
 
 def forget(member: Member, disk: Path) -> list[Outcome]:
     """The first save fails on all ranks, and only rank 0 asks; the others hear at the next."""
-    missing = disk / "missing" / "a.pt"
-    failed = fastckpt.save(two_blocks(member.rank), missing, group=member.group)
+    too_long = disk / ("n" * 256)
+    failed = fastckpt.save(two_blocks(member.rank), too_long, group=member.group)
     failed.wait_done()
     if member.rank == 0:
         failed.exception()
@@ -768,7 +768,9 @@ def forget(member: Member, disk: Path) -> list[Outcome]:
 def test_failure_that_one_rank_did_not_ask_for_fails_the_next_save(crew: Crew, disk: Path) -> None:
     second, third = zip(*crew(forget, disk, ranks=2), strict=True)
     error = one_failed(list(second), 1, PeerFailed)
-    assert str(disk / "missing") in str(error) and "ENOENT" in str(error)
+    assert str(disk / ("n" * 256)) in str(error) and "ENAMETOOLONG" in str(error)
+    assert "an earlier save, to " in str(error)
+    assert f"this save, to {str(disk / 'b.pt')!r}, was not begun" in str(error)
     all_saved(list(third))
     assert torch.equal(torch.load(disk / "b.pt"), one_tensor(0))
 

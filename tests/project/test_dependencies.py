@@ -20,8 +20,8 @@ PACKAGE = "fastckpt"
 
 # Lowest first. A name stands for the module and, where it is a package, for everything in it.
 LAYERS: list[set[str]] = [
-    {"errors"},
-    {"image", "handle", "intervals", "rows", "advice"},
+    {"errors", "quantities"},
+    {"arguments", "image", "handle", "intervals", "rows", "advice"},
     {"formats", "shards"},
     {"fence", "replicas", "placements", "tree", "shard", "session", "store_client"},
     {

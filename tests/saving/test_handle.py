@@ -36,6 +36,7 @@ from tests.saving.test_process import run_python
 BLOCK = 8 << 20
 PAGE = mmap.PAGESIZE
 WAIT_S = 60.0
+TOO_LONG = "n" * 256  # of a file: which is found out behind save()
 
 USERFAULTFD = {"x86_64": 323, "aarch64": 282}
 USER_MODE_ONLY = 1
@@ -234,7 +235,7 @@ def test_clocks_are_ordered(disk: Path, fence: str, durable: bool) -> None:
 
 
 def test_clocks_of_a_failed_save_stop_where_it_failed(disk: Path) -> None:
-    handle = fastckpt.save(filled(1), disk / "missing" / "a.pt")
+    handle = fastckpt.save(filled(1), disk / TOO_LONG)
     assert isinstance(handle.exception(WAIT_S), fastckpt.StorageError)
     assert handle.stats.committed_s is None and handle.stats.written_s is None
     handle.wait_staged(timeout=0)  # a save that failed reads nothing any more
@@ -778,7 +779,7 @@ def test_failed_save_does_not_keep_the_state_alive(disk: Path, fence: str) -> No
     freed = weakref.ref(memory)
     state = {"w": torch.frombuffer(memory, dtype=torch.float32)}
     del memory
-    handle = fastckpt.save(state, disk / "missing" / "a.pt", fence=fence)
+    handle = fastckpt.save(state, disk / TOO_LONG, fence=fence)
     del state
     assert isinstance(handle.exception(WAIT_S), fastckpt.StorageError)
     gc.collect()
@@ -837,7 +838,7 @@ def turn(i):
     if i % 5 == 0:
         fastckpt.load(handle.path)
         try:
-            fastckpt.save(state, f"{folder}/missing/a.pt").result(60)
+            fastckpt.save(state, f"{folder}/{'n' * 256}").result(60)
         except fastckpt.StorageError:
             pass
     for thread in threading.enumerate():

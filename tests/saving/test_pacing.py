@@ -43,10 +43,11 @@ def state_of(nbytes: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"drain_rate": 0}, "drain_rate is 0, must be bytes/s above 0"),
+        ({"drain_rate": 0}, "drain_rate is 0, must be bytes a second above 0"),
         ({"drain_rate": -5e6}, "drain_rate is -5000000.0"),
         ({"drain_rate": nan}, "drain_rate is nan"),
-        ({"drain_rate": inf}, "None: no limit"),
+        ({"drain_rate": inf}, "must be bytes a second above 0"),
+        ({"drain_rate": "fast"}, "drain_rate: 'fast' is not a rate such as 75GB/s"),
         ({"start_jitter_s": -1}, "start_jitter_s is -1"),
         ({"start_jitter_s": nan}, "start_jitter_s is nan"),
         ({"start_jitter_s": 60, "timeout_s": 60}, r"must be below timeout_s \(60\)"),
@@ -65,8 +66,8 @@ def test_wrong_settings_are_refused(tmp_path: Path, options: Any, reason: str) -
 def test_settings_of_other_types_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         Checkpointer(tmp_path, max_writers=1.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        Checkpointer(tmp_path, drain_rate="fast")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"drain_rate is .* of type list, must be bytes a second"):
+        Checkpointer(tmp_path, drain_rate=[5e6])  # type: ignore[arg-type]
 
 
 def test_nothing_asked_is_nothing_said() -> None:

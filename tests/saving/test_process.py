@@ -94,19 +94,19 @@ SAVES_THAT_FAIL = """
 import sys
 import torch, fastckpt
 folder = sys.argv[1]
-asked = fastckpt.save(torch.ones(9), f"{folder}/missing/asked.pt")
+fastckpt.save(torch.ones(9), f"{folder}/good.pt").result(60)
+asked = fastckpt.save(torch.ones(9), f"{folder}/good.pt/asked.pt")
 assert isinstance(asked.exception(60), fastckpt.StorageError)
-fastckpt.save(torch.ones(9), f"{folder}/good.pt")
-fastckpt.save(torch.ones(9), f"{folder}/missing/forgotten.pt", fence="step")
+fastckpt.save(torch.ones(9), f"{folder}/good.pt/forgotten.pt", fence="step")
 """
 
 
 def test_failure_nobody_asked_for_is_told_at_exit(disk: Path) -> None:
     stderr = run_python(SAVES_THAT_FAIL, disk).stderr
     (message,) = [line for line in stderr.splitlines() if "FAILED" in line]
-    assert str(disk / "missing" / "forgotten.pt") in message
-    assert os.strerror(2) in message and "ENOENT" in message
-    assert "asked.pt" not in stderr and "good.pt" not in stderr
+    assert str(disk / "good.pt" / "forgotten.pt") in message
+    assert os.strerror(20) in message and "ENOTDIR" in message
+    assert "asked.pt" not in stderr
     assert ones(disk / "good.pt") == 9
 
 
@@ -235,7 +235,7 @@ with open(f"{folder}/a.pt", "rb") as file:
 with open(f"{folder}/c.pt", "wb") as file:
     fastckpt.save(torch.ones(9), file)
 try:
-    fastckpt.save(torch.ones(9), f"{folder}/missing/a.pt").result(60)
+    fastckpt.save(torch.ones(9), f"{folder}/b.pt/a.pt").result(60)
 except fastckpt.StorageError:
     pass
 with open(f"{folder}/b.pt", "r+b") as file:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from fastckpt import SaveHandle
+from fastckpt.arguments import Fence, OnError
 from fastckpt.integrations.megatron import iterations
 from fastckpt.integrations.megatron.iterations import Retention
 from fastckpt.integrations.megatron.optimizer import CONTENT, SHARDING, saved_maps
@@ -48,8 +49,8 @@ def save_checkpoint(
     keep_last: int | None = None,
     keep_every: int | None = None,
     save_retain_interval: int | None = None,
-    on_error: str = "raise",
-    fence: str = "call",
+    on_error: OnError = "raise",
+    fence: Fence = "call",
     timeout_s: float = 600.0,
 ) -> SaveHandle:
     """Begins to save an iteration, and returns when the model may change. All ranks call it.

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle
+from fastckpt.arguments import Fence, OnError
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.integrations import dcp
 from fastckpt.integrations.megatron.division import Division, Holdings, may_write
@@ -107,7 +108,7 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *, fence: str = "call", timeout_s: float = 600.0, on_error: str = "raise"
+        self, *, fence: Fence = "call", timeout_s: float = 600.0, on_error: OnError = "raise"
     ) -> None:
         super().__init__(BACKEND, VERSION)
         self.begun = 0

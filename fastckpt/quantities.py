@@ -5,7 +5,6 @@ Responsible for "4.3TiB", "75GB/s" and "3h". It must not know what any of them i
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping
 from math import isfinite
@@ -30,6 +29,10 @@ _SECONDS = {
     "d": 86400.0,
 }
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+class NotAQuantity(ValueError):
+    """A text says no size, rate, time or number; the message names it, with an example."""
 
 
 def size(text: str) -> float:
@@ -61,7 +64,7 @@ def _read(
     factor = units.get(match[2].lower()) if match else None
     if match is None or factor is None or not isfinite(float(match[1]) * factor):
         shown = text if told is None else told
-        raise argparse.ArgumentTypeError(f"{shown!r} is not {what} such as {example}")
+        raise NotAQuantity(f"{shown!r} is not {what} such as {example}")
     return float(match[1]) * factor
 
 

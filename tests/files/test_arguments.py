@@ -1,0 +1,106 @@
+"""Promise: what a caller writes wrongly is told in the call, by the argument's name and with what
+was expected; texts that people write for sizes, rates and home directories are understood.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt import arguments
+
+URLS = ["s3://bucket/a.pt", "gs://b/a", "hf://me/model", "https://host/a.pt", "file:///tmp/a"]
+TAKES_A_PATH: dict[str, Callable[[Any], object]] = {
+    "save": lambda path: fastckpt.save({"a": 1}, path),
+    "load": fastckpt.load,
+    "root": fastckpt.Checkpointer,
+    "local": lambda path: fastckpt.Checkpointer("run", local=path),
+}
+
+
+@pytest.mark.parametrize("url", [*URLS, pathlib.Path("s3://bucket/a.pt"), "simplecache::s3://b/a"])
+@pytest.mark.parametrize("call", TAKES_A_PATH)
+def test_urls_are_refused(call: str, url: Any, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(disk)
+    with pytest.raises(ValueError, match=r"a URL: fastckpt reads and writes mounted file systems"):
+        TAKES_A_PATH[call](url)
+    assert [*disk.iterdir()] == []
+
+
+def test_a_home_directory_is_expanded(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(disk))
+    handle = fastckpt.save({"a": 1}, "~/a.pt")
+    handle.result(60)
+    assert handle.path == str(disk / "a.pt") and fastckpt.load("~/a.pt") == {"a": 1}
+    assert fastckpt.load(Path("~/a.pt")) == {"a": 1}
+    with fastckpt.Checkpointer("~/run") as checkpointer:
+        assert checkpointer.root == str(disk / "run")
+
+
+def test_names_that_look_like_others_are_names(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(disk)
+    (disk / "lr:").mkdir()
+    for name in ("~a.pt", "~root", "lr:/a.pt", "a:b.pt"):
+        fastckpt.save({"name": name}, name).result(60)
+        assert torch.load(disk / name) == {"name": name}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"fence": "later"}, ValueError, "fence is 'later', must be one of ('call', 'step')"),
+        ({"backend": 3}, ValueError, "backend is 3, must be one of"),
+        ({"staging": ["gds"]}, ValueError, "staging is ['gds'], must be one of"),
+        ({"timeout_s": "long"}, TypeError, "timeout_s is 'long' of type str, must be a number of"),
+        ({"timeout_s": None}, TypeError, "timeout_s is None of type NoneType, must be a number of"),
+        ({"staging_bytes": "much"}, ValueError, "staging_bytes: 'much' is not a size such as"),
+        ({"staging_bytes": "0.2B"}, ValueError, "staging_bytes is 0, must be at least 1"),
+        ({"staging_bytes": True}, TypeError, "staging_bytes is True of type bool, must be a numb"),
+        ({"drain_rate": "2GB/min"}, ValueError, "drain_rate: '2GB/min' is not a rate such as"),
+        ({"drain_rate": object}, TypeError, "drain_rate is <class 'object'> of type type, must be"),
+    ],
+)
+@pytest.mark.parametrize("call", ["save", "Checkpointer"])
+def test_wrong_arguments_are_named(
+    call: str, options: Any, error: type[Exception], text: str, disk: Path
+) -> None:
+    with pytest.raises(error) as refused:
+        if call == "save":
+            fastckpt.save({"a": 1}, disk / "a.pt", **options)
+        else:
+            fastckpt.Checkpointer(disk / "run", **options)
+    assert text in str(refused.value)
+    assert [*disk.iterdir()] == []
+
+
+def test_what_is_no_path_or_step_is_named(disk: Path) -> None:
+    with pytest.raises(TypeError, match="root is None of type NoneType, must be a path"):
+        fastckpt.Checkpointer(None)  # type: ignore[arg-type]
+    with (
+        fastckpt.Checkpointer(disk / "run") as checkpointer,
+        pytest.raises(TypeError, match="step is '7' of type str, must be an integer"),
+    ):
+        checkpointer.save("7", {})  # type: ignore[arg-type]
+
+
+def test_sizes_and_rates_may_be_texts(disk: Path) -> None:
+    stats = fastckpt.save(
+        {"w": torch.ones(1000)}, disk / "a.pt", staging_bytes="1GiB", drain_rate="2 GB/s"
+    ).result(60)
+    assert "drain_rate 2000 MB/s" in stats.pacing
+    assert arguments.check_size("size", "1.5MiB") == 3 << 19
+    with fastckpt.Checkpointer(disk / "run", staging_bytes="64MiB", drain_rate="1GB/s") as steps:
+        steps.save(1, {"w": torch.ones(10)}).result(60)
+
+
+def test_every_error_is_exported() -> None:
+    named = vars(fastckpt.errors).values()
+    errors = [e for e in named if isinstance(e, type) and issubclass(e, fastckpt.CheckpointError)]
+    assert fastckpt.DeviceError in errors
+    assert {error.__name__ for error in errors} <= {*fastckpt.__all__}
