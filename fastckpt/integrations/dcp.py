@@ -243,6 +243,7 @@ def _writer(storage_writer: Any, checkpoint_id: Any, durable: bool) -> Writer:
         checkpoint_id = storage_writer.path
     writer = copy.copy(storage_writer)  # it may be used again while this save runs
     writer.reset(checkpoint_id)
+    storage_writer.path, storage_writer.save_id = writer.path, writer.save_id
     return writer
 
 

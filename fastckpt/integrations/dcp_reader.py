@@ -43,6 +43,8 @@ class Reader(StorageReader):
 
     Args:
         path: the checkpoint's directory.
+        _extension_registry: as that of torch's FileSystemReader, which reads what went through
+            extensions.
         weights_only: `.metadata` may name the classes that it has to have, no others, and objects
             have to be such as torch.load(weights_only=True) takes (torch.serialization.safe_globals
             extends that), or io.BytesIO. False: unpickle what is there, which runs code that the
@@ -54,6 +56,7 @@ class Reader(StorageReader):
     def __init__(
         self,
         path: str | os.PathLike[str],
+        _extension_registry: Any = None,
         *,
         weights_only: bool = True,
         follow_links: bool = False,
@@ -61,6 +64,7 @@ class Reader(StorageReader):
         super().__init__()
         self.weights_only = weights_only
         self.follow_links = follow_links
+        self._extensions = _extension_registry
         self._metadata: Metadata | None = None
         if not path:
             raise ValueError(f"path is {path!r}")
@@ -221,7 +225,7 @@ class Reader(StorageReader):
             )
         for item in plan.items:
             self._path(self._info(item).relative_path)
-        reader = FileSystemReader(self.path)
+        reader = FileSystemReader(self.path, self._extensions)
         assert self._metadata is not None
         reader.set_up_storage_reader(self._metadata, False)
         reader.read_data(plan, planner).wait()

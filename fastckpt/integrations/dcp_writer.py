@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -39,6 +41,7 @@ from fastckpt.distcp_save import (
     remove_all,
     replace_file,
 )
+from fastckpt.errors import CheckpointError
 from fastckpt.fence import Watched
 from fastckpt.file_save import together
 from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
@@ -47,6 +50,9 @@ from fastckpt.integrations import dcp_metadata
 from fastckpt.placements import PLAIN_TENSORS
 from fastckpt.storage import Storage
 
+log = logging.getLogger("fastckpt")
+
+_COPY_AHEAD_BYTES = 10_000_000  # torch's default
 _ATOMS = (bool, int, float, str, type(None))
 
 
@@ -59,9 +65,22 @@ class Writer(StorageWriter):
     if anything fails, an older checkpoint in the same directory stays loadable; afterwards data
     files there (`__*_*.distcp`, of fastckpt or torch) that `.metadata` does not name are removed.
 
+    The positional arguments are those of torch's FileSystemWriter, in its order.
+
     Args:
         path: the checkpoint's directory, made when it is missing; a checkpoint_id replaces it.
+        sync_files: False is durable=False.
+        overwrite: False: a save to a directory that holds a checkpoint fails, and leaves that.
+        single_file_per_rank, thread_count, per_thread_copy_ahead, cache_staged_state_dict: not
+            used, and a line of the log says so: each rank writes one file, by threads of fastckpt,
+            and nothing is staged whole.
+        _extensions, serialization_format: must be none, and TORCH_SAVE: files are those of no
+            others.
         backend, durable, staging_bytes, staging: as fastckpt.save's.
+
+    Attributes:
+        save_id: of the last save that was begun with this writer; on the first rank its metadata
+            has it in storage_meta.
 
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, or path is no path.
@@ -70,6 +89,14 @@ class Writer(StorageWriter):
     def __init__(
         self,
         path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = _COPY_AHEAD_BYTES,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
         *,
         backend: BackendName = "auto",
         durable: bool = True,
@@ -77,9 +104,23 @@ class Writer(StorageWriter):
         staging: StagingWay = "host",
     ) -> None:
         super().__init__()
-        self.options = Options(backend, durable, staging_bytes, staging)
+        self.options = Options(backend, durable and sync_files, staging_bytes, staging)
+        self.overwrite = overwrite
         self.rank: int | None = None
         self.use_collectives = True
+        self._commits = True  # whether this rank does, of those that save together
+        if _extensions:
+            raise ValueError("_extensions are of torch's FileSystemWriter, this one applies none")
+        if getattr(serialization_format, "name", "TORCH_SAVE") != "TORCH_SAVE":
+            raise ValueError(f"serialization_format is {serialization_format}, must be TORCH_SAVE")
+        given = {
+            "single_file_per_rank": not single_file_per_rank,
+            "thread_count": thread_count != 1,
+            "per_thread_copy_ahead": per_thread_copy_ahead != _COPY_AHEAD_BYTES,
+            "cache_staged_state_dict": cache_staged_state_dict,
+        }
+        if unused := ", ".join(name for name, differs in given.items() if differs):
+            log.info("the Writer for %r does not use %s: its threads are fastckpt's", path, unused)
         if not path:
             raise ValueError(f"path is {path!r}")
         self.reset(path)
@@ -106,8 +147,11 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
+        self._commits = is_coordinator or not self.use_collectives
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self._commits:
+            self._check_may_commit(pipeline.current().storage)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -162,14 +206,29 @@ class Writer(StorageWriter):
             its.index: its.storage_data for of_rank in results for its in of_rank
         }
         metadata.storage_meta = self.storage_meta()
-        rank = None if self.use_collectives else self.rank
-        name = dcp_metadata.NAME if rank is None else f"__{rank}{dcp_metadata.NAME}"
-        path = os.path.join(self.path, name)
+        rank, path = self._metadata_rank(), self._metadata_path()
+        self._check_may_commit(storage)  # again: another save may have been there first
         if not storage.is_directory(os.path.realpath(self.path)):  # no rank had anything to write
             make_directory(storage, self.path, self.options.durable)
         content = dcp_metadata.encode(metadata)
         replaced = replace_file(storage, path, content, self.options.durable)
         return replaced, dcp_metadata.unneeded(storage, self.path, metadata, rank)
+
+    def _metadata_rank(self) -> int | None:
+        """The rank that has metadata of its own; None where all have it in common."""
+        return None if self.use_collectives else self.rank
+
+    def _metadata_path(self) -> str:
+        rank = self._metadata_rank()
+        name = dcp_metadata.NAME if rank is None else f"__{rank}{dcp_metadata.NAME}"
+        return os.path.join(self.path, name)
+
+    def _check_may_commit(self, storage: Storage) -> None:
+        if not self.overwrite and storage.status(self._metadata_path()) is not None:
+            raise CheckpointError(
+                f"Checkpoint already exists in {self.path!r}, and overwrite=False: it stays as it "
+                "is, and this one was not committed"
+            )
 
     def job(
         self,

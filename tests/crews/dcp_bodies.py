@@ -209,6 +209,23 @@ def save_big(member: Member, path: str, seed: int) -> None:
         ours.save({"model": big(member, seed)}, checkpoint_id=path, process_group=member.group)
 
 
+def save_once(member: Member, path: str, seed: int, how: str) -> Outcome:
+    """Saves where nothing may be overwritten."""
+
+    def act() -> str:
+        with quiet():
+            writer = ours.Writer(path, overwrite=False)
+            state = {"model": big(member, seed)}
+            kind = ours if how == "ours" else dcp
+            try:
+                kind.save(state, storage_writer=writer, process_group=member.group)
+            except CheckpointException as error:  # which is no Exception
+                raise RuntimeError(str(error.failures)) from None
+            return "saved"
+
+    return told(attempt(act))
+
+
 def holds_big(member: Member, path: str, seed: int) -> bool:
     with quiet():
         state = {"model": {key: torch.zeros_like(v) for key, v in big(member, seed).items()}}

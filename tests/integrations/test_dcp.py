@@ -9,6 +9,7 @@ in ranks/dcp_bodies.py. Must not know how a save proceeds.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import io
 import logging
 import os
@@ -37,7 +38,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import fastckpt
-from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, StagingConflict, pipeline
+from fastckpt import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StagingConflict,
+    pipeline,
+)
 from fastckpt.distcp_load import ItemsFile
 from fastckpt.formats import distcp
 from fastckpt.integrations import dcp_metadata
@@ -339,6 +346,71 @@ def test_arguments_that_are_wrong(tmp_path: Path) -> None:
             async_save({}, checkpoint_id=tmp_path, **{name: "no"})
     with pytest.raises(ValueError, match="no path"):
         save({}, checkpoint_id="s3://bucket/key")
+
+
+def test_a_writer_takes_what_torchs_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = inspect.signature(dcp.FileSystemWriter).parameters
+    ours = inspect.signature(Writer).parameters
+    assert [*ours][: len(theirs)] == [*theirs]
+    for name, parameter in theirs.items():
+        assert ours[name].kind == parameter.kind
+        if name != "serialization_format":  # which torch has since 2.8
+            assert ours[name].default == parameter.default
+    form = theirs["serialization_format"].default
+    with caplog.at_level(logging.INFO, "fastckpt"):
+        Writer(tmp_path, True, True, 1, 10_000_000, False, True, None, form)
+        assert not caplog.records
+        writer = Writer(tmp_path, False, False, 4, 0, True, True, [], form)
+    assert len(caplog.records) == 1
+    for name in ("single_file_per_rank", "thread_count", "per_thread_copy_ahead", "cache_staged"):
+        assert name in caplog.text
+    assert not writer.options.durable and Writer(tmp_path).options.durable
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer)
+    assert load({"a": torch.zeros(3)}, tmp_path)["a"].sum() == 3
+    with pytest.raises(ValueError, match="_extensions"):
+        Writer(tmp_path, _extensions=[object()])
+    with pytest.raises(ValueError, match="must be TORCH_SAVE"):
+        Writer(tmp_path, serialization_format=type(form).SAFETENSORS)
+
+
+@pytest.mark.parametrize("collectives", [True, False])
+def test_a_writer_that_may_not_overwrite(collectives: bool, tmp_path: Path) -> None:
+    first = {"a": torch.ones(3)}
+    for way in (save, dcp.save):
+        path = tmp_path / way.__module__
+        writer = Writer(path, overwrite=False)
+        way(first, storage_writer=writer, use_collectives=collectives)
+        before = sorted(os.listdir(path))
+        with pytest.raises((CheckpointError, CheckpointException)) as caught:
+            way({"a": torch.zeros(3)}, storage_writer=writer, use_collectives=collectives)
+        told = str(getattr(caught.value, "failures", caught.value))
+        assert "Checkpoint already exists" in told and str(path) in told
+        assert sorted(os.listdir(path)) == before
+        assert is_same(load({"a": torch.zeros(3)}, path), first)
+
+
+def test_of_two_saves_begun_at_once_one_may_not_overwrite(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, overwrite=False)
+    one, other = ({"a": torch.full((1 << 20,), value)} for value in (1.0, 2.0))
+    savings = [async_save(state, storage_writer=writer) for state in (one, other)]
+    assert savings[0].exception() is None
+    assert isinstance(savings[1].exception(), CheckpointError)
+    assert "Checkpoint already exists" in str(savings[1].exception())
+    assert len(data_files(tmp_path)) == 1
+    assert is_same(load(blank(one), tmp_path), one)
+
+
+@pytest.mark.parametrize("way", [save, dcp.save], ids=["ours", "torch's"])
+def test_the_save_id_of_a_writer_is_that_of_what_it_saved(way: Any, tmp_path: Path) -> None:
+    writer, told = Writer(tmp_path / "nowhere"), set()
+    for name in ("a", "b"):
+        metadata = way({"n": 5}, checkpoint_id=tmp_path / name, storage_writer=writer)
+        assert writer.checkpoint_id == str(tmp_path / name)
+        stored = Reader(tmp_path / name).read_metadata().storage_meta
+        assert stored is not None and metadata.storage_meta is not None
+        assert stored.save_id == metadata.storage_meta.save_id == writer.save_id
+        told.add(writer.save_id)
+    assert len(told) == 2
 
 
 # Fences
@@ -953,6 +1025,19 @@ def test_a_full_disk_on_one_rank_fails_all_and_leaves_the_old(
     assert crew(2)(bodies.holds_big, str(tmp_path), 1) == [True, True]
     crew(2)(bodies.save_big, str(tmp_path), 2)
     assert crew(2)(bodies.holds_big, str(tmp_path), 2) == [True, True]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", ["ours", "torch"])
+def test_all_ranks_are_told_that_nothing_is_overwritten(
+    how: str, crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    told = crew(2)(bodies.save_once, str(tmp_path), 1, how)
+    assert [outcome.value for outcome in told] == ["'saved'"] * 2
+    told = crew(2)(bodies.save_once, str(tmp_path), 2, how)
+    assert all("Checkpoint already exists" in str(outcome.error) for outcome in told), told
+    assert crew(2)(bodies.holds_big, str(tmp_path), 1) == [True, True]
+    assert len(data_files(tmp_path)) == 2
 
 
 @pytest.mark.multiprocess
