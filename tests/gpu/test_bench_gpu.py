@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     return printed, json.loads(file.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 def test_record_has_its_shape(run: tuple[str, dict[str, Any]]) -> None:
     _printed, record = run
     assert not record["judged"] and record["failures"] == []
@@ -71,7 +71,7 @@ def test_record_has_its_shape(run: tuple[str, dict[str, Any]]) -> None:
     assert loads == {"fastckpt.load", "fastckpt.load, gds", "torch.load", "safetensors"}
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 def test_every_bar_has_its_line_and_no_number_is_judged(run: tuple[str, dict[str, Any]]) -> None:
     printed, record = run
     assert printed.startswith("Stand-in on the CPU") and "FAIL" not in printed

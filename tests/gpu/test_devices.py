@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from fastckpt import _engine
 from fastckpt.image import address_of
+from tests import interpreters
 from tests.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub, built
 from tests.engine.test_engine import (
     BLOCK_SIZES,
@@ -371,7 +372,7 @@ def test_a_process_without_a_gpu_loads_no_driver() -> None:
         "assert 'libcuda' not in open('/proc/self/maps').read()\n"
         "assert not torch.cuda.is_initialized()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    interpreters.run(code).check_returncode()
 
 
 def test_a_process_that_used_a_device_ends(stub: CudaStub) -> None:
@@ -381,4 +382,4 @@ def test_a_process_that_used_a_device_ends(stub: CudaStub) -> None:
         f"queue = _engine.DeviceQueue(_engine.CudaDriver({stub.path!r}), 0)\n"
         "queue.follow(0)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    interpreters.run(code).check_returncode()

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from fastckpt import _engine
 from fastckpt.image import address_of
-from tests import cuda_stub, cufile_stub
+from tests import cuda_stub, cufile_stub, interpreters
 from tests.cuda_stub import ILLEGAL_ADDRESS, LAUNCH, ON_DEVICE, OUT_OF_MEMORY, TO_HOST, CudaStub
 from tests.cufile_stub import FILE_SYSTEM, CufileStub
 from tests.engine.test_engine import opened, relaxed
@@ -590,7 +590,7 @@ def test_programmers_errors_are_checked(stubs: Stubs, wrong: str, words: str) ->
         "run = lambda op: _engine.run_ops(backend, [op])\n"
         f"{wrong}\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = interpreters.run(code)
     assert ended.returncode == -signal.SIGABRT and "CHECK failed" in ended.stderr
     assert words in ended.stderr
 

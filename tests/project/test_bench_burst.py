@@ -58,7 +58,7 @@ def test_tiers_are_compared_where_there_are_any(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
+@pytest.mark.torture
 def test_a_short_run(tmp_path: Path) -> None:
     missing = reason_missing()
     if missing is not None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.paths import ROOT
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.torture]
 
 
 def test_it_measures_and_finds_every_load_right(tmp_path: Path) -> None:

@@ -475,7 +475,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.torture)])
 def test_workers_save_and_load(disk: Path, method: str) -> None:
     result = run_python(WORKERS, disk, method)
     assert result.stderr == ""

@@ -807,11 +807,11 @@ def place_of_commit(storage: Recorder) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("first", errno.EIO),
+        pytest.param("first", errno.EIO, marks=pytest.mark.torture),
         ("next", errno.EIO),
-        ("next", errno.ENOSPC),
-        ("again", errno.EDQUOT),
-        ("zstd", errno.ENOSPC),
+        pytest.param("next", errno.ENOSPC, marks=pytest.mark.torture),
+        pytest.param("again", errno.EDQUOT, marks=pytest.mark.torture),
+        pytest.param("zstd", errno.ENOSPC, marks=pytest.mark.torture),
     ],
 )
 def test_every_operation_may_fail(memory: Path, name: str, code: int) -> None:
@@ -1028,7 +1028,10 @@ def plant(image: dict[str, bytes | None], base: Path, owner: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("name", ["first", "next", "again"])
+@pytest.mark.parametrize(
+    "name",
+    ["next", *(pytest.param(each, marks=pytest.mark.torture) for each in ("first", "again"))],
+)
 def test_any_operation_may_be_the_last(memory: Path, name: str) -> None:
     scenario = SCENARIOS[name]
     old = None if scenario.before is None else 1

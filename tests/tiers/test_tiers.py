@@ -605,8 +605,12 @@ def life(base: tuple[Path, Path], storage: Storage | None, step: int, **options:
 @pytest.mark.filesystem
 @pytest.mark.parametrize(
     ("code", "stride", "options"),
-    [(errno.EIO, 1, {}), (errno.ENOSPC, 3, {"codec": "zstd"})],
-    ids=["EIO", "ENOSPC with zstd"],
+    [
+        (errno.EIO, 5, {}),
+        pytest.param(errno.EIO, 1, {}, marks=pytest.mark.torture),
+        pytest.param(errno.ENOSPC, 3, {"codec": "zstd"}, marks=pytest.mark.torture),
+    ],
+    ids=["EIO of some", "EIO", "ENOSPC with zstd"],
 )
 def test_every_operation_may_fail(
     two: tuple[Path, Path], code: int, stride: int, options: dict[str, Any]
@@ -647,10 +651,11 @@ def test_every_operation_may_fail(
 
 
 @pytest.mark.filesystem
-def test_any_operation_may_be_the_last(two: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.torture)])
+def test_any_operation_may_be_the_last(two: tuple[Path, Path], stride: int) -> None:
     """From some operation on nothing happens any more: a process that was killed there."""
     owner, steps = dead_pid(), set()
-    for number in itertools.count(0, 2):
+    for number in itertools.count(0, stride):
         base = (two[0] / f"{number}", two[1] / f"{number}")
         for each in base:
             each.mkdir()
