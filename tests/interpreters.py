@@ -108,7 +108,7 @@ class Program:
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end of the process; its number is nobody else's until then."""
+        """Waits until the process is gone."""
         if self.returncode is None:
             ready, _, _ = select.select([self._status], [], [], timeout)
             if not ready:
@@ -238,19 +238,13 @@ def _next_order(orders: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _await(pid: int, fds: list[int]) -> None:
-    """Tells the number of a program's process and then its exit status, and keeps the number taken
-    until then.
-    """
+    """Tells the number of a program's process, and its exit status when it is gone."""
     for fd in fds[1:]:
         os.close(fd)
     # Nobody may be there any more who asks.
     with socket.socket(fileno=fds[0]) as status, contextlib.suppress(OSError):
         status.send(_STATUS.pack(pid, 0))
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        exited = ended.si_code == os.CLD_EXITED
-        status.send(_STATUS.pack(pid, ended.si_status << 8 if exited else ended.si_status))
-        status.recv(1)  # until nobody asks any more
+        status.send(_STATUS.pack(*os.waitpid(pid, 0)))
     os._exit(0)
 
 

@@ -280,7 +280,6 @@ def test_a_step_on_its_way_to_the_root_is_not_told_to_be_skipped(
     steps.abandon(begun)
     os.mkdir(steps.path(begun.name))
     assert candidates([steps], None) == [] and "its save was not committed" in caplog.text
-    os.close(begun.manifest_fd)
 
 
 def test_killed_between_the_commits_and_the_local_tier_lost(killed: tuple[Path, Path]) -> None:
