@@ -44,6 +44,7 @@ from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle
 from fastckpt.pacing import Pacing
+from fastckpt.quantities import shown_rate, shown_size, shown_time
 from fastckpt.spread import Spread
 from fastckpt.step_capture import captured
 from fastckpt.step_choice import first_whole
@@ -54,7 +55,7 @@ from fastckpt.template import Template, whole
 from fastckpt.tiered_restore import first_whole_of_tiers
 from fastckpt.tiered_save import TieredSave
 from fastckpt.tiers import local_tier
-from fastckpt.tree import PerRank, Stored, fill
+from fastckpt.tree import PerRank, State, Stored, fill
 
 log = logging.getLogger("fastckpt")
 
@@ -169,6 +170,7 @@ class Checkpointer:
             self._steps.storage, local, keep_local, self._steps, self._coordinator, pacing
         )
         self.restored_from: dict[str, str] = {}
+        self._reader: StepReader | None = None  # of the restore that goes on
         self._handles: list[SaveHandle] = []
         self._differing: frozenset[str] = frozenset()
         self._closed = self._ended = False
@@ -230,7 +232,9 @@ class Checkpointer:
         self._handles = [*self._handles, job.handle]
         return current.save(job)
 
-    def restore(self, state: Any, step: int | None = None, *, weights_only: bool = True) -> Any:
+    def restore(
+        self, state: State, step: int | None = None, *, weights_only: bool = True
+    ) -> int | None:
         """Restores a state in place. All ranks call it.
 
         Tensors and DTensors get their values in place, whatever mesh or number of ranks saved
@@ -267,6 +271,7 @@ class Checkpointer:
             reader.read(mine, self._options.staging)
             return template.put
 
+        started = time.perf_counter()
         with self._restoring() as agreement:
             spread = Spread(agreement, self.group, state)
             found = self._first_whole(agreement, step, lambda reader: read(reader, spread))
@@ -275,6 +280,7 @@ class Checkpointer:
         number, put = found
         spread.pass_on()
         put()
+        self._tell("restored", number, started)
         return number
 
     def load(self, step: int | None = None, *, weights_only: bool = True) -> Any:
@@ -310,12 +316,14 @@ class Checkpointer:
             )
             return fill(objects, lambda stored: tensors[stored.key], lambda name: _own(own, name))
 
+        started = time.perf_counter()
         with self._restoring() as agreement:
             found = self._first_whole(agreement, step, read)
         if found is None:
             raise CheckpointError(
                 f"{self.root!r} holds no committed step: there is nothing to load"
             )
+        self._tell("loaded", found[0], started)
         return found[1]
 
     def steps(self) -> list[int]:
@@ -372,6 +380,15 @@ class Checkpointer:
         for key in sorted(keys):
             log.warning("%r differs between ranks: from now on it is saved from rank 0", key)
 
+    def _tell(self, what: str, step: int, started: float) -> None:
+        """One line, on the first rank: what it has read itself, and how long all of it took."""
+        reader, self._reader = self._reader, None
+        nbytes, seconds = 0 if reader is None else reader.nbytes_read, time.perf_counter() - started
+        level = logging.DEBUG if self._coordinator.rank else logging.INFO
+        size, took = shown_size(nbytes), shown_time(seconds)
+        rate = shown_rate(nbytes / max(seconds, 1e-9))
+        log.log(level, "%s step %d of %r: %s in %s (%s)", what, step, self.root, size, took, rate)
+
     @contextmanager
     def _restoring(self) -> Iterator[Round]:
         """A round of all ranks, when what they have saved so far is there."""
@@ -391,7 +408,7 @@ class Checkpointer:
         """What `read` makes of the newest step for which no rank met damage."""
 
         def noting(reader: StepReader) -> T:
-            self.restored_from = reader.copies.taken
+            self.restored_from, self._reader = reader.copies.taken, reader
             return read(reader)
 
         current, tier = self._current(), self._tier

@@ -13,6 +13,7 @@ from concurrent.futures import Future, TimeoutError, wait
 from dataclasses import dataclass
 
 from fastckpt.errors import CheckpointError
+from fastckpt.quantities import shown_rate, shown_size, shown_time
 
 
 @dataclass
@@ -65,6 +66,22 @@ class SaveStats:
     d2h_gbps: float | None = None
     gpu_stall_s: float | None = None
 
+    def __str__(self) -> str:
+        """One line: how much, how long, how fast, how long the caller was blocked, and by what."""
+        told = [shown_size(self.nbytes)]
+        if self.committed_s is None:
+            told[0] += ", not committed"
+        else:
+            rate = shown_rate(self.nbytes / max(self.committed_s, 1e-9))
+            told[0] += f" in {shown_time(self.committed_s)} ({rate})"
+        if self.local_committed_s is not None:
+            told.append(f"on the node after {shown_time(self.local_committed_s)}")
+        if self.stall_s is not None:
+            told.append(f"the caller was blocked for {shown_time(self.stall_s)}")
+        if self.backend:
+            told.append(f"{self.backend}, O_DIRECT" if self.direct else self.backend)
+        return "; ".join(told)
+
 
 class SaveHandle(Future[SaveStats]):
     """A save in flight: a concurrent.futures.Future whose result is its SaveStats.
@@ -92,6 +109,17 @@ class SaveHandle(Future[SaveStats]):
         self._pid = os.getpid()
         self._over = False
         self.set_running_or_notify_cancel()
+
+    def __repr__(self) -> str:
+        """The path, and how far the save has come."""
+        error = self.failure()
+        if error is not None:
+            state = f"failed: {type(error).__name__}: {error}"
+        elif self.done():
+            state = f"committed: {self.stats}"
+        else:
+            state = "writing" if self.is_staged() else "copying"
+        return f"<{type(self).__name__} {self.path!r}: {state}>"
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Waits until the object was copied (or the save failed) and may be mutated.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import logging
 import os
 import sys
 import threading
@@ -30,6 +31,8 @@ from fastckpt.rates import Rates
 from fastckpt.staging import Staging
 from fastckpt.storage import Storage, close_inherited
 from fastckpt.transfer import Copying
+
+log = logging.getLogger("fastckpt")
 
 IN_FLIGHT_MAX = 16
 _HEAD_START_S = 0.001
@@ -149,6 +152,9 @@ class Pipeline:
             finally:  # a callback may raise SystemExit
                 job.end(self)
             if error is None:
+                # Told after the result, so that no log that is stuck can hold that up.
+                level = logging.DEBUG if job.agreement.rank else logging.INFO
+                log.log(level, "saved %r: %s", handle.path, handle.stats)
                 self.staging.warm(job.staging_nbytes, job.reads)
                 if job.choice is not None:
                     job.choice.learn()

@@ -6,6 +6,7 @@ know when torch has to write.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import IO
@@ -14,6 +15,8 @@ from fastckpt import commit
 from fastckpt.commit import close_quietly, settle
 from fastckpt.handle import SaveHandle
 from fastckpt.pipeline import Pipeline
+
+log = logging.getLogger("fastckpt")
 
 
 def save_stock(
@@ -44,4 +47,6 @@ def finish_stock(handle: SaveHandle) -> SaveHandle:
     handle.stats.backend, handle.stats.why = "stock", "written by torch.save itself"
     handle.stats.stall_s = handle.stats.committed_s = handle.elapsed_s()
     handle.set_result(handle.stats)
+    if handle.stats.nbytes:  # else it went to a file-like object or a device, and nobody counted
+        log.info("saved %r: %s", handle.path, handle.stats)
     return handle

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.near_names import instead_of
 from fastckpt.placements import dtensor_part, is_sharded
 from fastckpt.shards import Box
 from fastckpt.step_load import Place, Target
@@ -133,7 +134,8 @@ class Template:
             raise IncompatibleCheckpoint(
                 f"{path} has {missing[0]!r}"
                 + (f" and {len(missing) - 1} more keys" if len(missing) > 1 else "")
-                + ", which the checkpoint has not: restore it into a state as it was saved"
+                + ", which the checkpoint has not"
+                + (instead_of(missing, saved) or ": restore it into a state as it was saved")
             )
         self._ignored += [f"{path}[{key!r}]" for key in saved if key not in value]
         for key, item in value.items():
@@ -215,8 +217,8 @@ class Template:
         self._dict(own, saved, path, depth)
         if unknown and _is_strict(value):
             raise IncompatibleCheckpoint(
-                f"{path} is a module that has no {_listed(unknown)}: restore into a dict of what "
-                "is wanted of it"
+                f"{path} is a module that has no {_listed(unknown)}, which the checkpoint has: "
+                "restore into a dict of what is wanted of it"
             )
         self._actions.append(lambda: value.load_state_dict(own))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -133,6 +133,17 @@ class Flat:
     objects: Any = None
     per_rank: dict[str, PerRank] = field(default_factory=dict)
     kinds: list[Kind] = field(default_factory=list)
+
+
+class Stateful(Protocol):
+    """An object that is saved by its state_dict() and restored by its load_state_dict()."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+State: TypeAlias = dict[Any, Any] | list[Any] | Stateful  # what a Checkpointer can restore in place
 
 
 def is_stateful(value: object) -> bool:

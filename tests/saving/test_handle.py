@@ -868,3 +868,41 @@ def test_stats_are_plain_data() -> None:
     stats = fastckpt.SaveStats(stall_s=0.5, nbytes=7)
     assert stats == fastckpt.SaveStats(stall_s=0.5, nbytes=7)
     assert SimpleNamespace(**vars(stats)).nbytes == 7
+
+
+def test_a_handle_shows_its_path_and_how_far_it_is(disk: Path) -> None:
+    path = disk / "a.pt"
+    with HeldTensor() as held:
+        handle = fastckpt.save({"w": held.tensor}, path, fence="step")
+        assert repr(handle) == f"<SaveHandle {str(path)!r}: copying>"
+        held.release()
+    stats = handle.result(WAIT_S)
+    assert repr(handle) == f"<SaveHandle {str(path)!r}: committed: {stats}>"
+    failed = fastckpt.save(filled(1), disk / TOO_LONG)
+    error = failed.exception(WAIT_S)
+    assert repr(failed) == f"<SaveHandle {failed.path!r}: failed: StorageError: {error}>"
+
+
+def test_stats_are_one_readable_line() -> None:
+    stats = fastckpt.SaveStats(nbytes=2 << 30)
+    assert str(stats) == "2.00 GiB, not committed"
+    stats.committed_s, stats.stall_s, stats.backend, stats.direct = 0.5, 0.012, "io_uring", True
+    assert str(stats) == (
+        "2.00 GiB in 0.50 s (4.29 GB/s); the caller was blocked for 12.0 ms; io_uring, O_DIRECT"
+    ).replace("0.50 s", "500 ms")
+    stats.local_committed_s = 0.1
+    assert "; on the node after 100 ms; " in str(stats)
+
+
+def test_one_line_is_logged_for_a_commit(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "fastckpt"):
+        handle = fastckpt.save(filled(1), disk / "a.pt")
+        handle.result(WAIT_S)
+        fastckpt.pipeline.current().drain()
+        legacy = fastckpt.save(1, disk / "old.pt", _use_new_zipfile_serialization=False)
+        fastckpt.save(1, io.BytesIO())
+        failed = fastckpt.save(filled(1), disk / TOO_LONG)
+        assert failed.exception(WAIT_S) is not None
+        fastckpt.pipeline.current().drain()
+    told = [line for line in caplog.messages if line.startswith("saved")]
+    assert told == [f"saved {h.path!r}: {h.stats}" for h in (handle, legacy)]

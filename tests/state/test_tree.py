@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from fastckpt import Checkpointer, PerRank
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.safetensors import DTYPES
+from fastckpt.near_names import instead_of
+from fastckpt.template import Template
 from fastckpt.tree import (
     DEPTH_MAX,
     ESCAPED,
@@ -1125,3 +1127,28 @@ def test_a_module_inside_distributed_data_parallel(disk: Path, run: Run) -> None
             assert "embedding.weight" in checkpointer.load()["net"]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "told"),
+    [
+        ("w", {"_orig_mod.w": 0}, r": it has '_orig_mod.w' instead \(torch.compile\(\) puts"),
+        ("_orig_mod.w", {"w": 0}, r": it has 'w' instead \(torch.compile\(\) puts"),
+        ("a._orig_mod.w", {"a.w": 0}, r": it has 'a.w' instead \(torch.compile\(\) puts"),
+        ("w", {"module.w": 0}, r": it has 'module.w' instead \(DataParallel and Distr"),
+        ("model", {"modle": 0, "own": 1}, ": the nearest that it has are 'modle'"),
+        ("model", {"x": 0, 7: 1}, ": restore it into a state as it was saved"),
+    ],
+)
+def test_a_missing_name_is_told_with_what_is_there_instead(
+    name: str, saved: dict[Any, Any], told: str
+) -> None:
+    with pytest.raises(
+        IncompatibleCheckpoint, match=f"{name}', which the checkpoint has not{told}"
+    ):
+        Template({name: 1}, saved, None, lambda _places: None)
+
+
+def test_near_names_among_very_many_are_found_at_once() -> None:
+    there = [f"layers.{n}.mlp.weight" for n in range(100_000)] + ["embedding.wieght"]
+    assert "'layers.7.mlp.weight'" in instead_of(["layers.7.mpl.weight"], there)

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import tempfile
@@ -396,9 +397,24 @@ def test_an_error_nobody_asked_for_is_raised_by_close(disk: Path) -> None:
         checkpointer.close()
         checkpointer = Checkpointer(disk / "run")
         checkpointer.save(1, state(1)).wait_done()
-        with pytest.raises(StorageError):
+        with pytest.raises(
+            StorageError, match=r"^an earlier save, to '.*/step-00000001', failed: "
+        ):
             checkpointer.close()
         checkpointer.close()
+
+
+def test_one_line_is_logged_for_a_restore(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(7, state(1)).result(WAIT_S)
+        fastckpt.pipeline.current().drain()
+        with caplog.at_level("INFO", "fastckpt"):
+            assert checkpointer.restore(state(2)) == 7
+            checkpointer.load()
+    told = [line for line in caplog.messages if not line.startswith("using ")]
+    restored, loaded = told
+    assert re.fullmatch(rf"restored step 7 of '{disk}/run': \S+ MiB in .* \(.*B/s\)", restored)
+    assert loaded.startswith("loaded step 7 of ")
 
 
 def test_the_error_of_the_body_counts(disk: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,43 @@
+"""Names that a checkpoint has in the place of those that it lacks, in words.
+
+Pure: it compares texts. It must not know what the names are of.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile() puts '_orig_mod.' into names: the plain module is its attribute "
+    "_orig_mod",
+    "module.": "DataParallel and DistributedDataParallel put 'module.' before names: the plain "
+    "module is their attribute module",
+}
+_COMPARED_MAX = 2000  # names: comparing more of them would take seconds
+_SHOWN_MAX = 3
+
+
+def instead_of(missing: Sequence[object], there: Iterable[object]) -> str:
+    """What is there instead of the first missing name, to follow "the checkpoint has not".
+
+    Args:
+        missing: keys that were looked for and not found, at least one.
+        there: the keys that were found.
+
+    Returns:
+        Words that begin with ": ", or nothing if no name is near.
+    """
+    name, names = missing[0], [key for key in there if isinstance(key, str)]
+    if not isinstance(name, str):
+        return ""
+    for prefix, why in _WRAPPERS.items():
+        bare = name.replace(prefix, "")
+        found = next((n for n in names if n != name and n.replace(prefix, "") == bare), None)
+        if found is not None:
+            return f": it has {found!r} instead ({why})"
+    if len(names) > _COMPARED_MAX:
+        last = name.rpartition(".")[2]
+        names = [n for n in names if n.rpartition(".")[2] == last][:_COMPARED_MAX]
+    near = difflib.get_close_matches(name, names, _SHOWN_MAX)
+    return f": the nearest that it has are {', '.join(map(repr, near))}" if near else ""
