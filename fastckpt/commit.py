@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -27,6 +28,8 @@ _NAME_BYTES_MAX = 150  # leaves room for the suffix below within the 255 bytes o
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 _SUFFIX = re.compile(r"\.(?P<host>[^.]*)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z")
 _numbers = itertools.count()
+_KEPT_OPEN = (errno.EPERM, errno.EBUSY)
+_CLOSED_S, _CLOSED_POLL_S = 0.5, 0.05
 
 
 def _prefix(path: str) -> str:
@@ -145,14 +148,33 @@ def temporary(
         storage.lock(fd)
         yield fd, name
     except BaseException:
+        served = storage.policy(fd)[0].startswith("fuse")
+        # Closed first: some daemons keep an open file under another name, or refuse to remove it.
+        close_quietly(storage, fd)
+        _remove_closed(storage, name, served)
+        raise
+    close_quietly(storage, fd)
+
+
+def _remove_closed(storage: Storage, name: str, served: bool) -> None:
+    """Removes a file that was closed just now.
+
+    Args:
+        storage, name: whose file.
+        served: a daemon serves it, which hears of a close(2) later, and may refuse until then, or
+            make the file anew (rclone uploads what is closed, be it empty).
+    """
+    until = time.monotonic() + _CLOSED_S
+    while True:
         try:
             storage.remove(name)
-        except OSError:
+        except OSError as error:
             # Gone by the rename, or left for the next save to remove: the first error counts.
-            pass
-        raise
-    finally:
-        close_quietly(storage, fd)
+            if not served or error.errno not in (*_KEPT_OPEN, errno.ENOENT):
+                return
+        if not served or time.monotonic() >= until:
+            return
+        time.sleep(_CLOSED_POLL_S)
 
 
 def settle(storage: Storage, fd: int, path: str, durable: bool) -> None:

@@ -93,6 +93,7 @@ _BY_TYPE = {
     "nfs4": "nfs",
     "fhgfs": "beegfs",
     "smb3": "cifs",
+    "9p": "unknown",  # its statfs passes the number on that the server's file system has
     **{
         f"fuse.{daemon}": "object store"
         for daemon in ("gcsfuse", "s3fs", "mount-s3", "mountpoint-s3", "goofys", "geesefs")

@@ -41,11 +41,14 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM)  # llite.enable_setstripe_gid
 
 @dataclass
 class _Place:
-    """What is known of a directory: its default layout, its file system's name, and its mount."""
+    """What is known of a directory: its default layout, its file system's name, its mount, and
+    whether that is Lustre by its type as well, and not by its number alone, which 9p passes on.
+    """
 
     default: Layout
     name: str
     mount: str
+    is_lustre: bool = True
 
 
 _places: dict[str, _Place] = {}  # asked for once: the metadata server has enough to do
@@ -68,6 +71,8 @@ def create(path: str, flags: int, mode: int, purpose: Purpose) -> tuple[int, str
         purpose: what the file is for.
     """
     place = _place(purpose.directory or os.path.dirname(path))
+    if not place.is_lustre:
+        return os.open(path, flags, mode), "a layout is the server's matter"
     layout, why = decide(place.default, purpose, len(free_bytes(place.name)) or None)
     if layout is None:
         return os.open(path, flags, mode), why
@@ -128,7 +133,8 @@ def _place(directory: str) -> _Place:
         if default is None and mount is not None:  # what is set on the root holds for all below
             default = layout_of(mount.point)
         point = directory if mount is None else mount.point
-        place = _Place(default or Layout(0, 0), _name(mount), point)
+        is_lustre = filesystems.recognised(filesystems.LUSTRE_MAGIC, mount) == "lustre"
+        place = _Place(default or Layout(0, 0), _name(mount), point, is_lustre)
         with _lock:
             _places[directory] = place
     return place

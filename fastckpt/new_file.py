@@ -89,15 +89,15 @@ def _ready(
                 pipeline.allocate(fd, padded if route.direct else purpose.nbytes)
         return route
     except StorageError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        layout = storage.another_layout(fd) if purpose.instead is None else None
-        if layout is not None:
-            raise _Full(layout) from None
-        detail = storage.room_text(fd)
+        number = error.errno or errno.EIO
+        if number == errno.ENOSPC and purpose.instead is None:
+            layout = storage.another_layout(fd)
+            if layout is not None:
+                raise _Full(layout) from None
+        detail = storage.refusal_text(fd, number)
         if not detail:
             raise
-        raise StorageError(error.op, error.path, errno.ENOSPC, error.offset, detail) from error
+        raise StorageError(error.op, error.path, number, error.offset, detail) from error
 
 
 def note_route(stats: SaveStats, route: Route) -> None:

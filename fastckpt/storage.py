@@ -32,6 +32,17 @@ T = TypeVar("T")
 # that has expired may be renewed, and a save whose bytes are still there goes on then.
 PATIENCE_S = 60.0
 _PAUSE_S = 0.25
+
+# What a daemon that uploads a file as it is written answers to a size or an offset that is not
+# where it has come to: rclone, mountpoint-s3, goofys.
+_OUT_OF_SEQUENCE = frozenset(
+    {errno.EPERM, errno.EINVAL, errno.ESPIPE, errno.ENOSYS, errno.EOPNOTSUPP}
+)
+_SEQUENTIAL = (
+    "this mount seems to take files in sequence only, and a checkpoint is written in parallel: "
+    "mount it with a cache for writes (rclone: --vfs-cache-mode writes), or save to another file "
+    "system and copy"
+)
 # Of a new file; who wants more than the world to read it widens it when it is whole.
 NEW_MODE = 0o664
 
@@ -134,11 +145,20 @@ class Storage:
         """
         return lustre.another_layout(fd) if _policy(fd)[0] == "lustre" else None
 
-    def room_text(self, fd: int) -> str:
-        """Where the room was short for a file, as far as that is less than all of the file system;
-        else "".
+    def refusal_text(self, fd: int, number: int) -> str:
+        """What is known of why a new file could not be given its size, or a block: where the room
+        was short, if not everywhere; or that the mount takes bytes in sequence only. Else "".
+
+        Args:
+            fd: the file.
+            number: the error's errno.
         """
-        return lustre.targets_text(fd) if _policy(fd)[0] == "lustre" else ""
+        name = _policy(fd)[0]
+        if number == errno.ENOSPC:
+            return lustre.targets_text(fd) if name == "lustre" else ""
+        if name.startswith("fuse") and number in _OUT_OF_SEQUENCE:
+            return _SEQUENTIAL
+        return ""
 
     def open(self, path: str) -> int:
         """Opens a file for reading; does not wait for the other end of a FIFO."""

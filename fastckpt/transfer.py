@@ -8,7 +8,6 @@ what the image is of, nor how the file is named or committed.
 from __future__ import annotations
 
 import ctypes
-import errno
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -228,8 +227,8 @@ class Transfer:
                     f"{self._devices.text(number)}; nothing was committed"
                 )
             detail = ""
-            if number == errno.ENOSPC and self._fd is not None:
-                detail = self._storage.room_text(self._fd)
+            if op == "write" and self._fd is not None:
+                detail = self._storage.refusal_text(self._fd, number)
             raise StorageError(op, self._path, number, offset, detail)
 
     def block_crcs(self) -> list[int]:

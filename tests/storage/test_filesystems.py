@@ -59,6 +59,11 @@ def test_the_mount_tells_what_shares_a_magic(mount: str, kind: str) -> None:
     assert recognised(None, Mount(mount, "x")) == kind
 
 
+@pytest.mark.parametrize("magic", [0xEF53, 0x58465342, 0x01021994, 0x0BD00BD0])
+def test_a_number_that_9p_passes_on_is_not_believed(magic: int) -> None:
+    assert recognised(magic, Mount("9p", "share")) == "unknown"
+
+
 def test_a_mount_type_of_another_name_falls_back_to_the_magic() -> None:
     assert recognised(0x0BD00BD0, Mount("lustre_tgt", "x")) == "lustre"
     assert recognised(0x65735546, Mount("virtiofs", "x")) == "fuse"

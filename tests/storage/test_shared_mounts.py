@@ -335,3 +335,48 @@ def test_a_writer_of_a_step_asks_little(disk: Path, monkeypatch: pytest.MonkeyPa
                     assert len(asked(double.log)) <= 3 + 10, asked(double.log)
     finally:
         current.close()
+
+
+# Mounts that upload a file as it is written.
+
+
+class InSequence(Recorder):
+    """A daemon like rclone's without a cache: no size ahead, no byte but the next one, and a file
+    stays as long as it is open, and a moment longer.
+
+    Args:
+        sizes: whether a size ahead is taken; then what is written elsewhere is refused.
+    """
+
+    def __init__(self, *, sizes: bool) -> None:
+        super().__init__()
+        self._sizes = sizes
+        self._open: set[str] = set()
+        self._refusals = 2
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        name, path = operation.name, operation.path
+        if name == "create":
+            self._open.add(path)
+        elif name == "close":
+            self._open.discard(path)
+        elif name in ("allocate", "truncate") and not self._sizes:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        elif name == "remove" and path.endswith(".tmp") and self._refusals:
+            self._refusals -= path not in self._open
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        elif name == "write" and operation.args[0]:  # as if another block had come first
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real()
+
+
+@pytest.mark.parametrize("sizes", [False, True])
+def test_a_mount_that_writes_in_sequence_refuses_with_the_reason(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, sizes: bool
+) -> None:
+    policy = POLICIES["object store"]
+    monkeypatch.setattr(filesystems, "policy_of", lambda _fd: ("fuse.rclone", policy))
+    error = saved_on(InSequence(sizes=sizes), disk / "a.pt").exception(WAIT_S)
+    assert isinstance(error, StorageError) and error.op == ("write" if sizes else "allocate")
+    assert "in sequence" in str(error) and "--vfs-cache-mode" in str(error)
+    assert os.listdir(disk) == []
