@@ -316,7 +316,7 @@ def _check_stored(name: str, stored: Any) -> None:
 
 
 def _check_info(name: str, info: Any) -> None:
-    path, transforms = info.relative_path, info.transform_descriptors
+    path, transforms = info.relative_path, getattr(info, "transform_descriptors", None)
     if type(path) is not str or not is_within(path):
         raise ValueError(f"{shown(name)} lies in the file {shown(path)}")
     if not _are_numbers((info.offset, info.length)) or info.offset + info.length >= _NUMBER_END:

@@ -20,6 +20,7 @@ import pytest
 
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import DAMAGE, Callee, Record, Refused
+from tests.storm import Storm
 
 
 @dataclass(frozen=True)
@@ -254,9 +255,8 @@ def check_changed(content: bytes) -> None:
             pass  # the two ways in which a pickle may be none; all others fail the test
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
-def test_changed_pickles_are_refused_or_read(protocol: int) -> None:
-    rng = random.Random(protocol)
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_changed_pickles_are_refused_or_read(protocol: int, storm: Storm) -> None:
     whole = [pickle.dumps(value, protocol) for value in VALUES[:6]]
-    for _ in range(300):
+    for rng in storm.rounds(suite=200, torture=20_000):
         check_changed(changed(rng.choice(whole), rng))

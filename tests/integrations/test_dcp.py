@@ -55,6 +55,7 @@ from tests.crews import dcp_bodies as bodies
 from tests.crews.dcp_states import blank, is_same, numbers, plain, whole
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.cuda_stub import CudaStub
+from tests.storm import Storm
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -715,11 +716,8 @@ def changed(content: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def check_changed(
-    path: Path, state: Any, metadata: bytes, rng: random.Random, stderr: pytest.CaptureFixture[str]
-) -> None:
+def check_changed(path: Path, state: Any) -> None:
     """Whatever a file of a checkpoint says, it is read, or told to be wrong with its path."""
-    (path / ".metadata").write_bytes(metadata)
     reader = Reader(path)
     try:
         reader.read_metadata()
@@ -732,17 +730,20 @@ def check_changed(
         # torch tells that what is described is not what was asked for.
         theirs = "planner" in str(trace) or "create_read_items" in str(trace)
         assert ours or theirs or isinstance(cause, AssertionError), (cause, trace)
-    assert "SystemError" not in stderr.readouterr().err
 
 
-def test_changed_metadata_is_refused_or_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("victim", ["metadata", "data"])
+def test_changed_files_are_refused_or_read(
+    victim: str, storm: Storm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rng, state = random.Random(20261122), {"a": numbers(1, 30, 4), "n": 5, "b": torch.ones(2)}
-    dcp.save(state, checkpoint_id=tmp_path)  # without a checksum
-    content = (tmp_path / ".metadata").read_bytes()
-    for _ in range(150):
-        check_changed(tmp_path, state, changed(content, rng), rng, capsys)
+    state = {"a": numbers(1, 30, 4), "n": 5, "b": torch.ones(2), "s": io.BytesIO(b"bytes")}
+    dcp.save(state, checkpoint_id=tmp_path)  # which writes no checksums
+    file = tmp_path / ".metadata" if victim == "metadata" else data_files(tmp_path)[0]
+    content = file.read_bytes()
+    for rng in storm.rounds(suite=100, torture=3000):
+        file.write_bytes(changed(content, rng))
+        check_changed(tmp_path, state)
+        assert "SystemError" not in capsys.readouterr().err
 
 
 def test_a_pickle_cannot_change_a_class(tmp_path: Path) -> None:
