@@ -94,7 +94,7 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
 
     Surely dead: the name says this host, no process with that pid and start time exists, and nobody
     holds the lock that a writer keeps on its temporary (which also covers other pid namespaces on
-    this host).
+    this host; where a writer keeps none, see claim(), the name alone tells).
     """
     directory, prefix = os.path.dirname(path), _prefix(path)
     removed = []
@@ -108,7 +108,7 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
             continue
         debris = os.path.join(directory, name)
         try:
-            fd = storage.open(debris)
+            fd = storage.open_to_lock(debris)
         except OSError:
             continue  # another process removed it, or it is not ours to touch
         try:
@@ -118,15 +118,32 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
         except OSError:
             continue  # as above: debris that stays costs space, not correctness
         finally:
-            storage.close(fd)
+            close_quietly(storage, fd)
     return removed
+
+
+def claim(storage: Storage, fd: int, path: str) -> None:
+    """Locks what this process has begun to make, open as fd, so that nobody takes it for debris.
+
+    Not where locks are mandatory, for other ranks could not write to it then. There, and where the
+    lock is refused, its name alone tells that it is not: it has the host, the process, and when
+    that began.
+
+    Raises:
+        StorageError: of op "open": the file system does not tell what it is.
+    """
+    with reported("open", path):
+        is_mandatory = storage.policy(fd)[1].mandatory_locks
+    if not is_mandatory:
+        with suppress(OSError):  # the name tells
+            storage.lock(fd)
 
 
 @contextmanager
 def temporary(
     storage: Storage, path: str, purpose: Purpose | None = None
 ) -> Iterator[tuple[int, str]]:
-    """A new locked file beside path, as (descriptor, name), which the body writes and renames.
+    """A new claimed file beside path, as (descriptor, name), which the body writes and renames.
 
     The descriptor, and with it the lock, is kept until then. The file is removed if the body fails.
 
@@ -145,7 +162,7 @@ def temporary(
         mode = NEW_MODE if replaced is None else 0o600
         fd = storage.create(name, mode, purpose)
     try:
-        storage.lock(fd)
+        claim(storage, fd, path)
         yield fd, name
     except BaseException:
         served = storage.policy(fd)[0].startswith("fuse")
@@ -381,7 +398,7 @@ def remove_dead_directories(storage: Storage, parent: str) -> None:
                     if storage.lock(fd):
                         storage.remove_tree(path)
                 finally:
-                    storage.close(fd)
+                    close_quietly(storage, fd)
 
 
 def _umask() -> int:

@@ -133,7 +133,7 @@ class Draft:
             self._lock: int | None = None
             try:
                 self._lock = storage.open(self.root)
-                storage.lock(self._lock)
+                commit.claim(storage, self._lock, self.root)
                 storage.make_directory(self.directory)
             except BaseException:
                 self.discard()

@@ -32,6 +32,8 @@ class Policy(NamedTuple):
         renames_at_once: a reader sees the old file or the new one at any moment, and so does who
             looks after a crash.
         remote: who writes proves who he is to a server, by what may expire and be renewed.
+        mandatory_locks: flock(2) keeps every other descriptor from reading or writing what is
+            locked, those of other ranks too.
     """
 
     backend: str
@@ -41,6 +43,7 @@ class Policy(NamedTuple):
     syncs_all: bool = True
     renames_at_once: bool = True
     remote: bool = True
+    mandatory_locks: bool = False
 
     def text(self) -> str:
         """All of it in words."""
@@ -48,7 +51,8 @@ class Policy(NamedTuple):
         sync = "fsync" if self.syncs_all else "fdatasync"
         rename = "" if self.renames_at_once else "; a rename copies, so a crash may lose both files"
         again = "; what the server refuses is tried again" if self.remote else ""
-        return f"{self.why}; {ahead}, made durable by {sync}{rename}{again}"
+        locks = "; what is written is not locked" if self.mandatory_locks else ""
+        return f"{self.why}; {ahead}, made durable by {sync}{rename}{again}{locks}"
 
 
 _DEEP = "direct I/O runs in parallel here, and io_uring keeps it deep without threads"
@@ -75,7 +79,13 @@ POLICIES = {
     "beegfs": Policy("threads", True, _SERIAL, allocates=False),
     "wekafs": Policy("threads", True, _SERIAL, allocates=False),
     "ceph": Policy("threads", True, _SERIAL, allocates=False),
-    "cifs": Policy("threads", False, "the mount decides about direct I/O here", allocates=False),
+    "cifs": Policy(
+        "threads",
+        False,
+        "the mount decides about direct I/O here",
+        allocates=False,
+        mandatory_locks=True,
+    ),
     "fuse": Policy("threads", False, _DAEMON, allocates=False),
     "object store": Policy(
         "threads",
@@ -190,6 +200,10 @@ def magic_of(file: int | str) -> int | None:
 
 
 _libc = ctypes.CDLL(None)
+
+# Names under which a client keeps a file that was removed while somebody had it open there: NFS,
+# CIFS, libfuse. They go by themselves; until then their directory is not empty.
+LINGERING = re.compile(r"\.nfs[0-9a-fA-F]{8,}|\.__smb[0-9a-fA-F]+|\.fuse_hidden[0-9a-fA-F]{8,}")
 
 # By these a server refuses what it would do for somebody whose credentials are valid.
 REFUSALS = frozenset({errno.EACCES, errno.EPERM, errno.EKEYEXPIRED, errno.ESTALE})

@@ -29,6 +29,7 @@ def tidy(steps: Steps, keep: str, step: int, keep_last: int | None, keep_every: 
         supersede(steps, found, keep, step)
         if keep_last is not None:
             retain(steps, found, keep, keep_last, keep_every)
+        steps.remove_left()
     except (StorageError, OSError) as error:
         log.warning("old steps could not be removed: %s", error)
 

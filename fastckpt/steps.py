@@ -89,6 +89,7 @@ class Steps:
         self._damaged: set[str] = set()  # names
         self._doubtful: set[str] = set()  # names of those that were committed, perhaps not durably
         self._begun: set[str] = set()  # names that saves of this process are writing to
+        self._left: set[str] = set()  # names of directories that are empty but for what lingers
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
 
     def path(self, name: str, *parts: str) -> str:
@@ -157,9 +158,9 @@ class Steps:
 
     def incomplete(self) -> list[str]:
         """Directories without a manifest: saves that run, or that did not come to their commit."""
-        return sorted(name for name in self.names() if not self._may_be_committed(name))
+        return sorted(name for name in self.names() if not self.may_be_committed(name))
 
-    def _may_be_committed(self, name: str) -> bool:
+    def may_be_committed(self, name: str) -> bool:
         try:
             return self.storage.status(self.path(name, MANIFEST)) is not None
         except OSError:  # something is there that cannot be looked at
@@ -172,6 +173,7 @@ class Steps:
             StorageError: the root or the directory cannot be made.
         """
         with self._removing:  # saves that begin at once find what is left removed, or not begun
+            self.remove_left()
             # The disk may be full of what earlier jobs left, or ranks too late for a failed save.
             if not self._cleaned or self._failed:
                 self._cleaned = True
@@ -188,9 +190,14 @@ class Steps:
                         fd = self.storage.create(temporary, NEW_MODE)
                     except FileNotFoundError:
                         continue  # while it was empty, another save took it for a dead one's
-                    self.storage.lock(fd)
+                begun = Begun(name, fd, temporary)
+                try:
+                    commit.claim(self.storage, fd, temporary)
+                except BaseException:
+                    self.abandon(begun)
+                    raise
                 self._begun.add(name)
-                return Begun(name, fd, temporary)
+                return begun
         raise StorageError("make directory", self.path(step_name(step)), errno.EEXIST)
 
     def _make_root(self) -> None:
@@ -209,6 +216,7 @@ class Steps:
                 try:
                     with reported("make directory", self.path(name)):
                         self.storage.make_directory(self.path(name))
+                    self._left.discard(name)
                     return True
                 except StorageError as error:
                     if error.errno == errno.ENOENT:
@@ -287,13 +295,18 @@ class Steps:
 
     def discard(self, name: str) -> None:
         """Removes a directory as far as may be: one without a manifest, or with it first."""
-        self._known.pop(name, None)
         with self._removing, suppress(OSError):  # what stays is left to the next removal
-            with suppress(FileNotFoundError):
-                self.storage.remove(self.path(name, MANIFEST))
-                # A power cut must not bring it back without the files it names.
-                self.storage.sync_directory(self.path(name))
+            self._remove_manifest(name)
             self._empty(name, self.storage.names(self.path(name)))
+
+    def _remove_manifest(self, name: str) -> None:
+        """From now on it is no committed step, and not after a power cut, either, which must not
+        bring it back without the files it names.
+        """
+        self._known.pop(name, None)
+        with suppress(FileNotFoundError):  # gone already
+            self.storage.remove(self.path(name, MANIFEST))
+            self.storage.sync_directory(self.path(name))
 
     def _empty(self, name: str, entries: list[str]) -> None:
         """Removes these entries of a directory, but for those that no save makes, and then it."""
@@ -302,7 +315,24 @@ class Steps:
             if OURS.fullmatch(entry):
                 with suppress(FileNotFoundError):  # somebody else removes it, too
                     self.storage.remove(self.path(name, entry))
-        self.storage.remove_directory(self.path(name))
+        try:
+            self.storage.remove_directory(self.path(name))
+        except OSError as error:
+            # Some process has a file open that was removed: see filesystems.LINGERING.
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and all(map(OURS.fullmatch, entries)):
+                self._left.add(name)
+            raise
+
+    def remove_left(self) -> None:
+        """Removes directories that did not go with what was in them, if they do now."""
+        with self._removing:
+            for name in [*self._left]:
+                try:
+                    self.storage.remove_directory(self.path(name))
+                except OSError as error:
+                    if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+                        continue
+                self._left.discard(name)
 
     def remove_if_dead(self, name: str) -> bool:
         """Removes a directory without manifest whose save is surely over; whether it is gone.
@@ -313,7 +343,7 @@ class Steps:
         """
         storage, manifest = self.storage, self.path(name, MANIFEST)
         try:
-            if not storage.is_directory(self.path(name)) or self._may_be_committed(name):
+            if not storage.is_directory(self.path(name)) or self.may_be_committed(name):
                 return False
             # Removed is only what is there now: a save that begins meanwhile keeps its directory.
             entries = storage.names(self.path(name))
@@ -323,7 +353,7 @@ class Steps:
             for path in commit.temporaries(storage, manifest):
                 if not self._is_of_the_dead(name, path):
                     return False
-            if self._may_be_committed(name):  # it was renamed meanwhile: that save lived
+            if self.may_be_committed(name):  # it was renamed meanwhile: that save lived
                 return False
             self._empty(name, entries)
         except OSError:  # it is left to a later call
@@ -369,17 +399,29 @@ class Steps:
 
     def remove_unread(self, name: str) -> bool:
         """Removes a committed step unless somebody reads it; whether it is gone."""
+        path = self.path(name, MANIFEST)
         try:
-            fd = self.storage.open(self.path(name, MANIFEST))
+            fd = self.storage.open_to_lock(path)
         except OSError:
             return False  # removed by somebody else
-        try:
-            if not self.storage.lock(fd):
-                return False
-            self.discard(name)
+        # Until it is empty no save that begins may take the name.
+        with self._removing:
+            try:
+                with reported("lock", path):
+                    if not self.storage.lock(fd):
+                        return False
+                self._remove_manifest(name)
+            except StorageError:
+                raise
+            except OSError:  # what stays is left to the next removal
+                return True
+            finally:
+                # Whoever waits to read it finds that it is gone. A network client keeps a file that
+                # is open when it is removed, and with it the directory.
+                commit.close_quietly(self.storage, fd)
+            with suppress(OSError):  # what stays is left to the next removal
+                self._empty(name, self.storage.names(self.path(name)))
             return True
-        finally:
-            self.storage.close(fd)
 
     @contextmanager
     def hold(self, name: str) -> Iterator[None]:
@@ -397,12 +439,14 @@ class Steps:
                 raise CorruptCheckpoint(f"{path!r} is gone: the step was removed") from None
         try:
             until = time.monotonic() + _LOCK_S
-            while not self.storage.lock_shared(fd):
-                if time.monotonic() >= until:
-                    raise StorageError("lock", path, errno.EAGAIN)
-                time.sleep(_LOCK_POLL_S)
-            if self.storage.is_removed(fd):
+            with reported("lock", path):
+                while not self.storage.lock_shared(fd):
+                    if time.monotonic() >= until:
+                        raise StorageError("lock", path, errno.EAGAIN)
+                    time.sleep(_LOCK_POLL_S)
+                is_removed = self.storage.is_removed(fd, path)
+            if is_removed:
                 raise CorruptCheckpoint(f"{path!r} is gone: the step was removed")
             yield
         finally:
-            self.storage.close(fd)
+            commit.close_quietly(self.storage, fd)

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from fastckpt import _engine, filesystems, lustre
 from fastckpt.errors import CheckpointError, StorageError
-from fastckpt.filesystems import REFUSALS, Policy
+from fastckpt.filesystems import LINGERING, REFUSALS, Policy
 from fastckpt.formats.lustre_layout import Layout, Purpose
 from fastckpt.image import PAGE_BYTES
 
@@ -43,6 +43,10 @@ _SEQUENTIAL = (
     "mount it with a cache for writes (rclone: --vfs-cache-mode writes), or save to another file "
     "system and copy"
 )
+# What flock(2) says where another process has the lock (EACCES: CIFS), and where there are none, so
+# that nobody has.
+_HELD = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY})
 # Of a new file; who wants more than the world to read it widens it when it is whole.
 NEW_MODE = 0o664
 
@@ -164,6 +168,16 @@ class Storage:
         """Opens a file for reading; does not wait for the other end of a FIFO."""
         return _noted(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
+    def open_to_lock(self, path: str) -> int:
+        """Opens a file for lock(): for writing too, where that is allowed, without which a client
+        of NFS refuses (flock(2)).
+        """
+        flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            return _noted(os.open(path, os.O_RDWR | flags))
+        except PermissionError:  # then no more than reading is needed, but on a network file system
+            return _noted(os.open(path, os.O_RDONLY | flags))
+
     def open_to_write(self, path: str) -> int:
         """Opens a file that another rank has made."""
         return _noted(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
@@ -184,30 +198,33 @@ class Storage:
         os.close(fd)
 
     def lock(self, fd: int) -> bool:
-        """Takes the file's advisory lock without waiting; False if another process holds it."""
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            # Where locks do not exist (some network mounts) nobody holds one.
-            return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)
-        return True
+        """Takes the file's lock without waiting; False if another process holds it.
+
+        An OSError tells neither, as EBADF of NFS, where only what was opened for writing, as by
+        open_to_lock(), can be locked like this.
+        """
+        return _locked(fd, fcntl.LOCK_EX)
 
     def lock_shared(self, fd: int) -> bool:
         """Shares the file's lock, without waiting; False if another process holds it alone."""
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)  # as above
-        return True
+        return _locked(fd, fcntl.LOCK_SH)
 
     def identity(self, fd: int) -> tuple[int, int]:
         """What tells an open file from every other one, whatever its name."""
         status = os.fstat(fd)
         return status.st_dev, status.st_ino
 
-    def is_removed(self, fd: int) -> bool:
-        """Whether an open file has lost its name."""
-        return os.fstat(fd).st_nlink == 0
+    def is_removed(self, fd: int, path: str) -> bool:
+        """Whether a file that was opened by its path has lost that name."""
+        try:
+            if os.fstat(fd).st_nlink == 0:
+                return True
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # by which NFS says the same
+                raise
+            return True
+        # A client that keeps it under another name (filesystems.LINGERING) counts that as a link.
+        return self.status(path) is None
 
     def open_regular(self, path: str) -> int:
         """Opens a regular file, not through a symbolic link, for reading."""
@@ -318,7 +335,8 @@ class Storage:
         os.unlink(path)
 
     def names(self, directory: str) -> list[str]:
-        return os.listdir(directory)
+        """What is in a directory, but for files that are removed and not gone yet."""
+        return [name for name in os.listdir(directory) if not LINGERING.fullmatch(name)]
 
     def free_bytes(self, path: str) -> int:
         """How much may still be written to the file system that a path lies on."""
@@ -413,6 +431,18 @@ class Storage:
         nbytes = self.size(fd)
         cached: int = _engine.cached_bytes(fd, nbytes)
         return max(0.0, cached / nbytes) if nbytes else 0.0
+
+
+def _locked(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            return False
+        if error.errno in _NO_LOCKS:
+            return True
+        raise
+    return True
 
 
 def is_written_through(path: str) -> bool:

@@ -20,6 +20,7 @@ import fastckpt
 from fastckpt import pipeline
 from fastckpt.agreement import Round
 from fastckpt.commit import (
+    claim,
     close_quietly,
     naming_in,
     publish,
@@ -99,7 +100,7 @@ class Tag:
                 storage.make_directories(self._draft)
                 remove_dead_directories(storage, above)
                 self._lock = storage.open(self._draft)
-                storage.lock(self._lock)
+                claim(storage, self._lock, self._draft)
         except CheckpointError as error:
             agreement.fail(error)  # the others wait for the name
             raise

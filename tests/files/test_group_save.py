@@ -45,6 +45,7 @@ from fastckpt.storage import Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, attempt
 from tests.doubles import FailAt, Operation, Recorder
 from tests.files.test_faults import leave_free, mounted
+from tests.network_double import Cifs
 from tests.noise import noise
 
 pytestmark = pytest.mark.multiprocess
@@ -968,6 +969,23 @@ def test_any_operation_of_a_rank_fails(crew: Crew, disk: Path, victim: int) -> N
         {"create", "allocate", "rename", "sync_directory"} if victim == 0 else {"open_to_write"}
     )
     assert wanted <= failed, "no save does this"
+
+
+# --- network file systems
+
+
+def save_on_cifs(member: Member, path: Path) -> Outcome:
+    double = Cifs()
+    with double.mounted(), saving_through(double):
+        return save(member, path, one_tensor)
+
+
+def test_ranks_write_one_file_on_cifs(crew: Crew, disk: Path) -> None:
+    """Were the temporary locked, the other rank could not write to it."""
+    for _ in range(2):
+        all_saved(crew(save_on_cifs, disk / "a.pt", ranks=2))
+    assert names_in(disk) == ["a.pt"]
+    assert torch.equal(fastckpt.load(disk / "a.pt"), one_tensor(0))
 
 
 # --- ranks that are killed

@@ -1,0 +1,159 @@
+"""Locks and removals on NFS and CIFS: who reads is safe from who removes, other ranks may write,
+nothing stays. Runs on models of the clients (network_double.py), for want of servers.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+import fastckpt
+from fastckpt import Checkpointer, commit, storage
+from fastckpt.steps import Steps
+from fastckpt.storage import Storage
+from tests.doubles import dead_pid
+from tests.network_double import Cifs, NetworkClient, lingering
+from tests.steps.test_checkpointer import directories, process_on, state
+
+WAIT_S = 60.0
+CLIENTS = pytest.mark.parametrize("client", [NetworkClient, Cifs], ids=["nfs", "cifs"])
+
+
+@pytest.fixture
+def root(disk: Path) -> Path:
+    return disk / "run"
+
+
+@pytest.mark.parametrize(
+    ("code", "taken"),
+    [
+        (errno.EWOULDBLOCK, False),
+        (errno.EACCES, False),
+        (errno.ENOSYS, True),
+        (errno.EOPNOTSUPP, True),
+        (errno.ENOLCK, True),
+        (errno.EBADF, None),
+        (errno.EIO, None),
+    ],
+    ids=lambda value: errno.errorcode.get(value, "") if value and value is not True else str(value),
+)
+def test_what_a_refused_lock_means(
+    code: int, taken: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has it; there are no locks, so nobody has; or there is no telling."""
+
+    def refuse(_fd: int, _how: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for lock in (Storage().lock, Storage().lock_shared):
+        if taken is None:
+            with pytest.raises(OSError, match=os.strerror(code)):
+                lock(0)
+        else:
+            assert lock(0) is taken
+
+
+@CLIENTS
+def test_a_step_that_is_read_is_not_removed(root: Path, client: type[NetworkClient]) -> None:
+    double = client()
+    with double.mounted(), process_on(double), Checkpointer(root, keep_last=1) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        with Steps(double, str(root)).hold("step-00000001"):
+            checkpointer.save(2, state(2)).result(WAIT_S)
+            fastckpt.pipeline.current().drain()
+            assert directories(root) == ["step-00000001", "step-00000002"]
+            assert len(os.listdir(root / "step-00000001")) == 4
+        checkpointer.save(3, state(3))
+    assert directories(root) == ["step-00000003"]
+
+
+@CLIENTS
+def test_a_step_that_was_removed_is_found_gone_by_who_waited_for_it(
+    root: Path, client: type[NetworkClient]
+) -> None:
+    """The client counts the name that it keeps the manifest under as one of the file's."""
+    double = client()
+    with double.mounted(), process_on(double):
+        with Checkpointer(root) as checkpointer:
+            checkpointer.save(1, state(1)).result(WAIT_S)
+        path = str(root / "step-00000001" / "manifest.json")
+        fd = double.open(path)
+        assert not double.is_removed(fd, path)
+        assert Steps(double, str(root)).remove_unread("step-00000001")
+        assert os.fstat(fd).st_nlink == 1 and double.is_removed(fd, path)
+        double.close(fd)
+
+
+@CLIENTS
+def test_pruned_and_failed_steps_leave_no_directory(
+    root: Path, client: type[NetworkClient]
+) -> None:
+    double = client()
+    with double.mounted(), process_on(double), Checkpointer(root, keep_last=1) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state(step))
+        fastckpt.pipeline.current().drain()
+        assert directories(root) == ["step-00000003"]
+        double.is_full = True
+        assert checkpointer.save(4, state(4)).exception(WAIT_S) is not None
+        fastckpt.pipeline.current().drain()
+    assert directories(root) == ["step-00000003"]
+
+
+@CLIENTS
+def test_a_directory_in_which_something_lingers_goes_at_the_next_save(
+    root: Path, client: type[NetworkClient]
+) -> None:
+    double = client()
+    with double.mounted(), process_on(double), Checkpointer(root, keep_last=1) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        fd = double.open(str(root / "step-00000001" / "objects.pt"))  # as torch.load(mmap=True) has
+        checkpointer.save(2, state(2)).result(WAIT_S)
+        fastckpt.pipeline.current().drain()
+        assert len(lingering(root / "step-00000001")) == 1
+        assert double.names(str(root / "step-00000001")) == []
+        checkpointer.save(3, state(3)).result(WAIT_S)
+        fastckpt.pipeline.current().drain()
+        assert directories(root) == ["step-00000001", "step-00000003"]
+        double.close(fd)
+        checkpointer.save(4, state(4))
+    assert directories(root) == ["step-00000004"]
+
+
+@CLIENTS
+def test_debris_is_recognised(disk: Path, client: type[NetworkClient]) -> None:
+    path, double = str(disk / "a.pt"), client()
+    own = commit.temporary_path(path)
+    debris = own.replace(f"-{os.getpid()}-", f"-{dead_pid()}-")
+    for name in (own, debris):
+        Path(name).write_bytes(b"begun")
+    with double.mounted():
+        held = double.open_to_lock(debris)
+        assert double.lock(held)
+        assert commit.remove_debris(double, path) == []
+        double.close(held)
+        assert commit.remove_debris(double, path) == [debris]
+    os.unlink(own)
+    assert os.listdir(disk) == []
+
+
+def test_a_file_that_may_only_be_read_is_opened_all_the_same(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (disk / "a").write_bytes(b"")
+    real = os.open
+
+    def refusing(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_ACCMODE == os.O_RDWR:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(storage.os, "open", refusing)
+    fd = Storage().open_to_lock(str(disk / "a"))
+    assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    Storage().close(fd)
