@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 
 from fastckpt import pipeline
+from fastckpt.arguments import check_path
 from fastckpt.distcp_load import ItemsFile, Request
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_pickle
@@ -72,7 +73,7 @@ class Reader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self.path = os.path.abspath(os.fspath(checkpoint_id))
+            self.path = os.path.abspath(check_path("path", checkpoint_id))
         self._metadata = None
         self._failure: Exception | None = None  # of reading what commits the checkpoint of all
         self.load_id = str(uuid.uuid4())

@@ -345,7 +345,7 @@ def test_arguments_that_are_wrong(tmp_path: Path) -> None:
     for name in ("fence", "on_error"):
         with pytest.raises(ValueError, match=f"{name} is 'no'"):
             async_save({}, checkpoint_id=tmp_path, **{name: "no"})
-    with pytest.raises(ValueError, match="no path"):
+    with pytest.raises(ValueError, match="a URL"):
         save({}, checkpoint_id="s3://bucket/key")
 
 
