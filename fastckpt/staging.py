@@ -115,7 +115,7 @@ class Staging:
         self._warm_bytes = 0
         self._warms_pinned = False
         self._abandoned = False
-        self._unstaged: list[SaveHandle] = []
+        self._unstaged: dict[SaveHandle, None] = {}
         self._hook: Any = None
         self._transfers: dict[int, Callable[[str, int, memoryview, int], int]] = {}
 
@@ -123,6 +123,9 @@ class Staging:
         """The engine; made at the first call. Its arena takes address space now and memory when
         used.
         """
+        engine = self._engine
+        if engine is not None:
+            return engine
         with self._lock:
             if self._abandoned:
                 raise CheckpointError(
@@ -336,24 +339,25 @@ class Staging:
 
     def fence_next_step(self, handle: SaveHandle) -> None:
         """Makes steps of any torch optimizer here pass the handle's fence first."""
-        with self._lock:
-            self._unstaged = [earlier for earlier in self._unstaged if not earlier.done()]
-            self._unstaged.append(handle)
-            # Registered from the training thread and never removed by another one: torch iterates
-            # over its hooks without a lock.
-            if self._hook is None:
-                self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
+        # No lock: a signal handler may raise here, or save.
+        for earlier in self._unstaged.copy():
+            if earlier.done():
+                self._unstaged.pop(earlier, None)
+        self._unstaged[handle] = None
+        # Registered from the training thread and never removed by another one: torch iterates over
+        # its hooks without a lock.
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
 
     def _wait_before_step(self, *_: object) -> None:
         # Handles stay listed until staged: other optimizers may step on other threads.
-        for handle in list(self._unstaged):
+        for handle in self._unstaged.copy():
             begin_s = handle.elapsed_s()
             handle.pass_fence()
             if handle.stats.stall_s is not None:
                 handle.stats.stall_s += handle.elapsed_s() - begin_s
-            with self._lock:
-                if handle.is_staged() and handle in self._unstaged:
-                    self._unstaged.remove(handle)
+            if handle.is_staged():
+                self._unstaged.pop(handle, None)
 
     def abandon(self) -> None:
         """Forgets everything without freeing it: in a forked child its threads did not come along,
@@ -367,7 +371,7 @@ class Staging:
         ]
         for thing in kept:  # a destructor would wait for threads that do not exist here
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-        self._engine, self._backends, self._unstaged = None, {}, []
+        self._engine, self._backends, self._unstaged = None, {}, {}
         self._abandoned = True
         if self._hook is not None:
             self._hook.remove()
