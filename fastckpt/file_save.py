@@ -330,6 +330,7 @@ class FileSave(Job):
                 purpose,
                 path,
                 self.backend,
+                timed=agreement.world_size == 1 and not self.pacing,
             )
             agreement.put("file", os.fsencode(os.path.basename(name)))
             if agreement.world_size == 1:

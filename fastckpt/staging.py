@@ -151,10 +151,25 @@ class Staging:
         )
 
     def route(
-        self, fd: int, path: str, requested: str, *, writing: bool, offset: int | None = 0
+        self,
+        fd: int,
+        path: str,
+        requested: str,
+        *,
+        writing: bool,
+        offset: int | None = 0,
+        nbytes: int | None = None,
     ) -> Route:
-        """Decides backend and O_DIRECT for an open file by policy, probe (a page at `offset`, of
-        zeros if `writing`; None: O_DIRECT is known to work) and what the caller asked for.
+        """Decides backend and O_DIRECT for an open file by policy, by what was measured where that
+        leaves it open, by a probe and by what the caller asked for.
+
+        Args:
+            fd, path: the file; path is for messages.
+            requested: as fastckpt.save's backend.
+            writing: not reading.
+            offset: a page there is the probe, of zeros if `writing`; None: O_DIRECT is known to
+                work.
+            nbytes: so much is written at a stretch and then synced, which may be timed.
 
         Raises:
             BackendUnavailable: `requested` names a backend that does not work here.
@@ -167,6 +182,11 @@ class Staging:
         with reported("open", path):
             name, policy = self.storage.policy(fd)
         direct, why = policy.direct, f"{name}: {policy.text() if writing else policy.why}"
+        choice, device = self.storage.direct_choice, None
+        if writing and policy.measured and offset is not None:
+            device = self.storage.identity(fd)[0]
+            direct, found = choice.pick(device, policy.direct, nbytes)
+            why = f"{why}; {found}"
         if direct and not writing and self.storage.cached_share(fd) > 0.5:
             direct, why = False, f"{name}: most of the file is in the page cache"
         elif direct:
@@ -174,6 +194,10 @@ class Staging:
                 refusal = self.storage.set_direct(fd, writing=writing, offset=offset)
             if refusal is not None:
                 direct, why = False, f"{why}; {refusal}"
+                if device is not None and not policy.direct:
+                    choice.refused(device)
+        if device is not None and nbytes is not None:
+            choice.begin(fd, device, direct, policy.direct, nbytes)
         patience_s = PATIENCE_S if policy.remote else 0.0
         wanted = policy.backend if requested == "auto" else requested
         if requested != "auto":

@@ -36,6 +36,7 @@ LAYERS: list[set[str]] = [
         "filesystems",
         "lustre",
         "codec",
+        "direct_choice",
         "gds",
         "gds_choice",
         "rates",
