@@ -98,6 +98,7 @@ class Reader(StorageReader):
         if rank is not None and self._failure is not None:
             # torch asks for a rank's own after any failure; it would be of another checkpoint.
             raise self._failure
+        self._failure = None
         name = dcp_metadata.NAME if rank is None else f"__{rank}{dcp_metadata.NAME}"
         path, storage = self._path(name), pipeline.current().storage
         try:
