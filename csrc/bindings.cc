@@ -1,4 +1,4 @@
-// The extension module fastckpt._engine: with bindings_gds.cc the only file that knows Python. It
+// The extension module fastckpt._engine: with bindings_*.cc the only file that knows Python. It
 // converts arguments, releases the GIL around everything that waits, and turns failures into plain
 // values; what they mean is decided in Python.
 #include <fcntl.h>
@@ -20,7 +20,8 @@ namespace py = pybind11;
 
 namespace fastckpt {
 
-void bind_gds(py::module_& m);  // bindings_gds.cc
+void bind_gds(py::module_& m);      // bindings_gds.cc
+void bind_threads(py::module_& m);  // bindings_threads.cc
 
 namespace {
 
@@ -303,6 +304,7 @@ PYBIND11_MODULE(_engine, m) {
     bind_devices(m);
     bind_engine(m);
     bind_gds(m);
+    bind_threads(m);
     m.def("allocate", &allocate, "fallocate(2) of [0, nbytes); raises OSError");
     m.def("cached_bytes", &cached_bytes);
 }

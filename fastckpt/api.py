@@ -85,7 +85,8 @@ def save(
             may be mutated at once. "step": save() returns at once; the next step() of any torch
             optimizer waits until everything was copied. Changing a tensor in place by other means
             before wait_staged() fails this save with StagingConflict (version counters are
-            compared, which `.data` bypasses).
+            compared when no operation can still be running, and samples of memory, for what goes
+            past the counters, as `.data` does).
         backend: "auto" picks by file system and probe; "io_uring" and "threads" insist.
         durable: sync the file and its directory to the device before the commit counts. False
             leaves that to the kernel: still atomic against a crash of the process, not against one

@@ -229,9 +229,8 @@ class Checkpointer:
                 self._note_differing,
                 fence=self._fence,
             )
-        handle = current.save(job)
-        self._handles = [*self._handles, handle]
-        return handle
+        self._handles = [*self._handles, job.handle]
+        return current.save(job)
 
     def restore(
         self, state: State, step: int | None = None, *, weights_only: bool = True

@@ -269,12 +269,12 @@ class ItemsFile:
         if received.device.type != "cpu" and sum(row[3] for row in rows) > _RUNS_MAX:
             received = _on_the_host(request.lengths, found.dtype)
             rows = _rows(request, found, received.data_ptr(), received.stride())
+        if received is target and not target.is_inference():
+            increment_version([target])  # before the first byte, as in StepReader
         self._run([*before, *rows, *after], received)
         if received is not target:
             with torch.no_grad():
                 target.copy_(received)
-        elif not target.is_inference():
-            increment_version([target])  # autograd is to notice what went past it
 
     def arrive(self) -> None:
         """Waits for what is on its way to devices."""

@@ -90,6 +90,8 @@ class Spread:
         """
         if not self._held:
             return
+        # Before the first byte, as in StepReader.
+        increment_version([t for t in self._tensors if not t.is_inference()])
         under_way = []
         try:
             for rank in range(self._ranks):
@@ -107,7 +109,6 @@ class Spread:
                 f"a rank is gone while ranks passed on what they had read ({reason}); the state "
                 "was partly overwritten"
             ) from error
-        increment_version([t for t in self._tensors if not t.is_inference()])
 
 
 def kind_of(group: Any) -> str | None:

@@ -235,6 +235,9 @@ class StepReader:
             tensor.untyped_storage() for pairs in buffers.values() for _, tensor in pairs
         )
         direct = self._direct(staging, reads)
+        # What is read goes past torch. Autograd is to notice, and so is a save with the step fence
+        # that still copies: so it is counted before the first byte.
+        increment_version([t.tensor for t in targets if not t.tensor.is_inference()])
         for index in self._needed(places):
             rows: list[CopyRow] = []
             for piece in index.pieces:
@@ -244,8 +247,6 @@ class StepReader:
                     )
             if rows:
                 self._read_file(index, sorted(rows), reads, direct)
-        # What was read went past autograd, which is to notice all the same.
-        increment_version([t.tensor for t in targets if not t.tensor.is_inference()])
         with torch.no_grad():
             for pairs in buffers.values():
                 for target, tensor in pairs:

@@ -255,9 +255,8 @@ class StepSave(Job):
             return ShardFile(fd, route, None)
         plain = options.codec is None
         purpose = Purpose(shard.nbytes, 1, options.stripe, self.steps.root)
-        timed = plain and isinstance(shard, Shard) and not options.pacing
         fd, _name, route = new_file(
-            pipeline, files, made, purpose, path, options.backend, allocates=plain, timed=timed
+            pipeline, files, made, purpose, path, options.backend, allocates=plain
         )
         note_route(self.handle.stats, route)
         if isinstance(shard, Gathered):

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from fastckpt.devices import Reads
 from fastckpt.errors import CheckpointError, DeviceError, StorageError
-from fastckpt.fence import Watched
+from fastckpt.fence import Verdict, Watched
 from fastckpt.gds import Direct
 from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.image import BLOCK_BYTES, Image
@@ -275,8 +275,6 @@ class Copying:
 
     Attributes:
         transfers: all that read the state; complete before watch().
-        interrupted: set by a caller that did not wait: unless all was copied by then, the save
-            fails. An attribute, since it takes a call to interrupt a caller again.
     """
 
     def __init__(
@@ -289,12 +287,12 @@ class Copying:
         self.transfers: list[Transfer] = []
         self._handle = handle
         self._reads = reads
-        self._watched = watched
+        self._verdict = Verdict(watched)
         self._forget = forget
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
         self._error: BaseException | None = None  # under _lock
-        self.interrupted = False
+        self._interrupted = False
 
     def watch(self) -> None:
         """From now on lets the caller go on as soon as it may, whatever the save waits for: a slow
@@ -336,9 +334,8 @@ class Copying:
         for transfer in self.transfers:
             transfer.wait_staged()
             transfer.account(self._handle.stats)
-        for watched in self._watched:
-            watched.check()
-        if self.interrupted:
+        self._verdict.check()
+        if self._interrupted:
             raise CheckpointError(
                 f"save to {self._handle.path!r} was interrupted before everything was copied; "
                 "nothing was committed"
@@ -348,15 +345,17 @@ class Copying:
 
     def _order(self) -> bool:
         """Lets the calling thread go on to change the state, in the order of its streams."""
-        for watched in self._watched:
-            watched.look()
+        self._verdict.give()
         return self._reads.lead()
+
+    def interrupt(self) -> None:
+        """The caller did not wait: unless all was copied by now, the save fails."""
+        self._interrupted = True
 
     def close(self) -> None:
         """Lets go of everything; nothing is in flight."""
         if self._watcher is not None:
             self._watcher.join()
-        for watched in self._watched:
-            watched.forget()
+        self._verdict.forget()
         self.transfers.clear()
         self._error, self._reads, self._forget = None, Reads(), lambda: None

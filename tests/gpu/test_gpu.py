@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastckpt
 from fastckpt import pipeline
@@ -40,6 +41,7 @@ from tests.accelerator import KIND, Runtime
 from tests.crews.group_crew import Crew, Member, Nursery, Outcome, attempt
 from tests.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub
 from tests.doubles import Delay, FailAlways
+from tests.saving.test_handle import running, stands_in, wait_until
 from tests.saving.test_process import run_python
 
 # A PCIe 5 link of 16 lanes, as it is measured: 8 microseconds to begin, then 55 GB/s.
@@ -299,6 +301,52 @@ def test_a_change_before_the_step_fails_loudly(
         handle.result(WAIT_S)
     saves.save(1, state).result(WAIT_S)
     assert saves.load(1)["changed"].eq(0xEE if look == "step" else 2).all()
+
+
+class Launched(TorchDispatchMode):
+    """A kernel below it is launched, and counted when `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched, self.go = threading.Event(), threading.Event()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.launched.set()
+        assert self.go.wait(WAIT_S)
+        return result
+
+
+def test_a_kernel_that_another_thread_launches_before_the_step_is_counted(
+    gpu: CudaStub, runtime: Runtime, way: Callable[..., Way]
+) -> None:
+    """The step comes after what was launched before it has been counted, and is told of it."""
+    saves, mode = way("step"), Launched()
+    tensor = octets(3 * MIB)
+    optimizer = Kernels([tensor], gpu, runtime)
+    gpu.hold(True)
+    handle = saves.save(0, {"w": tensor})
+    stepped = threading.Event()
+
+    def launch() -> None:
+        with mode:
+            tensor.add_(1)
+
+    def step() -> None:
+        optimizer.step()
+        stepped.set()
+
+    with running(launch):
+        assert mode.launched.wait(WAIT_S) and tensor._version == 0
+        with running(step) as thread:
+            wait_until(lambda: stands_in(thread, "give") and stands_in(thread, "wait"), "it waits")
+            assert not stepped.is_set()
+            mode.go.set()
+    gpu.hold(False)
+    with pytest.raises(StagingConflict, match=r"tensor obj\['w'\] was changed in place"):
+        handle.result(WAIT_S)
 
 
 def test_small_buffers_may_change_in_the_forward_pass(

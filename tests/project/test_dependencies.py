@@ -21,8 +21,8 @@ PACKAGE = "fastckpt"
 # Lowest first. A name stands for the module and, where it is a package, for everything in it.
 LAYERS: list[set[str]] = [
     {"errors", "near_names", "quantities"},
-    {"arguments", "image", "handle", "latch", "intervals", "rows", "advice"},
-    {"formats", "shards"},
+    {"arguments", "image", "handle", "intervals", "rows", "advice"},
+    {"formats", "shards", "running_calls"},
     {"fence", "replicas", "placements", "tree", "shard", "session", "store_client"},
     {
         "agreement",
@@ -36,7 +36,6 @@ LAYERS: list[set[str]] = [
         "filesystems",
         "lustre",
         "codec",
-        "direct_choice",
         "gds",
         "gds_choice",
         "rates",
@@ -57,11 +56,11 @@ LAYERS: list[set[str]] = [
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 # Only these speak to the extension module.
-ENGINE_USERS = {"devices", "gds", "rates", "staging", "storage"}
+ENGINE_USERS = {"devices", "gds", "rates", "running_calls", "staging", "storage"}
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
 PUBLIC_NAME_USERS = LAYERS[-1]
 
-PYTHON_BINDINGS = {"bindings.cc", "bindings_gds.cc"}
+PYTHON_BINDINGS = {"bindings.cc", "bindings_gds.cc", "bindings_threads.cc"}
 PYTHON_HEADER = re.compile(r"^(pybind11/|Python\.h)")
 DEVICE_HEADER = re.compile(
     r"^(torch/|ATen/|c10/|caffe2/|cuda(?!_shim)|cufile(?!_shim)|nvml|thrust/|cub/)"

@@ -1,0 +1,81 @@
+// The part of the extension module that looks at Python's threads. It must not know why.
+//
+// In Python itself the stack of another thread cannot be walked: that thread may go on between one
+// frame and the next, and so it may within a single step, if the frame object that has to be made
+// starts the garbage collector. Here no Python code runs, so nobody else gets the GIL meanwhile.
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+
+namespace py = pybind11;
+
+namespace fastckpt {
+
+void bind_threads(py::module_& m);
+
+namespace {
+
+// The collector does not run as long as this lives.
+class NoCollecting {
+  public:
+    NoCollecting() : was_enabled_(PyGC_Disable() == 1) {}
+    ~NoCollecting() {
+        if (was_enabled_) PyGC_Enable();
+    }
+    NoCollecting(const NoCollecting&) = delete;
+    NoCollecting& operator=(const NoCollecting&) = delete;
+
+  private:
+    const bool was_enabled_;
+};
+
+int lasti_of(PyFrameObject* frame) {
+#if PY_VERSION_HEX >= 0x030B0000
+    return PyFrame_GetLasti(frame);
+#else
+    return py::handle(reinterpret_cast<PyObject*>(frame)).attr("f_lasti").cast<int>();
+#endif
+}
+
+// By the ident of each thread but the caller's: its frames, the innermost first, and the
+// instruction each of them is at.
+py::dict thread_stacks() {
+    const NoCollecting paused;
+    const auto own = py::int_(PyThread_get_thread_ident());
+    py::dict tops = py::module_::import("sys").attr("_current_frames")();
+    py::dict stacks;
+    for (const auto& [ident, top] : tops) {
+        if (own.equal(ident)) continue;
+        py::list stack;
+        auto frame = py::reinterpret_borrow<py::object>(top);
+        while (frame) {
+            auto* raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
+            stack.append(py::make_tuple(frame, lasti_of(raw)));
+            frame = py::reinterpret_steal<py::object>(
+                reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));
+        }
+        stacks[ident] = std::move(stack);
+    }
+    return stacks;
+}
+
+std::atomic<uint64_t> main_thread_turns{0};
+
+// Asks the main thread to count a turn between two of its instructions; false: not now.
+bool ask_main_thread() {
+    const auto count = [](void*) -> int {
+        main_thread_turns.fetch_add(1);
+        return 0;
+    };
+    return Py_AddPendingCall(count, nullptr) == 0;
+}
+
+}  // namespace
+
+void bind_threads(py::module_& m) {
+    m.def("thread_stacks", &thread_stacks);
+    m.def("ask_main_thread", &ask_main_thread);
+    m.def("main_thread_turns", [] { return main_thread_turns.load(); });
+}
+
+}  // namespace fastckpt

@@ -1,0 +1,210 @@
+"""The calls that Python threads are inside of at one moment, and when the last of them has ended.
+
+torch counts a change in place when the operation ends, and not when it begins, so version counters
+tell of all changes before a moment only when the calls of that moment have ended. This module must
+not know tensors, nor what a save is.
+"""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import os
+import sys
+import threading
+import time
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+from fastckpt import _engine
+
+# A thread that stands where it stood when the save began has been in one call since then (a server
+# that waits for requests in C), or comes back to one instruction over and over. It is given this
+# long to move on.
+STAYED_S = 0.05
+_MAIN_ASKED_S = 0.01
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.0002, 0.005
+
+# Calls by these names wait, or move bytes between files and memory. No operation of torch that
+# changes a tensor has one of these names (tests/saving/test_running_calls.py).
+_NAMES = """
+__enter__ acquire wait join get sleep pause sigwait sigwaitinfo sigtimedwait waitpid waitid
+select poll epoll kqueue input accept _accept connect recv recvfrom recvmsg recv_into
+recv_multipart recv_bytes send sendall sendmsg sendfile read readinto readline readlines
+pread preadv write writelines pwrite pwritev copy_file_range flush fsync fdatasync sync
+syncfs fallocate posix_fallocate ftruncate truncate open close rename replace unlink
+rmdir link flock lockf ioctl
+wait_staged wait_queued wait_written prefault
+synchronize _cuda_synchronize barrier monitored_barrier
+run_forever run_until_complete mainloop exec exec_
+"""  # of Python and its libraries, of the engine, of devices and groups, of event loops in C
+WAITING = frozenset(_NAMES.split())
+# Of this library, by which threads of its own call the kernel and the engine: nothing in them
+# changes a tensor.
+_OWN = ("codec", "commit", "filesystems", "lustre", "new_file", "staging", "storage", "transfer")
+OWN_FILES = frozenset(os.path.join(os.path.dirname(__file__), f"{name}.py") for name in _OWN)
+
+Stack = list[tuple[FrameType, int]]  # the innermost frame first, with the instruction it is at
+Position = tuple[int, int, int]
+
+
+def positions() -> dict[int, Position]:
+    """Where each other thread stands, by its ident; without holding its frame."""
+    return {ident: _position(stack) for ident, stack in _engine.thread_stacks().items()}
+
+
+def _position(stack: Stack) -> Position:
+    frame, instruction = stack[0]
+    return id(frame), id(frame.f_code), instruction
+
+
+class RunningCalls:
+    """The calls that other threads than the caller's are inside of when this is made.
+
+    The GIL makes a consistent picture of it: whoever does not hold it is inside a call that has
+    given it up, or between two instructions. A thread that later stands elsewhere has left its
+    call, or the call has gone on to Python code, so whatever operation it was in has ended.
+
+    Args:
+        before: positions() at an earlier moment: calls that began before are of no interest.
+    """
+
+    def __init__(self, before: dict[int, Position]) -> None:
+        self._left: dict[int, _Call] = {}
+        self._stayed: set[int] = set()
+        for ident, stack in _engine.thread_stacks().items():
+            call = _Call.of(stack)
+            if call.is_top and _waits(call.frame.f_code, call.instruction):
+                continue
+            self._left[ident] = call
+            if before.get(ident) == _position(stack):
+                self._stayed.add(ident)
+        self._begin_s = time.monotonic()
+        self._turns: int | None = None  # of the main thread, when it was asked for one more
+
+    def have_ended(self) -> bool:
+        """Whether all of them have."""
+        if self._left:
+            stacks = _engine.thread_stacks()
+            for ident, call in list(self._left.items()):
+                if not call.is_running(stacks.get(ident, [])):
+                    del self._left[ident]
+        since_s = time.monotonic() - self._begin_s
+        if since_s > STAYED_S:
+            for ident in self._stayed:
+                self._left.pop(ident, None)
+        main = threading.main_thread().ident or 0
+        if main in self._left and self._left[main].is_top and since_s > _MAIN_ASKED_S:
+            # A loop that comes back to one call over and over, which is where it is always met,
+            # moves on without being seen to.
+            turns = _engine.main_thread_turns()
+            if self._turns is None:
+                self._turns = turns if _engine.ask_main_thread() else None
+            elif turns != self._turns:
+                del self._left[main]
+        return not self._left
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all of them have ended, after waiting so long for it."""
+        deadline_s, pause_s = time.monotonic() + timeout_s, _PAUSE_MIN_S
+        while not self.have_ended():
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _PAUSE_MAX_S)
+        return True
+
+    def text(self) -> str:
+        """Which thread stands where, of one that has not left its call."""
+        ident, call = next(iter(self._left.items()))
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        code = call.frame.f_code
+        place = f"{code.co_filename}:{call.frame.f_lineno}, in {code.co_name}"
+        return f"thread {names.get(ident, str(ident))!r} at {place}"
+
+    def forget(self) -> None:
+        """Lets go of the frames, which hold what their functions hold."""
+        self._left.clear()
+
+
+class _Call(NamedTuple):
+    """A frame of a thread, and the instruction of it that has not ended.
+
+    While the frame is held no other one can be mistaken for it. is_top: no frame was above it.
+    """
+
+    frame: FrameType
+    instruction: int
+    is_top: bool
+
+    @classmethod
+    def of(cls, stack: Stack) -> _Call:
+        """What a thread with these frames is in.
+
+        An operation of torch may have its kernel in Python (a dispatch mode, a tensor's subclass, a
+        library); it counts its change when Python has returned to it. So of several such the
+        outermost one counts.
+        """
+        for depth in range(len(stack) - 1, -1, -1):
+            frame, instruction = stack[depth]
+            if frame.f_code.co_name == "__torch_dispatch__":
+                below = stack[depth + 1] if depth + 1 < len(stack) else (frame, -1)
+                return cls(*below, False)
+            if depth and frame.f_code.co_filename == torch._ops.__file__:
+                return cls(frame, instruction, False)
+        return cls(*stack[0], True)
+
+    def is_running(self, stack: Stack) -> bool:
+        """Whether it is, in a thread with these frames."""
+        for frame, instruction in stack[:1] if self.is_top else stack:
+            if frame is self.frame:
+                return self.instruction in (-1, instruction)
+        return False
+
+
+@lru_cache(512)
+def _waits(code: CodeType, instruction: int) -> bool:
+    """Whether an instruction calls what changes no tensor, but may take long."""
+    return code.co_filename in OWN_FILES or _callee(code, instruction) in WAITING
+
+
+def _callee(code: CodeType, instruction: int) -> str | None:
+    """The name by which an instruction calls what it calls; None if that cannot be told."""
+    until = [its for its in dis.get_instructions(code) if its.offset <= instruction]
+    call = until.pop()
+    if call.opname in ("BEFORE_WITH", "SETUP_WITH"):
+        return "__enter__"
+    if until and until[-1].opname == "LOAD_SPECIAL":
+        return str(until[-1].argval if isinstance(until[-1].argval, str) else until[-1].argrepr)
+    if not call.opname.startswith(("CALL", "PRECALL")):
+        return None
+    if sys.version_info < (3, 11):
+        return _callee_of_line(until, call)
+    # "a.b(x)" is called where it begins, and "a.b" is the longest part that begins there.
+    at, found, end = call.positions, None, (-1, -1)
+    if at is None or at.lineno is None:
+        return None
+    for its in until:
+        of = its.positions
+        if (
+            of is None
+            or not its.opname.startswith("LOAD_")
+            or (of.lineno, of.col_offset) != (at.lineno, at.col_offset)
+        ):
+            continue
+        its_end = of.end_lineno or 0, of.end_col_offset or 0
+        if end <= its_end < (at.end_lineno or 0, at.end_col_offset or 0):
+            found, end = its.argval, its_end
+    return found if isinstance(found, str) else None
+
+
+def _callee_of_line(until: list[dis.Instruction], call: dis.Instruction) -> str | None:
+    """The same before Python 3.11, which knows lines only: of the one method called in a line."""
+    line = [*itertools.takewhile(lambda its: not its.starts_line, reversed(until))]
+    line = [*until[len(until) - len(line) - 1 :], call]
+    calls = [its for its in line if its.opname.startswith("CALL")]
+    methods = [its.argval for its in line if its.opname == "LOAD_METHOD"]
+    return methods[0] if len(calls) == len(methods) == 1 else None
