@@ -229,8 +229,9 @@ class Checkpointer:
                 self._note_differing,
                 fence=self._fence,
             )
-        self._handles = [*self._handles, job.handle]
-        return current.save(job)
+        handle = current.save(job)
+        self._handles = [*self._handles, handle]
+        return handle
 
     def restore(
         self, state: State, step: int | None = None, *, weights_only: bool = True

@@ -74,6 +74,16 @@ def temporaries(storage: Storage, path: str) -> list[str]:
     ]
 
 
+def others_at_work(storage: Storage, path: str) -> list[int]:
+    """Other processes of this host, which live, that are saving to path now: their pids."""
+    matches = (
+        _SUFFIX.search(name)
+        for name in temporaries(storage, path)
+        if is_of_this_host(name) and not is_of_dead(name)
+    )
+    return sorted({int(match["pid"]) for match in matches if match} - {os.getpid()})
+
+
 def is_of_this_host(temporary: str) -> bool:
     """Whether a temporary's name says that a process of this host made it."""
     match = _SUFFIX.search(os.path.basename(temporary))

@@ -21,6 +21,7 @@ import torch
 
 from fastckpt import commit
 from fastckpt.agreement import Round
+from fastckpt.budget import launched_rank
 from fastckpt.commit import close_quietly, cut, settle
 from fastckpt.coordinator import Coordinator
 from fastckpt.devices import Devices
@@ -70,6 +71,7 @@ class Together:
 _alone = Together(Coordinator.alone())
 _groups: weakref.WeakKeyDictionary[Any, Together] = weakref.WeakKeyDictionary()
 _groups_lock = threading.Lock()
+_has_warned = False  # of ranks that save to one path alone
 
 
 def together(group: Any) -> Together:
@@ -80,6 +82,28 @@ def together(group: Any) -> Together:
         if group not in _groups:
             _groups[group] = Together(Coordinator.of_group(group, "files"))
         return _groups[group]
+
+
+def warn_of_ranks_alone(storage: Storage, path: str) -> None:
+    """Says, once, that ranks of a job save to one path at the same time without knowing of each
+    other: what happens when `group` is None by mistake, as group.WORLD is before
+    init_process_group().
+
+    The first rank looks for nobody: that it saves alone is what most jobs do.
+    """
+    global _has_warned
+    rank, ranks = launched_rank() or (0, 1)
+    if _has_warned or rank == 0:
+        return
+    others = commit.others_at_work(storage, path)
+    if others:
+        _has_warned = True
+        log.warning(
+            "rank %d of %d saves alone to %r, and so does process %d at the same time: they "
+            "replace each other's file. To save together, pass group=torch.distributed.group.WORLD "
+            "(which is None before init_process_group()); or save on one rank, or to several paths",
+            *(rank, ranks, path, others[0]),
+        )
 
 
 class Plan:
@@ -306,8 +330,11 @@ class FileSave(Job):
                 purpose,
                 path,
                 self.backend,
+                timed=agreement.world_size == 1 and not self.pacing,
             )
             agreement.put("file", os.fsencode(os.path.basename(name)))
+            if agreement.world_size == 1:
+                warn_of_ranks_alone(storage, path)
         else:
             name = os.fsdecode(agreement.get("file"))
             name = os.path.join(os.path.dirname(path), name)

@@ -34,6 +34,9 @@ class Policy(NamedTuple):
         remote: who writes proves who he is to a server, by what may expire and be renewed.
         mandatory_locks: flock(2) keeps every other descriptor from reading or writing what is
             locked, those of other ranks too.
+        measured: neither way of writing is faster everywhere: long files decide, by their own
+            time, whether later ones are written with O_DIRECT (direct_choice.py), and `direct` is
+            what is done until then.
     """
 
     backend: str
@@ -44,6 +47,7 @@ class Policy(NamedTuple):
     renames_at_once: bool = True
     remote: bool = True
     mandatory_locks: bool = False
+    measured: bool = False
 
     def text(self) -> str:
         """All of it in words."""
@@ -57,18 +61,18 @@ class Policy(NamedTuple):
 
 _DEEP = "direct I/O runs in parallel here, and io_uring keeps it deep without threads"
 _SERIAL = "io_uring would punt every write to one kernel worker per file here; threads do not"
-_DAEMON = "a process of its own serves this file system, which may drop O_DIRECT: buffered, threads"
+_DAEMON = "a process of its own serves this file system, which may drop O_DIRECT"
 
 
-def _local(backend: str, direct: bool, why: str) -> Policy:
-    return Policy(backend, direct, why, syncs_all=False, remote=False)
+def _local(backend: str, direct: bool, why: str, measured: bool = False) -> Policy:
+    return Policy(backend, direct, why, syncs_all=False, remote=False, measured=measured)
 
 
 # What "unknown" stands for is the safe line: what works everywhere.
 POLICIES = {
     "ext4": _local("io_uring", True, _DEEP),
     "xfs": _local("io_uring", True, _DEEP),
-    "btrfs": _local("io_uring", True, _DEEP),
+    "btrfs": _local("io_uring", True, _DEEP, measured=True),
     "ext3": _local("threads", True, "no blocks ahead of writes here, so direct writes are serial"),
     "ext2": _local("threads", True, "no blocks ahead of writes here, so direct writes are serial"),
     "tmpfs": _local("threads", False, "memory, which has no device to reach directly and no power"),
@@ -86,7 +90,7 @@ POLICIES = {
         allocates=False,
         mandatory_locks=True,
     ),
-    "fuse": Policy("threads", False, _DAEMON, allocates=False),
+    "fuse": Policy("threads", False, _DAEMON, allocates=False, measured=True),
     "object store": Policy(
         "threads",
         False,
@@ -94,7 +98,9 @@ POLICIES = {
         allocates=False,
         renames_at_once=False,
     ),
-    "unknown": Policy("threads", True, "an unknown file system gets what works everywhere"),
+    "unknown": Policy(
+        "threads", True, "an unknown file system gets what works everywhere", measured=True
+    ),
 }
 
 # By mount type (proc(5)), which tells what shares a magic number, or has none of its own.

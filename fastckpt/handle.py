@@ -6,13 +6,12 @@ Responsible for states and waiting. It must not know how a save is done.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, TimeoutError, wait
 from dataclasses import dataclass
 
 from fastckpt.errors import CheckpointError
+from fastckpt.latch import Latch, Outcome, TimedOut
 from fastckpt.quantities import shown_rate, shown_size, shown_time
 
 
@@ -83,13 +82,13 @@ class SaveStats:
         return "; ".join(told)
 
 
-class SaveHandle(Future[SaveStats]):
+class SaveHandle(Outcome[SaveStats]):
     """A save in flight: a concurrent.futures.Future whose result is its SaveStats.
 
     result(timeout=None) returns when the checkpoint is durable and committed, and raises the save's
     error (a CheckpointError) if it was not. A failure that nobody asked for by result() or
     exception() is raised by the next fastckpt.save, or else reported on stderr at exit. A save
-    cannot be cancelled.
+    cannot be cancelled. A signal handler may raise in any of its methods: the save goes on.
 
     Attributes:
         path: the final path, or "" for a file-like target.
@@ -102,13 +101,11 @@ class SaveHandle(Future[SaveStats]):
         self.stats = SaveStats()
         self.reported = False
         self._started = started
-        self._staged = threading.Event()
-        self._queued = threading.Event()
-        self._first = threading.Event()  # set by the first commit, or the end
+        self._staged = Latch()
+        self._queued = Latch()
+        self._first = Latch()  # set by the first commit, or the end
         self._order: Callable[[], bool] | None = None
         self._pid = os.getpid()
-        self._over = False
-        self.set_running_or_notify_cancel()
 
     def __repr__(self) -> str:
         """The path, and how far the save has come."""
@@ -132,7 +129,7 @@ class SaveHandle(Future[SaveStats]):
         """
         self._check_process()
         if not self._staged.wait(timeout):
-            raise TimeoutError(f"save to {self.path!r} was not staged within {timeout} s")
+            raise TimedOut(f"save to {self.path!r} was not staged within {timeout} s")
 
     def result(self, timeout: float | None = None) -> SaveStats:
         """Waits for the commit. Returns the SaveStats; raises the save's error, or TimeoutError."""
@@ -169,7 +166,7 @@ class SaveHandle(Future[SaveStats]):
         """
         self._check_process()
         if not self._first.wait(timeout):
-            raise TimeoutError(f"save to {self.path!r} was not committed within {timeout} s")
+            raise TimedOut(f"save to {self.path!r} was not committed within {timeout} s")
         if self.stats.local_committed_s is None:
             self.result(timeout)
         return self.stats.local_committed_s is not None
@@ -187,7 +184,7 @@ class SaveHandle(Future[SaveStats]):
     def wait_done(self) -> None:
         """Waits for the end of the save; does not count as asking for its error."""
         self._check_process()
-        wait([self])
+        self.wait()
 
     def failure(self) -> BaseException | None:
         """The error of a save that is done, without counting as asked for."""
@@ -234,18 +231,20 @@ class SaveHandle(Future[SaveStats]):
             self._queued.set()
 
     def set_result(self, result: SaveStats) -> None:
-        self._over = True
         self._first.set()
         super().set_result(result)
 
     def set_exception(self, exception: BaseException | None) -> None:
-        self._over = True
         self._first.set()
         super().set_exception(exception)
 
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise TypeError(
+            f"the save to {self.path!r} belongs to this process: its handle has no copy"
+        )
+
     def _check_process(self) -> None:
-        # Without the future's lock, which a thread that did not come along may have held.
-        if os.getpid() != self._pid and not self._over:
+        if os.getpid() != self._pid and not self.done():
             raise CheckpointError(
                 f"the save to {self.path!r} belongs to process {self._pid}, which this "
                 "one was forked from: ask for its result there"

@@ -50,6 +50,7 @@ def new_file(
     backend: str,
     *,
     allocates: bool = True,
+    timed: bool = False,
 ) -> NewFile:
     """Makes a file of purpose.nbytes.
 
@@ -61,6 +62,8 @@ def new_file(
         path: its name in messages.
         backend: as fastckpt.save's.
         allocates: whether its size is known, and room is to be had before the first write.
+        timed: it is written at once, by this process alone, so that its time tells of the way it
+            went (Policy.measured).
 
     Raises:
         BackendUnavailable, StorageError: as Staging.route's; or there is no room.
@@ -69,7 +72,7 @@ def new_file(
         try:
             with ExitStack() as making:
                 fd, name = making.enter_context(make(purpose))
-                route = _ready(pipeline, fd, path, backend, purpose, allocates)
+                route = _ready(pipeline, fd, path, backend, purpose, allocates, timed)
                 files.push(making.pop_all())
                 return NewFile(fd, name, route)
         except _Full as full:
@@ -78,11 +81,17 @@ def new_file(
 
 
 def _ready(
-    pipeline: Pipeline, fd: int, path: str, backend: str, purpose: Purpose, allocates: bool
+    pipeline: Pipeline,
+    fd: int,
+    path: str,
+    backend: str,
+    purpose: Purpose,
+    allocates: bool,
+    timed: bool,
 ) -> Route:
-    storage = pipeline.storage
+    storage, nbytes = pipeline.storage, purpose.nbytes if timed else None
     try:
-        route = pipeline.staging.route(fd, path, backend, writing=True)
+        route = pipeline.staging.route(fd, path, backend, writing=True, nbytes=nbytes)
         padded = -(-purpose.nbytes // PAGE_BYTES) * PAGE_BYTES
         if allocates:
             with reported("allocate", path):

@@ -19,6 +19,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from fastckpt.agreement import Round
 from fastckpt.devices import Devices, Reads
@@ -27,6 +30,7 @@ from fastckpt.fence import Watched
 from fastckpt.gds import Gds
 from fastckpt.gds_choice import Choice
 from fastckpt.handle import SaveHandle
+from fastckpt.latch import Latch, start_thread
 from fastckpt.rates import Rates
 from fastckpt.staging import Staging
 from fastckpt.storage import Storage, close_inherited
@@ -36,11 +40,24 @@ log = logging.getLogger("fastckpt")
 
 IN_FLIGHT_MAX = 16
 _HEAD_START_S = 0.001
+_LOOK_S = 0.5  # how often a save that waits for its turn looks whether it is still wanted
 _FREEING_S = 60.0  # longest wait for the blocks of replaced files
+
+
+class InFlight(NamedTuple):
+    """A save in flight: its lane, and a latch that it sets when nothing of it is left to do."""
+
+    lane: str
+    gone: Latch
 
 
 class Pipeline:
     """The saves in flight of one process. close() waits for them and frees everything.
+
+    A signal handler may raise on the thread that saves or waits, at any moment. So all that a save
+    holds is held by its own thread: the caller begins that thread, waits for it, and tells it by a
+    plain store if it was interrupted. What both look at is changed by single operations of dicts
+    and sets, without a lock.
 
     Args:
         storage: the seam to the file system.
@@ -57,12 +74,11 @@ class Pipeline:
         self.storage = storage or Storage()
         self.staging = Staging(self.storage, budget_bytes, devices, gds)
         self.rates = Rates()
-        self._slots = threading.BoundedSemaphore(IN_FLIGHT_MAX)
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        # State below is protected by _lock.
-        self._in_flight: list[tuple[str, SaveHandle]] = []  # with its lane, in the order of save()
-        self._failed: list[SaveHandle] = []  # not yet known to have been asked for
+        self._slots: SimpleQueue[None] = SimpleQueue()
+        for _ in range(IN_FLIGHT_MAX):
+            self._slots.put(None)
+        self._in_flight: dict[SaveHandle, InFlight] = {}  # in the order of save()
+        self._failed: dict[SaveHandle, None] = {}  # not yet known to have been asked for
         self._telling: set[int] = set()  # threads that tell a result, which callbacks may run on
 
     def save(self, job: Job) -> SaveHandle:
@@ -73,74 +89,79 @@ class Pipeline:
                 raise CheckpointError(
                     f"save to {handle.path!r} refused: the interpreter is exiting"
                 )
-            self._slots.acquire()
+        name = f"fastckpt-save-{os.path.basename(handle.path)}"
         try:
-            with self._lock:
-                job.previous = self._pending(job.lane)
-                self._in_flight.append((job.lane, handle))
+            if _exited or not start_thread(partial(self._run, job), name):
+                self._run_here(job)
+            job.begun.wait()
             if job.fence == "step":
                 self.staging.fence_next_step(handle)
-            started = self._started(job)
-        except BaseException:  # Ctrl-C, say: if the save has not begun, it never will
-            if self._claimed(job):
-                handle.reported = True
+            else:
+                handle.pass_fence()
+        except BaseException:  # Ctrl-C, say: the caller goes on, and may change what is not copied
+            # First of all: a second signal may end this handler, at its first call.
+            job.copying.interrupted = handle.reported = True
+            if job.claim():  # no thread has begun it, and none will
                 error = CheckpointError("interrupted before it began")
                 job.agreement.fail(error)
                 self._finish(job, error)
             raise
-        if not started:
-            # No thread is to be had: the caller does the work. At exit it also sees the error,
-            # since there will be no next save to raise it.
-            self._run(job)
-            if _exited:
-                self.staging.close()
-                handle.result()
-        if job.fence == "call":
-            try:
-                handle.pass_fence()
-            except BaseException:  # the caller goes on, and may change what was not copied yet
-                job.copying.interrupt()
-                handle.reported = True
-                raise
         handle.stats.stall_s = handle.elapsed_s()
         return handle
 
-    def _started(self, job: Job) -> bool:
+    def _run_here(self, job: Job) -> None:
+        """No thread is to be had: the caller does the work. At exit it also sees the error, since
+        there will be no next save to raise it.
+        """
+        self._run(job, on_caller=True)
+        failure = job.handle.failure()
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure  # Ctrl-C: it was not the save's alone
         if _exited:
-            return False
-        name = f"fastckpt-save-{os.path.basename(job.handle.path)}"
+            self.staging.close()
+            job.handle.result()
+
+    def _run(self, job: Job, on_caller: bool = False) -> None:
+        """A save from its beginning to its end."""
+        if not job.claim():
+            return
+        slot = not on_caller and self._take_slot(job)
         try:
-            threading.Thread(target=self._run, args=(job,), name=name).start()
-        except RuntimeError:
-            return False
-        return True
-
-    def _claimed(self, job: Job) -> bool:
-        """Whether the caller is the one, of its thread and an interrupted save(), to finish it."""
-        with self._lock:
-            claimed, job.begun = not job.begun, True
-        return claimed
-
-    def _run(self, job: Job) -> None:
-        if job.fence == "step":
+            # In flight first, and then what was before it: saves that begin at once agree on that.
+            self._in_flight[job.handle] = InFlight(job.lane, Latch())
+            job.previous = self._pending(job.lane, before=job.handle)
+        finally:
+            job.begun.set()
+        if job.fence == "step" and not on_caller:
             # The caller, who waits for nothing else, would wait for the GIL while an image is laid
             # out.
             time.sleep(_HEAD_START_S)
-        if self._claimed(job):
+        try:
+            error = job.run(self)
+        except BaseException as unforeseen:  # or whoever waits would wait for ever
+            error = unforeseen
+        if slot:
+            self._slots.put(None)  # before callbacks run, which may save, or raise
+        self._finish(job, error)
+
+    def _take_slot(self, job: Job) -> bool:
+        """Waits for its turn among IN_FLIGHT_MAX saves. False: the caller no longer waits for it,
+        and it will fail without one.
+        """
+        while not job.copying.interrupted:
             try:
-                error = job.run(self)
-            except BaseException as unforeseen:  # or whoever waits would wait for ever
-                error = unforeseen
-            self._finish(job, error)
+                self._slots.get(timeout=_LOOK_S)
+                return True
+            except Empty:
+                pass  # looks again whether the caller still waits
+        return False
 
     def _finish(self, job: Job, error: BaseException | None) -> None:
         handle = job.handle
-        with self._lock:
-            if error is not None:
-                self._failed.append(handle)
-            self._telling.add(threading.get_ident())
+        if error is not None:
+            self._failed[handle] = None
+        self._telling.add(threading.get_ident())
         handle.mark_staged()
-        self._slots.release()  # before callbacks run, which may save, or raise
         try:
             try:
                 if error is None:
@@ -159,14 +180,19 @@ class Pipeline:
                 if job.choice is not None:
                     job.choice.learn()
         finally:
-            with self._changed:
-                self._telling.discard(threading.get_ident())
-                if (job.lane, handle) in self._in_flight:
-                    self._in_flight.remove((job.lane, handle))
-                self._changed.notify_all()
+            self._telling.discard(threading.get_ident())
+            ended = self._in_flight.pop(handle, None)
+            if ended is not None:
+                ended.gone.set()
 
-    def _pending(self, lane: str) -> list[SaveHandle]:
-        return [handle for other, handle in self._in_flight if other == lane]
+    def _pending(self, lane: str, before: SaveHandle | None = None) -> list[SaveHandle]:
+        pending = []
+        for handle, save in self._in_flight.copy().items():
+            if handle is before:
+                break
+            if save.lane == lane:
+                pending.append(handle)
+        return pending
 
     def wait_for(self, lane: str, *, ended: bool = False) -> None:
         """Waits for the saves of this lane (one file: its path) that are in flight; a failure is
@@ -175,15 +201,18 @@ class Pipeline:
         With `ended` also for what they still do afterwards, within reason; but not in a callback of
         one of them, which is among that.
         """
-        with self._lock:
-            pending = self._pending(lane)
-        for handle in pending:
+        for handle in self._pending(lane):
             handle.wait_done()
-        if ended:
-            with self._changed:
-                if threading.get_ident() in self._telling:
-                    return
-                self._changed.wait_for(lambda: not self._pending(lane), _FREEING_S)
+        if ended and threading.get_ident() not in self._telling:
+            self._wait_gone(self._pending(lane))
+
+    def _wait_gone(self, handles: list[SaveHandle]) -> None:
+        """Waits until nothing is left to do for these saves, within reason."""
+        until = time.monotonic() + _FREEING_S
+        for handle in handles:
+            save = self._in_flight.get(handle)
+            if save is not None:
+                save.gone.wait(max(0.0, until - time.monotonic()))
 
     def raise_unreported(self, path: str) -> None:
         """Raises the first error of an earlier save that nobody has asked for; then it counts as
@@ -192,39 +221,34 @@ class Pipeline:
         Args:
             path: where the save goes that is not begun because of that error, for the message.
         """
-        with self._lock:
-            self._failed = [handle for handle in self._failed if not handle.reported]
-            first = self._failed[0] if self._failed else None
-        if first is not None:
+        for first in self.unreported()[:1]:
             target = repr(path) if path else "a file-like object"
             raise_earlier(first, f"this save, to {target}, was not begun")
 
     def unreported(self) -> list[SaveHandle]:
         """Failed saves that nobody asked for."""
-        with self._lock:
-            return [handle for handle in self._failed if not handle.reported]
+        for handle in self._failed.copy():
+            if handle.reported:
+                self._failed.pop(handle, None)
+        return [*self._failed.copy()]
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Allocates; if the space is short, first lets committed saves free what they replaced."""
-        with self._lock:  # before trying: what is freed from now on may be what was short
-            others = [handle for _lane, handle in self._in_flight]
+        others = self._in_flight.copy()  # before: what is freed from now on may be what was short
         try:
             self.storage.allocate(fd, nbytes)
         except OSError as error:
-            with self._changed:
-                freeing = [handle for handle in others if handle.done()]
-                if error.errno != errno.ENOSPC or not freeing:
-                    raise
-                self._changed.wait_for(
-                    lambda: not any(handle in freeing for _lane, handle in self._in_flight),
-                    _FREEING_S,
-                )
+            freeing = [handle for handle in others if handle.done()]
+            if error.errno != errno.ENOSPC or not freeing:
+                raise
+            self._wait_gone(freeing)
             self.storage.allocate(fd, nbytes)
 
     def drain(self) -> None:
         """Waits for every save in flight, and for what it still does after its commit."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._in_flight)
+        while self._in_flight:
+            for save in self._in_flight.copy().values():
+                save.gone.wait()
 
     def close(self) -> None:
         """Waits for every save in flight and frees everything."""
@@ -275,9 +299,20 @@ class Job:
         self.fence = fence
         self.lane = lane
         self.previous: list[SaveHandle] = []  # all in flight: the last may fail before the others
-        self.begun = False  # guarded by the pipeline's lock
+        self.begun = Latch()  # its thread has it, in its lane
+        self._claims = [None]
         self.staging_nbytes = 0  # what it would have used of the arena, had all pages been there
         self.may_be_visible = False  # for all that is known here; not if the agreement failed
+
+    def claim(self) -> bool:
+        """Whether the caller of this is the one, of the save's thread and an interrupted save(), to
+        carry it through.
+        """
+        try:
+            self._claims.pop()
+        except IndexError:
+            return False
+        return True
 
     def commit(self, pipeline: Pipeline) -> None:
         """Writes and commits, or raises having removed what was begun."""
@@ -298,6 +333,8 @@ class Job:
     def run(self, pipeline: Pipeline) -> BaseException | None:
         """All of it, on the thread it is called on. Returns the error that prevented the commit."""
         try:
+            if self.copying.interrupted:
+                raise CheckpointError("interrupted before it began")
             self.commit(pipeline)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the state
@@ -377,10 +414,12 @@ _exited = False
 def current() -> Pipeline:
     """The process's pipeline, behind fastckpt.save and fastckpt.load; made at the first call."""
     global _current
-    with _lock:
-        if _current is None:
-            _current = Pipeline()
-        return _current
+    if _current is None:
+        made = Pipeline()
+        with _lock:  # not around a call, in which a signal handler might save, too
+            if _current is None:
+                _current = made
+    return _current
 
 
 def _at_exit() -> None:

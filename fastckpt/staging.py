@@ -115,7 +115,7 @@ class Staging:
         self._warm_bytes = 0
         self._warms_pinned = False
         self._abandoned = False
-        self._unstaged: list[SaveHandle] = []
+        self._unstaged: dict[SaveHandle, None] = {}
         self._hook: Any = None
         self._transfers: dict[int, Callable[[str, int, memoryview, int], int]] = {}
 
@@ -123,6 +123,9 @@ class Staging:
         """The engine; made at the first call. Its arena takes address space now and memory when
         used.
         """
+        engine = self._engine
+        if engine is not None:
+            return engine
         with self._lock:
             if self._abandoned:
                 raise CheckpointError(
@@ -148,10 +151,25 @@ class Staging:
         )
 
     def route(
-        self, fd: int, path: str, requested: str, *, writing: bool, offset: int | None = 0
+        self,
+        fd: int,
+        path: str,
+        requested: str,
+        *,
+        writing: bool,
+        offset: int | None = 0,
+        nbytes: int | None = None,
     ) -> Route:
-        """Decides backend and O_DIRECT for an open file by policy, probe (a page at `offset`, of
-        zeros if `writing`; None: O_DIRECT is known to work) and what the caller asked for.
+        """Decides backend and O_DIRECT for an open file by policy, by what was measured where that
+        leaves it open, by a probe and by what the caller asked for.
+
+        Args:
+            fd, path: the file; path is for messages.
+            requested: as fastckpt.save's backend.
+            writing: not reading.
+            offset: a page there is the probe, of zeros if `writing`; None: O_DIRECT is known to
+                work.
+            nbytes: so much is written at a stretch and then synced, which may be timed.
 
         Raises:
             BackendUnavailable: `requested` names a backend that does not work here.
@@ -164,6 +182,11 @@ class Staging:
         with reported("open", path):
             name, policy = self.storage.policy(fd)
         direct, why = policy.direct, f"{name}: {policy.text() if writing else policy.why}"
+        choice, device = self.storage.direct_choice, None
+        if writing and policy.measured and offset is not None:
+            device = self.storage.identity(fd)[0]
+            direct, found = choice.pick(device, policy.direct, nbytes)
+            why = f"{why}; {found}"
         if direct and not writing and self.storage.cached_share(fd) > 0.5:
             direct, why = False, f"{name}: most of the file is in the page cache"
         elif direct:
@@ -171,6 +194,10 @@ class Staging:
                 refusal = self.storage.set_direct(fd, writing=writing, offset=offset)
             if refusal is not None:
                 direct, why = False, f"{why}; {refusal}"
+                if device is not None and not policy.direct:
+                    choice.refused(device)
+        if device is not None and nbytes is not None:
+            choice.begin(fd, device, direct, policy.direct, nbytes)
         patience_s = PATIENCE_S if policy.remote else 0.0
         wanted = policy.backend if requested == "auto" else requested
         if requested != "auto":
@@ -336,24 +363,25 @@ class Staging:
 
     def fence_next_step(self, handle: SaveHandle) -> None:
         """Makes steps of any torch optimizer here pass the handle's fence first."""
-        with self._lock:
-            self._unstaged = [earlier for earlier in self._unstaged if not earlier.done()]
-            self._unstaged.append(handle)
-            # Registered from the training thread and never removed by another one: torch iterates
-            # over its hooks without a lock.
-            if self._hook is None:
-                self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
+        # No lock: a signal handler may raise here, or save.
+        for earlier in self._unstaged.copy():
+            if earlier.done():
+                self._unstaged.pop(earlier, None)
+        self._unstaged[handle] = None
+        # Registered from the training thread and never removed by another one: torch iterates over
+        # its hooks without a lock.
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
 
     def _wait_before_step(self, *_: object) -> None:
         # Handles stay listed until staged: other optimizers may step on other threads.
-        for handle in list(self._unstaged):
+        for handle in self._unstaged.copy():
             begin_s = handle.elapsed_s()
             handle.pass_fence()
             if handle.stats.stall_s is not None:
                 handle.stats.stall_s += handle.elapsed_s() - begin_s
-            with self._lock:
-                if handle.is_staged() and handle in self._unstaged:
-                    self._unstaged.remove(handle)
+            if handle.is_staged():
+                self._unstaged.pop(handle, None)
 
     def abandon(self) -> None:
         """Forgets everything without freeing it: in a forked child its threads did not come along,
@@ -367,7 +395,7 @@ class Staging:
         ]
         for thing in kept:  # a destructor would wait for threads that do not exist here
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-        self._engine, self._backends, self._unstaged = None, {}, []
+        self._engine, self._backends, self._unstaged = None, {}, {}
         self._abandoned = True
         if self._hook is not None:
             self._hook.remove()

@@ -255,8 +255,9 @@ class StepSave(Job):
             return ShardFile(fd, route, None)
         plain = options.codec is None
         purpose = Purpose(shard.nbytes, 1, options.stripe, self.steps.root)
+        timed = plain and isinstance(shard, Shard) and not options.pacing
         fd, _name, route = new_file(
-            pipeline, files, made, purpose, path, options.backend, allocates=plain
+            pipeline, files, made, purpose, path, options.backend, allocates=plain, timed=timed
         )
         note_route(self.handle.stats, route)
         if isinstance(shard, Gathered):

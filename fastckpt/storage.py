@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from fastckpt import _engine, filesystems, lustre
+from fastckpt.direct_choice import DirectChoice
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.filesystems import LINGERING, REFUSALS, Policy
 from fastckpt.formats.lustre_layout import Layout, Purpose
@@ -122,9 +123,11 @@ class Storage:
     Attributes:
         transfer: None, or a function (kind, fd, memory, offset) -> bytes moved that replaces the
             engine's reads and writes. A test double sets it; kind is "read" or "write".
+        direct_choice: what was measured of file systems; all storages of a process share it.
     """
 
     transfer: Callable[[str, int, memoryview, int], int] | None = None
+    direct_choice = DirectChoice()
 
     def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
         """Makes a new file for reading and writing; it must not exist. Returns its descriptor.
@@ -193,6 +196,7 @@ class Storage:
     def close(self, fd: int) -> None:
         """Closes a descriptor; its lock is gone then, even where a child of fork() has a copy."""
         _descriptors.pop(fd, None)
+        self.direct_choice.closed(fd)
         with suppress(OSError):  # where locks do not exist nobody holds one
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
@@ -283,11 +287,13 @@ class Storage:
     def sync(self, fd: int) -> None:
         """Makes the file's data and size durable; reports write errors met since the last call."""
         (os.fsync if _policy(fd)[1].syncs_all else os.fdatasync)(fd)
+        self.direct_choice.synced(fd, os.fstat(fd).st_size)
 
     def flush(self, fd: int) -> None:
         """Lets the file system report what it could not write. A network file system does so when a
         descriptor is closed, even a duplicate, which leaves the file's lock alone: close(2).
         """
+        self.direct_choice.flushed(fd)
         os.close(os.dup(fd))
 
     def rename(self, source: str, target: str) -> None:

@@ -275,6 +275,8 @@ class Copying:
 
     Attributes:
         transfers: all that read the state; complete before watch().
+        interrupted: set by a caller that did not wait: unless all was copied by then, the save
+            fails. An attribute, since it takes a call to interrupt a caller again.
     """
 
     def __init__(
@@ -292,7 +294,7 @@ class Copying:
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
         self._error: BaseException | None = None  # under _lock
-        self._interrupted = False
+        self.interrupted = False
 
     def watch(self) -> None:
         """From now on lets the caller go on as soon as it may, whatever the save waits for: a slow
@@ -335,7 +337,7 @@ class Copying:
             transfer.wait_staged()
             transfer.account(self._handle.stats)
         self._verdict.check()
-        if self._interrupted:
+        if self.interrupted:
             raise CheckpointError(
                 f"save to {self._handle.path!r} was interrupted before everything was copied; "
                 "nothing was committed"
@@ -347,10 +349,6 @@ class Copying:
         """Lets the calling thread go on to change the state, in the order of its streams."""
         self._verdict.give()
         return self._reads.lead()
-
-    def interrupt(self) -> None:
-        """The caller did not wait: unless all was copied by now, the save fails."""
-        self._interrupted = True
 
     def close(self) -> None:
         """Lets go of everything; nothing is in flight."""

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read this has seen enough, as with head(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, ValueError, OSError) as error:
         print(f"fastckpt {parsed.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -11,12 +11,13 @@ import ctypes
 import os
 import platform
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import fastckpt
 from fastckpt import budget, commit, devices, gds, pipeline
+from fastckpt.arguments import check_path
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.quantities import shown_size
 from fastckpt.staging import Route, crc32_kernel, stager_count
@@ -29,7 +30,8 @@ def add_arguments(commands: Any) -> None:
         "doctor",
         help="show what fastckpt does on this machine and in a directory, and why",
         description="Shows file system, backend, O_DIRECT, staging memory and GPU libraries, with "
-        "the reasons. Writes one page to a file in DIR, and removes it.",
+        "the reasons. Writes one page to a file in DIR, and removes it. Exit status 0 if saves to "
+        "DIR would work, 1 if not, or if --gpu is given and torch finds no GPU.",
     )
     parser.add_argument("directory", nargs="?", default=".", metavar="DIR", help="default: .")
     parser.add_argument(
@@ -38,44 +40,53 @@ def add_arguments(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+class Row(NamedTuple):
+    """One line of the report; is_wrong: for this saves fail, or what was asked for is missing."""
+
+    name: str
+    text: str
+    is_wrong: bool = False
+
+
 def run(arguments: argparse.Namespace) -> int:
-    directory = os.path.realpath(arguments.directory)
+    directory = os.path.realpath(check_path("DIR", arguments.directory))
     rows = [*_machine(), *_directory(directory), *_libraries()]
     if arguments.gpu:
         rows += _gpu(directory)
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        print(f"{name:{width}}  {text}")
-    return 0
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        print(f"{row.name:{width}}  {row.text}")
+    return int(any(row.is_wrong for row in rows))
 
 
-def _machine() -> Iterator[tuple[str, str]]:
-    yield "fastckpt", f"{fastckpt.__version__}, torch {torch.__version__}"
-    yield "kernel", f"Linux {platform.release()}, {platform.machine()}"
-    yield "CPUs", f"{len(os.sched_getaffinity(0))}, {stager_count()} of them copy and checksum"
-    yield "CRC-32", crc32_kernel()
+def _machine() -> Iterator[Row]:
+    yield Row("fastckpt", f"{fastckpt.__version__}, torch {torch.__version__}")
+    yield Row("kernel", f"Linux {platform.release()}, {platform.machine()}")
+    cpus = len(os.sched_getaffinity(0))
+    yield Row("CPUs", f"{cpus}, {stager_count()} of them copy and checksum")
+    yield Row("CRC-32", crc32_kernel())
     try:
-        yield "staging memory", f"at most {shown_size(budget.default_budget_bytes())} now"
+        yield Row("staging memory", f"at most {shown_size(budget.default_budget_bytes())} now")
     except ValueError as error:
-        yield "staging memory", str(error)
+        yield Row("staging memory", str(error), True)
 
 
-def _directory(directory: str) -> Iterator[tuple[str, str]]:
+def _directory(directory: str) -> Iterator[Row]:
     """What saves to a directory would do, found out by doing it to one page."""
-    yield "directory", directory
+    yield Row("directory", directory)
     current = pipeline.current()
     path = os.path.join(directory, _NAME)
     try:
         with commit.temporary(current.storage, path) as (fd, name):
             try:
                 kind, policy = current.storage.policy(fd)
-                yield "file system", f"{kind}: {policy.why}"
-                yield "backend", _told(current.staging.route(fd, path, "auto", writing=True))
-                yield "io_uring", _ring(fd, path)
+                yield Row("file system", f"{kind}: {policy.why}")
+                yield Row("backend", _told(current.staging.route(fd, path, "auto", writing=True)))
+                yield Row("io_uring", _ring(fd, path))
             finally:
                 current.storage.remove(name)
     except (CheckpointError, OSError) as error:
-        yield "saves", f"impossible: {error}"
+        yield Row("saves", f"impossible: {error}", True)
 
 
 def _told(route: Route) -> str:
@@ -90,33 +101,35 @@ def _ring(fd: int, path: str) -> str:
     return "works"
 
 
-def _libraries() -> Iterator[tuple[str, str]]:
+def _libraries() -> Iterator[Row]:
     """Looked for by loading them, which initialises nothing."""
     for name, library in (("GPU driver", devices.LIBRARY), ("cuFile", gds.LIBRARY)):
         try:
             ctypes.CDLL(library)
-            yield name, f"{library} found"
+            yield Row(name, f"{library} found")
         except OSError as error:
-            yield name, f"not found: {error}"
-    yield "torch", f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+            yield Row(name, f"not found: {error}")
+    yield Row(
+        "torch", f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    )
 
 
-def _gpu(directory: str) -> Iterator[tuple[str, str]]:
+def _gpu(directory: str) -> Iterator[Row]:
     if not torch.cuda.is_available():
-        yield "GPU", "torch finds none"
+        yield Row("GPU", "torch finds none", True)
         return
     for number in range(torch.cuda.device_count()):
-        yield f"GPU {number}", torch.cuda.get_device_name(number)
+        yield Row(f"GPU {number}", torch.cuda.get_device_name(number))
     staging = pipeline.current().staging
     storage = torch.zeros(1, device="cuda").untyped_storage()
     if "cuda" not in staging.devices.readable():
-        yield "copies", "by torch, within save(): the driver cannot be used"
+        yield Row("copies", "by torch, within save(): the driver cannot be used")
         return
-    yield "copies", "beside compute, to pinned memory"
+    yield Row("copies", "beside compute, to pinned memory")
     queue = staging.devices.reads([storage]).ranges[0].queue
     direct, refusal = staging.gds.way("gds", queue, 0)
     if direct is None:
-        yield "GPUDirect Storage", refusal
+        yield Row("GPUDirect Storage", refusal)
         return
     path = os.path.join(directory, _NAME)
     current = pipeline.current()
@@ -124,9 +137,9 @@ def _gpu(directory: str) -> Iterator[tuple[str, str]]:
         with commit.temporary(current.storage, path) as (fd, name):
             try:
                 current.storage.set_direct(fd, writing=True)
-                yield "GPUDirect Storage", direct.begin_file(fd)
+                yield Row("GPUDirect Storage", direct.begin_file(fd))
                 direct.end_file(fd)
             finally:
                 current.storage.remove(name)
     except (CheckpointError, OSError) as error:
-        yield "GPUDirect Storage", f"could not be tried: {error}"
+        yield Row("GPUDirect Storage", f"could not be tried: {error}")

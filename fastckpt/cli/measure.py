@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 import fastckpt
+from fastckpt.arguments import check_path
 from fastckpt.quantities import shown_rate, shown_size
 
 _MIB = 1 << 20
@@ -62,7 +63,7 @@ def measure(directory: str) -> Measured:
         OSError: the directory does not exist or is full. CheckpointError: a save failed.
     """
     found, begun = Measured({}, []), time.monotonic()
-    with _removed(os.path.realpath(directory)) as own:
+    with _removed(os.path.realpath(check_path("DIR", directory))) as own:
         one, nbytes = _one_writer(own, begun)
         found.rates["writer_rate"] = one
         found.notes.append(

@@ -14,11 +14,14 @@ from functools import partial
 from typing import Any
 
 from fastckpt import directory_check, pipeline
+from fastckpt.arguments import check_path
 from fastckpt.codec import FrameReader
 from fastckpt.distcp_load import OURS
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats import distcp, file_list
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
+from fastckpt.formats.step_names import NAME
+from fastckpt.formats.step_names import OURS as OF_A_STEP
 from fastckpt.quantities import shown_size
 from fastckpt.reader import open_verified
 from fastckpt.staging import ReadStream
@@ -56,9 +59,12 @@ def add_arguments(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     status = 0
     for path in arguments.paths:
-        for name, check in _parts(os.path.realpath(path), arguments.local):
+        real = os.path.realpath(check_path("PATH", path))
+        for name, check in _parts(real, arguments.local):
             try:
                 print(f"ok       {name}: {shown_size(check())}", flush=True)
+            except _NotCommitted as note:
+                print(f"no step  {name}: {note}", flush=True)
             except (CheckpointError, OSError) as error:
                 kind = "damaged" if isinstance(error, CorruptCheckpoint) else "FAILED"
                 print(f"{kind:8} {name}: {error}", flush=True)
@@ -69,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]:
     """What a path holds: for each its name, and what verifies it and tells how many bytes it has.
 
-    The oldest steps first; those without a manifest are no steps, and left out.
+    The oldest steps first; those without a manifest are no steps, and only mentioned.
     """
     if not os.path.exists(path):
         yield path, partial(_refuse, f"{path!r} does not exist")
@@ -81,8 +87,14 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
     if os.path.exists(os.path.join(path, MANIFEST)):
         yield path, partial(_verify_step, _steps(parent), name, is_local)
         return
+    if NAME.match(name):
+        why = f"{path!r} has no {MANIFEST}: this step was never committed, or is being saved"
+        yield path, partial(_refuse, why)
+        return
     steps = _steps(path)
     incomplete = set(steps.incomplete())
+    for name in sorted(incomplete):
+        yield os.path.join(path, name), _mention
     found = [name for name in sorted(steps.names()) if name not in incomplete]
     for name in found:
         yield os.path.join(path, name), partial(_verify_step, steps, name, is_local)
@@ -117,6 +129,14 @@ def _of_frameworks(path: str) -> Iterator[tuple[str, Callable[[], int]]]:
         yield os.path.join(path, name), partial(_verify_file, os.path.join(path, name))
 
 
+class _NotCommitted(CheckpointError):
+    """A directory that a save began to fill: no step, and no damage."""
+
+
+def _mention() -> int:
+    raise _NotCommitted(f"it has no {MANIFEST}: it was never committed, or is being saved")
+
+
 def _refuse(why: str) -> int:
     raise CheckpointError(why)
 
@@ -137,7 +157,10 @@ def _opened(path: str) -> Iterator[int]:
 
 
 def _verify_file(path: str) -> int:
-    """A file that one save made: a torch zip, or a .distcp of items."""
+    """A file that one save made: a torch zip, a .distcp of items, or a file of a step."""
+    directory, file = os.path.split(path)
+    if OF_A_STEP.fullmatch(file) and NAME.match(os.path.basename(directory)):
+        return _verify_file_of_step(_steps(os.path.dirname(directory)), directory, file)
     with _opened(path) as fd:
         if path.endswith(_DISTCP):
             return _verify_distcp(fd, path)
@@ -145,6 +168,26 @@ def _verify_file(path: str) -> int:
         if closing_crc is None:
             raise CheckpointError(f"{path!r} was not written by fastckpt: it has no checksums")
         return nbytes
+
+
+def _verify_file_of_step(steps: Steps, directory: str, file: str) -> int:
+    """One file of a step, with what else is needed to know whether it is right."""
+    name = os.path.basename(directory)
+    if not os.path.exists(os.path.join(directory, MANIFEST)):
+        raise CheckpointError(
+            f"{file!r} is of a step that was never committed: {directory!r} has no {MANIFEST}, "
+            "without which nobody knows what belongs to it"
+        )
+    with steps.hold(name):
+        manifest = steps.read(name)
+        if file == manifest.objects[0]:
+            return _verify_objects(directory, *manifest.objects)
+        for writer in manifest.writers:
+            if file in (writer.file, writer.index):
+                return _verify_writer(steps, name, manifest, writer)
+        if file == MANIFEST:
+            return os.path.getsize(os.path.join(directory, file))
+        raise CheckpointError(f"{file!r} is none of the files that the manifest of {name!r} names")
 
 
 def _verify_zip(fd: int, path: str) -> tuple[int | None, int]:

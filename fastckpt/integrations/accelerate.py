@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fastckpt.agreement import TIMEOUT_S
-from fastckpt.arguments import Fence, OnError
+from fastckpt.arguments import Fence, OnError, check_path
 from fastckpt.directory_check import newest_whole
 from fastckpt.directory_save import remove_directory, save_directory, wait_for_directories
 from fastckpt.draft import Draft
@@ -139,7 +139,7 @@ def load_state(
     """
     _refuse_others(accelerator)
     if input_dir is not None:
-        candidates = [os.path.realpath(os.path.expanduser(input_dir))]
+        candidates = [os.path.realpath(check_path("input_dir", input_dir))]
         wait_for_directories(os.path.dirname(candidates[0]))
     else:
         directory = _automatic(accelerator)
@@ -171,7 +171,7 @@ def _place(
     if not project.automatic_checkpoint_naming:
         if output_dir is None:
             raise ValueError("output_dir is None, and the project has no automatic naming")
-        return os.path.expanduser(output_dir), None
+        return check_path("output_dir", output_dir), None
     directory = _automatic(accelerator)
     path = os.path.join(directory, f"checkpoint_{project.iteration}")
     if os.path.exists(path):

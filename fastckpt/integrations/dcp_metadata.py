@@ -253,7 +253,8 @@ def _unpickled(content: bytes, path: str, weights_only: bool) -> tuple[Any, int]
             "if you trust whoever wrote it, read it with Reader(path, weights_only=False)"
         ) from None
     except _DAMAGE as error:
-        raise CorruptCheckpoint(f"{path!r} is truncated or damaged: {error}") from None
+        said = str(error)[:_SHOWN_CHARS_MAX]
+        raise CorruptCheckpoint(f"{path!r} is truncated or damaged: {said}") from None
     except MemoryError:
         raise CorruptCheckpoint(
             f"{path!r} has {len(content)} bytes, but asks for more memory than there is: it is "

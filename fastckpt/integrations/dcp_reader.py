@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 
 from fastckpt import pipeline
+from fastckpt.arguments import check_path
 from fastckpt.distcp_load import ItemsFile, Request
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_pickle
@@ -72,7 +73,7 @@ class Reader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self.path = os.path.abspath(os.fspath(checkpoint_id))
+            self.path = os.path.abspath(check_path("path", checkpoint_id))
         self._metadata = None
         self._failure: Exception | None = None  # of reading what commits the checkpoint of all
         self.load_id = str(uuid.uuid4())
@@ -97,6 +98,7 @@ class Reader(StorageReader):
         if rank is not None and self._failure is not None:
             # torch asks for a rank's own after any failure; it would be of another checkpoint.
             raise self._failure
+        self._failure = None
         name = dcp_metadata.NAME if rank is None else f"__{rank}{dcp_metadata.NAME}"
         path, storage = self._path(name), pipeline.current().storage
         try:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from fastckpt import pipeline
 from fastckpt.agreement import Round
-from fastckpt.arguments import BackendName, Fence, StagingWay
+from fastckpt.arguments import BackendName, Fence, StagingWay, check_path
 from fastckpt.devices import Devices
 from fastckpt.distcp_save import (
     Content,
@@ -127,9 +127,7 @@ class Writer(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            if "://" in os.fspath(checkpoint_id):
-                raise ValueError(f"{checkpoint_id!r} is no path of a file system")
-            self.path = os.path.abspath(os.fspath(checkpoint_id))
+            self.path = os.path.abspath(check_path("path", checkpoint_id))
         self.save_id = str(uuid.uuid4())
 
     @property

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import fastckpt
 from fastckpt import CheckpointError, SaveHandle, StorageError
 from fastckpt.agreement import TIMEOUT_S
-from fastckpt.arguments import ON_ERROR, OnError, StagingWay, check_choice
+from fastckpt.arguments import ON_ERROR, OnError, StagingWay, check_choice, check_path
 from fastckpt.coordinator import Coordinator
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
@@ -146,7 +146,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._tell_failure()
         if self._coordinator is None:
             self._coordinator = Coordinator.of_group(dist.group.WORLD, "deepspeed")
-        directory = os.path.realpath(info.save_dir)
+        directory = os.path.realpath(check_path("save_dir", info.save_dir))
         label = f"save of tag {os.path.join(directory, info.tag)!r}"
         agreement = self._coordinator.begin(label, self._timeout_s)
         self._open = Tag(directory, info.tag, agreement, info.save_latest, self._options)

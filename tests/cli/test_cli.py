@@ -445,7 +445,33 @@ def test_verify_passes_over_what_was_not_committed(
 ) -> None:
     (saved / "run" / "step-00000002" / "manifest.json").unlink()
     status, lines = verified(capsys, saved / "run")
-    assert status == 0 and len(lines) == 1 and "step-00000001" in lines[0]
+    assert status == 0 and len(lines) == 2
+    (mention,) = [line for line in lines if "step-00000002" in line]
+    assert mention.startswith("no step ") and "has no manifest.json" in mention
+    status, (line,) = verified(capsys, saved / "run" / "step-00000002")
+    assert status == 1 and "this step was never committed" in line
+    status, (line,) = verified(capsys, saved / "run" / "step-00000002" / "rank-00000.safetensors")
+    assert status == 1 and "is of a step that was never committed" in line
+
+
+@pytest.mark.parametrize(
+    "file", ["rank-00000.safetensors", "rank-00000.json", "objects.pt", "manifest.json"]
+)
+def test_verify_knows_a_lone_file_of_a_step(
+    file: str, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved / "run" / "step-00000001" / file
+    status, (line,) = verified(capsys, path)
+    assert status == 0 and line.startswith(f"ok       {path}: ")
+    flip(path, 20)
+    status, (line,) = verified(capsys, path)
+    assert status == 1 and line.startswith("damaged "), line
+
+
+def test_paths_of_commands_are_of_file_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("verify", "doctor"):
+        assert main([command, "s3://bucket/run"]) == 1
+        assert "is 's3://bucket/run', a URL" in capsys.readouterr().err
 
 
 def test_doctor_tells_what_would_be_done(disk: Path) -> None:
@@ -465,7 +491,7 @@ def test_doctor_tells_what_would_be_done(disk: Path) -> None:
 def test_doctor_tells_why_saves_are_impossible(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["doctor", str(tmp_path / "gone")]) == 0
+    assert main(["doctor", str(tmp_path / "gone")]) == 1
     assert re.search(r"^saves +impossible: open of .*gone", capsys.readouterr().out, re.MULTILINE)
 
 
@@ -479,6 +505,6 @@ def test_doctor_leaves_the_gpu_alone_unless_asked(
         patched.setattr(torch.cuda, "is_available", touched)
         assert main(["doctor", str(tmp_path)]) == 0
     assert "GPU 0" not in capsys.readouterr().out
-    assert main(["doctor", str(tmp_path), "--gpu"]) == 0
+    assert main(["doctor", str(tmp_path), "--gpu"]) == int(not torch.cuda.is_available())
     expected = r"^GPU 0 " if torch.cuda.is_available() else r"^GPU +torch finds none$"
     assert re.search(expected, capsys.readouterr().out, re.MULTILINE)

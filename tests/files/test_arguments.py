@@ -4,6 +4,7 @@ was expected; texts that people write for sizes, rates and home directories are 
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import arguments
+from fastckpt import arguments, budget, commit, file_save
+from fastckpt.directory_save import save_directory
+from fastckpt.integrations import dcp
 
 URLS = ["s3://bucket/a.pt", "gs://b/a", "hf://me/model", "https://host/a.pt", "file:///tmp/a"]
 TAKES_A_PATH: dict[str, Callable[[Any], object]] = {
@@ -104,3 +107,47 @@ def test_every_error_is_exported() -> None:
     errors = [e for e in named if isinstance(e, type) and issubclass(e, fastckpt.CheckpointError)]
     assert fastckpt.DeviceError in errors
     assert {error.__name__ for error in errors} <= {*fastckpt.__all__}
+
+
+@pytest.mark.parametrize(("rank", "warnings"), [("0", 0), ("1", 1), ("", 0)])
+def test_ranks_that_save_to_one_path_alone_are_warned_once(
+    rank: str,
+    warnings: int,
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = disk / "a.pt"
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(file_save, "_has_warned", False)
+    with monkeypatch.context() as patched:  # what the other rank, a living process, has made
+        patched.setattr(os, "getpid", os.getppid)
+        other = Path(commit.temporary_path(str(path)))
+    other.touch()
+    for _ in range(2):
+        fastckpt.save(1, path).result(60)
+    fastckpt.save(1, disk / "b.pt").result(60)
+    other.unlink()
+    assert caplog.text.count("saves alone to") == warnings
+    assert warnings == 0 or f"process {os.getppid()} at the same time" in caplog.text
+
+
+def test_the_budget_of_the_environment_may_be_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(budget.BUDGET_VARIABLE, "1GiB")
+    assert budget.default_budget_bytes() == 1 << 30
+    monkeypatch.setenv(budget.BUDGET_VARIABLE, "1MiB")
+    with pytest.raises(ValueError, match="='1MiB' is not a number of bytes >= 8388608, nor a text"):
+        budget.default_budget_bytes()
+
+
+@pytest.mark.parametrize("module", ["Writer", "Reader", "save_directory"])
+def test_integrations_refuse_urls_too(module: str) -> None:
+    calls: dict[str, Callable[[str], object]] = {
+        "Writer": dcp.Writer,
+        "Reader": dcp.Reader,
+        "save_directory": lambda path: save_directory(path, lambda _draft: None),
+    }
+    for url in URLS:
+        with pytest.raises(ValueError, match="a URL: fastckpt reads and writes mounted"):
+            calls[module](url)

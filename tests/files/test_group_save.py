@@ -21,7 +21,6 @@ import os
 import signal
 import struct
 import subprocess
-import threading
 import time
 import zipfile
 from collections import OrderedDict
@@ -802,8 +801,7 @@ def interrupt_or_wait(member: Member, disk: Path, moment: str) -> list[Outcome]:
     if member.rank == 1:
         owner, name = {
             "pickling": (torch.serialization, "_save"),
-            "a slot": (pipeline.current()._slots, "acquire"),
-            "the thread": (threading.Thread, "start"),
+            "the thread": (pipeline, "start_thread"),
         }[moment]
         real = getattr(owner, name)
 
@@ -818,7 +816,7 @@ def interrupt_or_wait(member: Member, disk: Path, moment: str) -> list[Outcome]:
     return [save(member, disk / "b.pt", one_tensor)]
 
 
-@pytest.mark.parametrize("moment", ["pickling", "a slot", "the thread"])
+@pytest.mark.parametrize("moment", ["pickling", "the thread"])
 def test_interrupt_of_one_rank_in_save(crew: Crew, disk: Path, moment: str) -> None:
     outcomes = crew(interrupt_or_wait, disk, moment, ranks=3)
     assert [len(each) for each in outcomes] == [2, 1, 2], "the interrupt is the caller's"

@@ -21,7 +21,7 @@ PACKAGE = "fastckpt"
 # Lowest first. A name stands for the module and, where it is a package, for everything in it.
 LAYERS: list[set[str]] = [
     {"errors", "near_names", "quantities"},
-    {"arguments", "image", "handle", "intervals", "rows", "advice"},
+    {"arguments", "image", "handle", "latch", "intervals", "rows", "advice"},
     {"formats", "shards", "running_calls"},
     {"fence", "replicas", "placements", "tree", "shard", "session", "store_client"},
     {
@@ -36,6 +36,7 @@ LAYERS: list[set[str]] = [
         "filesystems",
         "lustre",
         "codec",
+        "direct_choice",
         "gds",
         "gds_choice",
         "rates",

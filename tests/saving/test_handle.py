@@ -729,7 +729,7 @@ def test_memory_of_the_process_grows_by_the_budget_at_most(disk: Path) -> None:
 BUDGET_VARIABLE = """
 import os, sys
 import torch, fastckpt
-for value in ("lots", "0", "-1", "1e9", "", "8388607"):
+for value in ("lots", "0", "-1", "1GB/s", "", "8388607"):
     os.environ["FASTCKPT_STAGING_BYTES"] = value
     try:
         fastckpt.save(torch.ones(9), sys.argv[1]).result(60)
@@ -818,7 +818,7 @@ def test_handles_of_step_saves_are_not_collected_without_an_optimizer(disk: Path
 
 
 NOTHING_GROWS = """
-import gc, os, sys, threading
+import gc, os, sys, threading, time
 import torch, fastckpt
 
 def kilobytes(name):
@@ -853,7 +853,11 @@ for i in range(100):
     turn(i)
 gc.collect()
 assert len(os.listdir("/proc/self/fd")) == len(fds), os.listdir("/proc/self/fd")
-assert threads() == tasks, (tasks, threads())
+for _ in range(1000):  # the thread that began a save's may be about to end, and is not listed
+    if threads() <= tasks:
+        break
+    time.sleep(0.01)
+assert threads() <= tasks, (tasks, threads())
 grown = kilobytes("VmRSS") - rss
 assert grown <= 0.02 * rss, f"{grown} KiB more after 100 saves, {rss} before"
 """

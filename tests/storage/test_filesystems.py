@@ -157,7 +157,7 @@ def test_every_line_of_the_table_is_in_the_documentation() -> None:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         wanted = [
             policy.backend,
-            "tried" if policy.direct else "no",
+            "measured" if policy.measured else "tried" if policy.direct else "no",
             "blocks" if policy.allocates else "size",
             "fsync" if policy.syncs_all else "fdatasync",
             "at once" if policy.renames_at_once else "copies",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.arguments import check_path
 from fastckpt.integrations.megatron import fsdp, iterations
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.buckets import MAP
@@ -178,7 +179,7 @@ def _choices(request: Request) -> list[tuple[int, str]]:
 
 
 def _found(request: Request) -> list[tuple[int, str]]:
-    root = os.path.realpath(request.load)
+    root = os.path.realpath(check_path("load", request.load))
     found = iterations.candidates(root)
     latest = iterations.tracked(root)
     if request.non_persistent is not None and latest != iterations.RELEASE:

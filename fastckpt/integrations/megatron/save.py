@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from fastckpt import SaveHandle
-from fastckpt.arguments import Fence, OnError
+from fastckpt.arguments import Fence, OnError, check_path
 from fastckpt.integrations.megatron import iterations
 from fastckpt.integrations.megatron.iterations import Retention
 from fastckpt.integrations.megatron.optimizer import CONTENT, SHARDING, saved_maps
@@ -112,7 +112,7 @@ def save_checkpoint(
             f"save_retain_interval is {save_retain_interval}, keep_last {keep_last}: the former "
             "must be 1 or more, and only one of them can say which iterations stay"
         )
-    root, retention = os.path.realpath(save), Retention(keep_last, keep_every)
+    root, retention = os.path.realpath(check_path("save", save)), Retention(keep_last, keep_every)
     if save_retain_interval is not None:
         retention = Retention(1, save_retain_interval, superseded_only=True)
     if non_persistent_ckpt:
