@@ -40,6 +40,10 @@ class _Known:
         self.rates: dict[bool, list[float]] = {True: [], False: []}
         self.unusual_fails = False
 
+    @property
+    def is_decided(self) -> bool:
+        return min(map(len, self.rates.values())) >= SAMPLES
+
     def text(self) -> str:
         ways = ((name, self.rates[way]) for name, way in (("direct", True), ("buffered", False)))
         return ", ".join(f"{name} {max(rates) / 1e6:.0f} MB/s" for name, rates in ways if rates)
@@ -73,11 +77,11 @@ class DirectChoice:
         known = known or _Known(0.0)
         if known.unusual_fails:
             return usual, f"{'buffered' if usual else 'direct'} writes failed here"
-        many, others = len(known.rates[usual]), len(known.rates[not usual])
-        if min(many, others) >= SAMPLES:
+        if known.is_decided:
             return max(known.rates[True]) > max(known.rates[False]), f"measured: {known.text()}"
         if nbytes is None or nbytes < TIMED_BYTES:
             return usual, "not measured yet"
+        many, others = len(known.rates[usual]), len(known.rates[not usual])
         # Usual, other, other, usual: that the first save of a process is slow speaks against none.
         direct = usual if many < others or not many else not usual
         return direct, f"being measured: {known.text() or 'nothing yet'}"
@@ -93,7 +97,8 @@ class DirectChoice:
         if running is not None:
             known = self._known.setdefault(running.device, _Known(running.begun_s))
             took_s = max(1e-9, self._clock() - running.begun_s)
-            known.rates[running.direct].append(nbytes / took_s)
+            if not known.is_decided:  # else the way that was chosen would only ever gain
+                known.rates[running.direct].append(nbytes / took_s)
 
     def flushed(self, fd: int) -> None:
         """A file is not going to be synced, so its time tells nothing."""

@@ -79,7 +79,7 @@ on_gluster() {
     mount --bind glusterd /var/lib/glusterd
     mount --bind log /var/log/glusterfs
     mkdir -p /run/gluster
-    glusterd
+    env -u PYTHON -u PYTHONPATH glusterd || { cat log/glusterd.log >&2; exit 2; }  # runs Python
     awaits gluster volume list
     gluster --mode=script volume create promises $address:"$WORK/brick" force
     gluster --mode=script volume start promises
