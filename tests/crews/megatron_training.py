@@ -204,7 +204,6 @@ class Double:
             dist.barrier()
         if dist.get_rank() == 0:
             now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-            os.makedirs(self.args.save, exist_ok=True)
             with open(os.path.join(self.args.save, "progress.txt"), "a") as file:
                 file.write(f"{now}\tJob ID: \t# GPUs: {self.args.world_size}\t{string}\n")
 
@@ -255,7 +254,7 @@ class Double:
             {},
             non_persistent_ckpt=non_persistent_ckpt,
             train_data_iterator=None,
-            preprocess_common_state_dict_fn=lambda common: common,
+            preprocess_common_state_dict_fn=self._preprocess_common,
         )
         if self.args.log_progress and not non_persistent_ckpt:
             prefix = "Saving async checkpoint" if self.args.async_save else "Saved checkpoint"
@@ -264,6 +263,10 @@ class Double:
                 f"throughput: 0.0 TFLOP/s/GPU\tFloating-point operations: {10 * iteration:.2e}\t"
                 "Tokens (in billions): 0.00"
             )
+
+    def _preprocess_common(self, common: Any) -> Any:
+        self._note("common state compared")
+        return common
 
     def finalize(self, blocking: bool, terminate: bool = False) -> None:
         """As pretrain() and train() do."""

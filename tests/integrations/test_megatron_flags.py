@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -469,12 +470,15 @@ def test_what_later_versions_pass_is_refused_if_it_says_more(double: training.Do
 
 
 def test_megatrons_own_lines_appear(run: Run) -> None:
+    os.symlink(run.disk, run.disk / "link")
+    run.root = run.disk / "link" / "run"  # it is told as it was given
     run.saves(7)
     waits = "Unfinalized async checkpoint saves. Finalizing them synchronously now."
     begun, ended = (line.partition("] ")[2] for line in run.said if line != waits)
     assert begun == f"saving checkpoint at iteration       7 to {run.root} in torch_dist format"
     at = "[ t 1/2, p 1/1 ]"
     assert ended == f"successfully saved checkpoint from iteration       7 to {run.root} {at}"
+    assert run.hooked[0].count(("common state compared",)) == 1
     run.loads()
     assert run.said == [
         f" loading distributed checkpoint from {run.root} at iteration 7",

@@ -155,7 +155,8 @@ def restore(model: Any, optimizer: Any, opt_param_scheduler: Any, request: Reque
         failure = _together(loading.look) or _together(loading.read)
         if failure is None:
             loading.put(not found.is_release and request.load_rng)
-            log.info("iteration %d was loaded from %s", number, path)
+            if dist.get_rank() == 0:
+                log.info("iteration %d was loaded from %s", number, path)
             return Restored(number, path, loading.common)
         failures.append(f"{path}: {failure}")
         log.warning("%s is damaged, an older one is tried: %s", path, failure)

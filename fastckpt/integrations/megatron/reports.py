@@ -41,6 +41,7 @@ class Reports:
     ) -> None:
         self._megatron = checkpointing
         self._append_to_progress_log, self._get_args = append_to_progress_log, get_args
+        self._given: dict[str, str] = {}  # directories' names, as they were given
         self._begun: SaveHandle | None = None
         self._due: list[tuple[SaveHandle, Callable[[], None]]] = []  # in the training thread
 
@@ -48,6 +49,7 @@ class Reports:
     def saving(self, iteration: int, root: str) -> Iterator[Callable[[SaveHandle], None]]:
         """Around the beginning of a save; what it gives is to be called with the save's handle."""
         args = self._get_args()
+        self._given[os.path.realpath(root)] = root
         metrics = self._megatron.on_save_checkpoint_start(args.async_save)
         self._megatron.ft_integration.on_checkpointing_start()
         self.say(
@@ -74,8 +76,8 @@ class Reports:
         """See Listener."""
         args = self._get_args()
         self.say(
-            f"  [{_now()}] successfully saved checkpoint from iteration {iteration:7d} to {root} "
-            f"{_place()}"
+            f"  [{_now()}] successfully saved checkpoint from iteration {iteration:7d} to "
+            f"{self._given.get(root, root)} {_place()}"
         )
         if args.log_progress and args.async_save:
             self._note_progress(f"Saved async checkpoint\tIteration: {iteration}")
@@ -83,7 +85,8 @@ class Reports:
     def removed(self, root: str, iteration: int) -> None:
         """See Listener."""
         self.say(
-            f"  [{_now()}] successfully deleted checkpoint from iteration {iteration:7d} at {root}"
+            f"  [{_now()}] successfully deleted checkpoint from iteration {iteration:7d} at "
+            f"{self._given.get(root, root)}"
         )
         if self._get_args().log_progress:
             self._note_progress(f"Deleted checkpoint\tIteration: {iteration}")

@@ -41,6 +41,7 @@ def save_checkpoint(
     save: str,
     saves: Saves | None = None,
     non_persistent_ckpt: bool = False,
+    preprocess_common_state_dict_fn: Callable[[Any], Any] | None = None,
     args: Any = None,
     extra: dict[str, Any] | None = None,
     save_rng: bool = True,
@@ -72,6 +73,8 @@ def save_checkpoint(
         saves: the saves of the run, the same object each time. None: this one knows of no other;
             Megatron looks at its shards, and its result is to be waited for before the next save.
         non_persistent_ckpt: save to `<save>/non_persistent` instead, where only the last is kept.
+        preprocess_common_state_dict_fn: as Megatron's: what it makes of the common state is what
+            the first save compares among ranks.
         args: Megatron's arguments, which stock Megatron wants to find; None: none are saved.
         extra: further entries of the common state, the same on all ranks.
         save_rng: whether random number generators are saved: Python's, numpy's, torch's, the GPU's.
@@ -131,7 +134,9 @@ def save_checkpoint(
     is_first = saves.is_first(root)
 
     def begin(after_commit: Callable[[], None]) -> SaveHandle:
-        sharded, common = save_preprocess(state | (extra or {}), validate_access_integrity=is_first)
+        sharded, common = save_preprocess(
+            state | (extra or {}), is_first, preprocess_common_state_dict_fn
+        )
         return strategy.begin(
             sharded,
             os.path.join(root, iterations.directory_name(iteration)),

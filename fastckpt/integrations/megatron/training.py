@@ -236,6 +236,7 @@ class _Functions:
                 None if args.no_save_optim else opt_param_scheduler,
                 num_floating_point_operations_so_far,
                 save=directory,
+                preprocess_common_state_dict_fn=preprocess_common_state_dict_fn,
                 args=args,
                 extra={_RERUN: rerun} if rerun else None,
                 save_rng=not args.no_save_rng,
