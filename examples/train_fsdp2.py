@@ -167,6 +167,7 @@ def main() -> int:
     parser = arguments("Train a small GPT with FSDP2 and fastckpt checkpoints.")
     add = parser.add_argument
     add("--root", type=Path, default=Path("run"), help="where the steps are kept")
+    add("--resume", action="store_true", help="refuse to begin anew: there have to be steps")
     add("--tp", type=int, default=1, metavar="RANKS", help="so many divide each layer")
     args = parser.parse_args()
     with joined() as rank:
@@ -190,7 +191,7 @@ def main() -> int:
             fastckpt.Checkpointer(args.root, keep_last=3, fence="step") as checkpointer,
             loss_log(args.loss_log, rank) as log,
         ):
-            first = checkpointer.restore(state) or 0
+            first = checkpointer.restore(state, required=args.resume) or 0
             if own.batches != first:  # the step was saved on another mesh
                 own.start_at(first)
             if first:

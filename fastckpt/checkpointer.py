@@ -234,7 +234,12 @@ class Checkpointer:
         return handle
 
     def restore(
-        self, state: State, step: int | None = None, *, weights_only: bool = True
+        self,
+        state: State,
+        step: int | None = None,
+        *,
+        weights_only: bool = True,
+        required: bool = False,
     ) -> int | None:
         """Restores a state in place. All ranks call it.
 
@@ -249,17 +254,25 @@ class Checkpointer:
             step: which; default: the one committed last. If that is damaged, the one before it,
                 with a warning, and so on; all ranks take the same.
             weights_only: as torch.load's, for what is no tensor of the shards.
+            required: a root without any committed step is an error: for a job that goes on, which a
+                mistyped root would have begin anew.
 
         Returns:
-            The step, or None if the root holds no committed step and `step` is None.
+            The step, or None if the root holds no committed step, `step` is None and it is not
+                required; a warning says what the root holds instead.
 
         Raises:
             CorruptCheckpoint: no step is whole; the message says what is wrong. The state may have
                 been partly overwritten.
+            StorageError: the steps cannot be listed, or the one to restore cannot be read: that
+                was tried several times, over seconds. It may be whole, so no older one is taken in
+                its place, and this process removes neither. The state may have been partly
+                overwritten.
             IncompatibleCheckpoint: the step has not what the state asks for, or a module does not
                 know what the step has; the state is as it was, unless a newer step was damaged (the
                 message says so then). Or a newer fastckpt wrote it.
-            CheckpointError: there is no such step. PeerFailed: another rank failed.
+            CheckpointError: there is no such step, or none at all and it is required. PeerFailed:
+                another rank failed.
             TypeError: a tensor that nothing can be put into (meta, overlapping, another layout).
             pickle.UnpicklingError: objects need weights_only=False.
         """
@@ -275,7 +288,9 @@ class Checkpointer:
         started = time.perf_counter()
         with self._restoring() as agreement:
             spread = Spread(agreement, self.group, state)
-            found = self._first_whole(agreement, step, lambda reader: read(reader, spread))
+            found = self._first_whole(
+                agreement, step, lambda reader: read(reader, spread), required
+            )
         if found is None:
             return None
         number, put = found
@@ -319,22 +334,28 @@ class Checkpointer:
 
         started = time.perf_counter()
         with self._restoring() as agreement:
-            found = self._first_whole(agreement, step, read)
-        if found is None:
-            raise CheckpointError(
-                f"{self.root!r} holds no committed step: there is nothing to load"
-            )
+            found = self._first_whole(agreement, step, read, required=True)
+        assert found is not None
         self._tell("loaded", found[0], started)
         return found[1]
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending, as this rank sees the directory now."""
-        found, _faults = self._steps.committed()
+        """Committed steps, ascending, as this rank sees the directory now.
+
+        Raises:
+            StorageError: the directory, or what says whether a step is committed, cannot be read,
+                however often that is tried.
+        """
+        found, _faults = self._steps.survey()
         return sorted({item.manifest.step for item in found})
 
     def latest(self) -> int | None:
-        """The step committed last, as this rank sees the directory now; None if there is none."""
-        found, _faults = self._steps.committed()
+        """The step committed last, as this rank sees the directory now; None if there is none.
+
+        Raises:
+            StorageError: as steps().
+        """
+        found, _faults = self._steps.survey()
         return found[0].manifest.step if found else None
 
     def close(self) -> None:
@@ -404,7 +425,7 @@ class Checkpointer:
             agreement.close()
 
     def _first_whole(
-        self, agreement: Round, step: int | None, read: Callable[[StepReader], T]
+        self, agreement: Round, step: int | None, read: Callable[[StepReader], T], required: bool
     ) -> tuple[int, T] | None:
         """What `read` makes of the newest step for which no rank met damage."""
 
@@ -414,8 +435,9 @@ class Checkpointer:
 
         current, tier = self._current(), self._tier
         if tier is None:
-            return first_whole(agreement, current, [self._steps], step, noting)
-        return first_whole_of_tiers(agreement, current, tier, self._options, step, noting)
+            return first_whole(agreement, current, [self._steps], step, noting, required=required)
+        options = self._options
+        return first_whole_of_tiers(agreement, current, tier, options, step, noting, required)
 
 
 def _own(values: dict[str, Any] | None, name: str) -> PerRank:

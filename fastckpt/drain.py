@@ -39,7 +39,7 @@ from fastckpt.staging import ReadStream
 from fastckpt.step_copies import Copies
 from fastckpt.step_files import StepFiles
 from fastckpt.step_save import Options
-from fastckpt.steps import Begun
+from fastckpt.steps import Begun, StepRemoved
 from fastckpt.storage import patiently, reported
 from fastckpt.tiers import OBJECTS_PART, LocalTier
 from fastckpt.transfer import Transfer
@@ -152,7 +152,10 @@ class Drain(Job):
             if rank != 0:
                 return None
             return Manifest.from_bytes(receive(self.agreement, "manifest", source))
-        manifest = steps.read(self._own_name)
+        try:
+            manifest = steps.read(self._own_name)
+        except StepRemoved as error:  # nothing removes it before the root has it
+            raise CorruptCheckpoint(f"{steps.path(self._own_name)!r} is missing: {error}") from None
         if travels and rank == source:
             send(self.agreement, "manifest", manifest.to_bytes())
         return manifest

@@ -47,12 +47,15 @@ def retain(
             be damaged or may not be durable.
         keep_every: multiples of this stay.
 
-    A step that is being read (see Steps.hold) stays until a later call.
+    A step that is being read (see Steps.hold) stays until a later call. One that could not be read
+    here stays as long as that is all that is known: it may be the newest that is whole.
     """
     own = next((item.manifest.sequence for item in found if item.name == keep), 0)
     whole: set[int] = set()  # attempts at a step count once, however saves overlap
     removed = []
     for item in found:
+        if steps.is_unread(item):
+            continue
         again = item.manifest.step in whole
         kept = (len(whole) < keep_last and not again) or item.manifest.sequence >= own
         if not (steps.is_damaged(item) or steps.is_doubtful(item)):
@@ -68,5 +71,6 @@ def supersede(steps: Steps, found: list[Committed], keep: str, step: int) -> Non
     """Removes earlier attempts at a step that was just committed as `keep`."""
     own = next((item.manifest.sequence for item in found if item.name == keep), 0)
     for name, manifest in found:
-        if manifest.step == step and name != keep and manifest.sequence < own:
+        is_earlier = name != keep and manifest.sequence < own
+        if manifest.step == step and is_earlier and not steps.is_unread(Committed(name, manifest)):
             steps.remove_unread(name)

@@ -1,14 +1,16 @@
 """Which step is restored: the newest that is whole on every rank, decided by all of them together.
 
-Responsible for the order in which steps are tried and for telling what was wrong with those that
-were skipped. It must not know what is read of a step.
+Responsible for the order in which steps are tried, for what counts as damage, and for telling what
+was wrong with those that were skipped. It must not know what is read of a step.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import operator
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -18,13 +20,15 @@ from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
+    PeerFailed,
     StorageError,
 )
 from fastckpt.formats.manifest import Manifest
 from fastckpt.pipeline import Pipeline
 from fastckpt.step_copies import Copies
 from fastckpt.step_load import StepReader
-from fastckpt.steps import Committed, Steps, in_order
+from fastckpt.steps import StepRemoved, Steps, in_order
+from fastckpt.storage import persistently
 
 log = logging.getLogger("fastckpt")
 
@@ -32,7 +36,10 @@ T = TypeVar("T")
 # Directories that hold copies of files of a step; what it enters keeps them.
 Near = Callable[[Manifest, ExitStack], list[str]]
 
-_LISTINGS_MAX = 3
+# How often the steps are listed, and how long at most before the next time, because one that was
+# listed is gone when it is opened.
+_LISTINGS_MAX, _PAUSE_S = 20, 0.5
+_REMOVED = "removed"  # in the place of what is wrong with a step
 _TOLD = (CorruptCheckpoint, IncompatibleCheckpoint, CheckpointError)
 
 
@@ -43,8 +50,12 @@ def first_whole(
     step: int | None,
     read: Callable[[StepReader], T],
     near: Near | None = None,
+    required: bool = False,
 ) -> tuple[int, T] | None:
     """What `read` makes of the newest step for which no rank meets damage; all ranks call it.
+
+    A step that a rank cannot read, however often it tries, may be whole: nothing older is taken
+    in its place, and retention leaves it alone.
 
     Args:
         agreement: a round of its own.
@@ -53,42 +64,44 @@ def first_whole(
         step: which; None: the one committed last, and if that is damaged the one before it.
         read: reads all that this rank needs of a step.
         near: tells directories with copies of some files of a step, which are read rather.
+        required: that there is no step is an error.
 
     Returns:
         The step and what `read` returned; None if no step was committed and `step` is None.
 
     Raises:
         CorruptCheckpoint: none is whole. IncompatibleCheckpoint: a newer fastckpt wrote what is
-            there, or it does not fit. CheckpointError: there is no such step. PeerFailed.
+            there, or it does not fit. CheckpointError: there is no such step, or none at all.
+            StorageError: one cannot be read. PeerFailed.
     """
     problems: list[str] = []
-    tried: set[tuple[int, str]] = set()
+    damaged: set[tuple[int, str]] = set()
+    number = 0
     for listing in range(_LISTINGS_MAX):
-        # Again after a failure: where steps are removed, those that were listed may all be gone.
-        places = [n for n in _candidates(agreement, shelves, step, listing) if n not in tried]
+        listed = _candidates(agreement, shelves, step, listing, required)
+        # Again after damage: steps that were committed meanwhile may be whole.
+        places = [place for place in listed if place not in damaged]
+        verdict = ""
         if not places:
             break
         for place in places:
-            tried.add(place)
-            steps, name = shelves[place[0]], place[1]
+            number += 1
             with ExitStack() as holding:  # until all have read it, the first rank above all
-                try:
-                    problem, found = _tried(current, steps, name, read, near, holding)
-                except IncompatibleCheckpoint as error:
-                    if not problems:
-                        raise
-                    raise IncompatibleCheckpoint(
-                        f"{error}; a newer step was damaged, and may have been partly read into "
-                        f"the state: {problems[-1]}"
-                    ) from None
-                verdict = _verdict(agreement, len(tried), problem)
+                trial = _Trial(current, shelves[place[0]], place[1], near, holding)
+                verdict, found = trial.outcome(agreement, number, read, problems)
             if not verdict:
                 assert found is not None
                 return found
+            if verdict == _REMOVED:  # a newer one was committed before
+                time.sleep(_PAUSE_S * listing / _LISTINGS_MAX)
+                break
+            damaged.add(place)
             problems.append(verdict)
-            steps.note_damaged(name)
             if step is None:
-                log.warning("skipping %s: %s", steps.path(name), verdict)
+                log.warning("skipping %s: %s", trial.path, verdict)
+    if verdict == _REMOVED:
+        detail = f"what was listed was gone when it was opened, {_LISTINGS_MAX} times in a row"
+        raise StorageError("open", trial.path, errno.ESTALE, detail=detail)
     if problems:
         which = f"step {step}" if step is not None else "no step"
         state = "damaged" if step is not None else "whole"
@@ -99,14 +112,105 @@ def first_whole(
     return None
 
 
+class _Trial:
+    """One step that is tried, on this rank.
+
+    Args:
+        current: reads.
+        steps, name: the step's directory.
+        near: as first_whole's.
+        holding: keeps what is read.
+    """
+
+    def __init__(
+        self, current: Pipeline, steps: Steps, name: str, near: Near | None, holding: ExitStack
+    ) -> None:
+        self._current, self._steps, self._name = current, steps, name
+        self._near, self._holding = near, holding
+        self.path = steps.path(name)
+
+    def outcome(
+        self,
+        agreement: Round,
+        number: int,
+        read: Callable[[StepReader], T],
+        problems: Sequence[str],
+    ) -> tuple[str, tuple[int, T] | None]:
+        """What is wrong with the step on the first rank that has something to say, or "": the same
+        on all ranks; and its number and what was read here, if nothing is wrong with it here.
+
+        Args:
+            number: of the trial.
+            problems: of newer steps.
+
+        Raises:
+            StorageError: this rank cannot read it. PeerFailed: another one cannot.
+            IncompatibleCheckpoint: it does not fit.
+        """
+        try:
+            problem, found = self._tried(read)
+            verdict = _verdict(agreement, number, problem)
+        except IncompatibleCheckpoint as error:
+            if not problems:
+                raise
+            raise IncompatibleCheckpoint(
+                f"{error}; a newer step was damaged, and may have been partly read into "
+                f"the state: {problems[-1]}"
+            ) from None
+        except (StorageError, PeerFailed, MemoryError):
+            self._steps.note_unread(self._name)
+            raise
+        if not verdict:
+            self._steps.note_whole(self._name)
+        elif verdict != _REMOVED:
+            self._steps.note_damaged(self._name)
+        return verdict, found
+
+    def _tried(self, read: Callable[[StepReader], T]) -> tuple[str, tuple[int, T] | None]:
+        """What is wrong with the step here, or its number and what was read."""
+        steps, name, storage = self._steps, self._name, self._current.storage
+        manifest: Manifest | None = None
+        try:
+            self._holding.enter_context(steps.hold(name))
+            manifest = persistently(lambda: steps.read(name), self.path)
+            nearer = [] if self._near is None else self._near(manifest, self._holding)
+            copies = Copies(storage, [*nearer, self.path])
+            reader = StepReader(storage, self._current.staging, steps, name, manifest, copies)
+            return "", (manifest.step, read(reader))
+        except StepRemoved:
+            return _REMOVED, None
+        except CorruptCheckpoint as error:
+            return str(error) if self._is_there(manifest) else _REMOVED, None
+        except StorageError as error:
+            detail = f"{error.detail}; " if error.detail else ""
+            detail += "the step may be whole, so none before it was taken: ask for one by its "
+            detail += "number if this one is lost"
+            raise StorageError(
+                error.op, error.path, error.errno or errno.EIO, error.offset, detail
+            ) from error
+
+    def _is_there(self, manifest: Manifest | None) -> bool:
+        """Whether it is still the step that it was: where locks are not known to other hosts, it
+        may have been removed while it was read, which looks like damage.
+        """
+        if manifest is None:
+            return self._steps.may_be_committed(self._name)
+        try:
+            return self._steps.read(self._name).nonce == manifest.nonce
+        except StepRemoved:
+            return False
+        except CheckpointError:
+            return True
+
+
 def _candidates(
-    agreement: Round, shelves: Sequence[Steps], step: int | None, listing: int
+    agreement: Round, shelves: Sequence[Steps], step: int | None, listing: int, required: bool
 ) -> list[tuple[int, str]]:
     """What the first rank lists; every rank raises what it raised."""
     key = f"candidates {listing}"
     if agreement.rank == 0:
         try:
-            told: list[Any] = [None, candidates(shelves, step, warn=listing == 0)]
+            told: list[Any] = [None, candidates(shelves, step, required, warn=listing == 0)]
         except StorageError:  # concerns this rank
             raise
         except CheckpointError as error:
@@ -119,26 +223,33 @@ def _candidates(
 
 
 def _verdict(agreement: Round, number: int, problem: str) -> str:
-    """What is wrong with a step on the first rank that has something to say; nothing if it fits."""
+    """What is wrong with a step on the first rank that has something to say; nothing if it fits.
+
+    A rank that finds it gone is heard first: what the others miss of it may be gone, too.
+    """
     agreement.put(f"tried {number}", problem.encode(errors="replace"))
     if agreement.rank == 0:
         answers = agreement.gather(f"tried {number}")
         told = next((f"rank {r}: {a.decode()}" for r, a in enumerate(answers) if a), "")
+        told = _REMOVED if _REMOVED.encode() in answers else told
         agreement.put(f"verdict {number}", told.encode())
     return agreement.get(f"verdict {number}").decode()
 
 
 def candidates(
-    shelves: Sequence[Steps], step: int | None, warn: bool = True
+    shelves: Sequence[Steps], step: int | None, required: bool = False, warn: bool = True
 ) -> list[tuple[int, str]]:
     """Directories to try, the best first, each after the number of its shelf; decided by the first
     rank for all.
+
+    Args and raises as first_whole's; and
+        warn: say which directories are no steps, and that there is none.
     """
     steps = shelves[0]
-    found, faults = steps.committed()
+    found, faults = steps.survey(step)
     shelf_of = {item.manifest.nonce: 0 for item in found}
     for number, other in enumerate(shelves[1:], 1):
-        for item in other.committed()[0]:
+        for item in other.survey_of_copy():
             if shelf_of.setdefault(item.manifest.nonce, number) == number:
                 found.append(item)
     found.sort(key=in_order, reverse=True)
@@ -148,7 +259,7 @@ def candidates(
             known = sorted({item.manifest.step for item in found})
             raise CheckpointError(
                 f"{steps.root!r} holds no committed step {step}: there are {known[-10:]}"
-                + (f"; {faults[0].error}" if faults else "")
+                + (f"; {faults[0].error}" if faults else f"; {steps.emptiness()}" * (not known))
             )
         return [(shelf_of[item.manifest.nonce], item.name) for item in chosen[:1]]
     last = found[0].manifest.step if found else -1
@@ -160,30 +271,17 @@ def candidates(
             )
         if warn:
             log.warning("skipping a step: %s", fault.error)
-    for name in steps.incomplete() if warn else ():
+    for name in persistently(steps.incomplete, steps.root) if warn else ():
         if steps.is_being_written(name):  # from a local tier, and read there
             continue
         log.warning("skipping %s: its save was not committed", steps.path(name))
     if faults and not found:
         raise CorruptCheckpoint(f"no step under {steps.root!r} is whole: {faults[0].error}")
+    if not found:
+        if required:
+            raise CheckpointError(
+                f"{steps.root!r} holds no committed step: {steps.emptiness()}; nothing was restored"
+            )
+        if warn:
+            steps.tell_empty(steps.emptiness())
     return [(shelf_of[item.manifest.nonce], item.name) for item in found]
-
-
-def _tried(
-    current: Pipeline,
-    steps: Steps,
-    name: str,
-    read: Callable[[StepReader], T],
-    near: Near | None,
-    holding: ExitStack,
-) -> tuple[str, tuple[int, T] | None]:
-    """What is damaged about a step, or else its number and what was read."""
-    try:
-        holding.enter_context(steps.hold(name))
-        item = Committed(name, steps.read(name))
-        nearer = [] if near is None else near(item.manifest, holding)
-        copies = Copies(current.storage, [*nearer, steps.path(name)])
-        reader = StepReader(current.storage, current.staging, steps, name, item.manifest, copies)
-        return "", (item.manifest.step, read(reader))
-    except (CorruptCheckpoint, StorageError) as error:
-        return str(error), None

@@ -10,6 +10,7 @@ import errno
 import io
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.gds import Direct
 from fastckpt.image import BLOCK_BYTES, address_of
 from fastckpt.placements import PLAIN_TENSORS
-from fastckpt.reader import open_verified
+from fastckpt.reader import VerifiedFile, open_verified
 from fastckpt.rows import CopyRow, blocks_of
 from fastckpt.shards import Box, copies, covers, intersect, span
 from fastckpt.staging import ReadStream, Staging
@@ -118,7 +119,7 @@ class StepReader:
             opened = open_verified(self._storage, self._staging, fd, path, True)
             if opened is None:
                 raise CorruptCheckpoint(f"{path!r} was not written by fastckpt")
-            with opened:
+            with _closed_quietly(opened):
                 if opened.closing_crc != crc:
                     raise CorruptCheckpoint(f"{path!r} is of another save than the manifest")
                 try:
@@ -351,7 +352,8 @@ class StepReader:
             if not whole:
                 raise self._failure(stream, index, path)
         finally:
-            stream.close()
+            with suppress(OSError):  # what was read has been verified, or has its own error
+                stream.close()
 
     def _failure(
         self, stream: ReadStream | Divided, index: ShardIndex, path: str
@@ -377,6 +379,15 @@ class StepReader:
         return CorruptCheckpoint(
             f"{path!r} is damaged: CRC-32 mismatch in bytes {begin} to {end}, in {what}"
         )
+
+
+@contextmanager
+def _closed_quietly(file: VerifiedFile) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # as in StepReader._run()
+            file.close()
 
 
 def _is_plain_memory(tensor: torch.Tensor, types: frozenset[str]) -> bool:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +20,16 @@ from fastckpt import commit
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
 from fastckpt.formats.step_names import NAME, OURS, step_name
-from fastckpt.storage import NEW_MODE, Storage, naming, patiently, reported
+from fastckpt.storage import (
+    NEW_MODE,
+    NO_FILE,
+    OWN_SHORTAGES,
+    Storage,
+    naming,
+    patiently,
+    persistently,
+    reported,
+)
 
 log = logging.getLogger("fastckpt")
 
@@ -28,6 +37,9 @@ _ATTEMPTS_MAX = 1000  # directories tried for one step
 _CREATES_MAX = 5  # times that one of them is made
 _UNSEEN = (0, 0, 0)  # version of a manifest that was not looked at
 _LOCK_S, _LOCK_POLL_S = 60.0, 0.01
+_LOOKS_MAX = 20  # at a root whose steps vanish while they are looked at
+_NAMES_TOLD = 3  # entries of a directory that one message names
+_ENTRIES_TRIED = 50  # of a directory without steps: whether these have some
 # A save that another host began and did not commit counts as dead after a day.
 DEAD_AFTER_S = 24 * 3600.0
 
@@ -39,11 +51,20 @@ class Committed(NamedTuple):
     manifest: Manifest
 
 
-class Fault(NamedTuple):
-    """A directory whose manifest does not validate, and why."""
+class StepRemoved(CheckpointError):
+    """A step that was listed is gone: a newer one was committed before, so list again."""
 
-    step: int
+
+class Fault(NamedTuple):
+    """A directory that has a manifest which does not validate, or cannot be read, and why."""
+
+    name: str
     error: CheckpointError
+
+    @property
+    def step(self) -> int:
+        """The number that the directory's name says."""
+        return int(self.name.split("-")[1])
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,8 @@ class Steps:
         self._failed: dict[int, int] = {}  # attempts at a step that failed here
         self._damaged: set[str] = set()  # names
         self._doubtful: set[str] = set()  # names of those that were committed, perhaps not durably
+        self._unread: set[str] = set()  # names of steps that may be whole, but could not be read
+        self._told_empty = False
         self._begun: set[str] = set()  # names that saves of this process are writing to
         self._left: set[str] = set()  # names of directories that are empty but for what lingers
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
@@ -111,16 +134,17 @@ class Steps:
         """The manifest of a step.
 
         Raises:
-            CorruptCheckpoint: there is none, or it is damaged, or of another step.
+            StepRemoved: there is none.
+            CorruptCheckpoint: it is damaged, or of another step.
             IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
         """
         path = self.path(name, MANIFEST)
         try:
             content = self.storage.read_file(path, MANIFEST_BYTES_MAX + 1)
         except FileNotFoundError:
-            raise CorruptCheckpoint(f"{path!r} is missing: the save was not committed") from None
+            raise StepRemoved(f"{path!r} is gone: the step was removed") from None
         except OSError as error:
-            raise StorageError("read", path, error.errno or errno.EIO) from error
+            raise _unreadable("read", path, error) from error
         with naming(path):
             manifest = Manifest.from_bytes(content)
             match = NAME.match(name)
@@ -132,38 +156,167 @@ class Steps:
         """Steps whose manifest validates, the one committed last first; and what is wrong with
         every other directory that has a manifest.
 
+        A step may be removed between being listed and being looked at. The save that removed it
+        committed a newer one before, which the listing may lack, but the next listing has. So the
+        root is listed until nothing vanished, a bounded number of times. A listing in which
+        nothing is committed is made once more, because one that takes long may miss both.
+
         Args:
             afresh: False: manifests that were looked at before are not looked at again.
+
+        Raises:
+            StorageError: the root cannot be listed, or steps vanish however often it is.
+        """
+        before: set[str] = set()
+        for look in range(_LOOKS_MAX):
+            found, faults, vanished = self._looked(afresh)
+            if vanished <= before and (found or faults or look > 0):
+                return found, faults
+            before = vanished
+        if found:
+            return found, faults
+        detail = f"whatever was listed was gone when it was looked at, {_LOOKS_MAX} times in a row"
+        raise StorageError("list", self.root, errno.EBUSY, detail=detail)
+
+    def _looked(self, afresh: bool) -> tuple[list[Committed], list[Fault], set[str]]:
+        """One listing, as committed() returns it; and the names that no longer were, or not yet,
+        the directory of a save or of a step when their turn came.
         """
         found: list[Committed] = []
         faults: list[Fault] = []
-        for name in self.names():
+        vanished: set[str] = set()
+        # Older steps first: what was committed before one of them was removed is seen then.
+        for name in sorted(self.names()):
             if not afresh and name in self._known:
                 found.append(Committed(name, self._known[name][1]))
                 continue
             try:
-                with reported("open", self.path(name, MANIFEST)):
-                    status = self.storage.status(self.path(name, MANIFEST))
-                if status is None:
-                    continue
-                version = (status.st_ino, status.st_mtime_ns, status.st_size)
-                known = self._known.get(name)
-                if known is None or known[0] != version:
-                    known = self._known[name] = (version, self.read(name))
-                found.append(Committed(name, known[1]))
+                manifest = self._manifest(name)
+                if manifest is not None:
+                    found.append(Committed(name, manifest))
+                elif not self._is_begun(name):
+                    vanished.add(name)
+            except StepRemoved:
+                vanished.add(name)
             except CheckpointError as error:
-                faults.append(Fault(int(name.split("-")[1]), error))
+                faults.append(Fault(name, error))
         found.sort(key=in_order, reverse=True)
-        return found, faults
+        return found, faults, vanished
+
+    def _manifest(self, name: str) -> Manifest | None:
+        """What read() returns, read only if it is another than the last time; None if there is
+        none.
+        """
+        path = self.path(name, MANIFEST)
+        try:
+            status = self.storage.status(path)
+        except OSError as error:
+            raise _unreadable("open", path, error) from error
+        if status is None:
+            return None
+        version = (status.st_ino, status.st_mtime_ns, status.st_size)
+        known = self._known.get(name)
+        if known is None or known[0] != version:
+            known = self._known[name] = (version, self.read(name))
+        return known[1]
+
+    def _is_begun(self, name: str) -> bool:
+        """Whether a directory without a manifest is that of a save, alive or dead, which has not
+        committed. One that is being removed has no temporary manifest either.
+        """
+        return bool(commit.temporaries(self.storage, self.path(name, MANIFEST)))
+
+    def survey(self, step: int | None = None) -> tuple[list[Committed], list[Fault]]:
+        """As committed(), but what could not be read is tried again, for seconds, and is an error
+        then: it may be the very step that is asked for.
+
+        Args:
+            step: what cannot be read of other steps does not matter; None: all matter.
+        """
+
+        failed: list[str] = []
+
+        def looked() -> tuple[list[Committed], list[Fault]]:
+            failed.clear()
+            found, faults = self.committed()
+            for fault in faults:
+                if isinstance(fault.error, StorageError) and step in (None, fault.step):
+                    failed.append(fault.name)
+                    raise fault.error
+            return found, faults
+
+        try:
+            return persistently(looked, self.root)
+        finally:
+            self._unread.update(failed)
+
+    def survey_of_copy(self) -> list[Committed]:
+        """The committed steps, as survey() finds them, of a directory that may be lost: what cannot
+        be read of it is left out, with a warning.
+
+        Raises:
+            StorageError: this process is short of descriptors or memory, which is not the disk's
+                fault.
+        """
+        try:
+            return self.survey()[0]
+        except StorageError as error:
+            if error.errno in OWN_SHORTAGES:
+                raise
+            log.warning("not all of %s can be read: %s", self.root, error)
+        return self.readable()
+
+    def readable(self) -> list[Committed]:
+        """The committed steps, as far as they can be read now; with a warning if there is no
+        telling.
+        """
+        try:
+            return self.committed()[0]
+        except StorageError as error:
+            log.warning("%s cannot be read: %s", self.root, error)
+            return []
+
+    def emptiness(self) -> str:
+        """What is there where no step is committed, in words."""
+        with reported("list", self.root):
+            if self.storage.status(self.root) is None:
+                return "there is no such directory"
+            entries = sorted(self.storage.names(self.root))
+        if MANIFEST in entries:
+            return f"it is a step itself: give {os.path.dirname(self.root)!r}"
+        saves = [name for name in entries if NAME.match(name)]
+        if saves:
+            return f"there are only saves that did not come to their commit: {_listed(saves)}"
+        if not entries:
+            return "the directory is empty"
+        below = entries[:_ENTRIES_TRIED]
+        roots = [entry for entry in below if Steps(self.storage, self.path(entry)).is_root()]
+        if roots:
+            return f"there are steps further down, in {_listed(roots)}"
+        return f"there is no step, but {_listed(entries)}"
+
+    def is_root(self) -> bool:
+        """Whether it is a directory with something in it that is a step by its name."""
+        try:
+            return bool(self.names())
+        except StorageError:
+            return False
+
+    def tell_empty(self, why: str) -> None:
+        """Warns that nothing is committed, once."""
+        if not self._told_empty:
+            self._told_empty = True
+            log.warning("%r holds no committed step: %s", self.root, why)
 
     def incomplete(self) -> list[str]:
         """Directories without a manifest: saves that run, or that did not come to their commit."""
         return sorted(name for name in self.names() if not self.may_be_committed(name))
 
     def may_be_committed(self, name: str) -> bool:
+        """Whether a directory has a manifest, or what cannot be looked at in its place."""
         try:
             return self.storage.status(self.path(name, MANIFEST)) is not None
-        except OSError:  # something is there that cannot be looked at
+        except OSError:
             return True
 
     def begin(self, step: int) -> Begun:
@@ -251,7 +404,7 @@ class Steps:
                 perhaps not durably.
         """
         storage, directory = self.storage, self.path(begun.name)
-        self._damaged.discard(begun.name)  # that was another one
+        self.note_whole(begun.name)  # what was found there was another one
         with reported("write", begun.temporary):
             content, fd = manifest.to_bytes(), begun.manifest_fd
             patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
@@ -386,8 +539,18 @@ class Steps:
         return name in self._begun
 
     def note_damaged(self, name: str) -> None:
-        """Remembers that a step could not be restored."""
+        """Remembers that a step was read and found wrong."""
         self._damaged.add(name)
+        self._unread.discard(name)
+
+    def note_unread(self, name: str) -> None:
+        """Remembers that a step could not be read, so that it may be whole."""
+        self._unread.add(name)
+
+    def note_whole(self, name: str) -> None:
+        """Remembers that a step was read and found whole."""
+        self._damaged.discard(name)
+        self._unread.discard(name)
 
     def is_damaged(self, item: Committed) -> bool:
         """Whether that was found out here."""
@@ -396,6 +559,10 @@ class Steps:
     def is_doubtful(self, item: Committed) -> bool:
         """Whether it was committed here, and making that durable failed."""
         return item.name in self._doubtful
+
+    def is_unread(self, item: Committed) -> bool:
+        """Whether the last attempt to read it here failed, without finding damage."""
+        return item.name in self._unread
 
     def remove_unread(self, name: str) -> bool:
         """Removes a committed step unless somebody reads it; whether it is gone."""
@@ -428,25 +595,44 @@ class Steps:
         """Keeps a committed step from being removed while the body reads it.
 
         Raises:
-            CorruptCheckpoint: it is gone. StorageError: it cannot be opened, or another process
+            StepRemoved: it is gone. StorageError: it cannot be opened, or another process
                 holds it, to remove it, for longer than that takes.
         """
         path = self.path(name, MANIFEST)
-        with reported("open", path):
-            try:
-                fd = self.storage.open(path)
-            except FileNotFoundError:
-                raise CorruptCheckpoint(f"{path!r} is gone: the step was removed") from None
+
+        def opened() -> int:
+            with reported("open", path):
+                try:
+                    return self.storage.open(path)
+                except FileNotFoundError:
+                    raise StepRemoved(f"{path!r} is gone: the step was removed") from None
+
+        fd = persistently(opened, path)
+
+        def asked(call: Callable[[int], bool]) -> bool:
+            with reported("lock", path):
+                return call(fd)
+
         try:
             until = time.monotonic() + _LOCK_S
-            with reported("lock", path):
-                while not self.storage.lock_shared(fd):
-                    if time.monotonic() >= until:
-                        raise StorageError("lock", path, errno.EAGAIN)
-                    time.sleep(_LOCK_POLL_S)
-                is_removed = self.storage.is_removed(fd, path)
-            if is_removed:
-                raise CorruptCheckpoint(f"{path!r} is gone: the step was removed")
+            while not persistently(lambda: asked(self.storage.lock_shared), path):
+                if time.monotonic() >= until:
+                    raise StorageError("lock", path, errno.EAGAIN)
+                time.sleep(_LOCK_POLL_S)
+            if persistently(lambda: asked(lambda fd: self.storage.is_removed(fd, path)), path):
+                raise StepRemoved(f"{path!r} is gone: the step was removed")
             yield
         finally:
             commit.close_quietly(self.storage, fd)
+
+
+def _unreadable(op: str, path: str, error: OSError) -> CheckpointError:
+    """What an OSError says of a manifest: that it is no file, which is damage, or nothing."""
+    if error.errno in NO_FILE:
+        return CorruptCheckpoint(f"{path!r} is not a regular file")
+    return StorageError(op, path, error.errno or errno.EIO)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    return ", ".join(map(repr, names[:_NAMES_TOLD])) + more

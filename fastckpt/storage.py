@@ -33,7 +33,13 @@ T = TypeVar("T")
 # that has expired may be renewed, and a save whose bytes are still there goes on then.
 PATIENCE_S = 60.0
 _PAUSE_S = 0.25
-
+# How long to wait before a read that failed is tried again, in seconds.
+REREAD_PAUSES_S = (0.02, 0.1, 0.4, 1.5, 3.0)
+# What these say of a name was read: there is something else than a regular file.
+NO_FILE = (errno.EINVAL, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
+_LASTING = (*NO_FILE, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+# What this process, or its machine, is short of says nothing about a disk.
+OWN_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 # What a daemon that uploads a file as it is written answers to a size or an offset that is not
 # where it has come to: rclone, mountpoint-s3, goofys.
 _OUT_OF_SEQUENCE = frozenset(
@@ -115,6 +121,34 @@ def patiently(storage: Storage, fd: int, call: Callable[[], T]) -> T:
             if not storage.policy(fd)[1].remote:
                 raise
         time.sleep(min(_PAUSE_S, max(0.0, until - time.monotonic())))
+
+
+def persistently(read: Callable[[], T], path: str) -> T:
+    """Calls what only reads, again after a pause while it fails, a few times at most; but not where
+    waiting will not help.
+
+    A read that failed says nothing of the bytes: descriptors or memory may have been short, a
+    server may have restarted. So nobody may take it for damage, nor give up at the first.
+
+    Args:
+        read: what is called. It has no lasting effect if it fails.
+        path: what it reads, for the message.
+
+    Raises:
+        StorageError: the last failure; a MemoryError as ENOMEM.
+    """
+    pauses = iter(REREAD_PAUSES_S)
+    while True:
+        try:
+            return read()
+        except (StorageError, MemoryError) as error:
+            is_lasting = isinstance(error, StorageError) and error.errno in _LASTING
+            pause_s = None if is_lasting else next(pauses, None)
+            if pause_s is None:
+                if isinstance(error, StorageError):
+                    raise
+                raise StorageError("allocate memory to read", path, errno.ENOMEM) from error
+        time.sleep(pause_s)
 
 
 class Storage:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from fastckpt.agreement import Round
 from fastckpt.drain import DRAIN_BLOCKS_MIN, Drain
+from fastckpt.errors import StorageError
 from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle
 from fastckpt.pipeline import Pipeline
@@ -34,6 +35,7 @@ def first_whole_of_tiers(
     options: Options,
     step: int | None,
     read: Callable[[StepReader], T],
+    required: bool,
 ) -> tuple[int, T] | None:
     """What `read` makes of the newest step that is whole in either tier; all ranks call it.
 
@@ -52,8 +54,11 @@ def first_whole_of_tiers(
         for each, handle in begun:
             if each.is_newer if step is None else each.step == step:
                 handle.wait_done()
-                if handle.failure() is None:
+                failure = handle.failure()
+                if failure is None:
                     break
+                if isinstance(failure, StorageError):
+                    raise failure  # it may be whole: nothing older is taken in its place
     taken: dict[str, str] = {}
 
     def noting(reader: StepReader) -> T:
@@ -61,7 +66,7 @@ def first_whole_of_tiers(
         taken.update(reader.copies.taken)
         return found
 
-    found = first_whole(agreement, current, shelves, step, noting, tier.near)
+    found = first_whole(agreement, current, shelves, step, noting, tier.near, required)
     if found is not None:
         own = os.path.join(tier.steps.root, "")
         local = sum(path.startswith(own) for path in taken.values())

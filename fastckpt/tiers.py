@@ -225,19 +225,12 @@ class LocalTier:
 
     def near(self, manifest: Manifest, holding: ExitStack) -> list[str]:
         """The directory of a step on this node, kept while `holding` lasts; or nothing."""
-        for item in self._committed():
+        for item in self.steps.readable():
             if item.manifest.nonce == manifest.nonce:
                 with suppress(CheckpointError):  # it is just being removed
                     holding.enter_context(self.steps.hold(item.name))
                     return [self.steps.path(item.name)]
         return []
-
-    def _committed(self) -> list[Committed]:
-        try:
-            return self.steps.committed()[0]
-        except StorageError as error:
-            log.warning("the local tier cannot be read: %s", error)
-            return []
 
     def note_drained(self, name: str) -> None:
         """Notes on disk that the root has a step: from now on it may go."""
@@ -260,7 +253,7 @@ class LocalTier:
         their names. On the first rank of a node.
         """
         removed, kept = [], 0
-        for item in self._committed():
+        for item in self.steps.readable():
             is_whole = item.name not in self._incomplete and not self.steps.is_damaged(item)
             may_go = item.name in self._incomplete or self._is_drained(item.name)
             if not may_go or (is_whole and kept < self.keep):
@@ -282,7 +275,8 @@ class LocalTier:
         """
         nodes = self.nodes()
         is_first = nodes.first(self._rank) == self._rank
-        there = {item.manifest.nonce: item for item in self._committed()} if is_first else {}
+        found = self.steps.survey_of_copy() if is_first else []
+        there = {item.manifest.nonce: item for item in found}
         listed = [*map(self._listed, there.values())]
         agreement.put("local", json.dumps([is_able, listed]).encode())
         if self._rank == 0:
@@ -333,7 +327,7 @@ class LocalTier:
 
     def _merged(self, listings: list[list[dict[str, Any]]]) -> dict[str, Any]:
         """On the first rank: what all listings mean, beside what the root has."""
-        found, _faults = self.root.committed()
+        found, _faults = self.root.survey()
         in_root = {item.manifest.nonce for item in found}
         newest = found[0].manifest.sequence if found else -1
         of: dict[str, list[tuple[int, dict[str, Any]]]] = {}

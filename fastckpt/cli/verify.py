@@ -7,6 +7,7 @@ saying what is damaged. It must not know what the bytes are of: nothing is unpic
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -25,12 +26,13 @@ from fastckpt.formats.step_names import OURS as OF_A_STEP
 from fastckpt.quantities import shown_size
 from fastckpt.reader import open_verified
 from fastckpt.staging import ReadStream
-from fastckpt.steps import Steps
-from fastckpt.storage import naming, reported
+from fastckpt.steps import StepRemoved, Steps
+from fastckpt.storage import NO_FILE, naming, persistently, reported
 
 _SCRATCH_BYTES = 8 << 20
 _DISTCP = ".distcp"
 _METADATA = ".metadata"
+_DAMAGED, _UNREAD = 1, 3  # exit status; 2 is of arguments
 
 
 def add_arguments(commands: Any) -> None:
@@ -38,7 +40,8 @@ def add_arguments(commands: Any) -> None:
         "verify",
         help="read checkpoints and compare all checksums",
         description="Reads every byte of what PATHs hold and compares checksums. Exit status 0 if "
-        "all is as it was written, 1 if something is damaged, has no checksums, or cannot be read.",
+        "all is as it was written; 1 if something is damaged, missing, or has no checksums; 3 if "
+        "nothing of that was found, but something could not be read, however often it was tried.",
     )
     parser.add_argument(
         "paths",
@@ -62,13 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
         real = os.path.realpath(check_path("PATH", path))
         for name, check in _parts(real, arguments.local):
             try:
-                print(f"ok       {name}: {shown_size(check())}", flush=True)
+                print(f"ok       {name}: {shown_size(persistently(check, name))}", flush=True)
             except _NotCommitted as note:
                 print(f"no step  {name}: {note}", flush=True)
-            except (CheckpointError, OSError) as error:
+            except StepRemoved:
+                print(f"removed  {name}: by a save, while others were read", flush=True)
+            except (StorageError, OSError) as error:
+                print(f"unread   {name}: {error}", flush=True)
+                status = status or _UNREAD
+            except CheckpointError as error:
                 kind = "damaged" if isinstance(error, CorruptCheckpoint) else "FAILED"
                 print(f"{kind:8} {name}: {error}", flush=True)
-                status = 1
+                status = _DAMAGED
     return status
 
 
@@ -148,8 +156,12 @@ def _steps(root: str) -> Steps:
 @contextmanager
 def _opened(path: str) -> Iterator[int]:
     storage = pipeline.current().storage
-    with reported("open", path):
+    try:
         fd = storage.open_regular(path)
+    except OSError as error:
+        if error.errno in NO_FILE:
+            raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
+        raise StorageError("open", path, error.errno or errno.EIO) from error
     try:
         yield fd
     finally:
@@ -258,13 +270,18 @@ def _verify_step(steps: Steps, name: str, is_local: bool) -> int:
             if not is_local or {writer.index, writer.file} & there:
                 checks.append(partial(_verify_writer, steps, name, manifest, writer))
         nbytes, damage = 0, []
+        unread: StorageError | None = None
         for check in checks:
             try:
                 nbytes += check()
             except CorruptCheckpoint as error:
                 damage.append(str(error))
+            except StorageError as error:
+                unread = error
         if damage:
             raise CorruptCheckpoint("; ".join(damage))
+        if unread is not None:
+            raise unread
         return nbytes
 
 

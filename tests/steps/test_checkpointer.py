@@ -242,7 +242,7 @@ def test_restore_load_steps_and_latest(disk: Path) -> None:
 
 def test_a_missing_step_is_an_error_that_tells_which_there_are(disk: Path) -> None:
     with Checkpointer(disk / "run") as checkpointer:
-        with pytest.raises(CheckpointError, match="no committed step: there is nothing to load"):
+        with pytest.raises(CheckpointError, match="no committed step: there is no such directory"):
             checkpointer.load()
         with pytest.raises(CheckpointError, match=r"no committed step 7: there are \[\]"):
             checkpointer.restore(state(1), 7)

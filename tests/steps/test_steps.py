@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import pickle
 import re
@@ -33,10 +34,10 @@ from fastckpt.errors import (
 )
 from fastckpt.formats.step_names import STEP_MAX, step_name
 from fastckpt.retention import retain, supersede
-from fastckpt.steps import DEAD_AFTER_S, Steps
+from fastckpt.steps import DEAD_AFTER_S, StepRemoved, Steps
 from fastckpt.storage import Storage
 from tests import interpreters
-from tests.doubles import FailAlways, Operation, Recorder, dead_pid
+from tests.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid
 from tests.saving.test_process import run_python
 from tests.steps.test_checkpointer import assert_holds, directories, process_on, restored, state
 
@@ -302,7 +303,7 @@ def test_a_step_that_is_removed_before_it_is_held(root: Path) -> None:
     steps = Steps(Storage(), str(root))
     late = Steps(Remover("lock_shared"), str(root))
     for held in (steps.hold(name(9)), late.hold(name(2))):
-        with pytest.raises(CorruptCheckpoint, match="the step was removed"), held:
+        with pytest.raises(StepRemoved), held:
             raise AssertionError("held what is not there")
 
 
@@ -817,3 +818,199 @@ def test_a_root_that_may_only_be_read() -> None:
             for path in (root, *root.glob("*")):
                 path.chmod(0o755)
         assert directories(root) == [name(1), name(2)]
+
+
+# ---- what cannot be read, and what is gone when its turn comes ----
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be read is tried again without a pause."""
+    monkeypatch.setattr("fastckpt.storage.REREAD_PAUSES_S", (0.0, 0.0))
+
+
+class Unreadable(Recorder):
+    """What asks for something below a directory fails, `count` times."""
+
+    def __init__(self, below: Path, code: int, count: float) -> None:
+        super().__init__()
+        self._below, self._code, self.left = str(below), code, count
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        is_below = operation.path.startswith(self._below) and operation.name != "close"
+        if self.left > 0 and is_below:
+            self.left -= 1
+            raise OSError(self._code, os.strerror(self._code))
+        return real()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
+def test_a_read_that_fails_once_is_tried_again(root: Path, code: int, at_once: None) -> None:
+    """Whichever operation of a restore it is."""
+    saved(root, 1, 2)
+    number, failed = 0, set()
+    while True:
+        storage = FailAt(number, code)
+        with process_on(storage):
+            assert restored(root) == 2, f"operation {number}"
+        if number >= len(storage.log):
+            break
+        failed.add(storage.log[number].name)
+        number += 1
+    assert {"directories", "status", "open", "open_regular", "read_file", "read"} <= failed
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOMEM])
+@pytest.mark.parametrize("file", FILES)
+def test_what_cannot_be_read_is_not_damage(root: Path, code: int, file: str, at_once: None) -> None:
+    """No older step is taken in its place, and it is not removed when the next one is there."""
+    saved(root, 1, 2)
+    storage = Unreadable(root / name(2) / file, code, math.inf)
+    with process_on(storage), Checkpointer(root, keep_last=1) as checkpointer:
+        for call in (lambda: checkpointer.restore(state(999)), checkpointer.load):
+            with pytest.raises(StorageError, match=errno.errorcode[code]) as caught:
+                call()
+            assert caught.value.errno == code and file in str(caught.value)
+        if file == "manifest.json":
+            for ask in (checkpointer.latest, checkpointer.steps):
+                with pytest.raises(StorageError):
+                    ask()
+        assert checkpointer.restore(state(999), 1) == 1, "by its number, it is the user's choice"
+        storage.left = 0
+        checkpointer.save(3, state(3))
+    assert directories(root) == [name(2), name(3)]
+    assert restored(root) == 3
+
+
+def test_a_step_that_was_read_at_last_is_as_any_other(root: Path, at_once: None) -> None:
+    saved(root, 1, 2)
+    storage = Unreadable(root / name(2) / "objects.pt", errno.EIO, math.inf)
+    with process_on(storage), Checkpointer(root, keep_last=1) as checkpointer:
+        with pytest.raises(StorageError):
+            checkpointer.restore(state(999))
+        storage.left = 0
+        assert checkpointer.restore(state(999)) == 2
+        checkpointer.save(3, state(3))
+    assert directories(root) == [name(3)]
+
+
+def test_no_memory_is_not_damage(
+    root: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(root, 1, 2)
+
+    def none_left(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as context, Checkpointer(root) as checkpointer:
+        context.setattr("fastckpt.step_load.open_verified", none_left)
+        with pytest.raises(StorageError, match=r"objects\.pt.*ENOMEM"):
+            checkpointer.restore(state(999))
+    assert restored(root) == 2
+
+
+class Busy(Recorder):
+    """After each listing of the root, `count` times, another job commits a step and removes all
+    others.
+    """
+
+    def __init__(self, root: Path, count: int) -> None:
+        super().__init__()
+        self._root, self.left, self.step = root, count, 1
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        result = real()
+        if operation.name == "directories" and self.left > 0:
+            self.left -= 1
+            self.step += 1
+            with process_on(None):
+                saved(self._root, self.step, keep_last=1)
+        return result
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_steps_that_vanish_while_they_are_listed(root: Path, count: int) -> None:
+    saved(root, 1)
+    storage = Busy(root, 0)
+    with process_on(storage), Checkpointer(root) as checkpointer:
+        for ask in (
+            checkpointer.latest,
+            lambda: max(checkpointer.steps()),
+            lambda: checkpointer.restore(state(999)),
+            lambda: int(checkpointer.load()["name"].split()[1]),
+        ):
+            storage.left = count
+            assert ask() == storage.step
+
+
+def test_steps_that_vanish_whenever_they_are_listed(root: Path, at_once: None) -> None:
+    """There are some, so there is no None."""
+    saved(root, 1)
+    with process_on(Busy(root, 1000)), Checkpointer(root) as checkpointer:
+        with pytest.raises(StorageError, match="gone when it was looked at, 20 times") as caught:
+            checkpointer.latest()
+        assert caught.value.errno == errno.EBUSY
+
+
+def test_a_listing_that_misses_both_the_old_and_the_new(root: Path) -> None:
+    """As one may that takes long: each is there for a part of it only."""
+    saved(root, 1)
+
+    class Missing(Recorder):
+        done = False
+
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            result: Any = real()
+            if operation.name == "directories" and not self.done:
+                self.done, result = True, []
+            return result
+
+    for ask in (Checkpointer.latest, lambda checkpointer: checkpointer.restore(state(999))):
+        with process_on(Missing()), Checkpointer(root) as checkpointer:
+            assert ask(checkpointer) == 1
+
+
+def test_a_step_that_is_removed_while_it_is_read(root: Path) -> None:
+    """By a host that knows nothing of the lock: that is no damage, and the newer one is taken."""
+    saved(root, 1)
+
+    class Heedless(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            if operation.name == "open_regular" and "objects" in operation.path:
+                with process_on(None):
+                    if not (root / name(2)).exists():
+                        saved(root, 2)
+                        shutil.rmtree(root / name(1))
+            return real()
+
+    with process_on(Heedless()), Checkpointer(root) as checkpointer:
+        assert checkpointer.restore(state(999)) == 2
+        with pytest.raises(CheckpointError, match=r"no committed step 1: there are \[2\]"):
+            checkpointer.restore(state(999), 1)
+
+
+def test_a_root_without_steps_is_told_once(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(disk / "runs" / "one", 1)
+    (disk / "empty").mkdir()
+    (disk / "other").mkdir()
+    (disk / "other" / "notes.txt").touch()
+    (disk / "debris" / name(7)).mkdir(parents=True)
+    for path, told in (
+        (disk / "nowhere", "there is no such directory"),
+        (disk / "empty", "the directory is empty"),
+        (disk / "other", "there is no step, but 'notes.txt'"),
+        (disk / "debris", f"there are only saves that did not come to their commit: {name(7)!r}"),
+        (disk / "runs", "there are steps further down, in 'one'"),
+        (disk / "runs" / "one" / name(1), f"it is a step itself: give {str(disk / 'runs/one')!r}"),
+    ):
+        caplog.clear()
+        with Checkpointer(path) as checkpointer:
+            assert checkpointer.restore(state(1)) is None
+            assert checkpointer.restore(state(1)) is None
+            assert caplog.text.count("holds no committed step") == 1
+            assert f"{str(path)!r} holds no committed step: {told}" in caplog.text
+            for call in (lambda: checkpointer.restore(state(1), required=True), checkpointer.load):
+                with pytest.raises(CheckpointError, match=re.escape(told)) as caught:
+                    call()
+                assert type(caught.value) is CheckpointError
+        assert not (disk / "nowhere").exists()
