@@ -48,7 +48,7 @@ class Connection(Protocol):
     def call(self, operation: str, key: str | list[str], *values: Any) -> Any:
         """One operation of the store; ConnectionError once it has failed."""
 
-    def free(self, ended: list[Round]) -> bool:
+    def free(self, ended: list[Round]) -> None:
         """Deletes this rank's keys of rounds that all have left."""
 
 
@@ -170,7 +170,7 @@ class Round:
         if not self._end and self._call("check", [self._at("end")]):
             self._end = self._call("get", self._at("end"))
         if self.failed:
-            text, ranks = json.loads(self._end)
+            text, ranks, _missing = json.loads(self._end)
             raise PeerFailed(text, tuple(ranks))
 
     def close(self, linger_s: float = LINGER_S) -> None:
@@ -205,8 +205,20 @@ class Round:
 
     def is_over(self) -> bool:
         """Whether every rank has closed this round; asked when this one has."""
+        return self._absent() <= 0
+
+    def is_awaited(self) -> bool:
+        """Whether a rank has yet to close this round, other than those whose absence it failed for,
+        which may be dead.
+        """
+        missing = len(json.loads(self._end)[2]) if self.failed else 0
+        return self._absent() > missing
+
+    def _absent(self) -> int:
+        """How many ranks have not closed this round."""
         left = self._call("compare_set", self._at("left"), _ABSENT, _ABSENT)
-        return left == _ABSENT or int(left) == self.world_size  # rank 0 deletes it after the last
+        # rank 0 deletes it after the last
+        return 0 if left == _ABSENT else self.world_size - int(left)
 
     def delete(self) -> None:
         """Deletes this rank's records; on rank 0 also what all ranks share."""
@@ -306,7 +318,7 @@ class Round:
                     past, did = self._whereabouts(rank, key)
                     if past and now - strayed.setdefault(rank, now) >= _GRACE_S:
                         order = "all ranks must save the same steps in the same order"
-                        self._post(f"rank {rank} {did}: {order}", [rank])
+                        self._post(f"rank {rank} {did}: {order}", [rank], [rank])
             pause(since, deadline)
 
     def _whereabouts(self, rank: int, key: str) -> tuple[bool, str]:
@@ -330,13 +342,20 @@ class Round:
         did = [f"rank {rank} {self._whereabouts(rank, key)[1]}" for rank in missing[:8]]
         did += [f"{len(missing) - 8} more are missing"] if len(missing) > 8 else []
         if missing:
-            self._post(f"{', '.join(did)} within {self._timeout_s:g} s", missing)
+            self._post(f"{', '.join(did)} within {self._timeout_s:g} s", missing, missing)
             self.check()
             lost = f"rank 0 was committing and did not say how that went for {self._timeout_s:g} s"
             raise PeerFailed(f"{self.label}: {lost}: {_IN_DOUBT}", (0,))
 
-    def _post(self, why: str, ranks: Sequence[int]) -> None:
-        failure = [f"{self.label}: {why[:_CAUSE_CHARS]}; {self._consequence}", [*ranks]]
+    def _post(self, why: str, ranks: Sequence[int], missing: Sequence[int] = ()) -> None:
+        """Ends the round by a failure, unless it has ended.
+
+        Args:
+            why, ranks: what PeerFailed says.
+            missing: ranks that may never leave the round, for they have not come to it.
+        """
+        text = f"{self.label}: {why[:_CAUSE_CHARS]}; {self._consequence}"
+        failure = [text, [*ranks], [*missing]]
         self._end = self._call("compare_set", self._at("end"), b"", json.dumps(failure).encode())
 
 

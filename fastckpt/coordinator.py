@@ -108,12 +108,19 @@ class Coordinator:
         return Round(self, label, timeout_s, consequence)
 
     def close(self, linger_s: float = LINGER_S) -> None:
-        """Frees the connection, and within linger_s keys of failed rounds. Close all before."""
+        """Frees the connection, and within linger_s keys of failed rounds. Close all before.
+
+        Ranks that have not left a failed round are waited for: they are yet to read why it failed.
+        Those are not whose absence it failed for.
+        """
         since = time.monotonic()
         try:
             if self._client is not None:
-                while self.free([], failed_too=time.monotonic() >= since + linger_s):
+                self.free([])
+                while self._is_awaited() and time.monotonic() < since + linger_s:
                     pause(since, since + linger_s)
+                    self.free([])
+                self.free([], failed_too=True)
                 self.session.leave()
                 self.call("set", f"last/{self.rank}", self.session.record())
         except (RuntimeError, ValueError, OSError) as error:
@@ -153,8 +160,13 @@ class Coordinator:
                 self._client = client
             return self.session.prefix
 
-    def free(self, ended: list[Round], failed_too: bool = False) -> bool:
-        """Deletes this rank's keys of rounds all left, and of the oldest; are failed ones left?"""
+    def _is_awaited(self) -> bool:
+        """Whether ranks have yet to leave failed rounds."""
+        with self._lock:
+            return any(old.failed and old.is_awaited() for old in self._unfreed)
+
+    def free(self, ended: list[Round], failed_too: bool = False) -> None:
+        """Deletes this rank's keys of rounds all left, and of the oldest."""
         with self._lock:
             rounds, self._unfreed = [*ended, *self._unfreed], []  # newest first
             for age, old in enumerate(rounds):
@@ -162,7 +174,6 @@ class Coordinator:
                     old.delete()
                 else:
                     self._unfreed.append(old)
-            return any(old.failed for old in self._unfreed)
 
 
 def default_group() -> Any:

@@ -750,6 +750,31 @@ def test_keys_of_failed_rounds_go_with_the_coordinator() -> None:
     assert store.num_keys() == before
 
 
+def test_a_rank_that_was_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round failed for its absence: it may be dead, and closing takes no longer for that."""
+    store = dist.HashStore()
+    coordinators = opened(store, 3)
+    on_each(coordinators, commit, "first")
+    before = store.num_keys()
+    rounds = [c.begin("step 1", timeout_s=0.05) for c in coordinators[:2]]
+    for begun in rounds:
+        begun.put("name", b"")
+    with pytest.raises(PeerFailed, match="rank 2 did not join"):
+        rounds[0].gather("name")
+    with pytest.raises(PeerFailed, match="rank 2 did not join"):
+        rounds[1].get("name", 2)
+    for begun in reversed(rounds):
+        begun.close()
+
+    def lingers(*_: float) -> None:
+        raise AssertionError("it lingers")
+
+    monkeypatch.setattr("fastckpt.coordinator.pause", lingers)
+    for coordinator in coordinators[:2]:
+        coordinator.close(linger_s=3600)
+    assert store.num_keys() <= before
+
+
 def test_coordinators_follow_each_other_on_one_store(store: dist.Store) -> None:
     """Labels, failures and whereabouts of those before mean nothing to those after."""
     keys = []
