@@ -24,6 +24,7 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.formats.manifest import Manifest
+from fastckpt.no_steps import warn_once, what_is_there
 from fastckpt.pipeline import Pipeline
 from fastckpt.step_copies import Copies
 from fastckpt.step_load import StepReader
@@ -259,7 +260,7 @@ def candidates(
             known = sorted({item.manifest.step for item in found})
             raise CheckpointError(
                 f"{steps.root!r} holds no committed step {step}: there are {known[-10:]}"
-                + (f"; {faults[0].error}" if faults else f"; {steps.emptiness()}" * (not known))
+                + (f"; {faults[0].error}" if faults else f"; {what_is_there(steps)}" * (not known))
             )
         return [(shelf_of[item.manifest.nonce], item.name) for item in chosen[:1]]
     last = found[0].manifest.step if found else -1
@@ -280,8 +281,9 @@ def candidates(
     if not found:
         if required:
             raise CheckpointError(
-                f"{steps.root!r} holds no committed step: {steps.emptiness()}; nothing was restored"
+                f"{steps.root!r} holds no committed step: {what_is_there(steps)}; nothing was "
+                "restored"
             )
         if warn:
-            steps.tell_empty(steps.emptiness())
+            warn_once(steps)
     return [(shelf_of[item.manifest.nonce], item.name) for item in found]

@@ -38,8 +38,6 @@ _CREATES_MAX = 5  # times that one of them is made
 _UNSEEN = (0, 0, 0)  # version of a manifest that was not looked at
 _LOCK_S, _LOCK_POLL_S = 60.0, 0.01
 _LOOKS_MAX = 20  # at a root whose steps vanish while they are looked at
-_NAMES_TOLD = 3  # entries of a directory that one message names
-_ENTRIES_TRIED = 50  # of a directory without steps: whether these have some
 # A save that another host began and did not commit counts as dead after a day.
 DEAD_AFTER_S = 24 * 3600.0
 
@@ -110,7 +108,7 @@ class Steps:
         self._damaged: set[str] = set()  # names
         self._doubtful: set[str] = set()  # names of those that were committed, perhaps not durably
         self._unread: set[str] = set()  # names of steps that may be whole, but could not be read
-        self._told_empty = False
+        self.told_empty = False  # that no step is there
         self._begun: set[str] = set()  # names that saves of this process are writing to
         self._left: set[str] = set()  # names of directories that are empty but for what lingers
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
@@ -275,38 +273,6 @@ class Steps:
         except StorageError as error:
             log.warning("%s cannot be read: %s", self.root, error)
             return []
-
-    def emptiness(self) -> str:
-        """What is there where no step is committed, in words."""
-        with reported("list", self.root):
-            if self.storage.status(self.root) is None:
-                return "there is no such directory"
-            entries = sorted(self.storage.names(self.root))
-        if MANIFEST in entries:
-            return f"it is a step itself: give {os.path.dirname(self.root)!r}"
-        saves = [name for name in entries if NAME.match(name)]
-        if saves:
-            return f"there are only saves that did not come to their commit: {_listed(saves)}"
-        if not entries:
-            return "the directory is empty"
-        below = entries[:_ENTRIES_TRIED]
-        roots = [entry for entry in below if Steps(self.storage, self.path(entry)).is_root()]
-        if roots:
-            return f"there are steps further down, in {_listed(roots)}"
-        return f"there is no step, but {_listed(entries)}"
-
-    def is_root(self) -> bool:
-        """Whether it is a directory with something in it that is a step by its name."""
-        try:
-            return bool(self.names())
-        except StorageError:
-            return False
-
-    def tell_empty(self, why: str) -> None:
-        """Warns that nothing is committed, once."""
-        if not self._told_empty:
-            self._told_empty = True
-            log.warning("%r holds no committed step: %s", self.root, why)
 
     def incomplete(self) -> list[str]:
         """Directories without a manifest: saves that run, or that did not come to their commit."""
@@ -631,8 +597,3 @@ def _unreadable(op: str, path: str, error: OSError) -> CheckpointError:
     if error.errno in NO_FILE:
         return CorruptCheckpoint(f"{path!r} is not a regular file")
     return StorageError(op, path, error.errno or errno.EIO)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
-    return ", ".join(map(repr, names[:_NAMES_TOLD])) + more

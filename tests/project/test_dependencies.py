@@ -46,7 +46,7 @@ LAYERS: list[set[str]] = [
         "parts",
     },
     {"exchange", "reader", "steps", "placing", "divided", "draft"},
-    {"retention", "step_copies", "tiers"},
+    {"retention", "step_copies", "tiers", "no_steps"},
     {"pipeline", "file_save", "step_save", "step_load", "step_choice", "template"}
     | {"drain", "tiered_save", "tiered_restore"}
     | {"step_capture", "spread", "distcp_save", "distcp_load"}
