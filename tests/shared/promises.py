@@ -443,6 +443,8 @@ def restored_beside(clients: Clients) -> str:
 
 def killed_step(clients: Clients) -> str:
     """a job killed while it saves a step resumes from the newest, and its debris goes"""
+    clients.a.life()(save_steps, "run", 2, 1)
+    clients.a.close()
     kills, until = 0, time.monotonic() + clients.seconds
     while time.monotonic() < until:
         writer = clients.a.life()

@@ -1,14 +1,14 @@
 #!/bin/bash
 # Mounts one shared file system for two clients and tries fastckpt's promises on it:
 #
-#     tests/shared/run.sh sshfs|gluster|moosefs [arguments of promises.py]
+#     tests/shared/run.sh sshfs|gluster|moosefs|nfs [arguments of promises.py]
 #
 # Needs root and Debian's packages, which it names where they are missing. The servers run in
 # network, mount and process namespaces of their own: nothing listens outside of them, and whatever
 # ran or was mounted is gone when this ends. The volume lies below ${TMPDIR:-/var/tmp}. Use
 # PYTHON=... for another interpreter than .venv's.
 set -euo pipefail
-kind=${1:?which file system: sshfs, gluster or moosefs}
+kind=${1:?which file system: sshfs, gluster, moosefs or nfs}
 shift
 here=$(cd "$(dirname "$0")" && pwd)
 export root=${here%/tests/shared} PYTHON=${PYTHON:-${here%/tests/shared}/.venv/bin/python}
@@ -110,7 +110,47 @@ WORKING_GROUP = root"
     try "$@"
 }
 
+# Linux under User Mode Linux is server and client, for the kernel that runs here may be neither.
+# Its root is this system, read-only.
+on_nfs() {
+    needs linux.uml user-mode-linux
+    needs exportfs nfs-kernel-server nfs-common
+    needs modprobe kmod
+    truncate -s 4G disk.img
+    mkfs.ext4 -q disk.img
+    cat > init <<- END
+		#!/bin/bash
+		export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp PYTHONPATH=$PYTHONPATH
+		export PYTHONDONTWRITEBYTECODE=1 FASTCKPT_STAGING_BYTES=268435456
+		mount -t proc proc /proc
+		mount -t sysfs sysfs /sys
+		for each in /tmp /run; do mount -t tmpfs tmpfs \$each; done
+		mkdir -p /dev/shm /tmp/a /tmp/b /tmp/volume /tmp/state/rpc_pipefs /tmp/modules/lib/modules
+		mount -t tmpfs tmpfs /dev/shm
+		ip link set lo up
+		ln -s /usr/lib/uml/modules/* /tmp/modules/lib/modules
+		for each in sunrpc lockd nfsd nfs nfsv4; do modprobe -d /tmp/modules \$each; done
+		mount --bind /tmp/state /var/lib/nfs
+		touch /tmp/state/{etab,rmtab}
+		mount -t ext4 /dev/ubda /tmp/volume
+		mount -t nfsd nfsd /proc/fs/nfsd
+		for each in lease grace; do echo 10 > /proc/fs/nfsd/nfsv4\${each}time; done
+		exportfs -o rw,no_root_squash,insecure,fsid=0,no_subtree_check 127.0.0.1:/tmp/volume
+		rpc.mountd -N 2 -N 3
+		rpc.nfsd -N 3 -V 4 4
+		for each in a b; do
+		    mount -t nfs4 -o vers=4.2,nosharecache 127.0.0.1:/ /tmp/\$each
+		done
+		"$PYTHON" "$here/promises.py" /tmp/a /tmp/b $* && echo all held
+		poweroff -f
+	END
+    chmod +x init
+    linux.uml mem=3G root=/dev/root rootfstype=hostfs rootflags=/ ro init="$WORK/init" \
+        ubd0="$WORK/disk.img" con0=null,fd:1 con=null quiet < /dev/null | tee nfs.log
+    grep -q '^all held' nfs.log
+}
+
 case $kind in
-    sshfs | gluster | moosefs) "on_$kind" "$@" ;;
+    sshfs | gluster | moosefs | nfs) "on_$kind" "$@" ;;
     *) echo "which file system is $kind?" >&2; exit 2 ;;
 esac
