@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import pickle
+import stat
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -36,7 +37,7 @@ from fastckpt.arguments import (
     check_size,
     optional,
 )
-from fastckpt.commit import check_directory, real_path
+from fastckpt.commit import check_directory, close_quietly, real_path
 from fastckpt.errors import RanksDisagree, StorageError
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.lustre_layout import check_stripe
@@ -47,8 +48,9 @@ from fastckpt.pacing import Pacing
 from fastckpt.placing import Placing
 from fastckpt.reader import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.stock_save import finish_stock, save_stock
-from fastckpt.storage import is_written_through, reported
+from fastckpt.storage import APPEARS_S, Storage, from_the_path, is_written_through, reported
 
+_APPEARS_POLL_S = 0.2
 DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL
 
 
@@ -285,6 +287,19 @@ def load(
             raise ValueError("group: ranks cannot load together with mmap, or a file-like object")
         load_shared = partial(_load_placed, load_by_torch=load_by_torch, map_location=map_location)
         return _load_together(f, load_by_torch, load_shared, verify, group, timeout_s)
+    load_alone = partial(_load_alone, f, load_by_torch, map_location, verify, maps, staging)
+    return load_alone() if path is None else from_the_path(load_alone)
+
+
+def _load_alone(
+    f: Any,
+    load_by_torch: Callable[..., Any],
+    map_location: Any,
+    verify: bool,
+    maps: bool,
+    staging: str,
+) -> Any:
+    """Loads a file by one rank."""
     opened = _open_regular(f)
     if opened is None:
         return load_by_torch(f)
@@ -304,7 +319,7 @@ def load(
             # By descriptor: a save may commit another file under the path in between.
             return load_by_torch(f"/proc/self/fd/{fd}")
     finally:
-        current.storage.close(fd)
+        close_quietly(current.storage, fd)
 
 
 def _direct(
@@ -368,11 +383,25 @@ def _load_together(
         stack.callback(agreement.close)
         file: VerifiedFile | None = None
         try:
-            opened = _open_regular(f)
-            if opened is not None:
-                stack.callback(current.storage.close, opened[0])
-                file = open_verified(current.storage, current.staging, *opened, verify, group)
-            found = b"none of fastckpt's" if file is None else f"{file.closing_crc:08x}".encode()
+            # What the first rank finds is there, though a client of NFS may not know it yet.
+            wanted = b"" if agreement.rank == 0 else agreement.get("found")
+            until = time.monotonic() + min(timeout_s, APPEARS_S)
+            while True:
+                found = b""
+                try:
+                    fd, file, found = from_the_path(lambda: _found(f, verify, group))
+                finally:
+                    if agreement.rank == 0:  # b"": it is damaged, which others find, too
+                        agreement.put("found", found)
+                if found == wanted or not wanted or time.monotonic() >= until:
+                    break
+                if not current.storage.look_again(path):
+                    break
+                _forget(fd, file)
+                agreement.check()
+                time.sleep(_APPEARS_POLL_S)
+            if fd is not None:
+                stack.callback(close_quietly, current.storage, fd)
             differing = agreement.same("file", found, lambda: found)
             if differing is not None:
                 told = "; ".join(f"ranks {ranks}: {text.decode()}" for ranks, text in differing)
@@ -388,6 +417,34 @@ def _load_together(
             return load_shared(f, file)
 
 
+def _found(
+    f: str | os.PathLike[str], verify: bool, group: Any
+) -> tuple[int | None, VerifiedFile | None, bytes]:
+    """What one of several ranks finds under a path: a descriptor and the file, if it is ours; and
+    what tells it from others.
+    """
+    current, opened = pipeline.current(), _open_regular(f)
+    if opened is None:
+        with reported("open", str(f)):
+            is_there = current.storage.status(os.path.realpath(f)) is not None
+        return None, None, b"none of fastckpt's" if is_there else b"nothing"
+    try:
+        file = open_verified(current.storage, current.staging, *opened, verify, group)
+    except BaseException:
+        close_quietly(current.storage, opened[0])
+        raise
+    found = b"none of fastckpt's" if file is None else f"{file.closing_crc:08x}".encode()
+    return opened[0], file, found
+
+
+def _forget(fd: int | None, file: VerifiedFile | None) -> None:
+    """Closes what _found() has opened."""
+    if file is not None:
+        file.abandon()
+    if fd is not None:
+        close_quietly(pipeline.current().storage, fd)
+
+
 def _open_regular(f: Any) -> tuple[int, str] | None:
     """A descriptor of our own for a path or an open file at its beginning, and its name; None for
     torch to open.
@@ -398,7 +455,7 @@ def _open_regular(f: Any) -> tuple[int, str] | None:
     if isinstance(f, str | os.PathLike):
         path = os.path.realpath(f)
         current.wait_for(path)
-        if not os.path.isfile(path):
+        if not _is_regular(current.storage, path):
             return None
         try:
             return current.storage.open(path), path
@@ -415,6 +472,19 @@ def _open_regular(f: Any) -> tuple[int, str] | None:
     except (AttributeError, OSError, io.UnsupportedOperation):
         return None
     return fd, str(getattr(f, "name", fd))
+
+
+def _is_regular(storage: Storage, path: str) -> bool:
+    """As os.path.isfile(), but for a file that is being replaced, of which that says no."""
+    try:
+        status = storage.status(path)
+    except OSError as error:
+        if error.errno == errno.ESTALE:
+            raise StorageError("open", path, errno.ESTALE) from error
+        return False
+    except ValueError:  # no path can be like this
+        return False
+    return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def _mmap_is_default() -> bool:

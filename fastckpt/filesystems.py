@@ -37,6 +37,8 @@ class Policy(NamedTuple):
         measured: neither way of writing is faster everywhere: long files decide, by their own
             time, whether later ones are written with O_DIRECT (direct_choice.py), and `direct` is
             what is done until then.
+        caches_names: a machine may go on for a while believing that a name is not there, or means
+            what it did, when another machine has given it.
     """
 
     backend: str
@@ -48,6 +50,7 @@ class Policy(NamedTuple):
     remote: bool = True
     mandatory_locks: bool = False
     measured: bool = False
+    caches_names: bool = True
 
     def text(self) -> str:
         """All of it in words."""
@@ -65,7 +68,12 @@ _DAEMON = "a process of its own serves this file system, which may drop O_DIRECT
 
 
 def _local(backend: str, direct: bool, why: str, measured: bool = False) -> Policy:
-    return Policy(backend, direct, why, syncs_all=False, remote=False, measured=measured)
+    near = {"syncs_all": False, "remote": False, "caches_names": False}
+    return Policy(backend, direct, why, measured=measured, **near)
+
+
+def _coherent(allocates: bool = False) -> Policy:
+    return Policy("threads", True, _SERIAL, allocates=allocates, caches_names=False)
 
 
 # What "unknown" stands for is the safe line: what works everywhere.
@@ -77,12 +85,12 @@ POLICIES = {
     "ext2": _local("threads", True, "no blocks ahead of writes here, so direct writes are serial"),
     "tmpfs": _local("threads", False, "memory, which has no device to reach directly and no power"),
     "overlay": _local("threads", True, "a layer over another file system, gone with its container"),
-    "lustre": Policy("threads", True, _SERIAL),
+    "lustre": _coherent(allocates=True),
     "nfs": Policy("threads", True, _SERIAL),
-    "gpfs": Policy("threads", True, _SERIAL, allocates=False),
-    "beegfs": Policy("threads", True, _SERIAL, allocates=False),
-    "wekafs": Policy("threads", True, _SERIAL, allocates=False),
-    "ceph": Policy("threads", True, _SERIAL, allocates=False),
+    "gpfs": _coherent(),
+    "beegfs": _coherent(),
+    "wekafs": _coherent(),
+    "ceph": _coherent(),
     "cifs": Policy(
         "threads",
         False,

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -347,6 +347,10 @@ class Job:
             self.copying.close()
             self.release()
             self.previous = []
+        if self.agreement.rank:
+            # It looked for the path before the first rank had made it, and is told now that it has.
+            with suppress(OSError):  # it is seen later then
+                pipeline.storage.look_again(self.handle.path)
         return None
 
     @contextmanager

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -304,9 +304,14 @@ class Staging:
                 fd, nbytes, list(crcs), route.backend, route.direct, window, list(wanted)
             )
         except BaseException:
-            self.storage.close(own_fd)
+            self._close(own_fd)
             raise
-        return ReadStream(stream, own, lambda: self.storage.close(own_fd), self.devices.text)
+        return ReadStream(stream, own, lambda: self._close(own_fd), self.devices.text)
+
+    def _close(self, fd: int) -> None:
+        """Closes what was only read: an error of that must not hide what was, or was not, read."""
+        with suppress(OSError):  # as said
+            self.storage.close(fd)
 
     def _read_direct(
         self,
@@ -325,7 +330,7 @@ class Staging:
             _nbytes, _through_host, reason = direct.end_file(fd)
             if reason:
                 self.gds.warn(reason)
-            self.storage.close(fd)
+            self._close(fd)
 
         stream = None
         try:

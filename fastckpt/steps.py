@@ -569,7 +569,7 @@ class Steps:
         def opened() -> int:
             with reported("open", path):
                 try:
-                    return self.storage.open(path)
+                    return self.storage.open_known(path)
                 except FileNotFoundError:
                     raise StepRemoved(f"{path!r} is gone: the step was removed") from None
 

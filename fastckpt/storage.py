@@ -50,6 +50,11 @@ _SEQUENTIAL = (
     "mount it with a cache for writes (rclone: --vfs-cache-mode writes), or save to another file "
     "system and copy"
 )
+# Between attempts at a file that others replace while it is read, in seconds.
+_STALE_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
+# How long a rank looks for what the first rank has found, in seconds: clients of NFS remember for
+# up to 60 that something was not there.
+APPEARS_S = 75.0
 # What flock(2) says where another process has the lock (EACCES: CIFS), and where there are none, so
 # that nobody has.
 _HELD = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
@@ -151,6 +156,22 @@ def persistently(read: Callable[[], T], path: str) -> T:
         time.sleep(pause_s)
 
 
+def from_the_path(read: Callable[[], T]) -> T:
+    """Calls what opens a path and reads it, from the beginning again where the server says that it
+    no longer knows the file (ESTALE): another machine has replaced it meanwhile. A few times at
+    most, then the error is the caller's.
+    """
+    pauses = iter(_STALE_PAUSES_S)
+    while True:
+        try:
+            return read()
+        except OSError as error:  # a StorageError is one
+            pause_s = next(pauses, None) if error.errno == errno.ESTALE else None
+            if pause_s is None:
+                raise
+        time.sleep(pause_s)
+
+
 class Storage:
     """The real file system. Methods raise OSError as the system call does; callers use reported().
 
@@ -204,6 +225,37 @@ class Storage:
     def open(self, path: str) -> int:
         """Opens a file for reading; does not wait for the other end of a FIFO."""
         return _noted(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+
+    def open_known(self, path: str) -> int:
+        """Opens for reading what was there a moment ago, or is as another machine sees it."""
+        try:
+            return self.open(path)
+        except FileNotFoundError:
+            if not self.look_again(path):
+                raise
+            return self.open(path)
+
+    def look_again(self, path: str) -> bool:
+        """Makes this machine ask anew what a path names, where it may remember what another machine
+        has changed; False where it does not.
+
+        Opening a directory does that: a client of NFS compares its time with the server's then, and
+        forgets which names it did not find there before.
+        """
+        above = os.path.dirname(path)
+        try:
+            fd = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return above != path and Storage.look_again(self, above)
+        try:
+            if not filesystems.policy_of(fd)[1].caches_names:
+                return False
+        finally:
+            os.close(fd)
+        for directory in (above, path):
+            with suppress(OSError):  # the path may be a file, or nothing
+                os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        return True
 
     def open_to_lock(self, path: str) -> int:
         """Opens a file for lock(): for writing too, where that is allowed, without which a client
@@ -275,11 +327,16 @@ class Storage:
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
         """The content of a small regular file, at most so much of it."""
-        fd = self.open_regular(path)
-        try:
-            return self.read_at(fd, min(nbytes_max, self.size(fd)), 0)
-        finally:
-            self.close(fd)
+
+        def read() -> bytes:
+            fd = self.open_regular(path)
+            try:
+                return self.read_at(fd, min(nbytes_max, self.size(fd)), 0)
+            finally:
+                with suppress(OSError):  # what was read was read; the first error counts
+                    self.close(fd)
+
+        return from_the_path(read)
 
     def is_directory(self, path: str) -> bool:
         """Whether path is a directory, and no symbolic link to one."""

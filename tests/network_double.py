@@ -127,3 +127,53 @@ class Cifs(NetworkClient):
 def lingering(directory: Path) -> list[str]:
     """What is left of files that were removed."""
     return [name for name in os.listdir(directory) if filesystems.LINGERING.fullmatch(name)]
+
+
+class RemembersAbsence(NetworkClient):
+    """A client that has looked for a path before another machine made it, and goes on saying that
+    it is not there until the directory was opened so many times.
+
+    Args:
+        path: the one.
+        openings: how often.
+    """
+
+    def __init__(self, path: Path, openings: int) -> None:
+        super().__init__()
+        self._path, self._left = str(path), openings
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == "look_again" and os.path.dirname(self._path) in (
+            operation.path,
+            os.path.dirname(operation.path),
+        ):
+            self._left -= 1
+        if operation.path == self._path and self._left > 0:
+            if operation.name == "status":
+                return None  # type: ignore[return-value]  # as status()
+            if operation.name in ("open", "open_regular"):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return super().perform(number, operation, real)
+
+
+class Stale(NetworkClient):
+    """What is read was replaced by another machine, so many times: the server does not know it any
+    more, says so when it is opened by its descriptor, or read, and says so again at the close.
+    """
+
+    def __init__(self, name: str, times: int) -> None:
+        super().__init__()
+        self._name, self.left = name, times
+        self._closes = 0
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == "close" and self._closes:
+            self._closes -= 1
+            real()
+            raise _refusal(errno.ESTALE)
+        is_reopening = operation.path.startswith("/proc/self/fd/")
+        if self.left and operation.name == self._name and (is_reopening or self._name != "open"):
+            self.left -= 1
+            self._closes += 1
+            raise _refusal(errno.ESTALE)
+        return super().perform(number, operation, real)

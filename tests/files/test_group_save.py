@@ -44,7 +44,7 @@ from fastckpt.storage import Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, attempt
 from tests.doubles import FailAt, Operation, Recorder
 from tests.files.test_faults import leave_free, mounted
-from tests.network_double import Cifs
+from tests.network_double import Cifs, RemembersAbsence
 from tests.noise import noise
 
 pytestmark = pytest.mark.multiprocess
@@ -933,7 +933,7 @@ def save_with_faults(
 
 
 # A commit can do without these, as it can when one rank saves alone.
-DISPENSABLE = {"lock", "open", "close"}
+DISPENSABLE = {"lock", "open", "close", "look_again"}
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -984,6 +984,31 @@ def test_ranks_write_one_file_on_cifs(crew: Crew, disk: Path) -> None:
         all_saved(crew(save_on_cifs, disk / "a.pt", ranks=2))
     assert names_in(disk) == ["a.pt"]
     assert torch.equal(fastckpt.load(disk / "a.pt"), one_tensor(0))
+
+
+def load_what_was_absent(member: Member, path: Path, openings: int) -> Outcome:
+    """Rank 0 saves it alone; rank 1 has looked for it before."""
+    double = RemembersAbsence(path, openings if member.rank else 0)
+    with double.mounted(), saving_through(double):
+        if member.rank == 0:
+            fastckpt.save(one_tensor(0), path).result(WAIT_S)
+        meet(member, f"saved {openings}")
+        return load(member, path)
+
+
+def save_what_was_absent(member: Member, path: Path) -> Outcome:
+    """Each rank loads it alone as soon as it has been saved together."""
+    double = RemembersAbsence(path, 1 if member.rank else 0)
+    with double.mounted(), saving_through(double):
+        outcome = save(member, path, one_tensor)
+        return outcome if outcome.error else attempt(lambda: digest_of(fastckpt.load(path)))
+
+
+def test_a_rank_that_looked_too_early_finds_what_was_saved(crew: Crew, disk: Path) -> None:
+    for openings in (1, 3):
+        path = disk / f"{openings}.pt"
+        all_saved(crew(load_what_was_absent, path, openings, ranks=2))
+    all_saved(crew(save_what_was_absent, disk / "a.pt", ranks=2))
 
 
 # --- ranks that are killed

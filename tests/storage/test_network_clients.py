@@ -10,13 +10,15 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import fastckpt
 from fastckpt import Checkpointer, commit, storage
+from fastckpt.errors import StorageError
 from fastckpt.steps import Steps
 from fastckpt.storage import Storage
 from tests.doubles import dead_pid
-from tests.network_double import Cifs, NetworkClient, lingering
+from tests.network_double import Cifs, NetworkClient, RemembersAbsence, Stale, lingering
 from tests.steps.test_checkpointer import directories, process_on, state
 
 WAIT_S = 60.0
@@ -157,3 +159,52 @@ def test_a_file_that_may_only_be_read_is_opened_all_the_same(
     fd = Storage().open_to_lock(str(disk / "a"))
     assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
     Storage().close(fd)
+
+
+STALE = pytest.mark.parametrize("name", ["status", "open", "read_at", "read"])
+
+
+@STALE
+def test_a_file_that_others_replace_is_read_from_the_beginning(disk: Path, name: str) -> None:
+    fastckpt.save({"w": torch.ones(3_000_000)}, disk / "a.pt").result(WAIT_S)
+    for options in ({}, {"mmap": True}):
+        double = Stale(name, 2)
+        with double.mounted(), process_on(double):
+            loaded = fastckpt.load(disk / "a.pt", **options)
+        assert double.left == 0 and bool((loaded["w"] == 1).all())
+
+
+@STALE
+def test_a_file_that_is_replaced_for_ever_is_an_error(
+    disk: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the read: those of the closes do not hide it."""
+    monkeypatch.setattr(storage, "_STALE_PAUSES_S", (0.0, 0.0))
+    fastckpt.save({"w": torch.ones(3_000_000)}, disk / "a.pt").result(WAIT_S)
+    double = Stale(name, 1000)
+    with double.mounted(), process_on(double), pytest.raises(StorageError) as caught:
+        fastckpt.load(disk / "a.pt")
+    assert caught.value.errno == errno.ESTALE and caught.value.op in ("open", "read")
+    assert double.numbers_of(name) and 1000 - double.left >= 3
+
+
+def test_small_files_are_read_from_the_beginning(disk: Path) -> None:
+    (disk / "a").write_bytes(b"content")
+    double = Stale("read_at", 3)
+    assert double.read_file(str(disk / "a"), 100) == b"content" and double.left == 0
+
+
+def test_what_another_machine_made_is_looked_for_again(root: Path) -> None:
+    """A manifest that this one has looked for before it was there."""
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+    path = root / "step-00000001" / "manifest.json"
+    double = RemembersAbsence(path, 1)
+    with double.mounted(), Steps(double, str(root)).hold("step-00000001"):
+        assert double.numbers_of("look_again")
+
+
+def test_a_local_file_system_is_not_asked_twice(disk: Path) -> None:
+    assert not Storage().look_again(str(disk / "a")) and not Storage().look_again("/dev/shm/a/b")
+    with NetworkClient().mounted():
+        assert Storage().look_again(str(disk / "a")) and Storage().look_again(str(disk / "a" / "b"))
