@@ -93,9 +93,10 @@ def save(
         durable: sync the file and its directory to the device before the commit counts. False
             leaves that to the kernel: still atomic against a crash of the process, not against one
             of the machine.
-        staging_bytes: the most staging memory this save may hold, at least one block of 8 MiB;
-        default: the process's budget (half of the memory available at the first save, or
-            $FASTCKPT_STAGING_BYTES). A save that needs more waits for its own writes.
+        staging_bytes: the most staging memory this save may hold, at least one block of 8 MiB, as a
+            number or a text such as "1GiB"; default: the process's budget (half of the memory
+            available at the first save, or $FASTCKPT_STAGING_BYTES). A save that needs more waits
+            for its own writes.
         staging: how tensors on a GPU go to the file. "host": through pinned memory. "gds": by
             GPUDirect Storage, from 16 blocks in the GPU's memory, which hold up the caller once
             they are full (the first time also until the GPU has done what it was given); what
@@ -107,7 +108,8 @@ def save(
             directory or the administrator says is kept, progressive layouts above all. "keep": the
             directory's layout. (count, size in bytes): this one, of a size that is a multiple of
             64 KiB; the same on all ranks of a group. Elsewhere it means nothing.
-        drain_rate: the most bytes/s that this process, with group a node, writes. None: no limit.
+        drain_rate: the most bytes/s that this process, with group a node, writes, as a number or a
+            text such as "2GB/s". None: no limit.
         group: a torch.distributed process group whose ranks all hold the same object and all call
             save() with the same path; each writes its part of the one file. Storages below 1 MiB
             and everything that is no tensor are taken from the group's first rank. That names,
@@ -121,12 +123,15 @@ def save(
 
     Raises:
         Exception: what torch.save raises for an object that cannot be pickled; nothing was written.
-        CheckpointError: of an earlier save whose failure nobody asked for. This save was not begun.
+        CheckpointError: of an earlier save whose failure nobody asked for; the message says so, and
+            __cause__ is the error itself. This save was not begun.
+        StorageError: the directory of f is missing. What else the file system refuses is raised by
+            result().
         KeyboardInterrupt: if not everything was copied by then, nothing is committed.
         DeviceError: a GPU refuses, or its current stream is being captured into a graph.
-        ValueError, TypeError: an unknown fence, backend or staging; a stripe that cannot be; a
-            drain_rate not above 0; staging_bytes < 1 or no integer; a group this process is not in,
-            or with a target or format that torch.save writes, or with DTensors.
+        ValueError, TypeError: a URL; an unknown fence, backend or staging; a stripe that cannot
+            be; a drain_rate not above 0; staging_bytes < 1 or no size; a group this process is not
+            in, or with a target or format that torch.save writes, or with DTensors.
         The handle's result() may raise, with group: RanksDisagree on every rank, naming tensor and
             ranks; PeerFailed if another rank failed, is missing or saves something else.
     """
