@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastckpt
-from fastckpt import fence
+from fastckpt import fence, step_load
 from fastckpt.integrations import dcp
 from fastckpt.running_calls import OWN_FILES, WAITING, RunningCalls, positions
 from tests.saving.test_handle import (
@@ -348,6 +348,24 @@ def test_a_write_that_torch_does_not_count_is_seen_in_memory(
         gate.release()
     with pytest.raises(fastckpt.StagingConflict, match=r"'w'.*that torch does not count"):
         handle.result(WAIT_S)
+
+
+def test_a_restore_is_counted_before_its_first_byte(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes past torch, in many calls, and a save may be copying what it writes to."""
+    weight, seen = torch.ones(NBYTES // 4), []
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, {"w": weight}).result(WAIT_S)
+        planned = step_load.copies
+
+        def noted(*args: Any) -> Any:
+            seen.append(weight._version)
+            return planned(*args)
+
+        monkeypatch.setattr(step_load, "copies", noted)
+        assert checkpointer.restore({"w": weight}) == 1
+    assert seen == [1]
 
 
 def test_memory_that_was_freed_by_resizing_is_not_looked_at(disk: Path) -> None:
