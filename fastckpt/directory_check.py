@@ -10,17 +10,20 @@ import errno
 import logging
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastckpt.agreement import TIMEOUT_S
-from fastckpt.errors import CorruptCheckpoint
+from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.file_save import together
 from fastckpt.formats import file_list
 from fastckpt.image import BLOCK_BYTES
-from fastckpt.storage import Storage, reported
+from fastckpt.storage import Storage, persistently, reported
 
 log = logging.getLogger("fastckpt")
+
+_LISTINGS_MAX = 20
 
 
 def check(path: str, storage: Storage | None = None) -> bool:
@@ -42,10 +45,11 @@ def check(path: str, storage: Storage | None = None) -> bool:
         if not storage.is_directory(os.path.realpath(path)):
             raise NotADirectoryError(errno.ENOTDIR, "not a directory")
     try:
-        if not (files := list_of(path, storage)):
+        if not (files := persistently(partial(list_of, path, storage), path)):
             return False
         for name, file in files.items():
-            found = crc32_of(storage, os.path.join(path, name), name)
+            inside = os.path.join(path, name)
+            found = persistently(partial(crc32_of, storage, inside, name), inside)
             if found != file:
                 raise CorruptCheckpoint(
                     f"{name!r} has {found.nbytes} bytes of CRC-32 {found.crc32:08x}, but "
@@ -95,12 +99,13 @@ def crc32_of(storage: Storage, path: str, name: str) -> file_list.File:
 
 
 def newest_whole(
-    paths: Sequence[str], group: Any = None, timeout_s: float = TIMEOUT_S
+    paths: Callable[[], Sequence[str]], group: Any = None, timeout_s: float = TIMEOUT_S
 ) -> str | None:
     """The first of these directories that is not damaged, with a warning for each before it.
 
     Args:
-        paths: the newest first. A directory without a list counts as whole.
+        paths: lists them, the newest first; again if one that was listed is gone when its turn
+            comes, since a newer one was saved before. One without a list counts as whole.
         group: a torch.distributed process group whose ranks all call this: the first one looks, and
             all return what it has found. They talk over the job's store.
         timeout_s: the longest that the others wait for it.
@@ -109,7 +114,8 @@ def newest_whole(
         None if there are no directories.
 
     Raises:
-        CorruptCheckpoint: all are damaged; the first one's. PeerFailed: on the other ranks then.
+        CorruptCheckpoint: all are damaged; the first one's. StorageError: one cannot be read,
+            however often that is tried: it may be whole. PeerFailed: on the other ranks then.
     """
     label = "choice of a directory"
     agreement = together(group).coordinator.begin(label, timeout_s, "nothing was loaded")
@@ -123,16 +129,25 @@ def newest_whole(
     return found
 
 
-def _first_whole(paths: Sequence[str]) -> str | None:
-    damaged: list[CorruptCheckpoint] = []
-    for path in paths:
-        try:
-            check(path)
-            return path
-        except CorruptCheckpoint as error:
-            damaged.append(error)
-            if len(damaged) < len(paths):
-                log.warning("%s; the one before it is taken if that is whole", error)
-    if damaged:
-        raise damaged[0]
-    return None
+def _first_whole(paths: Callable[[], Sequence[str]]) -> str | None:
+    damaged: dict[str, CorruptCheckpoint] = {}
+    for _ in range(_LISTINGS_MAX):
+        listed = [path for path in paths() if path not in damaged]
+        for path in listed:
+            try:
+                check(path)
+                return path
+            except (CorruptCheckpoint, StorageError) as error:
+                if not os.path.lexists(path):
+                    break  # a newer one was there before it was removed
+                if isinstance(error, StorageError):
+                    raise
+                damaged[path] = error
+                if path != listed[-1]:
+                    log.warning("%s; the one before it is taken if that is whole", error)
+        else:
+            if damaged:
+                raise next(iter(damaged.values()))
+            return None
+    detail = f"whatever was listed was gone when it was read, {_LISTINGS_MAX} times in a row"
+    raise StorageError("open", path, errno.ESTALE, detail=detail)

@@ -138,15 +138,15 @@ def load_state(
         ValueError, FileNotFoundError: as accelerator.load_state, if there is none.
     """
     _refuse_others(accelerator)
-    if input_dir is not None:
-        candidates = [os.path.realpath(check_path("input_dir", input_dir))]
-        wait_for_directories(os.path.dirname(candidates[0]))
-    else:
-        directory = _automatic(accelerator)
-        wait_for_directories(directory)
+    given = None if input_dir is None else os.path.realpath(check_path("input_dir", input_dir))
+    directory = _automatic(accelerator) if given is None else os.path.dirname(given)
+    wait_for_directories(directory)
+
+    def listed() -> list[str]:
         candidates = [path for _number, path in reversed(_numbered(directory))]
-    there = [path for path in candidates if os.path.isdir(path)]
-    found = newest_whole(there, _group(), timeout_s) or input_dir
+        return [path for path in ([given] if given else candidates) if os.path.isdir(path)]
+
+    found = newest_whole(listed, _group(), timeout_s) or input_dir
     if found is None:
         raise FileNotFoundError(f"{_automatic(accelerator)!r} holds no checkpoint")
     accelerator.load_state(os.fspath(found), **arguments)

@@ -167,13 +167,17 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
 
     def _whole(self, resume_from: str | bool) -> str | bool:
         """What to resume from: verified, or for Trainer to complain about."""
-        directory, candidates = self.args.output_dir, [str(resume_from)]
-        if resume_from is True:
-            names = os.listdir(directory) if os.path.isdir(directory) else []
-            found = {int(match[1]): name for name in names if (match := _NAME.match(name))}
-            candidates = [os.path.join(directory, found[number]) for number in sorted(found)[::-1]]
-        there = [path for path in candidates if os.path.isdir(path)]
-        return newest_whole(there, _group(), self._saving["timeout_s"]) or resume_from
+
+        def listed() -> list[str]:
+            directory, candidates = self.args.output_dir, [str(resume_from)]
+            if resume_from is True:
+                names = os.listdir(directory) if os.path.isdir(directory) else []
+                found = {int(match[1]): name for name in names if (match := _NAME.match(name))}
+                newest_first = sorted(found, reverse=True)
+                candidates = [os.path.join(directory, found[number]) for number in newest_first]
+            return [path for path in candidates if os.path.isdir(path)]
+
+        return newest_whole(listed, _group(), self._saving["timeout_s"]) or resume_from
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run_dir = super()._get_output_dir(trial)
@@ -231,7 +235,8 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         if self._verify:
-            newest_whole([self.state.best_model_checkpoint], _group(), self._saving["timeout_s"])
+            best = [self.state.best_model_checkpoint]
+            newest_whole(lambda: best, _group(), self._saving["timeout_s"])
         super()._load_best_model()
 
 

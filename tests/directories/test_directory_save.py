@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -418,15 +419,15 @@ def test_the_newest_that_is_whole(disk: Path, caplog: pytest.LogCaptureFixture) 
     with through(Storage()):
         for path in paths:
             save_directory(path, fill_with(1)).result(WAIT_S)
-    assert newest_whole(paths) == paths[0]
-    assert newest_whole([]) is None
+    assert newest_whole(lambda: paths) == paths[0]
+    assert newest_whole(list) is None
     flip(disk / "c" / "model.safetensors")
-    assert newest_whole(paths) == paths[1]
+    assert newest_whole(lambda: paths) == paths[1]
     assert "'model.safetensors' has" in caplog.text
     for name in "ba":
         flip(disk / name / "notes.txt")
     with pytest.raises(CorruptCheckpoint, match=r"c' is damaged: 'model\.safetensors'"):
-        newest_whole(paths)
+        newest_whole(lambda: paths)
 
 
 @pytest.mark.parametrize(
@@ -471,3 +472,25 @@ def test_arguments_are_checked(disk: Path) -> None:
     for wrong in ({"fence": "none"}, {"on_error": "ignore"}):
         with pytest.raises(ValueError, match="fence is"):
             save_directory(str(disk / "a"), fill_with(1), **wrong)  # type: ignore[arg-type]
+
+
+def test_a_directory_that_is_gone_when_its_turn_comes(disk: Path) -> None:
+    """A newer one was there before it was removed: the directories are listed again."""
+
+    def fill(draft: Draft) -> None:
+        draft.add({"w": torch.zeros(2)}, "a.pt")
+
+    listings = 0
+
+    def listed() -> list[str]:
+        nonlocal listings
+        there = sorted(map(str, disk.glob("checkpoint-*")), reverse=True)
+        if (listings := listings + 1) < 4:
+            save_directory(str(disk / f"checkpoint-{listings}"), fill).result(WAIT_S)
+            for path in there:
+                shutil.rmtree(path)
+        return there
+
+    with through(Storage()):
+        save_directory(str(disk / "checkpoint-0"), fill).result(WAIT_S)
+        assert newest_whole(listed) == str(disk / "checkpoint-3")
