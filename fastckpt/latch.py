@@ -230,18 +230,27 @@ class Outcome(futures.Future[T], Generic[T]):
 
 def start_thread(target: Callable[[], object], name: str) -> bool:
     """Begins a thread that is no daemon, without waiting for it; False if none is to be had."""
-    thread = threading.Thread(target=target, name=name, daemon=False)
+    claims = [None]
+
+    def run() -> None:
+        try:
+            claims.pop()
+        except IndexError:  # the other thread of the two below has it
+            return
+        target()
+
+    thread = threading.Thread(target=run, name=name, daemon=False)
     try:
-        _thread.start_new_thread(_start, (thread,))
+        _thread.start_new_thread(_start, (thread, run))
     except RuntimeError:
         return False
     return True
 
 
-def _start(thread: threading.Thread) -> None:
+def _start(thread: threading.Thread, run: Callable[[], None]) -> None:
     # Thread.start() waits for the thread by an Event, which the thread could find locked if a
     # signal handler ended that wait: it is called where none can.
     try:
         thread.start()
-    except RuntimeError:  # no second thread is to be had
-        thread.run()
+    except (RuntimeError, MemoryError):  # no second thread is to be had, or only just
+        run()

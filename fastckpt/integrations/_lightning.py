@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ import fastckpt
 from fastckpt import CheckpointError, SaveHandle
 from fastckpt.arguments import ON_ERROR, OnError, check_choice
 from fastckpt.errors import fate
+from fastckpt.latch import Latch
 from fastckpt.storage import reported
 
 log = logging.getLogger("fastckpt")
@@ -36,10 +36,23 @@ class BackgroundFiles:
         super().__init__()
         check_choice("on_error", on_error, ON_ERROR)
         self._asynchronous, self._on_error, self._durable = asynchronous, on_error, durable
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._handles: list[SaveHandle] = []  # in flight or failed, and the last two
-        self._removals: dict[str, Future[None]] = {}
+        self._removals: dict[str, _Removal] = {}
         self._kept: list[str] = []  # to be removed when there is something newer
         self._is_saving = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings, for a copy or another process. What is being saved or removed here is left
+        to this one, to wait for and to tell of.
+        """
+        return {name: value for name, value in vars(self).items() if name not in _OF_SAVES}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin_anew()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -69,7 +82,7 @@ class BackgroundFiles:
     def _save(self, checkpoint: dict[str, Any], path: str) -> None:
         removal = self._removals.pop(path, None)
         if removal is not None and not removal.cancel():
-            wait([removal])
+            removal.ended.wait()
         links, directory = False, os.path.dirname(path)
         try:
             with reported("make directory", directory):
@@ -130,20 +143,21 @@ class BackgroundFiles:
         real = os.path.realpath(local)
         own = next((h for h in reversed(self._handles) if h.path == real), None)
         newest = next((h for h in reversed(self._handles) if h.path != real), None)
-        removal: Future[None] = Future()
-        self._removals = {p: r for p, r in self._removals.items() if not r.done()}
+        removal = _Removal()
+        self._removals = {p: r for p, r in self._removals.items() if not r.ended.is_set()}
         self._removals[local] = removal
 
         def remove(_own: Any = None) -> None:
             if newest is not None and newest.failure() is not None and removal.cancel():
                 self._kept.append(local)
-            if not removal.set_running_or_notify_cancel():
+            if not removal.claim():
                 return
             try:
                 self._stock.remove_checkpoint(self, local)
             except Exception as error:
                 log.warning("%r could not be removed: %s", local, error)
-            removal.set_result(None)
+            finally:
+                removal.ended.set()
 
         def remove_after_own(_newest: Any = None) -> None:
             if own is None:
@@ -164,7 +178,8 @@ class BackgroundFiles:
         """
         for handle in self._handles:
             handle.wait_done()
-        wait(self._removals.values())
+        for removal in self._removals.values():
+            removal.ended.wait()
         self._removals.clear()
         failed = [h for h in self._handles if h.failure() is not None and not h.reported]
         for handle in failed[:1]:
@@ -174,6 +189,36 @@ class BackgroundFiles:
         if handle.failure() is not None:
             what = fate(handle.failure(), "was not saved")
             log.error("checkpoint %r %s: %s", handle.path, what, handle.failure())
+
+
+_OF_SAVES = ("_handles", "_removals", "_kept", "_is_saving")
+
+
+class _Removal:
+    """A file that is to go: it is removed, or kept, by whoever claims it first.
+
+    Attributes:
+        ended: set when it is decided and done.
+    """
+
+    def __init__(self) -> None:
+        self.ended = Latch()
+        self._claims = [None]
+
+    def claim(self) -> bool:
+        """Whether the caller is the first."""
+        try:
+            self._claims.pop()
+        except IndexError:
+            return False
+        return True
+
+    def cancel(self) -> bool:
+        """Keeps the file, unless somebody has claimed it."""
+        claimed = self.claim()
+        if claimed:
+            self.ended.set()
+        return claimed
 
 
 def _local(path: str | os.PathLike[str]) -> str | None:

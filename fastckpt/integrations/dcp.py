@@ -14,8 +14,11 @@ import pickle
 import threading
 import time
 import weakref
-from concurrent.futures import Future
 from typing import Any
+
+from fastckpt.integrations import require
+
+require("torch", "2.9", "3", __name__)  # first: an older one lacks names that are imported below
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -33,13 +36,13 @@ from fastckpt.coordinator import Coordinator
 from fastckpt.distcp_save import ItemsSave, Places
 from fastckpt.errors import CheckpointError, fate
 from fastckpt.handle import SaveHandle
-from fastckpt.integrations import dcp_metadata, dcp_plans, require
+from fastckpt.integrations import dcp_metadata, dcp_plans
 from fastckpt.integrations.dcp_reader import Reader
 from fastckpt.integrations.dcp_writer import Writer, results_of
+from fastckpt.latch import Outcome
 
 __all__ = ["Reader", "Saving", "Writer", "async_save", "save"]
 
-require("torch", "2.9", "3", __name__)
 log = logging.getLogger("fastckpt")
 
 
@@ -78,7 +81,7 @@ class Saving(SaveHandle):
         return self.metadata
 
 
-class _Staged(Future[None]):
+class _Staged(Outcome[None]):
     """When a state may change: what AsyncSaveResponse calls staging_completion."""
 
     def __init__(self, handle: SaveHandle) -> None:

@@ -48,3 +48,21 @@ def test_a_version_out_of_range_is_told_with_those_supported(at_least: str, belo
 def test_versions_are_ordered_by_number_and_not_by_letter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _package: "0.16.1")
     assert require("megatron-core", "0.9", "0.17", MODULE) == "0.16.1"
+
+
+OLD_TORCH = """
+import importlib.metadata, sys
+import torch.distributed.checkpoint.state_dict_saver as saver
+del saver.AsyncSaveResponse  # as torch 2.6 has none
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: "2.6.0" if name == "torch" else version(name)
+try:
+    import fastckpt.integrations.dcp
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_dcp_says_which_torch_it_needs() -> None:
+    done = subprocess.run([sys.executable, "-c", OLD_TORCH], capture_output=True, text=True)
+    assert "dcp needs torch >= 2.9, < 3; 2.6.0 is installed" in done.stdout, done.stderr

@@ -7,11 +7,13 @@ must not know how a file is written.
 
 from __future__ import annotations
 
+import copy
 import errno
 import importlib
 import json
 import logging
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -494,3 +496,27 @@ def test_a_killed_fit_goes_on_with_ddp_from_its_last_whole_checkpoint(disk: Path
     assert after[0][0] in before  # of this rank's half of the batch, so not comparable by value
     assert not list(run.glob(".last.ckpt*"))
     shutil.rmtree(run)  # debris of names that no later save has
+
+
+def test_a_copy_after_a_save_has_the_settings_alone(disk: Path) -> None:
+    """As of a Trainer that is copied, or sent to another process."""
+    plugin = FastckptCheckpointIO(on_error="warn", durable=False)
+    plugin.save_checkpoint(state(1), disk / FIRST)
+    plugin.save_checkpoint(state(2), disk / SECOND)
+    plugin.remove_checkpoint(disk / FIRST)
+    for other in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):
+        assert other._on_error == "warn" and not other._durable
+        assert not other._handles and not other._removals
+        other.save_checkpoint(state(3), disk / "c.ckpt")
+        other.teardown()
+    plugin.teardown()
+    assert sorted(path.name for path in disk.iterdir()) == [SECOND, "c.ckpt"]
+
+
+def test_a_trainer_can_be_copied_while_it_saves(disk: Path) -> None:
+    plugin = FastckptCheckpointIO()
+    trainer = lightning.pytorch.Trainer(default_root_dir=disk, plugins=[plugin], logger=False)
+    plugin.save_checkpoint(state(1), disk / FIRST)
+    assert isinstance(pickle.loads(pickle.dumps(trainer)), lightning.pytorch.Trainer)
+    assert isinstance(copy.deepcopy(trainer), lightning.pytorch.Trainer)
+    plugin.teardown()
