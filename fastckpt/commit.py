@@ -175,12 +175,22 @@ def temporary(
         claim(storage, fd, path)
         yield fd, name
     except BaseException:
-        served = storage.policy(fd)[0].startswith("fuse")
         # Closed first: some daemons keep an open file under another name, or refuse to remove it.
-        close_quietly(storage, fd)
+        try:
+            served = _is_served(storage, fd)
+        finally:
+            close_quietly(storage, fd)
         _remove_closed(storage, name, served)
         raise
     close_quietly(storage, fd)
+
+
+def _is_served(storage: Storage, fd: int) -> bool:
+    """Whether a daemon serves the file system of a file."""
+    try:
+        return storage.policy(fd)[0].startswith("fuse")
+    except OSError:
+        return False  # the error that brought us here is the one that counts
 
 
 def _remove_closed(storage: Storage, name: str, served: bool) -> None:

@@ -209,15 +209,19 @@ class Storage:
 
     def refusal_text(self, fd: int, number: int) -> str:
         """What is known of why a new file could not be given its size, or a block: where the room
-        was short, if not everywhere; or that the mount takes bytes in sequence only. Else "".
+        was short, if not everywhere; or that the mount takes bytes in sequence only. Else "". It
+        raises nothing: the error that it is to explain is the one that counts.
 
         Args:
             fd: the file.
             number: the error's errno.
         """
-        name = _policy(fd)[0]
-        if number == errno.ENOSPC:
-            return lustre.targets_text(fd) if name == "lustre" else ""
+        try:
+            name = _policy(fd)[0]
+            if number == errno.ENOSPC:
+                return lustre.targets_text(fd) if name == "lustre" else ""
+        except OSError:
+            return ""  # nothing is known
         if name.startswith("fuse") and number in _OUT_OF_SEQUENCE:
             return _SEQUENTIAL
         return ""

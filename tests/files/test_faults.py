@@ -381,7 +381,7 @@ def test_directory_removed_during_the_save(disk: Path) -> None:
         wait_until(lambda: temporaries(path.parent), "the save has begun to write")
         shutil.rmtree(path.parent)
         held.release()
-    check_storage_error(handle.exception(WAIT_S), errno.ENOENT, path, "rename")
+    check_storage_error(handle.exception(WAIT_S), errno.ENOENT, path.parent, "open directory")
     assert list(disk.iterdir()) == []
     path.parent.mkdir()
     fastckpt.save(state(2, MIB), path).result(WAIT_S)

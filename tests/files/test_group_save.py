@@ -952,7 +952,9 @@ def test_any_operation_of_a_rank_fails(crew: Crew, disk: Path, victim: int) -> N
         )
         assert names == ["a.pt"], name
         if hurt.error is None:
-            assert name in DISPENSABLE and other.error is None and digest == new
+            looked = number == victim == 0  # the call's own: whether there is the directory
+            assert looked or name in DISPENSABLE, name
+            assert other.error is None and digest == new
             continue
         failed.add(name)
         assert type(hurt.error) is StorageError and hurt.error.errno == errno.EIO, name
@@ -1332,8 +1334,8 @@ class DieOpening(Recorder):
 def load_and_die(
     member: Member, path: Path, victim: int, storage: Callable[[], Storage]
 ) -> Outcome:
-    impatient = dist.new_group(timeout=timedelta(seconds=3))  # what waits for blocks obeys that
-    options = {"group": impatient, "timeout_s": 3}
+    impatient = dist.new_group(timeout=timedelta(seconds=10))  # what waits for blocks obeys that
+    options = {"group": impatient, "timeout_s": 10}
     if member.rank == victim:
         with saving_through(storage()):
             return attempt(lambda: fastckpt.load(path, **options))

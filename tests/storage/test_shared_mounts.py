@@ -332,7 +332,7 @@ def test_a_writer_of_a_step_asks_little(disk: Path, monkeypatch: pytest.MonkeyPa
                 own = [o for o in double.log if os.path.basename(o.path).startswith("rank-")]
                 assert own and len(asked(own)) <= 3, asked(own)
                 if step:  # the first makes the root
-                    assert len(asked(double.log)) <= 3 + 10, asked(double.log)
+                    assert len(asked(double.log)) <= 3 + 11, asked(double.log)
     finally:
         current.close()
 
