@@ -28,6 +28,13 @@ from fastckpt.storage import PATIENCE_S, Storage, reported
 
 log = logging.getLogger("fastckpt")
 
+# What the extension raises where address space is short (ulimit -v), or threads, whose stacks take
+# some of it (ulimit -u).
+_LIMITS = (MemoryError, RuntimeError)
+_RAISE_LIMITS = (
+    "raise the limits of the process (ulimit -v, ulimit -u), or set FASTCKPT_STAGING_BYTES to less"
+)
+
 QUEUE_DEPTH = 16
 WINDOW_BLOCKS = 16  # a load keeps so many blocks read ahead of torch
 IO_THREADS = 4
@@ -132,16 +139,27 @@ class Staging:
                     "the interpreter is exiting, or has forked: nothing is staged"
                 )
             if self._engine is None:
-                budget = self._budget_bytes or default_budget_bytes()
-            while self._engine is None:
-                try:
-                    # Two at least: one may be asleep until a device has copied.
-                    self._engine = _engine.Engine(budget, BLOCK_BYTES, max(2, stager_count()))
-                except MemoryError:  # address space is short (ulimit -v): do with less
-                    if self._budget_bytes is not None or budget <= BLOCK_BYTES:
-                        raise
-                    budget //= 2
+                self._engine = self._new_engine()
             return self._engine
+
+    def _new_engine(self) -> _engine.Engine:
+        """An engine with the whole budget, or with as much as the limits of the process allow."""
+        budget = self._budget_bytes or default_budget_bytes()
+        # Two at least: one may be asleep until a device has copied.
+        stagers = max(2, stager_count())
+        while True:
+            try:
+                return _engine.Engine(budget, BLOCK_BYTES, stagers)
+            except _LIMITS as error:
+                is_least = self._budget_bytes is not None or budget <= BLOCK_BYTES
+                if is_least and stagers == 2:
+                    raise CheckpointError(
+                        f"there are no {budget} bytes of address space for staging, or not the "
+                        f"{stagers} threads that copy ({error}): {_RAISE_LIMITS}"
+                    ) from error
+                stagers = max(2, stagers // 2)
+                if not is_least:
+                    budget //= 2
 
     def blocks_limit(self, staging_bytes: int | None) -> int:
         """How many blocks a save may hold for a limit in bytes (None: the whole budget)."""
@@ -253,7 +271,7 @@ class Staging:
             if self._uring_refusal is None and "io_uring" not in self._backends:
                 try:
                     self._backends["io_uring"] = _engine.uring_backend(QUEUE_DEPTH)
-                except _engine.BackendUnavailable as error:
+                except (_engine.BackendUnavailable, *_LIMITS) as error:
                     self._uring_refusal = str(error)
                     log.warning("falling back to backend 'threads': %s", error)
             return self._uring_refusal or self._backends["io_uring"]
@@ -261,7 +279,12 @@ class Staging:
     def _backend(self, name: str, make: Callable[[], _engine.Backend]) -> _engine.Backend:
         with self._lock:
             if name not in self._backends:
-                self._backends[name] = make()
+                try:
+                    self._backends[name] = make()
+                except _LIMITS as error:
+                    raise CheckpointError(
+                        f"there are no threads for reading and writing ({error}): {_RAISE_LIMITS}"
+                    ) from error
             return self._backends[name]
 
     def read(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,6 +32,7 @@ from fastckpt.commit import (
 )
 from fastckpt.errors import CheckpointError, fate, is_visible
 from fastckpt.handle import SaveHandle
+from fastckpt.latch import Latch, start_thread
 from fastckpt.storage import Storage, reported
 
 log = logging.getLogger("fastckpt")
@@ -77,7 +77,7 @@ class Tag:
         self._latest = name if is_latest else None
         self._files: list[_File] = []
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._gone: Latch | None = None  # what is done in the background
         self._lock: int | None = None  # on the draft: this process is alive
         self._keeps_draft = False
         # Where the tag's directory goes on file systems that cannot exchange two.
@@ -143,17 +143,14 @@ class Tag:
         self.handle.mark_staged()
         self.handle.stats.stall_s = self.handle.elapsed_s()
         name = f"fastckpt-tag-{os.path.basename(self.handle.path)}"
-        self._thread = threading.Thread(target=self._run, name=name)
-        try:
-            self._thread.start()
-        except RuntimeError:  # the interpreter is exiting: no thread is to be had
-            self._thread = None
+        self._gone = Latch()
+        if not start_thread(self._run, name):  # the interpreter is exiting, say
             self._run()
 
     def join(self) -> None:
         """Waits until nothing is left to do."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._gone is not None:
+            self._gone.wait()
 
     def _run(self) -> None:
         try:
@@ -175,8 +172,12 @@ class Tag:
                 stats.committed_s = self.handle.elapsed_s()
                 self.handle.set_result(self.handle.stats)
         finally:
-            self._clear()
-            self._agreement.close()
+            try:
+                self._clear()
+                self._agreement.close()
+            finally:
+                if self._gone is not None:
+                    self._gone.set()
 
     def _commit(self) -> None:
         agreement = self._agreement

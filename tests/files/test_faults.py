@@ -490,3 +490,27 @@ def test_failures_leak_nothing(disk: Path) -> None:
     assert descriptors() == before
     fastckpt.save(state(3, MIB), disk / "a.pt").result(WAIT_S)
     assert value_of(disk / "a.pt") == 3
+
+
+LITTLE_ADDRESS_SPACE = """
+import resource, sys
+import torch, fastckpt
+state = {"w": torch.ones(6 << 20)}
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[2]), -1))
+try:
+    fastckpt.save(state, sys.argv[1]).result(60)
+    print("saved")
+except fastckpt.CheckpointError as error:
+    assert "address space" in str(error) or "threads" in str(error), error
+    assert "ulimit -v" in str(error), error
+    print("refused")
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("room_mib", [1, 8, 20, 64, 4096])
+def test_no_address_space_is_told_or_less_is_taken(disk: Path, room_mib: int) -> None:
+    said = run_python(LITTLE_ADDRESS_SPACE, disk / "a.pt", room_mib * MIB).stdout
+    assert said == ("saved\n" if room_mib == 4096 else said) and said in ("saved\n", "refused\n")
+    assert os.listdir(disk) == (["a.pt"] if said == "saved\n" else [])

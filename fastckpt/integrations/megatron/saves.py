@@ -6,6 +6,7 @@ for waiting. Must not know what a checkpoint holds nor how it is written.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Protocol
 from fastckpt import SaveHandle
 from fastckpt.integrations.megatron import iterations
 from fastckpt.integrations.megatron.iterations import Retention
+from fastckpt.latch import Latch
 
 log = logging.getLogger("fastckpt")
 
@@ -98,8 +100,9 @@ class Saves:
         tracker. When the result has been told, old iterations are removed.
         """
         directory = self._directories.setdefault(root, _Directory(root, self._listener))
-        number = directory.number(iteration)
+        number = next(directory.numbers)
         try:
+            directory.begin(number, iteration)
             handle = save(lambda: directory.committed(number, iteration, retention))
         except BaseException:
             directory.ended(number)
@@ -113,46 +116,50 @@ class _Directory:
 
     def __init__(self, root: str, listener: Listener | None) -> None:
         self._root, self._listener = root, listener
-        self._begun = 0
-        self._lock = threading.Condition()
+        self.numbers = itertools.count(1)  # of the saves, in their order
+        # A signal handler may raise on the thread that saves: it reads what is in flight without
+        # this lock, and waits by latches.
+        self._lock = threading.RLock()
+        self._ends: dict[int, Latch] = {}  # of saves of which something is left to do
+        self._in_flight: dict[int, int] = {}  # iterations
         # State below is protected by _lock.
         self._tracked = 0  # the save that the tracker was last moved for
         self._newest = 0  # its iteration
-        self._in_flight: dict[int, int] = {}  # iterations
         self._due: dict[int, Retention] = {}  # of saves that have committed
         self._superseded: set[int] = set()  # iterations that the tracker named before
         self._handles: list[SaveHandle] = []
 
     @property
     def is_idle(self) -> bool:
-        with self._lock:
-            return not self._in_flight
+        return not self._ends
 
-    def number(self, iteration: int) -> int:
-        with self._lock:
-            self._begun += 1
-            self._in_flight[self._begun] = iteration
-            return self._begun
+    def begin(self, number: int, iteration: int) -> None:
+        self._in_flight[number], self._ends[number] = iteration, Latch()
 
     def note(self, number: int, handle: SaveHandle) -> None:
         handle.add_done_callback(lambda _: self.ended(number))
-        with self._lock:
-            self._handles = [each for each in self._handles if not each.done()] + [handle]
+        self._handles = [each for each in self._handles if not each.done()] + [handle]
 
     def taken(self) -> list[SaveHandle]:
-        with self._lock:
-            handles, self._handles = self._handles, []
+        handles, self._handles = self._handles, []
         return handles
 
     def ended(self, number: int) -> None:
         """Removes old iterations, if this save has committed here and was to."""
+        try:
+            self._retain(number)
+        finally:
+            end = self._ends.pop(number, None)
+            if end is not None:
+                end.set()
+
+    def _retain(self, number: int) -> None:
         with self._lock:
             self._in_flight.pop(number, None)
             retention = self._due.pop(number, None)
-            self._lock.notify_all()
             if retention is None:
                 return
-            in_flight = {*self._in_flight.values()}
+            in_flight = {*self._in_flight.copy().values()}
             try:
                 removed = iterations.retain(
                     self._root, self._newest, retention, in_flight, self._superseded
@@ -166,8 +173,8 @@ class _Directory:
 
     def wait_ended(self) -> None:
         """Waits for ended() of saves whose results are known."""
-        with self._lock:
-            self._lock.wait_for(lambda: not self._in_flight)
+        for end in self._ends.copy().values():
+            end.wait()
 
     def committed(self, number: int, iteration: int, retention: Retention) -> None:
         """Moves the tracker, unless a later save was faster: then this may be one of the old
