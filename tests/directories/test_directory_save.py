@@ -470,7 +470,7 @@ def test_removal_leaves_a_directory_whole_or_hidden(disk: Path) -> None:
 
 def test_arguments_are_checked(disk: Path) -> None:
     for wrong in ({"fence": "none"}, {"on_error": "ignore"}):
-        with pytest.raises(ValueError, match="fence is"):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
             save_directory(str(disk / "a"), fill_with(1), **wrong)  # type: ignore[arg-type]
 
 

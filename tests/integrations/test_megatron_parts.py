@@ -6,6 +6,7 @@ Responsible for properties over all shapes, and for what is refused.
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import os
@@ -32,7 +33,7 @@ from fastckpt import (
     pipeline,
 )
 from fastckpt.integrations import dcp, megatron
-from fastckpt.integrations.megatron import division, iterations, ranges
+from fastckpt.integrations.megatron import division, iterations, load, ranges
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.buckets import _scatter
 from fastckpt.integrations.megatron.iterations import Retention
@@ -368,3 +369,19 @@ def test_a_save_that_a_later_one_overtook_is_removed_when_it_has_ended(tmp_path:
     saves.wait()
     assert iterations.complete_iterations(str(tmp_path)) == [7]
     assert (tmp_path / iterations.TRACKER).read_text() == "7"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_damage"),
+    [
+        (CorruptCheckpoint("a byte differs"), True),
+        (StorageError("open", "/run/iter_0000002/a", errno.ENOENT), True),
+        (FileNotFoundError(errno.ENOENT, "gone"), True),
+        (StorageError("read", "/run/iter_0000002/a", errno.EIO), False),
+        (StorageError("open", "/run/iter_0000002/a", errno.EMFILE), False),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_no_damage(error: Exception, is_damage: bool) -> None:
+    """An older iteration is not loaded in its place."""
+    assert load._is_damage(error) is is_damage

@@ -6,6 +6,7 @@ holds. Must not know how bytes are read.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pickle
@@ -38,7 +39,8 @@ from fastckpt.integrations.megatron.strategies import LoadStrategy, stored_commo
 
 log = logging.getLogger("fastckpt")
 
-_DAMAGE = (CorruptCheckpoint, OSError, EOFError, pickle.UnpicklingError)
+_DAMAGE = (CorruptCheckpoint, EOFError, pickle.UnpicklingError)
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 # What load_buckets() reads of the optimizer.
 _BUCKETS = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
 # With these Megatron leaves out of what is loaded the keys that a checkpoint does not have.
@@ -222,20 +224,25 @@ def _together(act: Callable[[], None]) -> str | None:
         act()
     except Exception as caught:
         error = caught
-    told = (
-        None if error is None else (isinstance(error, _DAMAGE), f"{type(error).__name__}: {error}")
-    )
+    told = None if error is None else (_is_damage(error), f"{type(error).__name__}: {error}")
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, told)
     failed = [(rank, told) for rank, told in enumerate(outcomes) if told is not None]
     if not failed:
         return None
-    if error is not None and not isinstance(error, _DAMAGE):
+    if error is not None and not _is_damage(error):
         raise error
     rank, (is_damage, text) = next((each for each in failed if not each[1][0]), failed[0])
     if not is_damage:
         raise CheckpointError(f"rank {rank}: {text}")
     return f"rank {rank}: {text}"
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether an iteration is not whole. What could not be read may be: an older one in its place
+    would be a step back that nobody asked for.
+    """
+    return isinstance(error, _DAMAGE) or (isinstance(error, OSError) and error.errno in _MISSING)
 
 
 class _Loading:
