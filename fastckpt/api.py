@@ -479,14 +479,18 @@ def _open_regular(f: Any) -> tuple[int, str] | None:
     return fd, str(getattr(f, "name", fd))
 
 
+_NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)
+
+
 def _is_regular(storage: Storage, path: str) -> bool:
     """As os.path.isfile(), but for a file that is being replaced, of which that says no."""
     try:
         status = storage.status(path)
     except OSError as error:
-        if error.errno == errno.ESTALE:
-            raise StorageError("open", path, errno.ESTALE) from error
-        return False
+        if error.errno in _NO_FILE:
+            return False  # torch.load says so in its own words
+        op = "open" if error.errno == errno.ESTALE else "stat"
+        raise StorageError(op, path, error.errno or errno.EIO) from error
     except ValueError:  # no path can be like this
         return False
     return status is not None and stat.S_ISREG(status.st_mode)

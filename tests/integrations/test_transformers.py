@@ -472,7 +472,7 @@ run_example = functools.partial(jobs.start, "transformers_trainer", imports="tra
 SAVING = ("--steps", 12, "--every", 3, "--ballast", 128)
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.multiprocess
 def test_a_kill_in_mid_save_costs_no_more_than_that_checkpoint(disk: Path) -> None:
     whole = finish(run_example(disk / "whole", *SAVING, "--stock"), disk / "whole")

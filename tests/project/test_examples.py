@@ -185,6 +185,7 @@ def test_fsdp2_goes_on_with_other_ranks(disk: Path, expected: dict[int, str]) ->
     shutil.rmtree(begun)  # nobody goes on here
 
 
+@pytest.mark.torture
 def test_fsdp2_with_tensor_parallelism_goes_on_with_other_meshes(
     disk: Path, expected: dict[int, str]
 ) -> None:
