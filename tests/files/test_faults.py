@@ -487,7 +487,7 @@ def test_failures_leak_nothing(disk: Path) -> None:
         error = fastckpt.save(state(2, MIB), path).exception(WAIT_S)
         assert isinstance(error, fastckpt.StorageError)
     wait_until(lambda: not saving_threads(), "the failed saves are over")
-    assert descriptors() == before
+    assert descriptors() <= before  # what earlier tests left to the collector may be gone
     fastckpt.save(state(3, MIB), disk / "a.pt").result(WAIT_S)
     assert value_of(disk / "a.pt") == 3
 
