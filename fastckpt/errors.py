@@ -166,6 +166,8 @@ def retold(error: AnyError, text: str) -> AnyError:
         told = copy.copy(error)
         if isinstance(told, CheckpointError):
             told.reword(text)
+        elif isinstance(told, OSError) and told.errno is not None:
+            told = type(told)(told.errno, text)  # an OSError's text is not made of its args
         else:
             told.args = (text,)
         if text not in str(told):  # a class whose text is not made of its arguments

@@ -219,11 +219,11 @@ class Pipeline:
         asked for.
 
         Args:
-            path: where the save goes that is not begun because of that error, for the message.
+            path: where the save goes that is not begun because of that error, for the message; ""
+                for a file-like object.
         """
         for first in self.unreported()[:1]:
-            target = repr(path) if path else "a file-like object"
-            raise_earlier(first, f"this save, to {target}, was not begun")
+            raise_earlier(first, path)
 
     def unreported(self) -> list[SaveHandle]:
         """Failed saves that nobody asked for."""
@@ -256,17 +256,21 @@ class Pipeline:
         self.staging.close()
 
 
-def raise_earlier(handle: SaveHandle, consequence: str = "") -> None:
+def raise_earlier(handle: SaveHandle, not_begun: str | None = None) -> None:
     """Raises the error of a save that failed, in a later call, and says that it is of that save.
 
     Args:
         handle: of the save that failed; from now on its error counts as asked for.
-        consequence: for the call that raises, in words.
+        not_begun: where the save goes that is not begun because of that error; "": to a file-like
+            object. None: the call that raises begins no save.
     """
     error = handle.exception()
     assert error is not None, "the save has failed"
     text = f"an earlier save, to {handle.path!r}, failed: {error}"
-    raise retold(error, f"{text}; {consequence}" if consequence else text)
+    if not_begun is not None:
+        target = repr(not_begun) if not_begun else "a file-like object"
+        text += f"; this save, to {target}, was not begun"
+    raise retold(error, text)
 
 
 class Job:

@@ -80,9 +80,17 @@ class CudaStub:
         self.miscalculate(False)
         self._library.stub_configure(ctypes.c_double(latency_us), ctypes.c_double(bytes_per_us))
 
-    def fail(self, name: str, result: int, *, after: int = 0, times: int = ALL) -> None:
-        """So many calls of a function fail after so many that do not."""
-        self._library.stub_fail(name.encode(), after, times, result)
+    def fail(
+        self, name: str, result: int, *, after: int = 0, times: int = ALL, here: bool = False
+    ) -> None:
+        """So many calls of a function fail after so many that do not; with `here`, only those that
+        the calling thread makes count.
+        """
+        self._library.stub_fail(name.encode(), after, times, result, int(here))
+
+    def failed(self, name: str) -> int:
+        """How many calls of a function failed since fail() was told to let them."""
+        return int(self._library.stub_failed(name.encode()))
 
     def hold(self, held: bool) -> None:
         """While held, no copy begins."""

@@ -17,6 +17,7 @@ from fastckpt import CheckpointError, SaveHandle
 from fastckpt.arguments import ON_ERROR, OnError, check_choice
 from fastckpt.errors import fate
 from fastckpt.latch import Latch
+from fastckpt.pipeline import raise_earlier
 from fastckpt.storage import reported
 
 log = logging.getLogger("fastckpt")
@@ -183,7 +184,7 @@ class BackgroundFiles:
         self._removals.clear()
         failed = [h for h in self._handles if h.failure() is not None and not h.reported]
         for handle in failed[:1]:
-            handle.result()
+            raise_earlier(handle)
 
     def _log_failure(self, handle: Any) -> None:
         if handle.failure() is not None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from fastckpt.arguments import ON_ERROR, OnError, StagingWay, check_choice, chec
 from fastckpt.coordinator import Coordinator
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
+from fastckpt.pipeline import raise_earlier
 from fastckpt.storage import reported
 
 require("deepspeed", "0.19.0", "0.20", __name__)
@@ -143,11 +145,12 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         unmade, self._unmade = self._unmade, None
         self._seal(CheckpointError(f"given up for tag {info.tag!r}"))
         self.drain()
-        self._tell_failure()
+        directory = os.path.realpath(check_path("save_dir", info.save_dir))
+        path = os.path.join(directory, info.tag)
+        self._tell_failure(partial(raise_earlier, not_begun=path))
         if self._coordinator is None:
             self._coordinator = Coordinator.of_group(dist.group.WORLD, "deepspeed")
-        directory = os.path.realpath(check_path("save_dir", info.save_dir))
-        label = f"save of tag {os.path.join(directory, info.tag)!r}"
+        label = f"save of tag {path!r}"
         agreement = self._coordinator.begin(label, self._timeout_s)
         self._open = Tag(directory, info.tag, agreement, info.save_latest, self._options)
         self._last, self.handle = self._open, self._open.handle
@@ -200,7 +203,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         self._seal()
         self.drain()
-        self._tell_failure()
+        self._tell_failure(SaveHandle.result)
         return self._last is None or self._last.handle.failure() is None
 
     def is_decoupled(self) -> bool:
@@ -242,7 +245,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
             coordinator.close()
-        self._tell_failure()
+        self._tell_failure(raise_earlier)
 
     @contextmanager
     def whole_tag(self) -> Iterator[None]:
@@ -269,11 +272,11 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if tag is not None:
             tag.conclude(error)
 
-    def _tell_failure(self) -> None:
-        """Raises or logs that the last tag failed, once."""
+    def _tell_failure(self, raising: Callable[[SaveHandle], object]) -> None:
+        """Says once that the last tag failed: `raising` raises its error, or it is logged."""
         handle = self.handle
         if handle is None or handle.reported or handle.failure() is None:
             return
         if self._on_error == "raise":
-            handle.result()
+            raising(handle)
         log.warning("%s", handle.exception())

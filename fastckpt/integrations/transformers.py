@@ -32,6 +32,7 @@ from fastckpt.draft import Draft
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
+from fastckpt.pipeline import raise_earlier
 
 require("transformers", "5.23", "6", __name__)
 
@@ -143,8 +144,8 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
                 self.state.best_model_checkpoint = None
         for handle in unreported[1:]:
             log.warning("another save failed too: %s", handle.exception(0))
-        if unreported:
-            unreported[0].result()
+        for handle in unreported[:1]:
+            raise_earlier(handle)
 
     def train(
         self,

@@ -131,7 +131,11 @@ def test_a_full_disk_on_one_rank_leaves_the_tag_before(
         assert len(seen["losses"]) == 1
         assert (seen["latest"], seen["second"]) == ("a", [])
         if on_error == "raise":
-            assert str(seen["next"]) == str(seen["error"])
+            assert type(seen["next"]) is type(seen["error"])
+            assert str(seen["next"]) == (
+                f"an earlier save, to {str(disk / 'b')!r}, failed: {seen['error']}; this save, to "
+                f"{str(disk / 'c')!r}, was not begun"
+            )
         else:
             assert seen["next"] is None
         assert seen["finally"] == "c"
@@ -168,6 +172,7 @@ def test_a_directory_that_cannot_be_made_fails_the_tag_on_all_ranks(
 def test_destroy_waits_and_raises(call: Callable[..., list[Any]], disk: Path) -> None:
     first, second = call(bodies.destroy_after_failure, str(disk))
     assert isinstance(first, OSError) and isinstance(second, PeerFailed)
+    assert all("an earlier save, to " in str(error) for error in (first, second))
     assert not (disk / "latest").exists()
 
 

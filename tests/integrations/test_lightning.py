@@ -291,13 +291,19 @@ def test_a_file_that_is_saved_again_is_not_removed(disk: Path) -> None:
 
 def test_a_failure_is_raised_at_the_next_save_or_at_the_end(disk: Path) -> None:
     io = FastckptCheckpointIO()
-    for told in (io.teardown, lambda: io.save_checkpoint(state(3), disk / SECOND)):
+    not_begun = f"; this save, to {str(disk / SECOND)!r}, was not begun"
+    for told, consequence in (
+        (io.teardown, ""),
+        (lambda: io.save_checkpoint(state(3), disk / SECOND), not_begun),
+    ):
         with small_files():
             io.save_checkpoint(state(1), disk / FIRST)
             io._handles[-1].wait_done()
         with pytest.raises(StorageError) as failure:
             told()
         assert failure.value.errno == errno.EFBIG
+        earlier = f"an earlier save, to {str(disk / FIRST)!r}, failed: {failure.value.__cause__}"
+        assert str(failure.value) == earlier + consequence
         io.teardown()  # it was told
     assert names(disk) == []
 

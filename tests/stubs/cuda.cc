@@ -58,6 +58,8 @@ struct Done {
 
 struct Failing {
     int after, times, result;
+    std::thread::id caller;  // whose calls fail; of no thread: those of all
+    int failed = 0;
 };
 
 // Never destroyed: the default stream's thread waits on them until the process is gone, and
@@ -165,12 +167,16 @@ int enter(const char* name, bool needs_context = true) {
     const auto found = failing.find(name);
     if (found == failing.end()) return kSuccess;
     Failing& failure = found->second;
+    const bool meant =
+        failure.caller == std::thread::id{} || failure.caller == std::this_thread::get_id();
+    if (!meant) return kSuccess;
     if (failure.after > 0) {
         --failure.after;
         return kSuccess;
     }
     if (failure.times == 0) return kSuccess;
     if (failure.times > 0) --failure.times;
+    ++failure.failed;
     return failure.result;
 }
 
@@ -548,10 +554,18 @@ EXPORT void stub_configure(double new_latency_us, double new_bytes_per_us) {
     failing.clear();
 }
 
-// After so many calls, so many (-1: all) fail with a result.
-EXPORT void stub_fail(const char* name, int after, int times, int result) {
+// After so many calls, so many (-1: all) fail with a result; with `here`, of the calls that the
+// calling thread makes.
+EXPORT void stub_fail(const char* name, int after, int times, int result, int here) {
     const std::lock_guard lock(mu);
-    failing[name] = {after, times, result};
+    failing[name] = {after, times, result, here ? std::this_thread::get_id() : std::thread::id{}};
+}
+
+// How many calls have failed since stub_fail() asked for it.
+EXPORT int stub_failed(const char* name) {
+    const std::lock_guard lock(mu);
+    const auto found = failing.find(name);
+    return found == failing.end() ? 0 : found->second.failed;
 }
 
 // While held, no copy begins.

@@ -17,6 +17,7 @@ from fastckpt import SaveHandle
 from fastckpt.integrations.megatron import iterations
 from fastckpt.integrations.megatron.iterations import Retention
 from fastckpt.latch import Latch
+from fastckpt.pipeline import raise_earlier
 
 log = logging.getLogger("fastckpt")
 
@@ -58,8 +59,8 @@ class Saves:
         """
         handles = self._wait()
         for handle in handles:
-            if not handle.reported:
-                handle.result()
+            if not handle.reported and handle.failure() is not None:
+                raise_earlier(handle)
 
     def _wait(self) -> list[SaveHandle]:
         handles = [
