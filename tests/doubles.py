@@ -141,13 +141,19 @@ class Recorder(Storage):
         return self.perform(number, operation, real)
 
 
+def _subject(name: str, args: tuple[Any, ...]) -> str:
+    """The path that a call is about."""
+    if name == "open_of":  # another process's descriptor
+        return "/proc/{}/fd/{}".format(*args)
+    subject = args[0] if args else ""  # what has no name is made of nothing
+    return path_of(subject) if isinstance(subject, int) else subject
+
+
 def _routed(name: str) -> Callable[..., Any]:
     method = getattr(Storage, name)
 
     def routed(self: Recorder, *args: Any, **options: Any) -> Any:
-        subject = args[0] if args else ""  # what has no name is made of nothing
-        path = path_of(subject) if isinstance(subject, int) else subject
-        operation = Operation(name, path, args[1:])
+        operation = Operation(name, _subject(name, args), args[1:])
         return self._route(operation, lambda: method(self, *args, **options))
 
     return routed
