@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from fastckpt.devices import Devices
 from fastckpt.gds import Gds
 from fastckpt.pipeline import Pipeline
 from fastckpt.storage import Storage
+from tests import compiler
 from tests.cuda_stub import CudaStub
 
 SOURCE = Path(__file__).parent / "stubs" / "accelerator.cc"
@@ -95,17 +95,14 @@ class Runtime(types.ModuleType):
         return []
 
 
-@cache
 def built(directory: Path) -> Path:
-    """The library, compiled into a directory."""
-    target = directory / "libaccelerator-stub.so"
+    """The library, in a directory."""
     root = Path(torch.__path__[0])
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
-    command += ["-isystem", str(root / "include"), str(SOURCE), "-o", str(target)]
-    command += [f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-    subprocess.run(command, check=True)
-    return target
+    flags = ["-std=c++20", "-O0", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    flags += ["-isystem", str(root / "include")]
+    flags += [f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    return compiler.library(directory, "libaccelerator-stub.so", SOURCE, *flags)
 
 
 @cache

@@ -318,7 +318,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile(
         "fastckpt",
         derandomize=not is_torture,
-        max_examples=Chance.examples(100),
+        max_examples=Chance.examples(40),
         database=None,
         deadline=None,
     )

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import subprocess
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from tests import compiler
 
 SOURCE = Path(__file__).parent / "stubs" / "cuda.cc"
 TO_HOST, TO_DEVICE, KERNEL, _RECORD, _WAIT, ON_DEVICE, LAUNCH = range(7)
@@ -49,13 +49,10 @@ class Memory(NamedTuple):
     modules: int
 
 
-@cache
 def built(directory: Path) -> Path:
-    """The library, compiled into a directory."""
-    target = directory / "libcuda-stub.so"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    subprocess.run(["g++", *flags, str(SOURCE), "-o", str(target)], check=True)
-    return target
+    """The library, in a directory."""
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    return compiler.library(directory, "libcuda-stub.so", SOURCE, *flags)
 
 
 class CudaStub:

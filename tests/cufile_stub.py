@@ -6,10 +6,10 @@ Responsible for compiling it once and for its functions' types. Must not know wh
 from __future__ import annotations
 
 import ctypes
-import subprocess
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from tests import compiler
 
 SOURCE = Path(__file__).parent / "stubs" / "cufile.cc"
 ALL = -1
@@ -25,14 +25,12 @@ class Alive(NamedTuple):
     buffers: int
 
 
-@cache
 def built(directory: Path, *defines: str) -> Path:
-    """The library, compiled into a directory."""
-    target = directory / f"{'-'.join(['libcufile', *defines])}.so"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    """The library, in a directory; compiled with these macros."""
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
     flags += [f"-D{name}" for name in defines]
-    subprocess.run(["g++", *flags, str(SOURCE), "-o", str(target), "-ldl"], check=True)
-    return target
+    name = f"{'-'.join(['libcufile', *defines])}.so"
+    return compiler.library(directory, name, SOURCE, *flags, "-ldl")
 
 
 class CufileStub:

@@ -295,7 +295,9 @@ def test_a_directory_has_to_be_named(disk: Path) -> None:
         load_state(run.accelerator, disk / "none")
 
 
-run_example = functools.partial(jobs.start, "accelerate_loop", imports="accelerate")
+run_example = functools.partial(
+    jobs.start, "accelerate_loop", imports="tests.crews.accelerate_imports"
+)
 
 
 @pytest.mark.slow

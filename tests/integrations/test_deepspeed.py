@@ -281,7 +281,8 @@ def example(cwd: Path, *options: object) -> str:
     """Output of the example on two ranks, which log their losses."""
     saving = ("--preset", "tiny", "--every", 3, "--loss-log", "losses", "--stage", 3)
     script = "examples/deepspeed_zero.py"
-    return Job(script, cwd, *saving, *options, ranks=RANKS, imports="deepspeed").finish()
+    imports = "tests.crews.deepspeed_bodies"
+    return Job(script, cwd, *saving, *options, ranks=RANKS, imports=imports).finish()
 
 
 @pytest.mark.torture

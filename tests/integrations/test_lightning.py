@@ -471,7 +471,7 @@ def job(cwd: Path, *options: object, ranks: int = 1) -> Job:
     """The example, in a process of its own or one for each rank; its output goes to a file."""
     saving = ("--devices", ranks, "--preset", "tiny", "--every", 3, "--loss-log", "losses")
     script = "examples/lightning_fit.py"
-    return Job(script, cwd, *saving, *options, ranks=ranks, imports="lightning.pytorch")
+    return Job(script, cwd, *saving, *options, ranks=ranks, imports="tests.crews.lightning_imports")
 
 
 def losses(cwd: Path) -> list[tuple[int, str]]:

@@ -466,7 +466,9 @@ def test_other_threads_do_not_see_what_is_replaced() -> None:
     assert modeling_utils.safe_save_file is original
 
 
-run_example = functools.partial(jobs.start, "transformers_trainer", imports="transformers")
+run_example = functools.partial(
+    jobs.start, "transformers_trainer", imports="tests.crews.trainer_imports"
+)
 
 
 SAVING = ("--steps", 12, "--every", 3, "--ballast", 128)
@@ -525,7 +527,11 @@ def test_two_ranks_go_on_bit_by_bit(disk: Path) -> None:
 @pytest.mark.multiprocess
 def test_a_rank_that_fails_keeps_all_from_committing(disk: Path) -> None:
     job = jobs.Job(
-        "tests/crews/trainer_life.py", disk, disk / "run", ranks=2, imports="transformers"
+        "tests/crews/trainer_life.py",
+        disk,
+        disk / "run",
+        ranks=2,
+        imports="tests.crews.trainer_imports",
     )
     said = job.finish()
     assert numbers(disk / "run") == [2, 6]

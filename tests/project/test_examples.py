@@ -26,13 +26,15 @@ from tests.paths import ROOT
 STEPS, EVERY = 12, 3  # of the runs by several ranks
 SAVING = ("--every", EVERY, "--ballast", 96)  # MiB, so that a flush is long enough to be caught
 PASSIVE: dict[str, str | None] = {"OMP_WAIT_POLICY": "passive"}
+IMPORTS = "tests.crews.training_imports"
 ATTEMPTS = 5  # jobs that may end before one is killed in mid-flush
 pytestmark = pytest.mark.multiprocess
 
 
 def train_gpt(*options: object, cwd: Path) -> str:
     """Runs the example in `cwd`; returns what it says."""
-    job = Job("examples/train_gpt.py", cwd, "--preset", "tiny", *options, variables=PASSIVE)
+    script = ("examples/train_gpt.py", cwd, "--preset", "tiny")
+    job = Job(*script, *options, imports=IMPORTS, variables=PASSIVE)
     said = job.finish()
     (cwd / "output").unlink()
     return said
@@ -72,8 +74,9 @@ def test_another_seed_gives_other_losses(
 
 def training(script: str, ranks: int, cwd: Path, *options: object) -> Job:
     """A training script on several ranks, or on one."""
-    steps = ("--preset", "tiny", "--steps", STEPS, "--loss-log", "losses")
-    return Job(f"examples/{script}", cwd, *steps, *options, ranks=ranks, variables=PASSIVE)
+    steps = ("--preset", "tiny", "--steps", STEPS, "--loss-log", "losses", *options)
+    script = f"examples/{script}"
+    return Job(script, cwd, *steps, ranks=ranks, imports=IMPORTS, variables=PASSIVE)
 
 
 def flushing_step(cwd: Path) -> Path | None:

@@ -18,7 +18,8 @@ from tests.jobs import Job
 @pytest.mark.multiprocess
 def test_fsdp_over_tp_is_restored_as_dtensor_puts_it_together(tmp_path: Path) -> None:
     """By fully_shard() and parallelize_module() of sizes that the mesh does not divide evenly."""
-    job = Job("tests/crews/mesh_life.py", tmp_path, tmp_path, ranks=4)
+    imports = "tests.crews.training_imports"
+    job = Job("tests/crews/mesh_life.py", tmp_path, tmp_path, ranks=4, imports=imports)
     assert "28 tensors on 2 meshes" in job.finish()
     expected = torch.load(tmp_path / "whole.pt")
     with fastckpt.Checkpointer(tmp_path / "run") as checkpointer:  # a job of one rank

@@ -1,0 +1,14 @@
+"""What an Accelerator imports at its first use, for scripts that train with one.
+
+Responsible for their quick start, as crews/training_imports.py is.
+"""
+
+from __future__ import annotations
+
+import accelerate
+import accelerate.checkpointing
+
+import fastckpt.integrations.accelerate
+import tests.crews.training_imports
+
+__all__ = ["accelerate", "fastckpt", "tests"]
