@@ -10,7 +10,6 @@ import ctypes
 import os
 import resource
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -226,21 +225,19 @@ def save_with_budgets(member: Member, root: str, budgets: dict[int, int]) -> tup
     return stats.staged_bytes_max, found
 
 
-def save_late(
-    member: Member, root: str, late: int, late_s: float
-) -> tuple[float, float, int | None]:
-    """One rank calls later; returns when save() was called, when it had returned, what is found."""
+def save_late(member: Member, root: str, late: int) -> int | None:
+    """One rank calls when save() has returned on the others; returns what is found."""
     with Checkpointer(root) as checkpointer:
         saved(member, checkpointer, 1)
         state = stamped(member, 2)
-        meet(member)
         if member.rank == late:
-            time.sleep(late_s)
-        called = time.monotonic()
+            meet(member)
         handle = checkpointer.save(2, state)
-        returned = time.monotonic()
+        if member.rank != late:
+            assert not handle.done()
+            meet(member)
         handle.result()
-        return called, returned, found_in(member, checkpointer)
+        return found_in(member, checkpointer)
 
 
 def save_again_before_a_late_rank_wakes(member: Member, root: str) -> tuple[Any, ...]:

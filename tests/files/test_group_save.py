@@ -737,7 +737,6 @@ def come_late(member: Member, disk: Path) -> list[Outcome]:
     others = [f"returned {rank}" for rank in range(1, member.world_size)]
     if member.rank == 0:
         member.store.wait(others)
-        time.sleep(5)
     handles = []
     for fence in ("call", "step"):
         state = varied(member.rank)

@@ -336,7 +336,7 @@ def test_a_later_save_that_was_faster_stays_the_last(tmp_path: Path) -> None:
     assert iterations.tracked(root) == 2
     handles[0].set_result(SaveStats())
     handles[1].set_exception(StorageError("write", "second", 28))
-    with pytest.raises(StorageError, match="an earlier save, to .*, failed: write of 'second'"):
+    with pytest.raises(StorageError, match=r"an earlier save, to .*, failed: write of 'second'"):
         saves.wait()
     saves.wait()  # it has been told
     assert megatron.Saves().is_first(root)  # others know nothing of it

@@ -322,7 +322,7 @@ def limit_kept() -> Iterator[None]:
 @limit_kept()
 def test_a_full_disk_ends_training(disk: Path) -> None:
     trainer = make(AsyncTrainer, disk, callbacks=[Full(4, 100)])
-    with pytest.raises(StorageError, match="an earlier save, to .*checkpoint-4.*too large"):
+    with pytest.raises(StorageError, match=r"an earlier save, to .*checkpoint-4.*too large"):
         trainer.train()
     with suppress(StorageError):  # of a save that was begun before the first one had failed
         trainer.wait_for_checkpoints()
