@@ -20,10 +20,9 @@ from fastckpt.file_save import together
 from fastckpt.formats import file_list
 from fastckpt.image import BLOCK_BYTES
 from fastckpt.storage import Storage, persistently, reported
+from fastckpt.vanishing import Vanished, listed_anew
 
 log = logging.getLogger("fastckpt")
-
-_LISTINGS_MAX = 20
 
 
 def check(path: str, storage: Storage | None = None) -> bool:
@@ -131,23 +130,23 @@ def newest_whole(
 
 def _first_whole(paths: Callable[[], Sequence[str]]) -> str | None:
     damaged: dict[str, CorruptCheckpoint] = {}
-    for _ in range(_LISTINGS_MAX):
+
+    def look() -> str | None:
         listed = [path for path in paths() if path not in damaged]
         for path in listed:
             try:
                 check(path)
                 return path
             except (CorruptCheckpoint, StorageError) as error:
-                if not os.path.lexists(path):
-                    break  # a newer one was there before it was removed
+                if not os.path.lexists(path):  # a newer one was there before it was removed
+                    raise Vanished(path) from None
                 if isinstance(error, StorageError):
                     raise
                 damaged[path] = error
                 if path != listed[-1]:
                     log.warning("%s; the one before it is taken if that is whole", error)
-        else:
-            if damaged:
-                raise next(iter(damaged.values()))
-            return None
-    detail = f"whatever was listed was gone when it was read, {_LISTINGS_MAX} times in a row"
-    raise StorageError("open", path, errno.ESTALE, detail=detail)
+        if damaged:
+            raise next(iter(damaged.values()))
+        return None
+
+    return listed_anew(look)

@@ -39,10 +39,11 @@ from fastckpt.staging import ReadStream
 from fastckpt.step_copies import Copies
 from fastckpt.step_files import StepFiles
 from fastckpt.step_save import Options
-from fastckpt.steps import Begun, StepRemoved
+from fastckpt.steps import Begun
 from fastckpt.storage import patiently, reported
 from fastckpt.tiers import OBJECTS_PART, LocalTier
 from fastckpt.transfer import Transfer
+from fastckpt.vanishing import Vanished
 
 log = logging.getLogger("fastckpt")
 
@@ -154,7 +155,7 @@ class Drain(Job):
             return Manifest.from_bytes(receive(self.agreement, "manifest", source))
         try:
             manifest = steps.read(self._own_name)
-        except StepRemoved as error:  # nothing removes it before the root has it
+        except Vanished as error:  # nothing removes it before the root has it
             raise CorruptCheckpoint(f"{steps.path(self._own_name)!r} is missing: {error}") from None
         if travels and rank == source:
             send(self.agreement, "manifest", manifest.to_bytes())

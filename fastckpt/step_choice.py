@@ -7,10 +7,10 @@ was wrong with those that were skipped. It must not know what is read of a step.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import operator
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -28,8 +28,9 @@ from fastckpt.no_steps import warn_once, what_is_there
 from fastckpt.pipeline import Pipeline
 from fastckpt.step_copies import Copies
 from fastckpt.step_load import StepReader
-from fastckpt.steps import StepRemoved, Steps, in_order
+from fastckpt.steps import Steps, in_order
 from fastckpt.storage import persistently
+from fastckpt.vanishing import Vanished, listed_anew
 
 log = logging.getLogger("fastckpt")
 
@@ -37,9 +38,6 @@ T = TypeVar("T")
 # Directories that hold copies of files of a step; what it enters keeps them.
 Near = Callable[[Manifest, ExitStack], list[str]]
 
-# How often the steps are listed, and how long at most before the next time, because one that was
-# listed is gone when it is opened.
-_LISTINGS_MAX, _PAUSE_S = 20, 0.5
 _REMOVED = "removed"  # in the place of what is wrong with a step
 _TOLD = (CorruptCheckpoint, IncompatibleCheckpoint, CheckpointError)
 
@@ -77,40 +75,41 @@ def first_whole(
     """
     problems: list[str] = []
     damaged: set[tuple[int, str]] = set()
-    number = 0
-    for listing in range(_LISTINGS_MAX):
-        listed = _candidates(agreement, shelves, step, listing, required)
+    listings, numbers = itertools.count(), itertools.count(1)
+    was_removed = False
+
+    def look() -> tuple[int, T] | None:
+        nonlocal was_removed
         # Again after damage: steps that were committed meanwhile may be whole.
-        places = [place for place in listed if place not in damaged]
-        verdict = ""
-        if not places:
-            break
-        for place in places:
-            number += 1
-            with ExitStack() as holding:  # until all have read it, the first rank above all
-                trial = _Trial(current, shelves[place[0]], place[1], near, holding)
-                verdict, found = trial.outcome(agreement, number, read, problems)
-            if not verdict:
-                assert found is not None
-                return found
-            if verdict == _REMOVED:  # a newer one was committed before
-                time.sleep(_PAUSE_S * listing / _LISTINGS_MAX)
-                break
-            damaged.add(place)
-            problems.append(verdict)
-            if step is None:
-                log.warning("skipping %s: %s", trial.path, verdict)
-    if verdict == _REMOVED:
-        detail = f"what was listed was gone when it was opened, {_LISTINGS_MAX} times in a row"
-        raise StorageError("open", trial.path, errno.ESTALE, detail=detail)
-    if problems:
+        while True:
+            is_error = required and not was_removed
+            listed = _candidates(agreement, shelves, step, next(listings), is_error)
+            places = [place for place in listed if place not in damaged]
+            if not places:
+                return None
+            for place in places:
+                with ExitStack() as holding:  # until all have read it, the first rank above all
+                    trial = _Trial(current, shelves[place[0]], place[1], near, holding)
+                    verdict, found = trial.outcome(agreement, next(numbers), read, problems)
+                if not verdict:
+                    return found
+                if verdict == _REMOVED:  # a newer one was committed before
+                    was_removed = True
+                    raise Vanished(trial.path)
+                damaged.add(place)
+                problems.append(verdict)
+                if step is None:
+                    log.warning("skipping %s: %s", trial.path, verdict)
+
+    found = listed_anew(look)
+    if found is None and problems:
         which = f"step {step}" if step is not None else "no step"
         state = "damaged" if step is not None else "whole"
         raise CorruptCheckpoint(
             f"{which} under {shelves[0].root!r} is {state}: {'; '.join(problems[:3])}; the state "
             "may have been partly overwritten"
         )
-    return None
+    return found
 
 
 class _Trial:
@@ -178,7 +177,7 @@ class _Trial:
             copies = Copies(storage, [*nearer, self.path])
             reader = StepReader(storage, self._current.staging, steps, name, manifest, copies)
             return "", (manifest.step, read(reader))
-        except StepRemoved:
+        except Vanished:
             return _REMOVED, None
         except CorruptCheckpoint as error:
             return str(error) if self._is_there(manifest) else _REMOVED, None
@@ -198,7 +197,7 @@ class _Trial:
             return self._steps.may_be_committed(self._name)
         try:
             return self._steps.read(self._name).nonce == manifest.nonce
-        except StepRemoved:
+        except Vanished:
             return False
         except CheckpointError:
             return True

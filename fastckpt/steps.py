@@ -11,8 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,14 +29,14 @@ from fastckpt.storage import (
     persistently,
     reported,
 )
+from fastckpt.vanishing import Vanished, kept, listed_anew
 
 log = logging.getLogger("fastckpt")
 
 _ATTEMPTS_MAX = 1000  # directories tried for one step
 _CREATES_MAX = 5  # times that one of them is made
 _UNSEEN = (0, 0, 0)  # version of a manifest that was not looked at
-_LOCK_S, _LOCK_POLL_S = 60.0, 0.01
-_LOOKS_MAX = 20  # at a root whose steps vanish while they are looked at
+_LOOKS_MAX = 5  # at a root of whose steps some vanish while they are looked at, but not all
 # A save that another host began and did not commit counts as dead after a day.
 DEAD_AFTER_S = 24 * 3600.0
 
@@ -47,10 +46,6 @@ class Committed(NamedTuple):
 
     name: str
     manifest: Manifest
-
-
-class StepRemoved(CheckpointError):
-    """A step that was listed is gone: a newer one was committed before, so list again."""
 
 
 class Fault(NamedTuple):
@@ -63,6 +58,21 @@ class Fault(NamedTuple):
     def step(self) -> int:
         """The number that the directory's name says."""
         return int(self.name.split("-")[1])
+
+
+class _Look(NamedTuple):
+    """What one listing of a root holds, as Steps.committed() returns it.
+
+    Attributes:
+        found, faults: that.
+        gone: names that are no longer there when their turn comes.
+        bare: names of directories without anything that tells of a save: one is removed, or made.
+    """
+
+    found: list[Committed]
+    faults: list[Fault]
+    gone: set[str]
+    bare: set[str]
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,7 @@ class Steps:
         """The manifest of a step.
 
         Raises:
-            StepRemoved: there is none.
+            Vanished: there is none.
             CorruptCheckpoint: it is damaged, or of another step.
             IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
         """
@@ -140,7 +150,7 @@ class Steps:
         try:
             content = self.storage.read_file(path, MANIFEST_BYTES_MAX + 1)
         except FileNotFoundError:
-            raise StepRemoved(f"{path!r} is gone: the step was removed") from None
+            raise Vanished(path) from None
         except OSError as error:
             raise _unreadable("read", path, error) from error
         with naming(path):
@@ -155,9 +165,10 @@ class Steps:
         every other directory that has a manifest.
 
         A step may be removed between being listed and being looked at. The save that removed it
-        committed a newer one before, which the listing may lack, but the next listing has. So the
-        root is listed until nothing vanished, a bounded number of times. A listing in which
-        nothing is committed is made once more, because one that takes long may miss both.
+        committed a newer one before, which the listing may lack, but the next listing has, unless
+        this machine remembers an old one. So the root is listed until nothing new vanishes and
+        there is a step, a bounded number of times. A listing in which nothing is committed is made
+        once more, because one that takes long may miss both.
 
         Args:
             afresh: False: manifests that were looked at before are not looked at again.
@@ -165,24 +176,32 @@ class Steps:
         Raises:
             StorageError: the root cannot be listed, or steps vanish however often it is.
         """
-        before: set[str] = set()
-        for look in range(_LOOKS_MAX):
-            found, faults, vanished = self._looked(afresh)
-            if vanished <= before and (found or faults or look > 0):
-                return found, faults
-            before = vanished
-        if found:
-            return found, faults
-        detail = f"whatever was listed was gone when it was looked at, {_LOOKS_MAX} times in a row"
-        raise StorageError("list", self.root, errno.EBUSY, detail=detail)
+        looks: list[_Look] = []
 
-    def _looked(self, afresh: bool) -> tuple[list[Committed], list[Fault], set[str]]:
-        """One listing, as committed() returns it; and the names that no longer were, or not yet,
-        the directory of a save or of a step when their turn came.
-        """
+        def settled() -> tuple[list[Committed], list[Fault]]:
+            look = self._looked(afresh)
+            vanished = look.gone | look.bare
+            looks.append(look)
+            is_new = not vanished <= (looks[-2].gone | looks[-2].bare if looks[1:] else set())
+            if look.found:
+                again = is_new and len(looks) < _LOOKS_MAX
+            else:
+                again = is_new or any(each.gone for each in looks)
+                again = again or not (look.faults or looks[1:])
+            if again:
+                raise Vanished(self.root)
+            return look.found, look.faults
+
+        found = listed_anew(settled)
+        assert found is not None
+        return found
+
+    def _looked(self, afresh: bool) -> _Look:
+        """One listing, and a look at all that it holds."""
         found: list[Committed] = []
         faults: list[Fault] = []
-        vanished: set[str] = set()
+        gone: set[str] = set()
+        bare: set[str] = set()
         # Older steps first: what was committed before one of them was removed is seen then.
         for name in sorted(self.names()):
             if not afresh and name in self._known:
@@ -192,14 +211,17 @@ class Steps:
                 manifest = self._manifest(name)
                 if manifest is not None:
                     found.append(Committed(name, manifest))
-                elif not self._is_begun(name):
-                    vanished.add(name)
-            except StepRemoved:
-                vanished.add(name)
+                elif self._is_gone(name):
+                    gone.add(name)
+                # One that is being removed has no temporary manifest either.
+                elif not commit.temporaries(self.storage, self.path(name, MANIFEST)):
+                    bare.add(name)
+            except Vanished:
+                gone.add(name)
             except CheckpointError as error:
                 faults.append(Fault(name, error))
         found.sort(key=in_order, reverse=True)
-        return found, faults, vanished
+        return _Look(found, faults, gone, bare)
 
     def _manifest(self, name: str) -> Manifest | None:
         """What read() returns, read only if it is another than the last time; None if there is
@@ -218,11 +240,14 @@ class Steps:
             known = self._known[name] = (version, self.read(name))
         return known[1]
 
-    def _is_begun(self, name: str) -> bool:
-        """Whether a directory without a manifest is that of a save, alive or dead, which has not
-        committed. One that is being removed has no temporary manifest either.
+    def _is_gone(self, name: str) -> bool:
+        """Whether a directory that was listed, and in which no manifest was found, is no longer
+        there, or should have one.
         """
-        return bool(commit.temporaries(self.storage, self.path(name, MANIFEST)))
+        try:
+            return MANIFEST in self.storage.names(self.path(name))
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.ESTALE)
 
     def survey(self, step: int | None = None) -> tuple[list[Committed], list[Fault]]:
         """As committed(), but what could not be read is tried again, for seconds, and is an error
@@ -556,40 +581,13 @@ class Steps:
                 self._empty(name, self.storage.names(self.path(name)))
             return True
 
-    @contextmanager
-    def hold(self, name: str) -> Iterator[None]:
+    def hold(self, name: str) -> AbstractContextManager[None]:
         """Keeps a committed step from being removed while the body reads it.
 
         Raises:
-            StepRemoved: it is gone. StorageError: it cannot be opened, or another process
-                holds it, to remove it, for longer than that takes.
+            As kept().
         """
-        path = self.path(name, MANIFEST)
-
-        def opened() -> int:
-            with reported("open", path):
-                try:
-                    return self.storage.open_known(path)
-                except FileNotFoundError:
-                    raise StepRemoved(f"{path!r} is gone: the step was removed") from None
-
-        fd = persistently(opened, path)
-
-        def asked(call: Callable[[int], bool]) -> bool:
-            with reported("lock", path):
-                return call(fd)
-
-        try:
-            until = time.monotonic() + _LOCK_S
-            while not persistently(lambda: asked(self.storage.lock_shared), path):
-                if time.monotonic() >= until:
-                    raise StorageError("lock", path, errno.EAGAIN)
-                time.sleep(_LOCK_POLL_S)
-            if persistently(lambda: asked(lambda fd: self.storage.is_removed(fd, path)), path):
-                raise StepRemoved(f"{path!r} is gone: the step was removed")
-            yield
-        finally:
-            commit.close_quietly(self.storage, fd)
+        return kept(self.storage, self.path(name, MANIFEST))
 
 
 def _unreadable(op: str, path: str, error: OSError) -> CheckpointError:

@@ -37,7 +37,10 @@ _PAUSE_S = 0.25
 REREAD_PAUSES_S = (0.02, 0.1, 0.4, 1.5, 3.0)
 # What these say of a name was read: there is something else than a regular file.
 NO_FILE = (errno.EINVAL, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
-_LASTING = (*NO_FILE, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+_LASTING = (
+    *(*NO_FILE, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG),
+    errno.EBUSY,  # of listed_anew(), which has tried often enough
+)
 # What this process, or its machine, is short of says nothing about a disk.
 OWN_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 # What a daemon that uploads a file as it is written answers to a size or an offset that is not

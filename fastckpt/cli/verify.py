@@ -26,8 +26,9 @@ from fastckpt.formats.step_names import OURS as OF_A_STEP
 from fastckpt.quantities import shown_size
 from fastckpt.reader import open_verified
 from fastckpt.staging import ReadStream
-from fastckpt.steps import StepRemoved, Steps
+from fastckpt.steps import Steps
 from fastckpt.storage import NO_FILE, naming, persistently, reported
+from fastckpt.vanishing import Vanished
 
 _SCRATCH_BYTES = 8 << 20
 _DISTCP = ".distcp"
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"ok       {name}: {shown_size(persistently(check, name))}", flush=True)
             except _NotCommitted as note:
                 print(f"no step  {name}: {note}", flush=True)
-            except StepRemoved:
+            except Vanished:
                 print(f"removed  {name}: by a save, while others were read", flush=True)
             except (StorageError, OSError) as error:
                 print(f"unread   {name}: {error}", flush=True)

@@ -29,6 +29,7 @@ from fastckpt.directory_save import (
     wait_for_directories,
 )
 from fastckpt.draft import Draft
+from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
@@ -236,8 +237,13 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         if self._verify:
-            best = [self.state.best_model_checkpoint]
-            newest_whole(lambda: best, _group(), self._saving["timeout_s"])
+            best = self.state.best_model_checkpoint
+
+            def listed() -> list[str]:
+                return [best] if os.path.lexists(best) else []
+
+            if newest_whole(listed, _group(), self._saving["timeout_s"]) is None:
+                raise CheckpointError(f"{best!r} is the best checkpoint, but it is not there")
         super()._load_best_model()
 
 

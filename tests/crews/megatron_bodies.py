@@ -45,6 +45,7 @@ from megatron_cpu import on_cpu
 
 from fastckpt import pipeline
 from fastckpt.integrations import megatron
+from fastckpt.integrations.megatron import load
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.state import chunks, content_metadata, model_state
 
@@ -201,6 +202,22 @@ def train_save_train(
     losses = train(model, 4, 3)
     handle.result(60)
     return losses, numbers, handle.stats.stall_s
+
+
+@on_the_cpu
+def load_what_is_removed(member: Member, root: str) -> Outcome:
+    """Another job saves iteration 3 and removes 2 when the first rank is about to look at that."""
+    newest, look = Path(root) / "iter_0000002", load._Loading.look
+
+    def look_too_late(loading: Any) -> None:
+        if member.rank == 0 and newest.exists():
+            shutil.copytree(newest, newest.with_name("iter_0000003"))
+            shutil.rmtree(newest)
+        look(loading)
+
+    model = build(1, 1, seed=3)
+    with mock.patch.object(load._Loading, "look", look_too_late):
+        return attempt(lambda: megatron.load_checkpoint(*model, load=root))
 
 
 @on_the_cpu

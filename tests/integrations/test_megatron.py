@@ -282,6 +282,13 @@ def test_damage_falls_back(damage: Any, crew: Crew, two: Path, disk: Path) -> No
         assert outcome.value == expected
 
 
+def test_an_iteration_that_is_removed_is_no_damage(crew: Crew, two: Path, disk: Path) -> None:
+    """Whoever removed it has committed a newer one, which is taken, and not the one before."""
+    shutil.copytree(two, disk, dirs_exist_ok=True)
+    for outcome in crew(bodies.load_what_is_removed, str(disk)):
+        assert outcome.error is None and outcome.value == (3, 20)
+
+
 def is_whole_without(damage: Any, disk: Path) -> bool:
     """Whether the damage is to the iteration and not to the tracker alone."""
     tracker = disk / TRACKER

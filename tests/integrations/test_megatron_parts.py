@@ -10,6 +10,7 @@ import errno
 import io
 import itertools
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,35 @@ def test_retention_spares_links_the_newest_and_what_is_newer(tmp_path: Path) -> 
     assert iterations.complete_iterations(str(tmp_path)) == [3, 4, 5, 6]
     assert iterations.retain(str(tmp_path), 6, Retention(1), {4}) == [5]
     assert (tmp_path / "iter_0000007").is_dir()
+
+
+def test_iterations_that_are_all_removed_while_they_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is a newer one then, or an error: a run that has saved does not begin anew."""
+    monkeypatch.setattr("fastckpt.vanishing.LISTING_PAUSES_S", (0.0,) * 20)
+    listed, left = os.listdir, 5
+
+    def make(number: int) -> None:
+        (tmp_path / f"iter_{number:07d}").mkdir()
+        (tmp_path / f"iter_{number:07d}" / ".metadata").touch()
+
+    def listdir(path: str) -> list[str]:
+        nonlocal left
+        names = listed(path)
+        if left > 0:
+            left -= 1
+            make(100 - left)
+            for name in names:
+                shutil.rmtree(tmp_path / name)
+        return names
+
+    make(1)
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert iterations.candidates(str(tmp_path))[0][0] == 100
+    left = 1000
+    with pytest.raises(StorageError, match="gone when it was looked at, 20 times"):
+        iterations.candidates(str(tmp_path))
 
 
 def test_tracker_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ LAYERS: list[set[str]] = [
         "storage",
         "transfer",
         "commit",
+        "vanishing",
         "filesystems",
         "lustre",
         "codec",

@@ -34,8 +34,9 @@ from fastckpt.errors import (
 )
 from fastckpt.formats.step_names import STEP_MAX, step_name
 from fastckpt.retention import retain, supersede
-from fastckpt.steps import DEAD_AFTER_S, StepRemoved, Steps
+from fastckpt.steps import DEAD_AFTER_S, Steps
 from fastckpt.storage import Storage
+from fastckpt.vanishing import Vanished
 from tests import interpreters
 from tests.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid
 from tests.saving.test_process import run_python
@@ -303,7 +304,7 @@ def test_a_step_that_is_removed_before_it_is_held(root: Path) -> None:
     steps = Steps(Storage(), str(root))
     late = Steps(Remover("lock_shared"), str(root))
     for held in (steps.hold(name(9)), late.hold(name(2))):
-        with pytest.raises(StepRemoved), held:
+        with pytest.raises(Vanished), held:
             raise AssertionError("held what is not there")
 
 
@@ -825,8 +826,9 @@ def test_a_root_that_may_only_be_read() -> None:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be read is tried again without a pause."""
+    """What could not be read, or was gone, is tried again without a pause."""
     monkeypatch.setattr("fastckpt.storage.REREAD_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("fastckpt.vanishing.LISTING_PAUSES_S", (0.0,) * 20)
 
 
 class Unreadable(Recorder):
@@ -950,6 +952,85 @@ def test_steps_that_vanish_whenever_they_are_listed(root: Path, at_once: None) -
         with pytest.raises(StorageError, match="gone when it was looked at, 20 times") as caught:
             checkpointer.latest()
         assert caught.value.errno == errno.EBUSY
+
+
+class Remembering(Recorder):
+    """A machine that remembers what directories held, as sshfs does: the listing of the root, and
+    with `deep`, of what was in it, stays what it was until it was asked for so often.
+    """
+
+    def __init__(self, root: Path, times: int, deep: bool) -> None:
+        super().__init__()
+        self._root, self._times, self._deep = str(root), times, deep
+        self._known: dict[tuple[str, str], Any] = {}
+        self.listings = 0
+
+    def remember(self) -> None:
+        """What is there now is known from now on."""
+        self.listings = 0
+        self._known[("directories", self._root)] = self.directories(self._root)
+        for name in self.directories(self._root) if self._deep else ():
+            path = os.path.join(self._root, name, "manifest.json")
+            self._known[("status", path)] = self.status(path)
+        self.listings = 0
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if (operation.name, operation.path) == ("directories", self._root):
+            self.listings += 1
+        key = (operation.name, operation.path)
+        if key in self._known and self.listings <= self._times:
+            return self._known[key]  # type: ignore[no-any-return]
+        return real()
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_listing_of_steps_that_are_all_gone(root: Path, at_once: None, deep: bool) -> None:
+    """It is an old one that this machine remembers: never None, and no error if that ends."""
+    for times, error in ((10, None), (1000, StorageError)):
+        saved(root, 1, 2)
+        storage = Remembering(root, times, deep)
+        with process_on(storage), Checkpointer(root) as checkpointer:
+            storage.remember()
+            with process_on(None):
+                saved(root, 3, 4, keep_last=2)
+            for ask in (
+                checkpointer.latest,
+                lambda: max(checkpointer.steps()),
+                lambda: checkpointer.restore(state(999)),
+                lambda: checkpointer.restore(state(999), required=True),
+                lambda: int(checkpointer.load()["name"].split()[1]),
+            ):
+                storage.listings = 0
+                if error is None:
+                    assert ask() == 4
+                else:
+                    with pytest.raises(error, match="gone when it was looked at, 20 times") as told:
+                        ask()
+                    assert told.value.errno == errno.EBUSY
+        shutil.rmtree(root)
+
+
+def test_steps_that_are_removed_while_they_are_listed(root: Path, at_once: None) -> None:
+    """All of them, and nothing follows: nobody may take the run for one that never began."""
+
+    class Emptied(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            result = real()
+            if operation.name == self.after and operation.path.startswith(str(root)):
+                shutil.rmtree(root / name(1), ignore_errors=True)
+            return result
+
+    for after in ("directories", "status", "read_file", "open_known"):
+        for ask in (Checkpointer.latest, lambda checkpointer: checkpointer.restore(state(999))):
+            shutil.rmtree(root, ignore_errors=True)
+            saved(root, 1)
+            storage = Emptied()
+            storage.after = after  # type: ignore[attr-defined]
+            with process_on(storage), Checkpointer(root) as checkpointer:
+                try:
+                    assert ask(checkpointer) == 1, after  # it was read before
+                except StorageError as error:
+                    assert "gone when it was looked at" in str(error)
 
 
 def test_a_listing_that_misses_both_the_old_and_the_new(root: Path) -> None:

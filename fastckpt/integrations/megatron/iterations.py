@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from fastckpt.vanishing import Vanished, listed_anew
+
 log = logging.getLogger("fastckpt")
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
@@ -50,8 +52,22 @@ def is_complete(directory: str) -> bool:
 
 
 def complete_iterations(root: str) -> list[int]:
-    """Iterations that were committed, ascending."""
-    return [number for number, complete in _iterations(root) if complete]
+    """Iterations that were committed, ascending.
+
+    Raises:
+        StorageError: all that is listed is gone when it is looked at, however often that is tried.
+    """
+
+    def look() -> list[int] | None:
+        listed = _iterations(root)
+        found = [number for number, complete in listed if complete]
+        paths = [os.path.join(root, directory_name(number)) for number, _ in listed]
+        gone = [path for path in paths if not os.path.lexists(path)]
+        if gone and not found:  # a newer one was complete before they were removed
+            raise Vanished(gone[-1])
+        return found or None
+
+    return listed_anew(look) or []
 
 
 def tracked(root: str) -> int | str | None:

@@ -36,10 +36,11 @@ from fastckpt.integrations.megatron.state import (
     set_rng_state,
 )
 from fastckpt.integrations.megatron.strategies import LoadStrategy, stored_common, stored_metadata
+from fastckpt.vanishing import Vanished, listed_anew
 
 log = logging.getLogger("fastckpt")
 
-_DAMAGE = (CorruptCheckpoint, EOFError, pickle.UnpicklingError)
+_DAMAGE = (CorruptCheckpoint, FileNotFoundError, EOFError, pickle.UnpicklingError)
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 # What load_buckets() reads of the optimizer.
 _BUCKETS = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
@@ -147,24 +148,44 @@ def load_checkpoint(
 @torch.no_grad()
 def restore(model: Any, optimizer: Any, opt_param_scheduler: Any, request: Request) -> Restored:
     """As load_checkpoint, for all that a Request can ask for."""
-    failures: list[str] = []
-    for number, path in _choices(request):
-        found = Restored(number, path)
-        request.trying(number, path)
-        if found.is_release:
-            optimizer = opt_param_scheduler = None
-        loading = _Loading(path, model, optimizer, opt_param_scheduler, request)
-        failure = _together(loading.look) or _together(loading.read)
-        if failure is None:
-            loading.put(not found.is_release and request.load_rng)
-            if dist.get_rank() == 0:
-                log.info("iteration %d was loaded from %s", number, path)
-            return Restored(number, path, loading.common)
-        failures.append(f"{path}: {failure}")
-        log.warning("%s is damaged, an older one is tried: %s", path, failure)
-    if failures:
-        raise CorruptCheckpoint("no checkpoint is whole: " + "; ".join(failures))
-    return Restored()
+    failures: dict[str, str] = {}
+
+    def look() -> Restored | None:
+        for number, path in _choices(request):
+            if path in failures:
+                continue
+            found = Restored(number, path)
+            request.trying(number, path)
+            steps, scheduler = (
+                (None, None) if found.is_release else (optimizer, opt_param_scheduler)
+            )
+            loading = _Loading(path, model, steps, scheduler, request)
+            failure = _together(loading.look) or _together(loading.read)
+            if failure is None:
+                loading.put(not found.is_release and request.load_rng)
+                if dist.get_rank() == 0:
+                    log.info("iteration %d was loaded from %s", number, path)
+                return Restored(number, path, loading.common)
+            if not found.is_release and _is_gone(path):
+                raise Vanished(path)
+            failures[path] = failure
+            log.warning("%s is damaged, an older one is tried: %s", path, failure)
+        return None
+
+    restored = listed_anew(look)
+    if restored is None and failures:
+        told = "; ".join(f"{path}: {failure}" for path, failure in failures.items())
+        raise CorruptCheckpoint(f"no checkpoint is whole: {told}")
+    return restored or Restored()
+
+
+def _is_gone(path: str) -> bool:
+    """Whether an iteration that was complete was removed, since a newer one had been committed; as
+    the first rank finds it.
+    """
+    told = [dist.get_rank() == 0 and not iterations.is_complete(path)]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def _choices(request: Request) -> list[tuple[int, str]]:
