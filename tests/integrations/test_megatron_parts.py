@@ -46,6 +46,8 @@ from fastckpt.integrations.megatron.reshard import (
     common_runs,
     split_at,
 )
+from tests.doubles import FailAlways, Operation, Recorder
+from tests.steps.test_checkpointer import process_on
 from tests.storm import Chance
 
 # Buckets.
@@ -331,17 +333,50 @@ def test_iterations_that_are_all_removed_while_they_are_listed(
         iterations.candidates(str(tmp_path))
 
 
-def test_tracker_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operation", ["create", "write_at", "sync", "rename"])
+def test_tracker_is_replaced_whole(tmp_path: Path, operation: str) -> None:
     iterations.track(str(tmp_path), 5)
-
-    def refuse(*_: Any) -> None:
-        raise OSError(28, "full")
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(OSError, match="full"):
-        iterations.track(str(tmp_path), 6)
+    with process_on(FailAlways(operation, errno.EIO)):
+        with pytest.raises(StorageError) as told:
+            iterations.track(str(tmp_path), 6)
+        assert not told.value.visible
     assert os.listdir(tmp_path) == [iterations.TRACKER]
     assert iterations.tracked(str(tmp_path)) == 5
+
+
+class NoSync(Recorder):
+    """Directories cannot be synced once a file was renamed."""
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], Any]) -> Any:
+        if operation.name == "sync_directory" and self.numbers_of("rename"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real()
+
+
+def test_a_tracker_that_is_perhaps_not_durable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A crash may bring back what it named: that iteration stays until a later one is named."""
+    root, saves = str(tmp_path), megatron.Saves()
+    for number in (1, 2, 3):
+        (tmp_path / iterations.directory_name(number)).mkdir()
+        (tmp_path / iterations.directory_name(number) / ".metadata").touch()
+    for number, storage in ((1, Recorder()), (2, NoSync()), (3, Recorder())):
+        handle = SaveHandle("", 0)
+
+        def save(after_commit: Callable[[], None], handle: SaveHandle = handle) -> SaveHandle:
+            after_commit()
+            return handle
+
+        with process_on(storage):
+            saves.begin(root, number, Retention(1, superseded_only=True), save)
+        handle.set_result(SaveStats())
+        saves.wait()
+        assert iterations.tracked(root) == number
+        left = {1: [1, 2, 3], 2: [1, 2, 3], 3: [3]}[number]
+        assert iterations.complete_iterations(root) == left
+        told = "names, but perhaps not durably, iteration 2: sync directory"
+        assert (told in caplog.text) == (number > 1)
 
 
 def test_a_later_save_that_was_faster_stays_the_last(tmp_path: Path) -> None:

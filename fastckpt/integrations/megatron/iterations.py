@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from fastckpt import distcp_save, pipeline
+from fastckpt.commit import close_quietly
 from fastckpt.vanishing import Vanished, listed_anew
 
 log = logging.getLogger("fastckpt")
@@ -131,9 +133,16 @@ def is_legacy(directory: str) -> bool:
 
 
 def track(root: str, iteration: int) -> None:
-    """Makes the tracker name an iteration, atomically and durably."""
-    replace_file(os.path.join(root, TRACKER), str(iteration).encode())
-    sync_directory(root)
+    """Makes the tracker name an iteration, atomically and durably.
+
+    Raises:
+        StorageError: it names what it named before; or if the error is `visible`, the iteration,
+            but a crash may bring back what it named before.
+    """
+    storage, path = pipeline.current().storage, os.path.join(root, TRACKER)
+    replaced = distcp_save.replace_file(storage, path, str(iteration).encode(), durable=True)
+    if replaced is not None:
+        close_quietly(storage, replaced)
 
 
 def replace_file(path: str, content: bytes) -> None:
@@ -153,15 +162,6 @@ def replace_file(path: str, content: bytes) -> None:
         if os.path.lexists(temporary):
             os.unlink(temporary)
         raise
-
-
-def sync_directory(path: str) -> None:
-    """Makes the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def retain(

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Protocol
 
 from fastckpt import SaveHandle
+from fastckpt.errors import is_visible
 from fastckpt.integrations.megatron import iterations
 from fastckpt.integrations.megatron.iterations import Retention
 from fastckpt.latch import Latch
@@ -126,6 +127,8 @@ class _Directory:
         # State below is protected by _lock.
         self._tracked = 0  # the save that the tracker was last moved for
         self._newest = 0  # its iteration
+        # Whether a crash leaves the tracker as it is: else it may name what was to be removed.
+        self._is_durable = True
         self._due: dict[int, Retention] = {}  # of saves that have committed
         self._superseded: set[int] = set()  # iterations that the tracker named before
         self._handles: list[SaveHandle] = []
@@ -158,7 +161,7 @@ class _Directory:
         with self._lock:
             self._in_flight.pop(number, None)
             retention = self._due.pop(number, None)
-            if retention is None:
+            if retention is None or not self._is_durable:
                 return
             in_flight = {*self._in_flight.copy().values()}
             try:
@@ -171,6 +174,23 @@ class _Directory:
                         self._listener.removed(self._root, old)
             except Exception as error:
                 log.error("old iterations stay in %s: %s", self._root, error)
+
+    def _track(self, number: int, iteration: int) -> None:
+        if number <= self._tracked:
+            self._superseded.add(iteration)
+            return
+        before, is_named = iterations.tracked(self._root), True
+        try:
+            iterations.track(self._root, iteration)
+            self._is_durable = True
+        except BaseException as error:
+            is_named = is_visible(error)
+            self._is_durable = self._is_durable and not is_named
+            raise
+        finally:
+            if is_named:
+                self._tracked, self._newest = number, iteration
+                self._superseded |= {before} if isinstance(before, int) and before else set()
 
     def wait_ended(self) -> None:
         """Waits for ended() of saves whose results are known."""
@@ -185,15 +205,10 @@ class _Directory:
         with self._lock:
             self._due[number] = retention
             try:
-                if number > self._tracked:
-                    before = iterations.tracked(self._root)
-                    self._tracked, self._newest = number, iteration
-                    iterations.track(self._root, iteration)
-                    self._superseded |= {before} if isinstance(before, int) and before else set()
-                else:
-                    self._superseded.add(iteration)
+                self._track(number, iteration)
             except Exception as error:
-                log.error("%s does not name iteration %d: %s", iterations.TRACKER, iteration, error)
+                what = "names, but perhaps not durably," if is_visible(error) else "does not name"
+                log.error("%s %s iteration %d: %s", iterations.TRACKER, what, iteration, error)
         if self._listener is not None:
             try:
                 self._listener.committed(self._root, iteration)
