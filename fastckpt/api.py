@@ -12,8 +12,8 @@ import os
 import pickle
 import stat
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import IO, Any
 
@@ -38,7 +38,7 @@ from fastckpt.arguments import (
     optional,
 )
 from fastckpt.commit import check_directory, close_quietly, real_path
-from fastckpt.errors import RanksDisagree, StorageError
+from fastckpt.errors import CheckpointError, RanksDisagree, StorageError
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.formats.torch_pickle import torch_load, torch_save
@@ -262,24 +262,25 @@ def load(
     Raises:
         CorruptCheckpoint: the file is damaged or truncated; the message names the record.
         IncompatibleCheckpoint: a newer fastckpt wrote it.
-        StorageError: a read failed.
+        StorageError: a read failed; or there is no memory or address space for the object (ENOMEM).
         PeerFailed, RanksDisagree: with group, another rank failed, or found another file.
         Exception: what torch.load raises, for the same reasons.
     """
 
     def load_by_torch(source: Any, place: Any = map_location) -> Any:
         simple = map_location is None or isinstance(map_location, str | torch.device)
-        if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
-            # As torch.load does by itself since it knows the suffix.
-            return safetensors.torch.load_file(f, device=str(map_location or "cpu"))
-        return torch_load(
-            source,
-            place,
-            pickle_module,
-            weights_only=weights_only,
-            mmap=mmap,
-            **pickle_load_args,
-        )
+        with _no_memory_told(f):
+            if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
+                # As torch.load does by itself since it knows the suffix.
+                return safetensors.torch.load_file(f, device=str(map_location or "cpu"))
+            return torch_load(
+                source,
+                place,
+                pickle_module,
+                weights_only=weights_only,
+                mmap=mmap,
+                **pickle_load_args,
+            )
 
     check_choice("staging", staging, STAGINGS)
     check_seconds("timeout_s", timeout_s)
@@ -294,6 +295,23 @@ def load(
         return _load_together(f, load_by_torch, load_shared, verify, group, timeout_s)
     load_alone = partial(_load_alone, f, load_by_torch, map_location, verify, maps, staging)
     return load_alone() if path is None else from_the_path(load_alone)
+
+
+@contextmanager
+def _no_memory_told(f: Any) -> Iterator[None]:
+    """Turns what torch and Python say where memory or address space is short into a StorageError.
+
+    torch raises a bare RuntimeError for both, with the words of the system.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        is_short = isinstance(error, MemoryError) or os.strerror(errno.ENOMEM) in str(error)
+        if not is_short or isinstance(error, CheckpointError):
+            raise
+        path = str(f if isinstance(f, str | os.PathLike) else getattr(f, "name", f))
+        op, detail = "allocate memory to load", str(error) or type(error).__name__
+        raise StorageError(op, path, errno.ENOMEM, detail=detail) from error
 
 
 def _load_alone(

@@ -94,6 +94,7 @@ _HINTS = {
     errno_names.EKEYEXPIRED: "a ticket expired: renew it (kinit)",
     errno_names.ESTALE: "the server knows the file no more: it restarted, or a ticket expired",
     errno_names.EISDIR: "give the path of a file",
+    errno_names.ENOMEM: "free memory, or raise the limit of address space (ulimit -v)",
     errno_names.ENODATA: "the file became shorter while it was read",
 }
 

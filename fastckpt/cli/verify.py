@@ -216,8 +216,9 @@ def _verify_zip(fd: int, path: str) -> tuple[int | None, int]:
 
 def _verify_listed(path: str) -> int:
     """A directory that a list of its files, with their checksums, lies in."""
-    directory_check.check(path)
-    listed = directory_check.list_of(path, pipeline.current().storage)
+    storage = pipeline.current().storage
+    directory_check.check(path, storage)
+    listed = directory_check.list_of(path, storage)
     return sum(file.nbytes for file in listed.values())
 
 

@@ -7,6 +7,7 @@ doctor tells. It must not know the formulas of the model, nor how anything is wr
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,9 @@ from fastckpt.directory_save import save_directory
 from fastckpt.draft import Draft
 from fastckpt.integrations import dcp as fast_dcp
 from tests import interpreters
+from tests.doubles import Operation, Recorder
 from tests.paths import ROOT
+from tests.steps.test_checkpointer import process_on
 
 JOB = ("--params", "70e9", "--gpus", "512", "--nodes", "64")
 
@@ -438,6 +442,32 @@ def test_verify_says_what_it_cannot_verify(saved: Path, capsys: pytest.CaptureFi
         strict=True,
     ):
         assert re.match(message, line)
+
+
+@pytest.mark.parametrize("name", ["one.pt", "run", "dcp", "trainer"])
+def test_verify_tells_what_it_could_not_read_from_damage(
+    name: str, saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that nobody has seen may be right; and what is damaged beside them counts for more."""
+    monkeypatch.setattr("fastckpt.storage.REREAD_PAUSES_S", (0.0, 0.0))
+    save_directory(str(saved / "trainer"), lambda draft: draft.add(state(), "a.pt")).result()
+
+    class Broken(Recorder):
+        def attempt(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def perform(self, number: int, operation: Operation, real: Callable[[], Any]) -> Any:
+            if operation.name == "read_at":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real()
+
+    with process_on(Broken()):
+        status, lines = verified(capsys, saved / name)
+        assert status == 3 and lines
+        for line in lines:
+            assert re.match("unread .*EIO", line), line
+        status, lines = verified(capsys, saved / name, saved / "gone")
+        assert status == 1 and lines[-1].startswith("FAILED ")
 
 
 def test_verify_passes_over_what_was_not_committed(

@@ -508,6 +508,29 @@ except fastckpt.CheckpointError as error:
 """
 
 
+LITTLE_TO_LOAD = """
+import resource, sys
+import torch, fastckpt
+fastckpt.save({"w": torch.ones(16 << 20)}, sys.argv[1]).result(60)
+fastckpt.load(sys.argv[1])  # threads and staging have their room
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (32 << 20), -1))
+for options in ({}, {"mmap": True}, {"mmap": True, "verify": False}):
+    try:
+        fastckpt.load(sys.argv[1], **options)
+    except fastckpt.StorageError as error:
+        assert error.errno == 12 and error.path == sys.argv[1], repr(error)
+        print(error.op)
+"""
+
+
+@pytest.mark.multiprocess
+def test_no_address_space_to_load_into_is_told(disk: Path) -> None:
+    """Whether the file is read or mapped."""
+    said = run_python(LITTLE_TO_LOAD, disk / "a.pt").stdout
+    assert said == "allocate memory to load\n" * 3
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("room_mib", [1, 8, 20, 64, 4096])
 def test_no_address_space_is_told_or_less_is_taken(disk: Path, room_mib: int) -> None:
