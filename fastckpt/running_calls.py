@@ -8,7 +8,6 @@ not know tensors, nor what a save is.
 from __future__ import annotations
 
 import dis
-import itertools
 import os
 import sys
 import threading
@@ -29,7 +28,7 @@ _MAIN_ASKED_S = 0.01
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.0002, 0.005
 
 # Calls by these names wait, or move bytes between files and memory. No operation of torch that
-# changes a tensor has one of these names (tests/saving/test_running_calls.py).
+# changes a tensor has one of these names (tests/saving/test_step_fence.py).
 _NAMES = """
 __enter__ acquire wait join get sleep pause sigwait sigwaitinfo sigtimedwait waitpid waitid
 select poll epoll kqueue input accept _accept connect recv recvfrom recvmsg recv_into
@@ -182,7 +181,7 @@ def _callee(code: CodeType, instruction: int) -> str | None:
     if not call.opname.startswith(("CALL", "PRECALL")):
         return None
     if sys.version_info < (3, 11):
-        return _callee_of_line(until, call)
+        return _callee_on_stack(until, call)
     # "a.b(x)" is called where it begins, and "a.b" is the longest part that begins there.
     at, found, end = call.positions, None, (-1, -1)
     if at is None or at.lineno is None:
@@ -201,10 +200,20 @@ def _callee(code: CodeType, instruction: int) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _callee_of_line(until: list[dis.Instruction], call: dis.Instruction) -> str | None:
-    """The same before Python 3.11, which knows lines only: of the one method called in a line."""
-    line = [*itertools.takewhile(lambda its: not its.starts_line, reversed(until))]
-    line = [*until[len(until) - len(line) - 1 :], call]
-    calls = [its for its in line if its.opname.startswith("CALL")]
-    methods = [its.argval for its in line if its.opname == "LOAD_METHOD"]
-    return methods[0] if len(calls) == len(methods) == 1 else None
+def _callee_on_stack(until: list[dis.Instruction], call: dis.Instruction) -> str | None:
+    """The same before Python 3.11, which knows lines only: what lies below the call's arguments."""
+    above = call.arg or 0
+    if call.opname == "CALL_FUNCTION_KW":
+        above += 1  # the names of the last arguments
+    elif call.opname == "CALL_FUNCTION_EX":
+        above = 1 + (above & 1)  # a tuple, and a dict if there is one
+    after = call
+    for its in reversed(until):
+        if after.is_jump_target or its.opcode in dis.hasjrel or its.opcode in dis.hasjabs:
+            return None  # a condition decides what lies there
+        if above == 0:
+            named = its.opname.startswith("LOAD_") and isinstance(its.argval, str)
+            return its.argval if named else None
+        above -= dis.stack_effect(its.opcode, its.arg)
+        after = its
+    return None
