@@ -46,6 +46,10 @@ WAITING = frozenset(_NAMES.split())
 _OWN = ("codec", "commit", "filesystems", "lustre", "new_file", "staging", "storage", "transfer")
 OWN_FILES = frozenset(os.path.join(os.path.dirname(__file__), f"{name}.py") for name in _OWN)
 
+# What a call needs besides what it calls, at the same place of a line: the names of its arguments
+# are a constant from Python 3.13 on.
+_OF_CALLS = ("PUSH_NULL", "KW_NAMES", "LOAD_CONST")
+
 Stack = list[tuple[FrameType, int]]  # the innermost frame first, with the instruction it is at
 Position = tuple[int, int, int]
 
@@ -182,7 +186,8 @@ def _callee(code: CodeType, instruction: int) -> str | None:
         return None
     if sys.version_info < (3, 11):
         return _callee_on_stack(until, call)
-    # "a.b(x)" is called where it begins, and "a.b" is the longest part that begins there.
+    # "a.b(x)" is called where it begins, and "a.b" is the longest part that begins there. What is
+    # called in "a.b(x)(y)" has no name.
     at, found, end = call.positions, None, (-1, -1)
     if at is None or at.lineno is None:
         return None
@@ -190,14 +195,20 @@ def _callee(code: CodeType, instruction: int) -> str | None:
         of = its.positions
         if (
             of is None
-            or not its.opname.startswith("LOAD_")
+            or its.opname in _OF_CALLS
             or (of.lineno, of.col_offset) != (at.lineno, at.col_offset)
         ):
             continue
         its_end = of.end_lineno or 0, of.end_col_offset or 0
-        if end <= its_end < (at.end_lineno or 0, at.end_col_offset or 0):
-            found, end = its.argval, its_end
-    return found if isinstance(found, str) else None
+        if end < its_end < (at.end_lineno or 0, at.end_col_offset or 0):
+            found, end = its, its_end
+    return _name(found)
+
+
+def _name(its: dis.Instruction | None) -> str | None:
+    """The name of what an instruction puts on the stack."""
+    named = its is not None and its.opname.startswith("LOAD_") and isinstance(its.argval, str)
+    return its.argval if its is not None and named else None
 
 
 def _callee_on_stack(until: list[dis.Instruction], call: dis.Instruction) -> str | None:
@@ -212,8 +223,7 @@ def _callee_on_stack(until: list[dis.Instruction], call: dis.Instruction) -> str
         if after.is_jump_target or its.opcode in dis.hasjrel or its.opcode in dis.hasjabs:
             return None  # a condition decides what lies there
         if above == 0:
-            named = its.opname.startswith("LOAD_") and isinstance(its.argval, str)
-            return its.argval if named else None
+            return _name(its)
         above -= dis.stack_effect(its.opcode, its.arg)
         after = its
     return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import dis
 import os
 import queue
 import selectors
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastckpt
 from fastckpt import fence, step_load
 from fastckpt.integrations import dcp
-from fastckpt.running_calls import OWN_FILES, WAITING, RunningCalls, positions
+from fastckpt.running_calls import OWN_FILES, WAITING, RunningCalls, _callee, positions
 from tests.saving.test_handle import (
     WAIT_S,
     HeldTensor,
@@ -279,6 +280,27 @@ def test_a_thread_that_waits_is_in_no_operation(case: str) -> None:
                 "it waits",
             )
             end()
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("sleep(1)", "sleep"),
+        ("lock.acquire(timeout=2, blocking=True)", "acquire"),
+        ("a.b.get(*c, d, **e)", "get"),
+        ("f(g(1), h(2)).wait(k(3), [4, 5])", "wait"),
+        ("self[0].join(f'{a}', x[1:2], not b)", "join"),
+        ("(sleep if a else f)(1)", None),
+        ("recv[0](sleep)", None),
+        ("operations.get(a)(sleep)", None),
+        ("(lambda: sleep)(1)", None),
+    ],
+)
+def test_the_name_of_what_a_call_calls(call: str, name: str | None) -> None:
+    code = compile(call, "a test", "eval")
+    calls = [its for its in dis.get_instructions(code) if its.opname.startswith("CALL")]
+    found = _callee(code, calls[-1].offset)
+    assert found == name or (name is None and found not in WAITING)
 
 
 def test_no_operation_that_writes_has_the_name_of_a_wait() -> None:
