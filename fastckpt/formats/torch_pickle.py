@@ -137,7 +137,6 @@ def capture(
     save = getattr(torch.serialization, "_save", None)
     if save is None:  # a torch whose entry point moved: correct, but holds a copy of everything
         return _capture_by_copy(obj, pickle_module, pickle_protocol)
-    # What the pickler's class refers to, in a circle, is emptied and not left to the collector.
     met = captured.met if readable - _CPU else None
     module = _Shim(pickle_module, captured.tensors if observe_tensors else None, met)
     # Pickling makes many objects and no garbage in circles: collecting in the midst of it would
@@ -150,6 +149,7 @@ def capture(
         try:
             captured.finish()
         finally:
+            module.forget()
             if collecting:
                 gc.enable()
     return captured
@@ -216,12 +216,15 @@ class _Shim:
     ) -> None:
         base: Any = pickle_module.Pickler
         inherited = getattr(base, "reducer_override", None)
+        self._of_torch: list[Any] = []
+        of_torch = self._of_torch
 
         class Pickler(base):  # type: ignore[misc]
             # torch derives from this class and defines persistent_id, which pickle calls for every
             # object, some twenty for each tensor: that is 40% of a save's pickling without this.
             def __init_subclass__(cls) -> None:
                 persistent_id = cls.persistent_id
+                of_torch.append(persistent_id)
 
                 def filtered(self: Any, obj: object) -> Any:
                     if type(obj) in _NEVER_STORAGES:
@@ -245,6 +248,14 @@ class _Shim:
             return NotImplemented if inherited is None else inherited(self, obj)
 
         Pickler.reducer_override = note
+
+    def forget(self) -> None:
+        """Lets go of the storages, to which torch's class refers: a class is part of a circle, and
+        older torch (2.9 is) leaves both to the garbage collector.
+        """
+        for function in self._of_torch:
+            for cell in function.__closure__ or ():
+                del cell.cell_contents
 
 
 def _capture_by_copy(obj: object, pickle_module: Any, pickle_protocol: int) -> Capture:

@@ -30,11 +30,12 @@ from fastckpt import advice, quantities
 from fastckpt.cli import main
 from fastckpt.directory_save import save_directory
 from fastckpt.draft import Draft
-from fastckpt.integrations import dcp as fast_dcp
 from tests import interpreters
 from tests.doubles import Operation, Recorder
 from tests.paths import ROOT
 from tests.steps.test_checkpointer import process_on
+from tests.torches import NEEDS_DCP
+from tests.torches import dcp as fast_dcp
 
 JOB = ("--params", "70e9", "--gpus", "512", "--nodes", "64")
 
@@ -291,6 +292,8 @@ def state() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file, a root of two steps, a compressed one, and a directory of DCP."""
+    if fast_dcp is None:
+        pytest.skip(NEEDS_DCP)
     directory = tmp_path_factory.mktemp("pristine")
     fastckpt.save(state(), directory / "one.pt").result()
     for codec, name in ((None, "run"), ("zstd", "packed")):

@@ -79,6 +79,16 @@ def spreads(world_size: int) -> list[Spread | None]:
     return found
 
 
+def distributed(whole: torch.Tensor, over: DeviceMesh, placements: list[Any]) -> DTensor:
+    """This rank's part of what every rank holds; without a word to other ranks."""
+    if torch.__version__ >= (2, 7):
+        return distribute_tensor(whole, over, placements, src_data_rank=None)
+    everywhere = [Replicate()] * over.ndim
+    return DTensor.from_local(whole, over, everywhere, run_check=False).redistribute(
+        over, placements
+    )
+
+
 def spread(whole: torch.Tensor, how: Spread | None) -> torch.Tensor:
     """This rank's part of a tensor; without a word to other ranks."""
     if how is None:
@@ -88,7 +98,7 @@ def spread(whole: torch.Tensor, how: Spread | None) -> torch.Tensor:
         Shard(each.dim % whole.dim()) if each.is_shard() and whole.dim() else Replicate()
         for each in placements
     ]
-    return distribute_tensor(whole, mesh(*shape), fitting, src_data_rank=None)
+    return distributed(whole, mesh(*shape), fitting)
 
 
 def arranged(member: Member, variation: int, blank: bool = False) -> dict[str, torch.Tensor]:
@@ -146,7 +156,7 @@ def stamped(member: Member | Part, step: int) -> dict[str, Any]:
 
 def spread_by_group(member: Member | Part, whole: torch.Tensor) -> torch.Tensor:
     """Rows over the ranks of a group."""
-    return distribute_tensor(whole, group_mesh(member.group), [Shard(0)], src_data_rank=None)
+    return distributed(whole, group_mesh(member.group), [Shard(0)])
 
 
 @functools.cache

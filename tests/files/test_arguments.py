@@ -16,7 +16,7 @@ import torch
 import fastckpt
 from fastckpt import arguments, budget, commit, file_save
 from fastckpt.directory_save import save_directory
-from fastckpt.integrations import dcp
+from tests.torches import dcp, needs_dcp
 
 URLS = ["s3://bucket/a.pt", "gs://b/a", "hf://me/model", "https://host/a.pt", "file:///tmp/a"]
 TAKES_A_PATH: dict[str, Callable[[Any], object]] = {
@@ -141,11 +141,18 @@ def test_the_budget_of_the_environment_may_be_a_text(monkeypatch: pytest.MonkeyP
         budget.default_budget_bytes()
 
 
-@pytest.mark.parametrize("module", ["Writer", "Reader", "save_directory"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param("Writer", marks=needs_dcp),
+        pytest.param("Reader", marks=needs_dcp),
+        "save_directory",
+    ],
+)
 def test_integrations_refuse_urls_too(module: str) -> None:
     calls: dict[str, Callable[[str], object]] = {
-        "Writer": dcp.Writer,
-        "Reader": dcp.Reader,
+        "Writer": lambda path: dcp.Writer(path),
+        "Reader": lambda path: dcp.Reader(path),
         "save_directory": lambda path: save_directory(path, lambda _draft: None),
     }
     for url in URLS:

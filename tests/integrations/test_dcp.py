@@ -28,6 +28,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("fastckpt.integrations.dcp", exc_type=ImportError)
+
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException

@@ -23,12 +23,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch.utils.serialization import config
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip, zip_contents
 from fastckpt.formats.torch_pickle import Capture, capture
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, address_of, block_count
+
+config = pytest.importorskip("torch.utils.serialization", reason="torch 2.7 has it first").config
 
 GIB = 1 << 30
 FOUR_GIB = 1 << 32

@@ -22,6 +22,7 @@ import torch
 
 from tests.jobs import Job, logged
 from tests.paths import ROOT
+from tests.torches import needs_dcp, needs_fsdp2
 
 STEPS, EVERY = 12, 3  # of the runs by several ranks
 SAVING = ("--every", EVERY, "--ballast", 96)  # MiB, so that a flush is long enough to be caught
@@ -159,6 +160,7 @@ def assert_repeated(
     assert found == expected[:again] + expected[first:]
 
 
+@needs_fsdp2
 def test_fsdp2_goes_on_by_itself(disk: Path) -> None:
     options = ("--dropout", 0.1)  # with dropout each rank's generator matters
     uninterrupted = run_of("train_fsdp2.py", 2, disk / "whole", *options, "--every", 0)
@@ -173,6 +175,7 @@ def test_fsdp2_goes_on_by_itself(disk: Path) -> None:
     assert len(list((here / "run").iterdir())) == 3, "the interrupted step was not removed"
 
 
+@needs_fsdp2
 def test_fsdp2_goes_on_with_other_ranks(disk: Path, expected: dict[int, str]) -> None:
     begun = disk / "interrupted"
     interrupted("train_fsdp2.py", begun, flushing_step, ())
@@ -228,6 +231,7 @@ def test_ddp_goes_on(disk: Path, expected: dict[int, str]) -> None:
     assert torch.load(there / "ckpt.pt", mmap=True)["step"] == STEPS
 
 
+@needs_dcp
 def test_dcp_fsdp2_goes_on_after_a_kill(tmp_path: Path) -> None:
     """With torch.distributed.checkpoint on fastckpt's engine, bit by bit on as many ranks."""
     expected = run_of("dcp_fsdp2.py", 2, tmp_path / "whole", "--every", 3)

@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastckpt
 from fastckpt import fence, step_load
-from fastckpt.integrations import dcp
 from fastckpt.running_calls import OWN_FILES, WAITING, RunningCalls, _callee, positions
 from tests.saving.test_handle import (
     WAIT_S,
@@ -38,6 +37,7 @@ from tests.saving.test_handle import (
     stands_in,
     wait_until,
 )
+from tests.torches import dcp, needs_dcp
 from tests.torture.step_fence import OPERATIONS, WAYS, tried
 
 __all__ = ["every_test_settles"]
@@ -56,6 +56,9 @@ def as_step(state: Any, directory: Path) -> fastckpt.SaveHandle:
 
 def as_dcp(state: Any, directory: Path) -> Any:
     return dcp.async_save(state, checkpoint_id=str(directory / "dcp"), fence="step", no_dist=True)
+
+
+SAVES = [as_file, as_step, pytest.param(as_dcp, marks=needs_dcp)]
 
 
 def waits_for_calls() -> bool:
@@ -78,7 +81,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 # Operations that are running when the copy ends.
 
 
-@pytest.mark.parametrize("save", [as_file, as_step, as_dcp])
+@pytest.mark.parametrize("save", SAVES)
 def test_an_operation_that_the_copy_overtakes_is_a_conflict(
     disk: Path, save: Callable[[Any, Path], Any]
 ) -> None:
@@ -361,7 +364,7 @@ UNCOUNTED: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("save", [as_file, as_step, as_dcp])
+@pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("write", UNCOUNTED)
 def test_a_write_that_torch_does_not_count_is_seen_in_memory(
     disk: Path, write: str, save: Callable[[Any, Path], Any]

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import fastckpt
 from fastckpt.cli import main
-from fastckpt.integrations import dcp
+from tests.torches import dcp, needs_dcp
 
 WAIT_S = 60.0
 DEFAULTS = ["meta", "float64", "bfloat16"]
@@ -92,6 +92,7 @@ def test_steps(disk: Path, default: str, codec: str | None) -> None:
     assert torch.equal(momentum, optimizer.state_dict()["state"][0]["exp_avg"].to(momentum.dtype))
 
 
+@needs_dcp
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_directories_of_dcp(disk: Path, default: str) -> None:
     with defaulting(default):

@@ -12,10 +12,12 @@ import torch
 
 import fastckpt
 from tests.jobs import Job
+from tests.torches import needs_fsdp2
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@needs_fsdp2
 def test_fsdp_over_tp_is_restored_as_dtensor_puts_it_together(tmp_path: Path) -> None:
     """By fully_shard() and parallelize_module() of sizes that the mesh does not divide evenly."""
     imports = "tests.crews.training_imports"

@@ -26,6 +26,7 @@ from fastckpt.image import BLOCK_BYTES
 from tests.crews import steps_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, Outcome
 from tests.crews.steps_states import flip, numbers, spreads
+from tests.torches import needs_fsdp2
 
 SEED = 20261121
 MIB = 1 << 20
@@ -94,6 +95,7 @@ LAYOUTS = [  # saved by so many ranks in a layout, restored by so many in anothe
 ]
 
 
+@needs_fsdp2
 @pytest.mark.parametrize(("ranks", "layout", "others"), LAYOUTS, ids=lambda value: str(value)[:12])
 def test_training_goes_on(
     crew: Callable[[int], Crew],
@@ -115,6 +117,7 @@ def test_training_goes_on(
                 assert all(float.fromhex(loss) < 10 for loss in again), (other, rank)
 
 
+@needs_fsdp2
 @pytest.mark.parametrize("fence", ["call", "step"])
 def test_saves_while_fsdp2_trains(crew: Callable[[int], Crew], disk: Path, fence: str) -> None:
     assert crew(4)(bodies.train_behind_the_step_fence, str(disk), fence) == [[]] * 4

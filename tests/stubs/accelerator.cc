@@ -83,10 +83,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void uncheckedSetDevice(c10::Device device) const noexcept override {
         current = device.index();
     }
-    c10::Stream getStream(c10::Device device) const override {
+    c10::Stream getStream(c10::Device device) const noexcept override {
         return c10::Stream(c10::Stream::DEFAULT, device);
     }
-    c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
+    c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return stream; }
     c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 };
 
