@@ -23,6 +23,7 @@ import torch
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_pickle, torch_zip, zip_records
 from fastckpt.formats.strict_json import check_block_bytes, check_members, decode, encode
+from fastckpt.formats.torch_zip import TAIL_BYTES_MAX
 from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, Index, address_of, block_count
 
 VERSION = 1
@@ -319,7 +320,8 @@ def validate(described: Any, body_nbytes: int) -> None:
         raise ValueError(f"body_bytes is {described['body_bytes']}, the body has {body_nbytes}")
     counts = {"crc32": block_count(body_nbytes, block_bytes), "item_crc32": len(items)}
     for key, count in counts.items():
-        if re.fullmatch(f"[0-9a-f]{{{_CRC_DIGITS * count}}}", described[key]) is None:
+        digits = described[key]
+        if len(digits) != _CRC_DIGITS * count or re.fullmatch("[0-9a-f]*", digits) is None:
             raise ValueError(f"{key} is not {count} CRC-32s in hex digits")
     end = 0
     for item in items:
@@ -339,7 +341,7 @@ def tail_offset(end: bytes, nbytes: int) -> int | None:
     """
     match = _END.search(end)
     offset = 0 if match is None else int(match[2], 16)
-    return offset if 0 < offset < nbytes else None
+    return offset if 0 < offset < nbytes <= offset + TAIL_BYTES_MAX else None
 
 
 def parse(tail: bytes, body_nbytes: int) -> Contents:

@@ -12,6 +12,8 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fastckpt.errors import CorruptCheckpoint
+
 _U16, _U32 = 0xFFFF, 0xFFFFFFFF
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
@@ -139,7 +141,17 @@ def end_records(offset: int, nbytes: int, entries: int, comment_nbytes: int) -> 
 def directory(data: bytes, end: int) -> Iterator[Entry]:
     """The entries of a central directory in verified bytes, of which the end record begins at
     `end`.
+
+    Raises:
+        CorruptCheckpoint: it was made to mislead: its checksum is right, but it is no directory.
     """
+    try:
+        yield from _entries(data, end)
+    except (struct.error, IndexError):
+        raise CorruptCheckpoint("its zip directory is malformed") from None
+
+
+def _entries(data: bytes, end: int) -> Iterator[Entry]:
     at = end - _LOCATOR64.size - _END64.size
     row = _END64.unpack_from(data, at)
     at, count = max(0, at - row[8]), row[7]
