@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -25,13 +25,21 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from fastckpt import pipeline
 from fastckpt.arguments import check_path
-from fastckpt.distcp_load import ItemsFile, Request
-from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.distcp_load import OURS, ItemsFile, Request
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.strict_json import shown
 from fastckpt.integrations import dcp_metadata
+from fastckpt.storage import reported
 
 _streams_lock = threading.Lock()
+
+
+class _Source(NamedTuple):
+    """What a rank's plan says of where it reads: what the plan said before, and of which save."""
+
+    given: Any
+    save_id: str | None
 
 
 class Reader(StorageReader):
@@ -40,7 +48,8 @@ class Reader(StorageReader):
 
     Of each tensor only the blocks that hold what is wanted are read, in order of the file, many at
     a time. In files of fastckpt every byte read is verified. torch's load() raises what goes wrong
-    as CheckpointException on all ranks, with our error for the rank concerned.
+    as CheckpointException on all ranks, with our error for the rank concerned. A directory that is
+    overwritten meanwhile is read as it was, or is such an error.
 
     Args:
         path: the checkpoint's directory.
@@ -76,6 +85,10 @@ class Reader(StorageReader):
             self.path = os.path.abspath(check_path("path", checkpoint_id))
         self._metadata = None
         self._failure: Exception | None = None  # of reading what commits the checkpoint of all
+        self._name = dcp_metadata.NAME
+        # What files were when they were first looked at, by path. A file of ours has a name that no
+        # other save gives, and checksums; those of others may be written anew in place.
+        self._seen: dict[str, tuple[int, ...]] = {}
         self.load_id = str(uuid.uuid4())
 
     @property
@@ -101,6 +114,8 @@ class Reader(StorageReader):
         self._failure = None
         name = dcp_metadata.NAME if rank is None else f"__{rank}{dcp_metadata.NAME}"
         path, storage = self._path(name), pipeline.current().storage
+        self._name = name
+        self._seen = {path: self._version(path)}
         try:
             metadata = dcp_metadata.read(storage, path, self.weights_only)
         except FileNotFoundError:
@@ -120,20 +135,86 @@ class Reader(StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        """Notes which save this rank is about to read."""
+        self._look_at_files(plan)
+        return dataclasses.replace(plan, storage_data=_Source(plan.storage_data, self._save_id()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        """Refuses to read what some ranks found before it was overwritten, and others after.
+
+        Raises:
+            CheckpointError: so it is; torch raises it on all ranks.
+        """
+        sources = [plan.storage_data for plan in plans]
+        found = {source.save_id for source in sources if isinstance(source, _Source)}
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{self.path!r} was overwritten while ranks began to load it: they found the saves "
+                f"{sorted(map(str, found))}; nothing was loaded, load it again"
+            )
+        return [
+            dataclasses.replace(plan, storage_data=source.given)
+            if isinstance(source, _Source)
+            else plan
+            for plan, source in zip(plans, sources, strict=True)
+        ]
+
+    def _save_id(self) -> str | None:
+        assert self._metadata is not None
+        return getattr(self._metadata.storage_meta, "save_id", None)
+
+    def _look_at_files(self, plan: LoadPlan) -> None:
+        for name in {self._info(item).relative_path for item in plan.items}:
+            path = self._path(name)
+            if not OURS.fullmatch(os.path.basename(path)) and path not in self._seen:
+                self._seen[path] = self._version(path)
+
+    def _version(self, path: str) -> tuple[int, ...]:
+        """What changes when a file is written anew; nothing if there is none."""
+        with reported("stat", path):
+            status = pipeline.current().storage.status(path)
+        return () if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
+
+    @contextmanager
+    def _told_if_overwritten(self) -> Iterator[None]:
+        """Around the reads of a plan: says so if the directory was overwritten meanwhile, and what
+        was read may be of two saves, or is gone.
+        """
+        try:
+            yield
+        except (CorruptCheckpoint, AssertionError) as error:
+            metadata = self._path(self._name)
+            if self._seen.get(metadata) in (None, self._version(metadata)):
+                raise
+            raise self._overwritten() from error
+        if self._seen.keys() - {self._path(self._name)}:  # else a save's own files were read
+            for path, version in self._seen.items():
+                if version != self._version(path):
+                    raise self._overwritten()
+
+    def _overwritten(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path!r} was overwritten while it was loaded: load it again; the state may have "
+            "been partly overwritten"
+        )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Reads what a plan asks for; it has been read when this returns.
 
         Raises:
             CorruptCheckpoint: naming the file, and the tensors or objects that are damaged.
+            CheckpointError: the directory was overwritten meanwhile.
             pickle.UnpicklingError: weights_only, and an object needs more.
             StorageError, DeviceError, IncompatibleCheckpoint.
         """
-        assert self._metadata is not None
+        with self._told_if_overwritten():
+            self._look_at_files(plan)
+            self._read_plan(plan, planner)
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    def _read_plan(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         transformed: list[ReadItem] = []
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -146,9 +227,6 @@ class Reader(StorageReader):
             self._read_file(name, items, planner)
         if transformed:
             self._read_transformed(dataclasses.replace(plan, items=transformed), planner)
-        future: torch.futures.Future[None] = torch.futures.Future()
-        future.set_result(None)
-        return future
 
     def _read_file(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
         path, current = self._path(name), pipeline.current()

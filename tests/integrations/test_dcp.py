@@ -36,7 +36,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
@@ -882,6 +882,73 @@ def test_an_overwrite_leaves_one_checkpoint(first: str, second: str, tmp_path: P
     assert len(data_files(tmp_path)) == 1 and not debris.exists() and keep.exists()
     assert sorted(os.listdir(tmp_path)) == [".metadata", data_files(tmp_path)[0].name, "notes.txt"]
     assert is_same(load(blank(plain(2)), tmp_path), plain(2))
+
+
+class Overtaken(Reader):
+    """Before or after it reads what a plan asks of the first file, another job saves there."""
+
+    def __init__(self, path: Path, save: Callable[[], Any], moment: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self._save, self._moment, self.saved = save, moment, 0
+
+    def _overtake(self, moment: str) -> None:
+        if moment == self._moment and not self.saved:
+            self.saved += 1
+            self._save()
+            pipeline.current().drain()
+
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(*args, **kwargs)
+        self._overtake("metadata")
+
+    def _read_file(self, *args: Any) -> None:
+        self._overtake("before")
+        super()._read_file(*args)
+        self._overtake("after")
+
+
+@pytest.mark.parametrize("moment", ["metadata", "before", "after"])
+@pytest.mark.parametrize("first", ["torch", "files", "save"])
+@pytest.mark.parametrize("second", ["torch", "files", "save"])
+def test_an_overwrite_in_the_midst_of_a_load(
+    first: str, second: str, moment: str, tmp_path: Path
+) -> None:
+    """It is read as it was, or the load fails and says why; never some of each."""
+
+    def into_files(state: Any, path: Path) -> None:  # each under the name that it had before
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path, single_file_per_rank=False))
+
+    ways = WAYS | {"files": into_files}
+    ways[first](plain(1), tmp_path)
+    reader = Overtaken(tmp_path, lambda: ways[second](plain(2), tmp_path), moment)
+    state, error = blank(plain(1)), None
+    try:
+        dcp.load(state, storage_reader=reader)
+    except CheckpointException as caught:
+        (error, _trace) = next(iter(caught.failures.values()))
+    assert reader.saved == 1
+    if error is None:
+        assert is_same(state, plain(1))
+    else:
+        assert type(error) is CheckpointError and "was overwritten while" in str(error)
+    if first == "save":
+        # torch's writer leaves the file of ours where it is, and ours is read to its end.
+        assert (error is None) == (second != "save" or moment == "after")
+    assert is_same(load(blank(plain(2)), tmp_path), plain(2))
+
+
+def test_ranks_that_find_different_saves_do_not_load(tmp_path: Path) -> None:
+    """One reads what commits them before, the other after an overwrite."""
+    readers, plans = [Reader(tmp_path), Reader(tmp_path)], []
+    for seed, reader in enumerate(readers):
+        save(plain(seed), checkpoint_id=tmp_path)
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, seed == 0)
+        plans.append(reader.prepare_local_plan(LoadPlan([], storage_data="kept")))
+    with pytest.raises(CheckpointError, match="was overwritten while ranks began to load"):
+        readers[0].prepare_global_plan(plans)
+    (plan,) = readers[0].prepare_global_plan(plans[:1])
+    assert plan.storage_data == "kept"
 
 
 def test_saves_to_one_id_are_done_in_order(tmp_path: Path) -> None:
