@@ -38,7 +38,7 @@ from fastckpt.arguments import (
     check_size,
     optional,
 )
-from fastckpt.coordinator import Coordinator, default_group, ranks_within
+from fastckpt.coordinator import Coordinator, check_alone, default_group, ranks_within
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.formats.step_names import step_name
@@ -80,9 +80,11 @@ class Checkpointer:
 
     Args:
         root: directory of the run; made at the first save. One job at a time may save to it.
-        group: a torch.distributed process group; default: the default group where
-            torch.distributed is initialised, else this process alone. Ranks talk over the job's
-            store; no collective is run.
+        group: a torch.distributed process group; default: all ranks where torch.distributed is
+            initialised, else this process alone. That is decided here, once and for all: make it
+            after init_process_group(). For one rank of several pass a group of that rank alone,
+            torch.distributed.new_subgroups(1)[0]. Ranks talk over the job's store; no collective
+            is run.
         keep_last: after each commit remove, in the background, older steps but for so many, at
             least 1, not counting those found damaged; None: keep all.
         keep_every: with keep_last, steps that are multiples of this are kept too.
@@ -195,7 +197,7 @@ class Checkpointer:
                 begun.
             TypeError, ValueError: a DTensor whose placement or dtype cannot be saved, or that is
                 inside of an object; a key that is no Unicode text; a state nested too deeply; a
-                step below 0.
+                step below 0; this was made before init_process_group(), by several ranks.
         """
         started = time.perf_counter()
         step = check_integer("step", step)
@@ -274,6 +276,7 @@ class Checkpointer:
             CheckpointError: there is no such step, or none at all and it is required. PeerFailed:
                 another rank failed.
             TypeError: a tensor that nothing can be put into (meta, overlapping, another layout).
+            ValueError: this was made before init_process_group(), by several ranks.
             pickle.UnpicklingError: objects need weights_only=False.
         """
 
@@ -395,6 +398,8 @@ class Checkpointer:
     def _current(self) -> pipeline.Pipeline:
         if self._closed:
             raise ValueError(f"the Checkpointer of {self.root!r} is closed")
+        if self.group is None:
+            check_alone(f"the Checkpointer of {self.root!r}")
         return pipeline.current()
 
     def _note_differing(self, keys: set[str]) -> None:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fastckpt.agreement import COMMITTED_NOTHING, LINGER_S, TIMEOUT_S, Round, pause
+from fastckpt.budget import launched_rank
 from fastckpt.errors import CheckpointError
 from fastckpt.session import Session
 from fastckpt.store_client import c10d, own_client
@@ -29,6 +30,7 @@ _UNFREED_ROUNDS = 64
 # for the same: the others count on.
 _sessions: WeakKeyDictionary[Any, dict[str, Session]] = WeakKeyDictionary()
 _sessions_lock = threading.Lock()
+_has_warned = False  # of a job whose ranks do not know each other
 
 
 class Coordinator:
@@ -181,6 +183,45 @@ def default_group() -> Any:
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return None
+
+
+def check_alone(what: str) -> None:
+    """Makes sure that this process is the only rank of something that is of all ranks, but was made
+    when torch.distributed was not initialised.
+
+    Raises:
+        ValueError: it was initialised since, with several ranks.
+    """
+    group = default_group()
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if ranks > 1:
+        raise ValueError(
+            f"{what} was made before torch.distributed.init_process_group(), so it knows one rank, "
+            f"but there are {ranks} now, which would replace each other's files: make it "
+            "afterwards, on all ranks; or pass group=, for one rank alone a group of that rank "
+            "(torch.distributed.new_subgroups(1)[0])"
+        )
+    warn_of_unknown_ranks(what)
+
+
+def warn_of_unknown_ranks(what: str) -> None:
+    """Says, once, that a launcher has started several ranks, but something that all of them should
+    do together is done by this one alone, since torch.distributed is not initialised.
+
+    The first rank is not told: that it saves alone may well be meant.
+    """
+    global _has_warned
+    rank, ranks = launched_rank() or (0, 1)
+    if _has_warned or rank == 0 or default_group() is not None:
+        return
+    _has_warned = True
+    log.warning(
+        "rank %d of %d: %s is of this rank alone, since torch.distributed is not initialised; "
+        "ranks that save to one directory alone replace each other's files. To save together, call "
+        "torch.distributed.init_process_group() first; or save on one rank, or to several "
+        "directories",
+        *(rank, ranks, what),
+    )
 
 
 def ranks_within(group: Any) -> dict[int, int] | None:

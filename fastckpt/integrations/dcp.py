@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from fastckpt import pipeline
 from fastckpt.agreement import TIMEOUT_S, Round
 from fastckpt.arguments import FENCES, ON_ERROR, Fence, OnError, check_choice
-from fastckpt.coordinator import Coordinator
+from fastckpt.coordinator import Coordinator, warn_of_unknown_ranks
 from fastckpt.distcp_save import ItemsSave, Places
 from fastckpt.errors import CheckpointError, fate
 from fastckpt.handle import SaveHandle
@@ -171,6 +171,8 @@ def async_save(
     check_choice("on_error", on_error, ON_ERROR)
     writer = _writer(storage_writer, checkpoint_id, durable)
     group, rank = _group(process_group, no_dist)
+    if group is None and not no_dist:
+        warn_of_unknown_ranks(f"the save to {writer.path!r}")
     shared = _shared(group if use_collectives else None)
     handle = Saving(writer.path, started)
     if on_error == "warn":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -288,6 +289,23 @@ def save_in_parts(member: Member, root: str) -> list[Any]:
         for step in (begin + 1, begin + 2):
             saved(part, checkpointer, step)
         return [checkpointer.steps(), found_in(part, checkpointer)]
+
+
+def save_by_one_made_too_early(member: Member, root: str) -> tuple[list[Outcome], list[int]]:
+    """What a Checkpointer does that was made before torch.distributed was initialised; and steps of
+    this rank alone, in the same job.
+    """
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        early = Checkpointer(root)
+    state = {"w": torch.zeros(3)}
+    actions = (lambda: early.save(1, state), lambda: early.restore(state), early.load)
+    outcomes = [attempt(action) for action in actions]
+    assert early.steps() == [] and early.latest() is None
+    early.close()
+    alone = member.group_of(member.rank, member.rank + 1)
+    with Checkpointer(f"{root}/{member.rank}", group=alone) as checkpointer:
+        checkpointer.save(member.rank, state).result()
+        return outcomes, checkpointer.steps()
 
 
 def count_operations(member: Member, root: str, saves: int) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from fastckpt import (
     CorruptCheckpoint,
     IncompatibleCheckpoint,
     StagingConflict,
+    coordinator,
     pipeline,
 )
 from fastckpt.distcp_load import ItemsFile
@@ -229,6 +230,19 @@ def test_files_behind_symbolic_links(tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(tmp_path / "real")
     (tmp_path / "real" / "old.metadata").symlink_to(".metadata")
     assert torch.equal(load({"a": torch.zeros(300)}, tmp_path / "alias")["a"], numbers(1, 300))
+
+
+def test_ranks_that_do_not_know_each_other_are_warned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(coordinator, "_has_warned", False)
+    save({"a": 1}, checkpoint_id=tmp_path, no_dist=True)
+    assert "rank 1 of 2" not in caplog.text, "it says itself that it is alone"
+    for _ in range(2):
+        save({"a": 1}, checkpoint_id=tmp_path)
+    assert caplog.text.count("rank 1 of 2: the save to ") == 1
 
 
 def test_a_large_object(tmp_path: Path) -> None:

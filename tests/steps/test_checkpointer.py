@@ -35,7 +35,7 @@ import torch
 import zstandard
 
 import fastckpt
-from fastckpt import Checkpointer, PerRank, SaveHandle, pipeline
+from fastckpt import Checkpointer, PerRank, SaveHandle, coordinator, pipeline
 from fastckpt.errors import (
     BackendUnavailable,
     CheckpointError,
@@ -415,6 +415,23 @@ def test_one_line_is_logged_for_a_restore(disk: Path, caplog: pytest.LogCaptureF
     restored, loaded = told
     assert re.fullmatch(rf"restored step 7 of '{disk}/run': \S+ MiB in .* \(.*B/s\)", restored)
     assert loaded.startswith("loaded step 7 of ")
+
+
+@pytest.mark.parametrize(("rank", "warnings"), [("0", 0), ("1", 1), ("", 0)])
+def test_ranks_that_do_not_know_each_other_are_warned_once(
+    rank: str,
+    warnings: int,
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(coordinator, "_has_warned", False)
+    with Checkpointer(disk / "run") as checkpointer:
+        for step in range(2):
+            checkpointer.save(step, state(step)).result(WAIT_S)
+    assert caplog.text.count("rank 1 of 2: the Checkpointer of ") == warnings
 
 
 def test_the_error_of_the_body_counts(disk: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -251,6 +251,19 @@ def test_groups_of_one_job_save_apart(crew: Callable[[int], Crew], disk: Path) -
     assert crew(4)(bodies.save_in_parts, str(disk)) == [[[1, 2], 2]] * 2 + [[[3, 4], 4]] * 2
 
 
+def test_one_made_before_the_ranks_know_each_other_is_refused(
+    crew: Callable[[int], Crew], disk: Path
+) -> None:
+    """It would save alone, on every rank. A group of one rank is for those who mean that."""
+    told = "Checkpointer of .* was made before .*init_process_group.* there are 2 now.* pass group="
+    for rank, (outcomes, steps) in enumerate(
+        crew(2)(bodies.save_by_one_made_too_early, str(disk / "run"))
+    ):
+        assert len(outcomes) == 3 and steps == [rank]
+        for outcome in outcomes:
+            assert type(outcome.error) is ValueError and re.search(told, str(outcome.error))
+
+
 def test_training_threads_do_not_talk(crew: Callable[[int], Crew], disk: Path) -> None:
     """No operation of a store on the thread that calls save(), and no collective on any."""
     for counted in crew(4)(bodies.count_operations, str(disk), 5):
