@@ -236,6 +236,7 @@ NUMPY_GLOBALS = (
     np.dtype,
     *(type(np.dtype(code)) for code in ("f8", "i8", "u4", "?", "f2")),
 )
+NESTED = () if torch.__version__ < (2, 15) else None  # torch refuses even what it saved itself
 EVERY_DTYPE = sorted(
     {
         str(dtype).removeprefix("torch.")
@@ -310,8 +311,8 @@ CASES = [
     Case("quantized qint32", lambda: torch.quantize_per_tensor(count(7), 0.5, 0, torch.qint32)),
     Case("quantized 4 bits", lambda: torch.quantize_per_tensor(count(7), 0.5, 3, torch.quint4x2)),
     Case("quantized per channel", per_channel),
-    Case("nested", lambda: nested(torch.strided)),
-    Case("nested jagged", lambda: nested(torch.jagged)),
+    Case("nested", lambda: nested(torch.strided), NESTED),
+    Case("nested jagged", lambda: nested(torch.jagged), NESTED),
     Case("untyped storage", lambda: count(5).untyped_storage()),
     Case("typed storage", lambda: count(5, torch.float16).storage()),
     Case("storage beside its tensor", lambda: (lambda t: [t, t.storage()])(count(5))),
