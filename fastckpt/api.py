@@ -31,6 +31,7 @@ from fastckpt.arguments import (
     StagingWay,
     Stripe,
     check_choice,
+    check_flag,
     check_path,
     check_rate,
     check_seconds,
@@ -125,18 +126,18 @@ def save(
         Exception: what torch.save raises for an object that cannot be pickled; nothing was written.
         CheckpointError: of an earlier save whose failure nobody asked for; the message says so, and
             __cause__ is the error itself. This save was not begun.
-        StorageError: the directory of f is missing. What else the file system refuses is raised by
-            result().
+        StorageError: the directory of f is missing, or f is "". What else the file system refuses
+            is raised by result().
         KeyboardInterrupt: if not everything was copied by then, nothing is committed.
         DeviceError: a GPU refuses, or its current stream is being captured into a graph.
-        ValueError, TypeError: a URL; an unknown fence, backend or staging; a stripe that cannot
-            be; a drain_rate not above 0; staging_bytes < 1 or no size; a group this process is not
-            in, or with a target or format that torch.save writes, or with DTensors.
+        ValueError, TypeError: f is a URL; an unknown fence, backend or staging; a stripe
+            that cannot be; a drain_rate not above 0; staging_bytes < 1 or no size; a group this
+            process is not in, or with a target or format that torch.save writes, or with DTensors.
         The handle's result() may raise, with group: RanksDisagree on every rank, naming tensor and
             ranks; PeerFailed if another rank failed, is missing or saves something else.
     """
     started = time.perf_counter()
-    _check_choices(fence, backend, staging)
+    _check_choices(fence, backend, staging, durable)
     check_seconds("timeout_s", timeout_s)
     limit = optional(check_size, "staging_bytes", staging_bytes)
     rate = optional(check_rate, "drain_rate", drain_rate)
@@ -189,15 +190,22 @@ def save(
     return current.save(job)
 
 
-def _check_choices(fence: str, backend: str, staging: str) -> None:
+def _check_choices(fence: str, backend: str, staging: str, durable: bool) -> None:
     check_choice("fence", fence, FENCES)
     check_choice("backend", backend, BACKENDS)
     check_choice("staging", staging, STAGINGS)
+    check_flag("durable", durable)
+
+
+class _NoPath(StorageError, FileNotFoundError):
+    """A path is empty: torch.save raises a RuntimeError for it, torch.load a FileNotFoundError."""
 
 
 def _checked_path(f: Any) -> str | None:
     """The path that f is; None if f is none, and so a file-like object, or what torch refuses."""
-    if isinstance(f, str | os.PathLike) and isinstance(os.fspath(f), str):
+    if isinstance(f, str | os.PathLike) and isinstance(path := os.fspath(f), str):
+        if not path:  # torch raises no ValueError for it
+            raise _NoPath("open", path, errno.ENOENT, detail="f is '', must be a path")
         return check_path("f", f)
     return None
 
@@ -283,6 +291,7 @@ def load(
             )
 
     check_choice("staging", staging, STAGINGS)
+    check_flag("verify", verify)
     check_seconds("timeout_s", timeout_s)
     path = _checked_path(f)
     if path is not None and path != str(f):  # torch's messages tell the types of paths apart

@@ -9,13 +9,16 @@ from __future__ import annotations
 import operator
 import os
 import re
+import reprlib
 from collections.abc import Callable
 from math import isfinite
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from fastckpt import quantities
 
 T = TypeVar("T")
+
+_SHOWN_CHARS = 80  # of a value that a message quotes: it may be a state of many GiB
 
 Fence = Literal["call", "step"]
 BackendName = Literal["auto", "io_uring", "threads"]
@@ -41,7 +44,14 @@ _COLLAPSED_URL = re.compile(
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raises ValueError unless the value is one of the choices."""
     if value not in choices:
-        raise ValueError(f"{name} is {value!r}, must be one of {choices}")
+        raise ValueError(f"{name} is {shown(value)}, must be one of {choices}")
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False. No other value is taken for one of them: "no" and "0" are true to Python."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {_told(value)}, must be True or False")
+    return value
 
 
 def check_integer(name: str, value: object) -> int:
@@ -62,11 +72,19 @@ def check_count(name: str, value: object) -> int:
     return number
 
 
+def check_number(name: str, value: object, expected: str) -> float:
+    """A number; `expected` says in words what it is of."""
+    is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
+    if not is_number or isinstance(value, bool | str):  # float(True) is 1.0
+        raise TypeError(f"{name} is {_told(value)}, must be {expected}")
+    return float(value)  # type: ignore[arg-type] # as was just looked
+
+
 def check_seconds(name: str, value: object) -> float:
     """A number of seconds above 0; infinity is one."""
-    seconds = _number(name, value, "a number of seconds")
+    seconds = check_number(name, value, "a number of seconds")
     if not seconds > 0:
-        raise ValueError(f"{name} is {value!r}, must be above 0")
+        raise ValueError(f"{name} is {shown(value)}, must be above 0")
     return seconds
 
 
@@ -91,9 +109,9 @@ def check_rate(name: str, value: object) -> float:
             value = quantities.rate(value)
         except quantities.NotAQuantity as error:
             raise ValueError(f"{name}: {error}") from None
-    rate = _number(name, value, 'bytes a second or a text such as "2GB/s"')
+    rate = check_number(name, value, 'bytes a second or a text such as "2GB/s"')
     if not (isfinite(rate) and rate > 0):
-        raise ValueError(f"{name} is {value!r}, must be bytes a second above 0")
+        raise ValueError(f"{name} is {shown(value)}, must be bytes a second above 0")
     return rate
 
 
@@ -106,29 +124,45 @@ def check_path(name: str, value: object) -> str:
     """A path of the file system as text; "~" and "~/..." are of the home directory.
 
     Raises:
-        TypeError: the value is no path. ValueError: it is a URL, or contains a null character.
+        TypeError: the value is no path. ValueError: it is empty, is a URL, or contains a null
+            character.
     """
     try:
         path = os.fsdecode(value)  # type: ignore[arg-type] # what this finds out
     except TypeError:
         raise TypeError(f"{name} is {_told(value)}, must be a path") from None
+    if not path:  # realpath("") is the working directory, which nobody means by it
+        raise ValueError(f'{name} is {path!r}, must be a path: "." is the working directory')
     if _URL.match(path) or _COLLAPSED_URL.match(path):
         raise ValueError(
-            f"{name} is {path!r}, a URL: fastckpt reads and writes mounted file systems only; give "
-            "the path of a directory or file there, and copy from or to the URL by other means"
+            f"{name} is {shown(path)}, a URL: fastckpt reads and writes mounted file systems "
+            "only; give the path of a directory or file there, and copy from or to the URL by "
+            "other means"
         )
     if "\0" in path:
-        raise ValueError(f"{name} is {path!r}, which contains a null character: no path does")
+        raise ValueError(f"{name} is {shown(path)}, which contains a null character: no path does")
     # "~name" is left alone: it may well be the name of a file, which torch.save would write.
     return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
 
 
-def _number(name: str, value: object, expected: str) -> float:
-    is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
-    if not is_number or isinstance(value, str):
-        raise TypeError(f"{name} is {_told(value)}, must be {expected}")
-    return float(value)  # type: ignore[arg-type] # as was just looked
+class _Short(reprlib.Repr):
+    """Descriptions of values that do not grow with the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _SHOWN_CHARS
+        self.maxlevel = 3
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """Also a dict of a class of its own, such as a state_dict, is described by its begin."""
+        return self.repr_dict(x, level) if isinstance(x, dict) else super().repr_instance(x, level)
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it: its repr(), of at most 80 characters."""
+    text = _Short().repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
 def _told(value: object) -> str:
-    return f"{value!r} of type {type(value).__name__}"
+    return f"{shown(value)} of type {type(value).__name__}"

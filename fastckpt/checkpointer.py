@@ -31,6 +31,7 @@ from fastckpt.arguments import (
     Stripe,
     check_choice,
     check_count,
+    check_flag,
     check_integer,
     check_path,
     check_rate,
@@ -149,6 +150,7 @@ class Checkpointer:
         check_choice("backend", backend, BACKENDS)
         check_choice("codec", codec, CODECS)
         check_choice("staging", staging, STAGINGS)
+        check_flag("durable", durable)
         check_seconds("timeout_s", timeout_s)
         keep_last = optional(check_count, "keep_last", keep_last)
         keep_every = optional(check_count, "keep_every", keep_every)
@@ -280,6 +282,10 @@ class Checkpointer:
             pickle.UnpicklingError: objects need weights_only=False.
         """
 
+        step = optional(check_integer, "step", step)
+        check_flag("weights_only", weights_only)
+        check_flag("required", required)
+
         def read(reader: StepReader, spread: Spread) -> Callable[[], None]:
             rank = self._coordinator.rank
             own = reader.per_rank(rank, weights_only)
@@ -316,6 +322,9 @@ class Checkpointer:
         Raises:
             As restore() does; CheckpointError also if there is no step at all.
         """
+
+        step = optional(check_integer, "step", step)
+        check_flag("weights_only", weights_only)
 
         def read(reader: StepReader) -> Any:
             own = reader.per_rank(self._coordinator.rank, weights_only)

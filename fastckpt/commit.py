@@ -170,7 +170,8 @@ def temporary(
         # Until it is whole nobody else may open what replaces a file that has another owner, group
         # or mode, and never may all the world write to it. Other ranks have the same owner.
         mode = NEW_MODE if replaced is None else 0o600
-        fd = storage.create(name, mode, purpose)
+        with _creating(storage, path):
+            fd = storage.create(name, mode, purpose)
     try:
         claim(storage, fd, path)
         yield fd, name
@@ -183,6 +184,21 @@ def temporary(
         _remove_closed(storage, name, served)
         raise
     close_quietly(storage, fd)
+
+
+@contextmanager
+def _creating(storage: Storage, path: str) -> Iterator[None]:
+    """Says of a file system that has no such name, as /proc, and whose directory is there, that it
+    makes none.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        above = os.path.dirname(path)
+        if storage.status(above) is None:
+            raise
+        detail = f"directory {above!r} exists, but its file system refuses to create a file there"
+        raise StorageError("open", path, errno.ENOENT, detail=detail) from None
 
 
 def _is_served(storage: Storage, fd: int) -> bool:

@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 
 from fastckpt import commit, file_save, pipeline
 from fastckpt.agreement import TIMEOUT_S, Round
-from fastckpt.arguments import FENCES, ON_ERROR, Fence, OnError, check_choice, check_path
+from fastckpt.arguments import (
+    FENCES,
+    ON_ERROR,
+    Fence,
+    OnError,
+    check_choice,
+    check_flag,
+    check_path,
+)
 from fastckpt.commit import close_quietly, settle
 from fastckpt.directory_check import crc32_of, list_of
 from fastckpt.draft import Draft, Pending
@@ -78,6 +86,7 @@ def save_directory(
     """
     check_choice("fence", fence, FENCES)
     check_choice("on_error", on_error, ON_ERROR)
+    check_flag("durable", durable)
     path = os.path.realpath(check_path("path", path))
     handle = SaveHandle(path, time.perf_counter())
     agreement = file_save.together(group).coordinator.begin(f"save of {path!r}", timeout_s)

@@ -25,6 +25,7 @@ from fastckpt.arguments import (
     BackendName,
     StagingWay,
     check_choice,
+    check_flag,
     check_size,
     optional,
 )
@@ -63,6 +64,7 @@ class Options:
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, BACKENDS)
         check_choice("staging", self.staging, STAGINGS)
+        check_flag("durable", self.durable)
         self.limit_bytes()
 
     def limit_bytes(self) -> int | None:

@@ -63,8 +63,9 @@ class StorageError(CheckpointError, OSError):
         name = errno_names.errorcode.get(errno, str(errno))
         self._text = f"{op} of {path!r}{where} failed: {os.strerror(errno)} [{name}]"
         hint = _HINTS.get(errno)
-        if op == "open" and errno == errno_names.ENOENT:
-            hint = f"Parent directory {os.path.dirname(path)} does not exist: create it first"
+        above = os.path.dirname(path)
+        if op == "open" and errno == errno_names.ENOENT and above and not os.path.isdir(above):
+            hint = f"Parent directory {above} does not exist: create it first"
         if hint is not None:
             self._text += f"; {hint}"
         if detail:

@@ -13,7 +13,7 @@ from random import SystemRandom
 
 from fastckpt import nodes
 from fastckpt.agreement import Round
-from fastckpt.arguments import check_count, check_rate, optional
+from fastckpt.arguments import check_count, check_number, check_rate, optional
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveStats
 from fastckpt.rates import Rates
@@ -41,6 +41,7 @@ class Pacing:
 
     def __post_init__(self) -> None:
         jitter_s, timeout_s = self.start_jitter_s, self.timeout_s
+        check_number("start_jitter_s", jitter_s, "a number of seconds")
         if not (isfinite(jitter_s) and jitter_s >= 0):
             raise ValueError(f"start_jitter_s is {jitter_s}, must be seconds, 0 or more")
         if jitter_s and jitter_s >= timeout_s:

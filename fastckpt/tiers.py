@@ -385,6 +385,4 @@ def local_tier(
     if pacing.writers_per_node is not None:
         raise ValueError("writers_per_node with local: the local tier has a file for each rank")
     path = check_path("local", directory)
-    if not path:
-        raise ValueError("local is empty, must be a directory; None: no local tier")
     return LocalTier(storage, path, keep or KEEP_LOCAL, root, coordinator, pacing.timeout_s)

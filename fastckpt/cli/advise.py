@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from fastckpt import advice, quantities
 from fastckpt.advice import Advice, Blocking, Job
 from fastckpt.cli import measure
+from fastckpt.cli.paths import path_argument
 from fastckpt.quantities import shown_rate, shown_size, shown_time
 
 _GPUS_PER_NODE = 8
@@ -111,6 +112,7 @@ def add_arguments(commands: Any) -> None:
         )
     parser.add_argument(
         "--measure",
+        type=path_argument,
         metavar="DIR",
         help="write some hundred MiB to DIR for at most 20 s, and use the rates found instead of "
         "those assumed; nothing stays behind",
@@ -238,7 +240,8 @@ def _cost_rows(advised: Advice) -> list[tuple[str, str]]:
 
 def _advice_rows(job: Job, advised: Advice) -> list[tuple[str, str]]:
     steps = f", {advised.interval_steps} steps" if advised.interval_steps is not None else ""
-    per_node = f"{advised.writers_per_node} of {job.ranks_per_node} on each node"
+    at_most = "" if job.ranks % job.nodes == 0 else "at most "  # some nodes have a rank fewer
+    per_node = f"{at_most}{advised.writers_per_node} of {job.ranks_per_node} on each node"
     stripe = shown_size(advised.file_stripe_bytes)
     late = shown_time(advised.shared_root_s)
     shared = f"{advised.shared_stripes} stripes of {shown_size(advised.shared_stripe_bytes)}"

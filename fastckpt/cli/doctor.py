@@ -17,7 +17,7 @@ import torch
 
 import fastckpt
 from fastckpt import budget, commit, devices, gds, pipeline
-from fastckpt.arguments import check_path
+from fastckpt.cli.paths import path_argument
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.quantities import shown_size
 from fastckpt.staging import Route, crc32_kernel, stager_count
@@ -33,7 +33,9 @@ def add_arguments(commands: Any) -> None:
         "the reasons. Writes one page to a file in DIR, and removes it. Exit status 0 if saves to "
         "DIR would work, 1 if not, or if --gpu is given and torch finds no GPU.",
     )
-    parser.add_argument("directory", nargs="?", default=".", metavar="DIR", help="default: .")
+    parser.add_argument(
+        "directory", nargs="?", default=".", type=path_argument, metavar="DIR", help="default: ."
+    )
     parser.add_argument(
         "--gpu", action="store_true", help="use the GPU to find out more; else it stays untouched"
     )
@@ -49,7 +51,7 @@ class Row(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    directory = os.path.realpath(check_path("DIR", arguments.directory))
+    directory = os.path.realpath(arguments.directory)
     rows = [*_machine(), *_directory(directory), *_libraries()]
     if arguments.gpu:
         rows += _gpu(directory)

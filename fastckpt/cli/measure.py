@@ -7,6 +7,7 @@ the rates go into.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import shutil
@@ -24,7 +25,6 @@ from typing import NamedTuple
 import torch
 
 import fastckpt
-from fastckpt.arguments import check_path
 from fastckpt.quantities import shown_rate, shown_size
 
 _MIB = 1 << 20
@@ -63,7 +63,7 @@ def measure(directory: str) -> Measured:
         OSError: the directory does not exist or is full. CheckpointError: a save failed.
     """
     found, begun = Measured({}, []), time.monotonic()
-    with _removed(os.path.realpath(check_path("DIR", directory))) as own:
+    with _removed(os.path.realpath(directory)) as own:
         one, nbytes = _one_writer(own, begun)
         found.rates["writer_rate"] = one
         found.notes.append(
@@ -82,7 +82,12 @@ def _removed(directory: str) -> Iterator[Path]:
         raise KeyboardInterrupt
 
     earlier = signal.signal(signal.SIGTERM, stop)
-    own = Path(tempfile.mkdtemp(prefix="fastckpt-measure-", dir=directory))
+    try:
+        own = Path(tempfile.mkdtemp(prefix="fastckpt-measure-", dir=directory))
+    except OSError as error:  # its own message has a name that nobody has given
+        number = error.errno or errno.EIO
+        why = f"{os.strerror(number)} [{errno.errorcode.get(number, number)}]"
+        raise OSError(f"cannot write to {directory!r}: {why}") from None
     try:
         yield own
     finally:

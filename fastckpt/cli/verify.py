@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from fastckpt import directory_check, pipeline
-from fastckpt.arguments import check_path
+from fastckpt.cli.paths import path_argument
 from fastckpt.codec import FrameReader
 from fastckpt.distcp_load import OURS
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
@@ -23,6 +23,7 @@ from fastckpt.formats import distcp, file_list
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
 from fastckpt.formats.step_names import NAME
 from fastckpt.formats.step_names import OURS as OF_A_STEP
+from fastckpt.no_steps import what_is_there
 from fastckpt.quantities import shown_size
 from fastckpt.reader import open_verified
 from fastckpt.staging import ReadStream
@@ -47,6 +48,7 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument(
         "paths",
         nargs="+",
+        type=path_argument,
         metavar="PATH",
         help="a file of fastckpt.save, a step, a Checkpointer's root, a .distcp file, a checkpoint "
         "of DCP, Transformers or Accelerate, or a directory of such",
@@ -63,7 +65,7 @@ def add_arguments(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     status = 0
     for path in arguments.paths:
-        real = os.path.realpath(check_path("PATH", path))
+        real = os.path.realpath(path)
         for name, check in _parts(real, arguments.local):
             try:
                 print(f"ok       {name}: {shown_size(persistently(check, name))}", flush=True)
@@ -119,7 +121,9 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
         of_frameworks = [part for each in inner for part in _of_frameworks(each)]
     yield from of_frameworks
     if not found and not of_frameworks:
-        yield path, partial(_refuse, f"{path!r} holds no committed step and no {_DISTCP} file")
+        there = what_is_there(steps)
+        why = f"{path!r} holds no committed step and no {_DISTCP} file: {there}"
+        yield path, partial(_refuse, why)
 
 
 def _of_frameworks(path: str) -> Iterator[tuple[str, Callable[[], int]]]:

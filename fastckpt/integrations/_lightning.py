@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import fastckpt
 from fastckpt import CheckpointError, SaveHandle
-from fastckpt.arguments import ON_ERROR, OnError, check_choice
+from fastckpt.arguments import ON_ERROR, OnError, check_choice, check_flag
 from fastckpt.errors import fate
 from fastckpt.latch import Latch
 from fastckpt.pipeline import raise_earlier
@@ -36,6 +36,7 @@ class BackgroundFiles:
     ) -> None:
         super().__init__()
         check_choice("on_error", on_error, ON_ERROR)
+        check_flag("durable", durable)
         self._asynchronous, self._on_error, self._durable = asynchronous, on_error, durable
         self._begin_anew()
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from fastckpt import pipeline
 from fastckpt.agreement import TIMEOUT_S, Round
-from fastckpt.arguments import FENCES, ON_ERROR, Fence, OnError, check_choice
+from fastckpt.arguments import FENCES, ON_ERROR, Fence, OnError, check_choice, check_flag
 from fastckpt.coordinator import Coordinator, warn_of_unknown_ranks
 from fastckpt.distcp_save import ItemsSave, Places
 from fastckpt.errors import CheckpointError, fate
@@ -169,6 +169,7 @@ def async_save(
     started = time.perf_counter()
     check_choice("fence", fence, FENCES)
     check_choice("on_error", on_error, ON_ERROR)
+    check_flag("durable", durable)
     writer = _writer(storage_writer, checkpoint_id, durable)
     group, rank = _group(process_group, no_dist)
     if group is None and not no_dist:

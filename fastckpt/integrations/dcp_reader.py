@@ -76,9 +76,7 @@ class Reader(StorageReader):
         self.follow_links = follow_links
         self._extensions = _extension_registry
         self._metadata: Metadata | None = None
-        if not path:
-            raise ValueError(f"path is {path!r}")
-        self.reset(path)
+        self.reset(check_path("path", path))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:

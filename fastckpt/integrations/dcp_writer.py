@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from fastckpt import pipeline
 from fastckpt.agreement import Round
-from fastckpt.arguments import BackendName, Fence, StagingWay, check_path
+from fastckpt.arguments import BackendName, Fence, StagingWay, check_flag, check_path
 from fastckpt.devices import Devices
 from fastckpt.distcp_save import (
     Content,
@@ -104,7 +104,9 @@ class Writer(StorageWriter):
         staging: StagingWay = "host",
     ) -> None:
         super().__init__()
-        self.options = Options(backend, durable and sync_files, staging_bytes, staging)
+        self.options = Options(
+            backend, check_flag("durable", durable) and bool(sync_files), staging_bytes, staging
+        )
         self.overwrite = overwrite
         self.rank: int | None = None
         self.use_collectives = True
@@ -121,9 +123,7 @@ class Writer(StorageWriter):
         }
         if unused := ", ".join(name for name, differs in given.items() if differs):
             log.info("the Writer for %r does not use %s: its threads are fastckpt's", path, unused)
-        if not path:
-            raise ValueError(f"path is {path!r}")
-        self.reset(path)
+        self.reset(check_path("path", path))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import fastckpt
 from fastckpt import CheckpointError, SaveHandle, StorageError
 from fastckpt.agreement import TIMEOUT_S
-from fastckpt.arguments import ON_ERROR, OnError, StagingWay, check_choice, check_path
+from fastckpt.arguments import ON_ERROR, OnError, StagingWay, check_choice, check_flag, check_path
 from fastckpt.coordinator import Coordinator
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
@@ -125,6 +125,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         check_choice("on_error", on_error, ON_ERROR)
+        check_flag("durable", durable)
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
         self.name = "fastckpt"

@@ -21,7 +21,7 @@ import safetensors.torch
 import torch.distributed as dist
 
 from fastckpt.agreement import TIMEOUT_S
-from fastckpt.arguments import FENCES, ON_ERROR, Fence, OnError, check_choice
+from fastckpt.arguments import FENCES, ON_ERROR, Fence, OnError, check_choice, check_flag
 from fastckpt.directory_check import newest_whole
 from fastckpt.directory_save import (
     remove_directory,
@@ -99,6 +99,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         check_choice("fence", fence, FENCES)
         check_choice("on_error", on_error, ON_ERROR)
+        check_flag("durable", durable)
         self._draft: Draft | None = None
         self._saves: list[tuple[SaveHandle, str]] = []  # since the last wait, and where
         self._saving: dict[str, Any] = {

@@ -160,6 +160,11 @@ def test_advise_prints_a_report() -> None:
     assert "Measured" not in done.stdout
 
 
+def test_advise_of_unequal_nodes_counts_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--params", "7B", "--gpus", "8", "--nodes", "3"]) == 0
+    assert re.search(r"8: at most 3 of 3 on each node", capsys.readouterr().out)
+
+
 def test_advise_tells_json(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--size", "4.3TiB", "--gpus", "384", "--mtbf", "3h", "--network", "6GB/s")
     told = advised(capsys, *given, "--nvme", "20GB/s", "--few-writers", "12", "--restart-time", "0")
@@ -272,7 +277,8 @@ def test_measuring_that_is_ended_leaves_nothing(disk: Path) -> None:
 def test_measuring_nowhere_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", *JOB, "--measure", str(tmp_path / "gone")]) == 1
     told = capsys.readouterr()
-    assert told.err.startswith("fastckpt advise: ") and "No such file" in told.err
+    why = f"cannot write to {str(tmp_path / 'gone')!r}: No such file or directory [ENOENT]"
+    assert told.err == f"fastckpt advise: {why}\n"
     assert not told.out
 
 
@@ -438,7 +444,7 @@ def test_verify_says_what_it_cannot_verify(saved: Path, capsys: pytest.CaptureFi
             "FAILED .*not written by fastckpt: it has no checksums",
             "FAILED .*metadata' was not written by fastckpt",
             "FAILED .*distcp' was not written by fastckpt",
-            "FAILED .*holds no committed step",
+            "FAILED .*holds no committed step .*the directory is empty",
             "FAILED .*gone' does not exist",
             "damaged .*truncated or damaged",
         ),
@@ -473,6 +479,13 @@ def test_verify_tells_what_it_could_not_read_from_damage(
         assert status == 1 and lines[-1].startswith("FAILED ")
 
 
+def test_verify_tells_where_steps_are(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (saved / "jobs").mkdir()
+    (saved / "run").rename(saved / "jobs" / "run")
+    status, (line,) = verified(capsys, saved / "jobs")
+    assert status == 1 and line.endswith("there are steps further down, in 'run'")
+
+
 def test_verify_passes_over_what_was_not_committed(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -502,9 +515,9 @@ def test_verify_knows_a_lone_file_of_a_step(
 
 
 def test_paths_of_commands_are_of_file_systems(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("verify", "doctor"):
-        assert main([command, "s3://bucket/run"]) == 1
-        assert "is 's3://bucket/run', a URL" in capsys.readouterr().err
+    for command in (("verify",), ("doctor",), ("advise", *JOB, "--measure")):
+        assert "is 's3://bucket/run', a URL" in refused(capsys, *command, "s3://bucket/run")
+        assert "is '', must be a path" in refused(capsys, *command, "")
 
 
 def test_doctor_tells_what_would_be_done(disk: Path) -> None:

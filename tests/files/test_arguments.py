@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,14 @@ def test_names_that_look_like_others_are_names(disk: Path, monkeypatch: pytest.M
         ({"staging_bytes": "0.2B"}, ValueError, "staging_bytes is 0, must be at least 1"),
         ({"staging_bytes": True}, TypeError, "staging_bytes is True of type bool, must be a numb"),
         ({"drain_rate": "2GB/min"}, ValueError, "drain_rate: '2GB/min' is not a rate such as"),
+        (
+            {"drain_rate": True},
+            TypeError,
+            "drain_rate is True of type bool, must be bytes a second",
+        ),
+        ({"timeout_s": True}, TypeError, "timeout_s is True of type bool, must be a number of sec"),
+        ({"durable": "yes"}, TypeError, "durable is 'yes' of type str, must be True or False"),
+        ({"durable": None}, TypeError, "durable is None of type NoneType, must be True or False"),
         ({"drain_rate": object}, TypeError, "drain_rate is <class 'object'> of type type, must be"),
     ],
 )
@@ -80,6 +89,39 @@ def test_wrong_arguments_are_named(
             fastckpt.Checkpointer(disk / "run", **options)
     assert text in str(refused.value)
     assert [*disk.iterdir()] == []
+
+
+@pytest.mark.parametrize("call", TAKES_A_PATH)
+def test_an_empty_path_is_refused(call: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(disk)
+    theirs = {"save": RuntimeError, "load": FileNotFoundError}  # what torch raises
+    with pytest.raises(theirs.get(call, ValueError), match="is '', must be a path"):
+        TAKES_A_PATH[call]("")
+    assert [*disk.iterdir()] == []
+
+
+def test_a_value_in_a_message_is_cut_short(disk: Path) -> None:
+    state = {f"layer {number}": torch.ones(1000) for number in range(1000)}
+    for value in (state, OrderedDict(state), [*state.values()], "a" * 10**6, 10**3000):
+        assert len(arguments.shown(value)) <= 80
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        with pytest.raises(TypeError, match=r"step is .* of type dict, must be an int") as refused:
+            checkpointer.save(state, 100)  # type: ignore[arg-type]
+        assert len(str(refused.value)) < 150
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"step": "90"}, "step is '90' of type str, must be an integer"),
+        ({"weights_only": None}, "weights_only is None of type NoneType, must be True or False"),
+    ],
+)
+def test_wrong_arguments_of_a_restore_are_named(option: Any, text: str, disk: Path) -> None:
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        for call in (lambda **it: checkpointer.restore({}, **it), checkpointer.load):
+            with pytest.raises(TypeError, match=text):
+                call(**option)
 
 
 def test_what_is_no_path_or_step_is_named(disk: Path) -> None:
@@ -149,7 +191,7 @@ def test_the_budget_of_the_environment_may_be_a_text(monkeypatch: pytest.MonkeyP
         "save_directory",
     ],
 )
-def test_integrations_refuse_urls_too(module: str) -> None:
+def test_integrations_refuse_urls_and_empty_paths_too(module: str) -> None:
     calls: dict[str, Callable[[str], object]] = {
         "Writer": lambda path: dcp.Writer(path),
         "Reader": lambda path: dcp.Reader(path),
@@ -158,3 +200,17 @@ def test_integrations_refuse_urls_too(module: str) -> None:
     for url in URLS:
         with pytest.raises(ValueError, match="a URL: fastckpt reads and writes mounted"):
             calls[module](url)
+    with pytest.raises(ValueError, match="path is '', must be a path"):
+        calls[module]("")
+
+
+@needs_dcp
+def test_durable_of_integrations_is_a_flag(disk: Path) -> None:
+    for call in (
+        lambda **it: dcp.Writer(disk / "a", **it),
+        lambda **it: dcp.save({}, checkpoint_id=disk / "a", **it),
+        lambda **it: save_directory(str(disk / "a"), lambda _draft: None, **it),
+    ):
+        with pytest.raises(TypeError, match="durable is 'no' of type str, must be True or False"):
+            call(durable="no")
+    assert [*disk.iterdir()] == []

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt.cli import main
 
 
 def refusal(call: Callable[[], Any]) -> tuple[type[BaseException], str]:
@@ -314,6 +315,17 @@ def test_missing_folder_is_not_made(disk: Path) -> None:
     assert issubclass(ours[0], theirs[0]) and issubclass(ours[0], OSError)
     assert theirs[1].rstrip(".") in ours[1]  # "Parent directory ... does not exist"
     assert os.listdir(disk) == []
+
+
+def test_a_file_system_that_makes_no_files_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(
+        fastckpt.StorageError, match=r"ENOENT\]; .*refuses to create a file"
+    ) as told:
+        fastckpt.save(tensors(), "/proc/object.pt").result(timeout=60)
+    assert "does not exist" not in str(told.value)
+    assert main(["doctor", "/proc"]) == 1
+    report = capsys.readouterr().out
+    assert "'/proc' exists, but its file system refuses" in report and "not exist" not in report
 
 
 def test_dangling_symlink_into_a_missing_folder(disk: Path) -> None:

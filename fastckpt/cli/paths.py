@@ -1,0 +1,15 @@
+"""Paths that a command takes: a wrong one is an error of usage."""
+
+from __future__ import annotations
+
+import argparse
+
+from fastckpt.arguments import check_path
+
+
+def path_argument(text: str) -> str:
+    """Reads a path for argparse, which ends the process with status 2 if it is refused."""
+    try:
+        return check_path("it", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
