@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import pickle
 import stat
@@ -47,9 +48,12 @@ from fastckpt.gds import Direct
 from fastckpt.handle import SaveHandle
 from fastckpt.pacing import Pacing
 from fastckpt.placing import Placing
+from fastckpt.quantities import shown_time, shown_transfer
 from fastckpt.reader import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.stock_save import finish_stock, save_stock
 from fastckpt.storage import APPEARS_S, Storage, from_the_path, is_written_through, reported
+
+log = logging.getLogger("fastckpt")
 
 _APPEARS_POLL_S = 0.2
 DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL
@@ -332,6 +336,7 @@ def _load_alone(
     staging: str,
 ) -> Any:
     """Loads a file by one rank."""
+    started = time.perf_counter()
     opened = _open_regular(f)
     if opened is None:
         return load_by_torch(f)
@@ -341,17 +346,31 @@ def _load_alone(
         direct = None if maps else _direct(current, staging, path, map_location)
         file = open_verified(current.storage, current.staging, fd, path, verify, direct=direct)
         if file is None:
-            return load_by_torch(f)
-        with file:
-            if not maps:
-                return _load_placed(f, file, load_by_torch, map_location)
-            if not verify or not isinstance(f, str | os.PathLike):
-                return load_by_torch(f)
-            file.verify_all()
-            # By descriptor: a save may commit another file under the path in between.
-            return load_by_torch(f"/proc/self/fd/{fd}")
+            obj = load_by_torch(f)
+        else:
+            with file:
+                if not maps:
+                    obj = _load_placed(f, file, load_by_torch, map_location)
+                elif not verify or not isinstance(f, str | os.PathLike):
+                    obj = load_by_torch(f)
+                else:
+                    file.verify_all()
+                    # By descriptor: a save may commit another file under the path in between.
+                    obj = load_by_torch(f"/proc/self/fd/{fd}")
     finally:
         close_quietly(current.storage, fd)
+    _tell_loaded(path, file, started)
+    return obj
+
+
+def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int = 0) -> None:
+    """One line, on the first rank: the size of the file, and how long all of it took."""
+    seconds = time.perf_counter() - started
+    if file is None:
+        told = f"in {shown_time(seconds)}, by torch.load: the file has no checksums of fastckpt"
+    else:
+        told = shown_transfer(file.nbytes, seconds)
+    log.log(logging.DEBUG if rank else logging.INFO, "loaded %r: %s", path, told)
 
 
 def _direct(
@@ -406,6 +425,7 @@ def _load_together(
     timeout_s: float,
 ) -> Any:
     """Loads a file on all ranks of a group at once."""
+    started = time.perf_counter()
     current = pipeline.current()
     path = os.path.realpath(f)
     agreement = file_save.together(group).coordinator.begin(
@@ -444,9 +464,12 @@ def _load_together(
                 file.abandon()
             raise
         if file is None:
-            return load_by_torch(f)
-        with file:
-            return load_shared(f, file)
+            obj = load_by_torch(f)
+        else:
+            with file:
+                obj = load_shared(f, file)
+    _tell_loaded(path, file, started, agreement.rank)
+    return obj
 
 
 def _found(

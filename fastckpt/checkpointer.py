@@ -45,7 +45,7 @@ from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle
 from fastckpt.pacing import Pacing
-from fastckpt.quantities import shown_rate, shown_size, shown_time
+from fastckpt.quantities import shown_share, shown_transfer
 from fastckpt.spread import Spread
 from fastckpt.step_capture import captured
 from fastckpt.step_choice import first_whole
@@ -418,12 +418,12 @@ class Checkpointer:
 
     def _tell(self, what: str, step: int, started: float) -> None:
         """One line, on the first rank: what it has read itself, and how long all of it took."""
+        seconds, ranks = time.perf_counter() - started, self._coordinator.world_size
         reader, self._reader = self._reader, None
-        nbytes, seconds = 0 if reader is None else reader.nbytes_read, time.perf_counter() - started
+        nbytes = 0 if reader is None else reader.nbytes_read
         level = logging.DEBUG if self._coordinator.rank else logging.INFO
-        size, took = shown_size(nbytes), shown_time(seconds)
-        rate = shown_rate(nbytes / max(seconds, 1e-9))
-        log.log(level, "%s step %d of %r: %s in %s (%s)", what, step, self.root, size, took, rate)
+        size_and_time = shown_transfer(nbytes, seconds, shown_share(ranks))
+        log.log(level, "%s step %d of %r: %s", what, step, self.root, size_and_time)
 
     @contextmanager
     def _restoring(self) -> Iterator[Round]:

@@ -202,9 +202,11 @@ class DirectorySave(Job):
         self.handle.stats.written_s = self.handle.elapsed_s()
         if self.agreement.rank == 0:
             self.agreement.put("place", os.fsencode(self.draft.name))
-            record = b""
+            own, record = files, b""
         else:
-            record = self._brought(storage, files)
+            own = self._brought(storage, files)
+            record = file_list.to_record(own)
+        self.handle.stats.nbytes = sum(file.nbytes for file in own.values())
         self.conclude(record, lambda records: self._publish(storage, files, records))
         self.committed = self.agreement.rank == 0
 
@@ -224,7 +226,6 @@ class DirectorySave(Job):
                 way.append(_Moving(pending.name, path, image, moving.enter_context(transfer)))
             nbytes = sum(item.image.nbytes for item in way)
             self.staging_nbytes = min(limit, block_count(nbytes, BLOCK_BYTES) + 1) * BLOCK_BYTES
-            self.handle.stats.nbytes = nbytes
             self.copying.transfers += [item.transfer for item in way]
             self.copying.watch()
             opened = [self._opened(pipeline, files, item) for item in way]
@@ -284,7 +285,7 @@ class DirectorySave(Job):
             close_quietly(storage, fd)
         return crc32_of(storage, path, name)
 
-    def _brought(self, storage: Storage, files: Mapping[str, File]) -> bytes:
+    def _brought(self, storage: Storage, files: Mapping[str, File]) -> dict[str, File]:
         """Moves this rank's files to where the first rank has its own; tells which."""
         inner = os.path.basename(self.draft.directory)
         target = os.path.join(self.draft.beside, os.fsdecode(self.agreement.get("place")), inner)
@@ -304,7 +305,7 @@ class DirectorySave(Job):
             brought[name] = file
         if self.durable:
             commit.sync_directories(storage, target)
-        return file_list.to_record(brought)
+        return brought
 
     def _publish(self, storage: Storage, files: Mapping[str, File], records: list[bytes]) -> None:
         """THE commit: the directory, whose files are durable by now, gets its name."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fastckpt.errors import CheckpointError
 from fastckpt.latch import Latch, Outcome, TimedOut
-from fastckpt.quantities import shown_rate, shown_size, shown_time
+from fastckpt.quantities import shown_share, shown_size, shown_time, shown_transfer
 
 
 @dataclass
@@ -31,6 +31,8 @@ class SaveStats:
         local_why: why it did, in words, where there is one.
         nbytes: what this process writes: the file, or its part of it, or its files of a step; as it
             was before a codec.
+        ranks: how many ranks save together.
+        total_nbytes: what all of them write; on the first rank, when all are done.
         staged_bytes_max: the most bytes of staging memory the save held at a time.
         backend: "io_uring", "threads", or "stock" where torch.save itself wrote to the target.
         direct: whether O_DIRECT was used.
@@ -53,6 +55,8 @@ class SaveStats:
     local_committed_s: float | None = None
     local_why: str = ""
     nbytes: int = 0
+    ranks: int = 1
+    total_nbytes: int | None = None
     staged_bytes_max: int = 0
     backend: str = ""
     direct: bool = False
@@ -67,12 +71,13 @@ class SaveStats:
 
     def __str__(self) -> str:
         """One line: how much, how long, how fast, how long the caller was blocked, and by what."""
-        told = [shown_size(self.nbytes)]
+        nbytes, whose = self.nbytes, shown_share(self.ranks)
+        if self.total_nbytes is not None:
+            nbytes, whose = self.total_nbytes, f" by {self.ranks} ranks" if self.ranks > 1 else ""
         if self.committed_s is None:
-            told[0] += ", not committed"
+            told = [f"{shown_size(nbytes)}{whose}, not committed"]
         else:
-            rate = shown_rate(self.nbytes / max(self.committed_s, 1e-9))
-            told[0] += f" in {shown_time(self.committed_s)} ({rate})"
+            told = [shown_transfer(nbytes, self.committed_s, whose)]
         if self.local_committed_s is not None:
             told.append(f"on the node after {shown_time(self.local_committed_s)}")
         if self.stall_s is not None:

@@ -42,6 +42,7 @@ IN_FLIGHT_MAX = 16
 _HEAD_START_S = 0.001
 _LOOK_S = 0.5  # how often a save that waits for its turn looks whether it is still wanted
 _FREEING_S = 60.0  # longest wait for the blocks of replaced files
+_SIZE_BYTES = 8  # of the number that each rank's record begins with: how much it has written
 
 
 class InFlight(NamedTuple):
@@ -297,6 +298,7 @@ class Job:
     ) -> None:
         self.handle = handle
         self.agreement = agreement
+        handle.stats.ranks = agreement.world_size
         self.reads = reads
         self.copying = Copying(handle, reads, watched, self.forget)
         self.choice: Choice | None = None
@@ -391,9 +393,9 @@ class Job:
             PeerFailed: another rank failed or is missing. If rank 0's error is `visible`, so is
                 this one.
         """
-        agreement = self.agreement
+        agreement, stats = self.agreement, self.handle.stats
         self.may_be_visible = agreement.rank != 0
-        agreement.put("done", record)
+        agreement.put("done", stats.nbytes.to_bytes(_SIZE_BYTES, "little") + record)
         if agreement.rank != 0:
             self.follow()
             failure = agreement.hear_outcome()
@@ -402,10 +404,11 @@ class Job:
                 raise failure
             return
         records = agreement.gather("done")
+        stats.total_nbytes = sum(int.from_bytes(its[:_SIZE_BYTES], "little") for its in records)
         self.wait_turn()
         agreement.decide()
         try:
-            publish(records)
+            publish([its[_SIZE_BYTES:] for its in records])
         except BaseException as error:
             self.may_be_visible = is_visible(error)
             agreement.tell_outcome(error)

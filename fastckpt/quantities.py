@@ -87,6 +87,17 @@ def shown_time(seconds: float) -> str:
     return f"{_three(seconds / 86400)} d"
 
 
+def shown_transfer(nbytes: float, seconds: float, whose: str = "") -> str:
+    """ "2.00 GiB in 570 ms (3.77 GB/s)"; with whose bytes these are after the size"""
+    size, rate = shown_size(nbytes), shown_rate(nbytes / max(seconds, 1e-9))
+    return f"{size}{whose} in {shown_time(seconds)} ({rate})"
+
+
+def shown_share(ranks: int) -> str:
+    """ " by this rank of 8", to follow a size; nothing where there is one rank"""
+    return f" by this rank of {ranks}" if ranks > 1 else ""
+
+
 def _shown(value: float, base: float, units: tuple[str, ...]) -> str:
     power = 0
     while value >= base and power < len(units) - 1:

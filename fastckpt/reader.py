@@ -47,6 +47,10 @@ class VerifiedFile(io.RawIOBase):
 
     Made by open_verified(). torch's zip reader fetches each record with one readinto() into the
     memory of the storage it made, so bytes are copied once, from the verified block.
+
+    Attributes:
+        error: what went wrong, if anything has.
+        nbytes: of the file.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class VerifiedFile(io.RawIOBase):
         self._position = 0
         self._deferring_from: int | None = None
         self._deferred: dict[int, tuple[int, int]] = {}  # offset and size by address
-        self._nbytes = index.body_nbytes + len(index.tail)
+        self.nbytes = index.body_nbytes + len(index.tail)
         self._stream = stream
 
     @property
@@ -84,7 +88,7 @@ class VerifiedFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.nbytes}[whence]
         if base + offset < 0:
             raise OSError(errno.EINVAL, "seek before the beginning of the file")
         self._position = base + offset
@@ -136,7 +140,7 @@ class VerifiedFile(io.RawIOBase):
 
     def readinto(self, target: Any) -> int:
         view = memoryview(target).cast("B")
-        nbytes = max(0, min(len(view), self._nbytes - self._position))
+        nbytes = max(0, min(len(view), self.nbytes - self._position))
         body = max(0, min(nbytes, self._index.body_nbytes - self._position))
         if self._defers(nbytes, body):
             view[: len(_MARK)] = _MARK

@@ -118,7 +118,7 @@ class Staging:
         self._engine: _engine.Engine | None = None
         self._backends: dict[str, _engine.Backend] = {}
         self._uring_refusal: str | None = None
-        self._logged: set[str] = set()
+        self._logged: set[tuple[str, str]] = set()
         self._warm_bytes = 0
         self._warms_pinned = False
         self._abandoned = False
@@ -225,12 +225,12 @@ class Staging:
         if wanted == "io_uring":
             ring = self._uring_backend()
             if isinstance(ring, _engine.Backend):
-                return self._decided(Route(ring, direct, why, patience_s))
+                return self._decided(Route(ring, direct, why, patience_s), path)
             if requested == "io_uring":
                 raise BackendUnavailable(f"backend 'io_uring' does not work here: {ring}")
             why = f"{why}; but {ring}"
         threads = self._backend("threads", lambda: _engine.threads_backend(IO_THREADS))
-        return self._decided(Route(threads, direct, why, patience_s))
+        return self._decided(Route(threads, direct, why, patience_s), path)
 
     @contextmanager
     def through(
@@ -256,13 +256,14 @@ class Staging:
     def _dispatch(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
         return self._transfers[fd](kind, fd, memory, offset)
 
-    def _decided(self, route: Route) -> Route:
-        message = f"{route.backend.name}, {'direct' if route.direct else 'buffered'}: {route.why}"
+    def _decided(self, route: Route, path: str) -> Route:
+        """Tells of a route when it is taken for the first time."""
+        way = f"{route.backend.name}, {'direct' if route.direct else 'buffered'}"
         with self._lock:
-            new = message not in self._logged
-            self._logged.add(message)
+            new = (way, route.why) not in self._logged
+            self._logged.add((way, route.why))
         if new:
-            log.info("using %s", message)
+            log.info("using %s, for %r and files like it: %s", way, path, route.why)
         return route
 
     def _uring_backend(self) -> _engine.Backend | str:

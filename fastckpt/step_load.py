@@ -78,7 +78,7 @@ class StepReader:
         copies: where its files are read from; default: that directory.
 
     Attributes:
-        nbytes_read: bytes of shards read so far.
+        nbytes_read: bytes of its files read so far, but for manifest and indexes.
     """
 
     def __init__(
@@ -131,6 +131,7 @@ class StepReader:
                 if opened.error is not None:
                     raise opened.error
                 opened.verify_end()
+                self.nbytes_read += nbytes
                 return nest
 
     def per_rank(self, rank: int, weights_only: bool) -> dict[str, Any] | None:

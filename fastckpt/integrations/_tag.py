@@ -72,6 +72,7 @@ class Tag:
         self, directory: str, name: str, agreement: Round, is_latest: bool, options: dict[str, Any]
     ) -> None:
         self.handle = SaveHandle(os.path.join(directory, name), time.perf_counter())
+        self.handle.stats.ranks = agreement.world_size
         self._directory, self._agreement, self._options = directory, agreement, options
         self._durable: bool = options["durable"]
         self._latest = name if is_latest else None
@@ -166,10 +167,7 @@ class Tag:
                 log.error("tag %r %s: %s", self.handle.path, what, error)
                 self.handle.set_exception(error)
             else:
-                stats, files = self.handle.stats, [file.handle.stats for file in self._files]
-                stats.nbytes = sum(its.nbytes for its in files)
-                stats.staged_bytes_max = sum(its.staged_bytes_max for its in files)
-                stats.committed_s = self.handle.elapsed_s()
+                self.handle.stats.committed_s = self.handle.elapsed_s()
                 self.handle.set_result(self.handle.stats)
         finally:
             try:
@@ -189,13 +187,18 @@ class Tag:
         except CheckpointError:
             agreement.check()  # if the tag has failed meanwhile, that is why
             raise
-        self.handle.stats.written_s = self.handle.elapsed_s()
+        stats, files = self.handle.stats, [file.handle.stats for file in self._files]
+        stats.written_s = self.handle.elapsed_s()
+        stats.nbytes = sum(its.nbytes for its in files)
+        stats.staged_bytes_max = sum(its.staged_bytes_max for its in files)
         names = [file.name for file in self._files if file.name]
-        agreement.put("written", json.dumps(names).encode())
+        agreement.put("written", json.dumps([names, stats.nbytes]).encode())
         with ExitStack() as naming:
             make_durable: Callable[[], None] | None = None
             if agreement.rank == 0:
-                drafted = {name for its in agreement.gather("written") for name in json.loads(its)}
+                written = [json.loads(record) for record in agreement.gather("written")]
+                stats.total_nbytes = sum(nbytes for _names, nbytes in written)
+                drafted = {name for drafts, _nbytes in written for name in drafts}
                 opened = naming_in(pipeline.current().storage, self._above(), self.handle.path)
                 make_durable = naming.enter_context(opened)
                 agreement.put("go", b"named" if self._name_draft(drafted) else b"")

@@ -291,6 +291,14 @@ def save_in_parts(member: Member, root: str) -> list[Any]:
         return [checkpointer.steps(), found_in(part, checkpointer)]
 
 
+def save_and_tell(member: Member, root: str) -> list[fastckpt.SaveStats]:
+    """Of a step and of a file, each by all ranks."""
+    with Checkpointer(f"{root}/run") as checkpointer:
+        stats = [saved(member, checkpointer, 1)]
+    state = {"w": torch.zeros(member.world_size << 20)}
+    return [*stats, fastckpt.save(state, f"{root}/a.pt", group=member.group).result()]
+
+
 def save_by_one_made_too_early(member: Member, root: str) -> tuple[list[Outcome], list[int]]:
     """What a Checkpointer does that was made before torch.distributed was initialised; and steps of
     this rank alone, in the same job.

@@ -125,6 +125,7 @@ def test_backend_asked_for_is_the_one_that_serves(
     lines = [record.getMessage() for record in caplog.records if record.name == "fastckpt"]
     lines = [line for line in lines if not line.startswith("saved ")]
     assert len(lines) <= 1, "one line for each decision, not for each save"
+    assert all(f", for {handle.path!r} and files like it: " in line for line in lines)
     assert torch.equal(fastckpt.load(disk / "a.pt")["w"], state()["w"])
 
 

@@ -15,6 +15,7 @@ import itertools
 import mmap
 import os
 import platform
+import re
 import select
 import struct
 import sys
@@ -31,6 +32,7 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt.quantities import shown_size
 from tests.saving.test_process import run_python
 
 BLOCK = 8 << 20
@@ -896,6 +898,22 @@ def test_stats_are_one_readable_line() -> None:
     ).replace("0.50 s", "500 ms")
     stats.local_committed_s = 0.1
     assert "; on the node after 100 ms; " in str(stats)
+
+
+def test_one_line_is_logged_for_a_load(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, stock = disk / "a.pt", disk / "stock.pt"
+    fastckpt.save(filled(1), path).result(WAIT_S)
+    torch.save(filled(1), stock)
+    with caplog.at_level("INFO", "fastckpt"):
+        for options in ({}, {"mmap": True}, {"mmap": True, "verify": False}):
+            fastckpt.load(path, **options)
+        fastckpt.load(stock)
+    told = [line for line in caplog.messages if line.startswith("loaded ")]
+    size = shown_size(path.stat().st_size)
+    for line in told[:3]:
+        assert re.fullmatch(rf"loaded {str(path)!r}: {size} in .* \(.*B/s\)", line)
+    assert told[3].startswith(f"loaded {str(stock)!r}: in ") and "by torch.load" in told[3]
+    assert len(told) == 4
 
 
 def test_one_line_is_logged_for_a_commit(disk: Path, caplog: pytest.LogCaptureFixture) -> None:

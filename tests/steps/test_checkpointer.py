@@ -44,6 +44,7 @@ from fastckpt.errors import (
 )
 from fastckpt.image import BLOCK_BYTES
 from fastckpt.pipeline import IN_FLIGHT_MAX, Pipeline
+from fastckpt.quantities import shown_size
 from fastckpt.storage import Storage
 from tests.doubles import TRANSFERS, Delay, FailAt, Operation, PowerCut, Recorder, dead_pid
 from tests.paths import ROOT
@@ -415,6 +416,19 @@ def test_one_line_is_logged_for_a_restore(disk: Path, caplog: pytest.LogCaptureF
     restored, loaded = told
     assert re.fullmatch(rf"restored step 7 of '{disk}/run': \S+ MiB in .* \(.*B/s\)", restored)
     assert loaded.startswith("loaded step 7 of ")
+
+
+def test_the_line_of_a_restore_counts_small_tensors(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They lie in a file of their own, with what is no tensor."""
+    small = {f"w{n}": torch.ones(50_000) for n in range(10)}
+    with Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, small).result(WAIT_S)
+        with caplog.at_level("INFO", "fastckpt"):
+            checkpointer.restore(small)
+    (told,) = (line for line in caplog.messages if line.startswith("restored "))
+    assert f": {shown_size(next(disk.rglob('objects.pt')).stat().st_size)} in " in told
 
 
 @pytest.mark.parametrize(("rank", "warnings"), [("0", 0), ("1", 1), ("", 0)])

@@ -23,6 +23,7 @@ import zstandard
 
 import fastckpt
 from fastckpt.image import BLOCK_BYTES
+from fastckpt.quantities import shown_size
 from tests.crews import steps_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, Outcome
 from tests.crews.steps_states import flip, numbers, spreads
@@ -249,6 +250,23 @@ def test_a_late_rank_harms_no_later_save(crew: Callable[[int], Crew], disk: Path
 
 def test_groups_of_one_job_save_apart(crew: Callable[[int], Crew], disk: Path) -> None:
     assert crew(4)(bodies.save_in_parts, str(disk)) == [[[1, 2], 2]] * 2 + [[[3, 4], 4]] * 2
+
+
+def test_the_first_rank_tells_the_size_of_the_whole(
+    crew: Callable[[int], Crew], disk: Path
+) -> None:
+    """The others know their own share, and say that it is one."""
+    told = crew(2)(bodies.save_and_tell, str(disk))
+    step = sum(
+        path.stat().st_size for path in [*shards(disk / "run", 1), *disk.rglob("objects.pt")]
+    )
+    for (first, other), nbytes in zip(
+        zip(*told, strict=True), [step, (disk / "a.pt").stat().st_size], strict=True
+    ):
+        assert first.total_nbytes == nbytes == first.nbytes + other.nbytes
+        assert str(first).startswith(f"{shown_size(nbytes)} by 2 ranks in ")
+        assert other.total_nbytes is None
+        assert str(other).startswith(f"{shown_size(other.nbytes)} by this rank of 2 in ")
 
 
 def test_one_made_before_the_ranks_know_each_other_is_refused(
