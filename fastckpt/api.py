@@ -50,7 +50,7 @@ from fastckpt.pacing import Pacing
 from fastckpt.placing import Placing
 from fastckpt.quantities import shown_time, shown_transfer
 from fastckpt.reader import OtherByteOrder, VerifiedFile, open_verified
-from fastckpt.stock_save import finish_stock, save_stock
+from fastckpt.stock_save import finish_stock, save_stock, save_to_object
 from fastckpt.storage import APPEARS_S, Storage, from_the_path, is_written_through, reported
 
 log = logging.getLogger("fastckpt")
@@ -154,8 +154,7 @@ def save(
     save_by_torch = _stock_save(obj, *stock, _disable_byteorder_record)
     if target is None:
         _refuse_group(group, "to a file-like object")
-        save_by_torch(f)
-        return finish_stock(SaveHandle("", started))
+        return save_to_object(save_by_torch, f, SaveHandle("", started, f))
     handle = SaveHandle(path := real_path(target), started)
     if is_written_through(target):
         _refuse_group(group, f"to {path!r}, which is no regular file")

@@ -30,7 +30,7 @@ class SaveStats:
             if there is none, or the step went straight to the root.
         local_why: why it did, in words, where there is one.
         nbytes: what this process writes: the file, or its part of it, or its files of a step; as it
-            was before a codec.
+            was before a codec. 0 if torch.save wrote to what does not tell its position: a socket.
         ranks: how many ranks save together.
         total_nbytes: what all of them write; on the first rank, when all are done.
         staged_bytes_max: the most bytes of staging memory the save held at a time.
@@ -74,7 +74,9 @@ class SaveStats:
         nbytes, whose = self.nbytes, shown_share(self.ranks)
         if self.total_nbytes is not None:
             nbytes, whose = self.total_nbytes, f" by {self.ranks} ranks" if self.ranks > 1 else ""
-        if self.committed_s is None:
+        if self.backend == "stock" and not nbytes and self.committed_s is not None:
+            told = [f"bytes not counted, in {shown_time(self.committed_s)}"]
+        elif self.committed_s is None:
             told = [f"{shown_size(nbytes)}{whose}, not committed"]
         else:
             told = [shown_transfer(nbytes, self.committed_s, whose)]
@@ -98,11 +100,16 @@ class SaveHandle(Outcome[SaveStats]):
     Attributes:
         path: the final path, or "" for a file-like target.
         stats: the SaveStats so far.
+
+    Args:
+        started: when save() was called, by time.perf_counter().
+        target: a file-like target.
     """
 
-    def __init__(self, path: str, started: float) -> None:
+    def __init__(self, path: str, started: float, target: object = None) -> None:
         super().__init__()
         self.path = path
+        self._target = type(target).__name__
         self.stats = SaveStats()
         self.reported = False
         self._started = started
@@ -113,7 +120,7 @@ class SaveHandle(Outcome[SaveStats]):
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
-        """The path, and how far the save has come."""
+        """The path, or the type of a file-like target, and how far the save has come."""
         error = self.failure()
         if error is not None:
             state = f"failed: {type(error).__name__}: {error}"
@@ -121,7 +128,8 @@ class SaveHandle(Outcome[SaveStats]):
             state = f"committed: {self.stats}"
         else:
             state = "writing" if self.is_staged() else "copying"
-        return f"<{type(self).__name__} {self.path!r}: {state}>"
+        target = repr(self.path) if self.path else f"{self._target} object"
+        return f"<{type(self).__name__} {target}: {state}>"
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Waits until the object was copied (or the save failed) and may be mutated.

@@ -7,9 +7,10 @@ know when torch has to write.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Any
 
 from fastckpt import commit
 from fastckpt.commit import close_quietly, settle
@@ -41,12 +42,33 @@ def save_stock(
     return finish_stock(handle)
 
 
+def save_to_object(write: Callable[[Any], None], file: Any, handle: SaveHandle) -> SaveHandle:
+    """Lets another library write to a file-like object now. Raises what `write` raises.
+
+    What was written is counted by the object's own position: nothing is put between the two.
+    """
+    before = _position(file)
+    write(file)
+    after = _position(file)
+    if before is not None and after is not None:
+        handle.stats.nbytes = max(0, after - before)
+    return finish_stock(handle)
+
+
+def _position(file: Any) -> int | None:
+    """Where a file-like object is; None if it does not tell."""
+    try:
+        return operator.index(file.tell())
+    except Exception:  # whatever a class of others raises: the number is for messages alone
+        return None
+
+
 def finish_stock(handle: SaveHandle) -> SaveHandle:
     """Completes the handle of a save that torch.save did by itself before returning."""
     handle.mark_staged()
     handle.stats.backend, handle.stats.why = "stock", "written by torch.save itself"
     handle.stats.stall_s = handle.stats.committed_s = handle.elapsed_s()
     handle.set_result(handle.stats)
-    if handle.stats.nbytes:  # else it went to a file-like object or a device, and nobody counted
+    if handle.path and handle.stats.nbytes:  # else nothing was committed: an object, or a device
         log.info("saved %r: %s", handle.path, handle.stats)
     return handle

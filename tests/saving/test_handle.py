@@ -889,6 +889,21 @@ def test_a_handle_shows_its_path_and_how_far_it_is(disk: Path) -> None:
     assert repr(failed) == f"<SaveHandle {failed.path!r}: failed: StorageError: {error}>"
 
 
+def test_a_save_to_an_object_tells_its_type_and_size(disk: Path) -> None:
+    buffer = io.BytesIO(b"before")
+    buffer.seek(0, os.SEEK_END)
+    handle = fastckpt.save(filled(1), buffer)
+    assert handle.stats.nbytes == len(buffer.getvalue()) - len(b"before") > 0
+    assert repr(handle) == f"<SaveHandle BytesIO object: committed: {handle.stats}>"
+    for as_zip in (True, False):
+        with (disk / "a.pt").open("wb") as file:
+            handle = fastckpt.save(filled(1), file, _use_new_zipfile_serialization=as_zip)
+        assert handle.stats.nbytes == (disk / "a.pt").stat().st_size
+    pipe = SimpleNamespace(write=len, flush=lambda: None)  # what does not tell where it is
+    handle = fastckpt.save(filled(1), pipe)
+    assert "SimpleNamespace object: committed: bytes not counted, in " in repr(handle)
+
+
 def test_stats_are_one_readable_line() -> None:
     stats = fastckpt.SaveStats(nbytes=2 << 30)
     assert str(stats) == "2.00 GiB, not committed"
