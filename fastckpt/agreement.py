@@ -317,7 +317,7 @@ class Round:
                 for rank in itertools.islice(missing, _RANKS_LOOKED_AT):
                     past, did = self._whereabouts(rank, key)
                     if past and now - strayed.setdefault(rank, now) >= _GRACE_S:
-                        order = "all ranks must save the same steps in the same order"
+                        order = "all ranks must save, load and restore the same in the same order"
                         self._post(f"rank {rank} {did}: {order}", [rank], [rank])
             pause(since, deadline)
 

@@ -46,6 +46,7 @@ from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.formats.torch_pickle import torch_load, torch_save
 from fastckpt.gds import Direct
 from fastckpt.handle import SaveHandle
+from fastckpt.no_steps import hint_for_load
 from fastckpt.pacing import Pacing
 from fastckpt.placing import Placing
 from fastckpt.quantities import shown_time, shown_transfer
@@ -280,18 +281,12 @@ def load(
 
     def load_by_torch(source: Any, place: Any = map_location) -> Any:
         simple = map_location is None or isinstance(map_location, str | torch.device)
-        with _no_memory_told(f):
+        with _no_memory_told(f), _directory_told(f):
             if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
                 # As torch.load does by itself since it knows the suffix.
                 return safetensors.torch.load_file(f, device=str(map_location or "cpu"))
-            return torch_load(
-                source,
-                place,
-                pickle_module,
-                weights_only=weights_only,
-                mmap=mmap,
-                **pickle_load_args,
-            )
+            options = {"weights_only": weights_only, "mmap": mmap, **pickle_load_args}
+            return torch_load(source, place, pickle_module, **options)
 
     check_choice("staging", staging, STAGINGS)
     check_flag("verify", verify)
@@ -324,6 +319,18 @@ def _no_memory_told(f: Any) -> Iterator[None]:
         path = str(f if isinstance(f, str | os.PathLike) else getattr(f, "name", f))
         op, detail = "allocate memory to load", str(error) or type(error).__name__
         raise StorageError(op, path, errno.ENOMEM, detail=detail) from error
+
+
+@contextmanager
+def _directory_told(f: Any) -> Iterator[None]:
+    """Says of a directory that is a checkpoint what loads it."""
+    try:
+        yield
+    except IsADirectoryError as error:
+        if not (hint := hint_for_load(os.fspath(f))):
+            raise
+        why = f"{os.strerror(errno.EISDIR)}; {hint}"
+        raise IsADirectoryError(errno.EISDIR, why, f) from error
 
 
 def _load_alone(

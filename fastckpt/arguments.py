@@ -64,11 +64,11 @@ def check_integer(name: str, value: object) -> int:
         raise TypeError(f"{name} is {_told(value)}, must be an integer") from None
 
 
-def check_count(name: str, value: object) -> int:
-    """An integer of at least 1."""
+def check_count(name: str, value: object, otherwise: str = "") -> int:
+    """An integer of at least 1; `otherwise` says in words what may be passed instead."""
     number = check_integer(name, value)
     if number < 1:
-        raise ValueError(f"{name} is {number}, must be at least 1")
+        raise ValueError(f"{name} is {number}, must be at least 1{otherwise}")
     return number
 
 

@@ -44,6 +44,7 @@ from fastckpt.errors import CheckpointError
 from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle
+from fastckpt.no_steps import is_step, it_is_a_step
 from fastckpt.pacing import Pacing
 from fastckpt.quantities import shown_share, shown_transfer
 from fastckpt.spread import Spread
@@ -62,6 +63,8 @@ log = logging.getLogger("fastckpt")
 
 T = TypeVar("T")
 
+_IGNORED = "%r holds %s, which the state to be restored does not ask for"
+
 
 class Checkpointer:
     """Saves and restores the steps of a training run, in the background and on any parallelism.
@@ -78,6 +81,8 @@ class Checkpointer:
     - objects with state_dict and load_state_dict: modules, optimizers, schedulers, data loaders;
     - anything else that can be pickled, taken from the first rank, as are the values of tensors
       below 1 MiB, whose dtypes and shapes must be the same on all ranks. No DTensor may be inside.
+    restore() takes a state that is a dict, a list or has load_state_dict: what else was saved, such
+    as a tuple or a lone tensor, load() alone gives back.
 
     Args:
         root: directory of the run; made at the first save. One job at a time may save to it.
@@ -121,7 +126,7 @@ class Checkpointer:
 
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
-            group, or `local` lies on the root's file system.
+            group, the root is a file, or `local` lies on the root's file system.
     """
 
     def __init__(
@@ -152,7 +157,7 @@ class Checkpointer:
         check_choice("staging", staging, STAGINGS)
         check_flag("durable", durable)
         check_seconds("timeout_s", timeout_s)
-        keep_last = optional(check_count, "keep_last", keep_last)
+        keep_last = optional(_check_kept, "keep_last", keep_last)
         keep_every = optional(check_count, "keep_every", keep_every)
         limit = optional(check_size, "staging_bytes", staging_bytes)
         rate = optional(check_rate, "drain_rate", drain_rate)
@@ -170,6 +175,7 @@ class Checkpointer:
         self._fence = fence
         self._timeout_s = timeout_s
         self._steps = Steps(pipeline.current().storage, self.root)
+        self._is_step = is_step(self.root)
         self._tier = local_tier(
             self._steps.storage, local, keep_local, self._steps, self._coordinator, pacing
         )
@@ -199,11 +205,14 @@ class Checkpointer:
                 begun.
             TypeError, ValueError: a DTensor whose placement or dtype cannot be saved, or that is
                 inside of an object; a key that is no Unicode text; a state nested too deeply; a
-                step below 0; this was made before init_process_group(), by several ranks.
+                step below 0; the root is a step itself; this was made before init_process_group(),
+                by several ranks.
         """
         started = time.perf_counter()
         step = check_integer("step", step)
         current = self._current()
+        if self._is_step:
+            raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
         agreement = self._coordinator.begin(f"step {step}", self._timeout_s)
         self._handles = [earlier for earlier in self._handles if not earlier.done()]
         saving: Callable[..., StepSave] = StepSave
@@ -289,7 +298,11 @@ class Checkpointer:
         def read(reader: StepReader, spread: Spread) -> Callable[[], None]:
             rank = self._coordinator.rank
             own = reader.per_rank(rank, weights_only)
-            template = Template(state, reader.objects(weights_only), own, reader.find)
+            saved = reader.objects(weights_only)
+            template = Template(state, saved, own, reader.find, reader.path)
+            if template.ignored:
+                level = logging.DEBUG if rank else logging.WARNING
+                log.log(level, _IGNORED, reader.path, template.ignored)
             mine = spread.mine(template.targets, reader.find)
             reader.read(mine, self._options.staging)
             return template.put
@@ -452,6 +465,10 @@ class Checkpointer:
             return first_whole(agreement, current, [self._steps], step, noting, required=required)
         options = self._options
         return first_whole_of_tiers(agreement, current, tier, options, step, noting, required)
+
+
+def _check_kept(name: str, value: object) -> int:
+    return check_count(name, value, ", or None to keep all")
 
 
 def _own(values: dict[str, Any] | None, name: str) -> PerRank:

@@ -27,10 +27,7 @@ _SAMPLED_TENSORS = 64
 _SAMPLE_BYTES = 64
 _RANDOM = random.Random()  # not the user's, whose numbers stay what they are
 
-_ADVICE = (
-    "that checkpoint was not committed: update it in an optimizer step, call wait_staged() first, "
-    'or save with fence="call"'
-)
+_ADVICE = 'update it in an optimizer step, call wait_staged() first, or save with fence="call"'
 
 
 class Verdict:
@@ -78,7 +75,7 @@ class Verdict:
         if not calls.wait(PATIENCE_S):
             self._running = calls.text()
 
-    def check(self) -> None:
+    def check(self, path: str) -> None:
         """Gives the verdict if nobody has.
 
         Raises:
@@ -87,12 +84,12 @@ class Verdict:
         self.give()
         running, self._running = self._running, ""
         for part in self._watched:
-            part.check()
+            part.check(path)
         if running:
             raise StagingConflict(
                 f"{running} has been in one call for {PATIENCE_S:.0f} s, since before everything "
-                "was copied. It cannot be told whether that call changes a tensor of the state, so "
-                f"{_ADVICE}"
+                f"was copied that the save to {path!r} needs. It cannot be told whether that call "
+                f"changes a tensor of the state: {_ADVICE}"
             )
 
     def forget(self) -> None:
@@ -166,7 +163,7 @@ class Watched:
             self._tensors.clear()
             self._samples, self._obj, self._changed = [], None, None
 
-    def check(self) -> None:
+    def check(self, path: str) -> None:
         """Tells of a change that was seen.
 
         Raises:
@@ -176,7 +173,8 @@ class Watched:
         if changed is not None:
             tensor, obj, how = changed
             raise StagingConflict(
-                f"{name_of(tensor, obj)} was {how} before the save had copied it, so {_ADVICE}"
+                f"{name_of(tensor, obj)} was {how} before the save to {path!r} had "
+                f"copied it: {_ADVICE}"
             )
 
 

@@ -369,7 +369,7 @@ class FileSave(Job):
             return
         groups = self.agreement.same("state", description.digest(), description.detail)
         if groups is not None:
-            error, unequal = disagreement(groups)
+            error, unequal = disagreement(groups, self.handle.path)
             shared.note_unequal(unequal)
             raise error
 

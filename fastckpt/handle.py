@@ -131,6 +131,9 @@ class SaveHandle(Outcome[SaveStats]):
         target = repr(self.path) if self.path else f"{self._target} object"
         return f"<{type(self).__name__} {target}: {state}>"
 
+    def subject(self) -> str:
+        return f"save to {self.path!r}"
+
     def wait_staged(self, timeout: float | None = None) -> None:
         """Waits until the object was copied (or the save failed) and may be mutated.
 
@@ -142,7 +145,7 @@ class SaveHandle(Outcome[SaveStats]):
         """
         self._check_process()
         if not self._staged.wait(timeout):
-            raise TimedOut(f"save to {self.path!r} was not staged within {timeout} s")
+            raise TimedOut(f"{self.subject()} was not staged within {timeout:g} s")
 
     def result(self, timeout: float | None = None) -> SaveStats:
         """Waits for the commit. Returns the SaveStats; raises the save's error, or TimeoutError."""
@@ -179,7 +182,7 @@ class SaveHandle(Outcome[SaveStats]):
         """
         self._check_process()
         if not self._first.wait(timeout):
-            raise TimedOut(f"save to {self.path!r} was not committed within {timeout} s")
+            raise TimedOut(f"{self.subject()} was not committed within {timeout:g} s")
         if self.stats.local_committed_s is None:
             self.result(timeout)
         return self.stats.local_committed_s is not None

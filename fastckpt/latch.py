@@ -172,6 +172,10 @@ class Outcome(futures.Future[T], Generic[T]):
         """Whether it is over."""
         return self._state == _FINISHED
 
+    def subject(self) -> str:
+        """What it is the outcome of, for messages."""
+        return repr(self)
+
     def wait(self, timeout: float | None = None) -> bool:
         """Waits so many seconds, or for ever, for the end; whether it has come."""
         return self._ended.wait(timeout)
@@ -188,7 +192,7 @@ class Outcome(futures.Future[T], Generic[T]):
 
     def _wait(self, timeout: float | None) -> None:
         if not self.wait(timeout):
-            raise TimedOut(f"not over within {timeout} s")
+            raise TimedOut(f"{self.subject()} was not over within {timeout:g} s")
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Calls fn(self) at the end, on the thread that brings it; now if it has come."""

@@ -1,6 +1,8 @@
-"""What a root without committed steps holds instead, in words: it may be mistyped.
+"""What a directory is that is not what it was given for, in words: it may be mistyped.
 
-Responsible for saying so, and for warning of it once. It must not know who asked for a step.
+Responsible for saying what a root without committed steps holds, for warning of it once, and for
+what a directory is that was given as a file, or a step that was given as a root. It must not know
+who asked for a step.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from fastckpt.errors import StorageError
 from fastckpt.formats.manifest import MANIFEST
 from fastckpt.formats.step_names import NAME
 from fastckpt.steps import Steps
-from fastckpt.storage import reported
+from fastckpt.storage import Storage, reported
 
 log = logging.getLogger("fastckpt")
 
+_METADATA = ".metadata"  # of a checkpoint of torch.distributed.checkpoint
 _NAMES_TOLD = 3  # entries of a directory that one message names
 _ENTRIES_TRIED = 50  # of a directory without steps: whether these have some
 
@@ -32,7 +35,7 @@ def what_is_there(steps: Steps) -> str:
             return "there is no such directory"
         entries = sorted(storage.names(root))
     if MANIFEST in entries:
-        return f"it is a step itself: give {os.path.dirname(root)!r}"
+        return it_is_a_step(root)
     saves = [name for name in entries if NAME.match(name)]
     if saves:
         return f"there are only saves that did not come to their commit: {_listed(saves)}"
@@ -43,6 +46,47 @@ def what_is_there(steps: Steps) -> str:
     if roots:
         return f"there are steps further down, in {_listed(roots)}"
     return f"there is no step, but {_listed(entries)}"
+
+
+def it_is_a_step(root: str) -> str:
+    """Says which root is meant by a directory that is a step."""
+    return f"it is a step itself: give {os.path.dirname(root)!r}"
+
+
+def is_step(root: str) -> bool:
+    """Whether what was given as a root is a step.
+
+    Raises:
+        ValueError: it is no directory.
+    """
+    try:
+        os.stat(os.path.join(root, MANIFEST))  # one look tells both
+        return True
+    except NotADirectoryError:
+        raise ValueError(f"root is {root!r}, which is no directory: there is a file") from None
+    except OSError:  # it is not there yet, or a save or restore meets this again
+        return False
+
+
+def hint_for_load(path: str) -> str:
+    """How a directory is loaded that was given as a file; "" if it is no checkpoint that is known.
+
+    Args:
+        path: a directory.
+    """
+    storage = Storage()
+    try:
+        entries = storage.names(path)
+    except OSError:  # that it is a directory was told
+        return ""
+    if MANIFEST in entries and (match := NAME.match(os.path.basename(os.path.realpath(path)))):
+        above = os.path.dirname(os.path.realpath(path))
+        return f"it is a step: load it by fastckpt.Checkpointer({above!r}).load({int(match[1])})"
+    if any(NAME.match(name) for name in entries):
+        return f"it is a root: load it by fastckpt.Checkpointer({path!r}).load() or restore()"
+    if _METADATA in entries:
+        return "it is a checkpoint of torch.distributed.checkpoint: load it by that module's load()"
+    return ""
 
 
 def warn_once(steps: Steps) -> None:

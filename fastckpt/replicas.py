@@ -92,11 +92,14 @@ class Description:
         return [self._texts, crcs, self._first_rank, self._storages, self._seed]
 
 
-def disagreement(groups: Sequence[tuple[list[int], bytes]]) -> tuple[RanksDisagree, set[str]]:
+def disagreement(
+    groups: Sequence[tuple[list[int], bytes]], path: str
+) -> tuple[RanksDisagree, set[str]]:
     """Says where descriptions differ.
 
     Args:
         groups: for each distinct description, the ranks that gave it and its detail().
+        path: of the checkpoint, for the message.
 
     Returns:
         The error, which names tensors and ranks, and the names of the tensors of which nothing but
@@ -137,9 +140,8 @@ def disagreement(groups: Sequence[tuple[list[int], bytes]]) -> tuple[RanksDisagr
         else "every rank must save the same tensors"
     )
     text = "; ".join(found[:_NAMED_MAX]) or "ranks describe their state differently"
-    return RanksDisagree(f"ranks disagree: {text}{more}; nothing was committed: {advice}"), set(
-        unequal
-    )
+    text = f"ranks disagree about {path!r}: {text}{more}; nothing was committed: {advice}"
+    return RanksDisagree(text), set(unequal)
 
 
 def _structure_differences(base: dict[str, str], other: dict[str, str], ranks: str) -> list[str]:

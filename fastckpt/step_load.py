@@ -78,6 +78,7 @@ class StepReader:
         copies: where its files are read from; default: that directory.
 
     Attributes:
+        path: of the step.
         nbytes_read: bytes of its files read so far, but for manifest and indexes.
     """
 
@@ -94,13 +95,14 @@ class StepReader:
         self._staging = staging
         self._steps = steps
         self._name = name
+        self.path = steps.path(name)
         self.manifest = manifest
         self.copies = copies or Copies(storage, [steps.path(name)])
         self._indexes: dict[int, ShardIndex] = {}
         self.nbytes_read = 0
 
     def _path(self, file: str) -> str:
-        return self.copies.path(file) if file else self._steps.path(self._name, "")
+        return self.copies.path(file) if file else self.path
 
     def objects(self, weights_only: bool) -> Any:
         """The nest of what is not in shards.

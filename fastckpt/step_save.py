@@ -345,7 +345,7 @@ class StepSave(Job):
         description = content.description
         groups = self.agreement.same("state", description.digest(), description.detail)
         if groups is not None:
-            error, unequal = disagreement(groups)
+            error, unequal = disagreement(groups, self.handle.path)
             self.differing(unequal)
             raise error
 

@@ -7,7 +7,6 @@ lacks, and for putting values in place once they are all there. It must not know
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -33,8 +32,6 @@ from fastckpt.tree import (
     unwrapped,
 )
 
-log = logging.getLogger("fastckpt")
-
 _NAMED_MAX = 5
 
 
@@ -51,6 +48,7 @@ class Template:
         saved: the nest of objects of a step.
         per_rank: this rank's values by name; None if the saving job had no such rank.
         find: raises unless the step holds the parts of tensors it is given (StepReader.find).
+        where: the path of what was saved, for messages.
 
     Attributes:
         targets: what is to be read before put().
@@ -66,7 +64,9 @@ class Template:
         saved: Any,
         per_rank: Mapping[str, Any] | None,
         find: Callable[[Sequence[Place]], object],
+        where: str,
     ) -> None:
+        self._where = where
         self.targets: list[Target] = []
         self._find = find
         self._per_rank = per_rank
@@ -80,15 +80,16 @@ class Template:
         new = self._visit(state, saved, "state", 0)
         if new is not state and isinstance(state, list):
             if not isinstance(new, list):
-                raise IncompatibleCheckpoint(
-                    f"state is a list, in the checkpoint {_described(new)}"
-                )
+                raise self._misfit(f"state is a list, in the checkpoint {_described(new)}")
             self._actions.append(lambda: state.__setitem__(slice(None), new))
-        if self._ignored:
-            log.warning(
-                "the checkpoint holds %s, which the state to be restored does not ask for",
-                _listed(self._ignored),
-            )
+
+    @property
+    def ignored(self) -> str:
+        """Names what was saved and the state does not ask for; "" if that is nothing."""
+        return _listed(self._ignored)
+
+    def _misfit(self, text: str) -> IncompatibleCheckpoint:
+        return IncompatibleCheckpoint(f"{self._where!r} does not fit: {text}")
 
     def put(self) -> None:
         """Gives the values to the state; the targets were read."""
@@ -98,7 +99,7 @@ class Template:
     def _visit(self, value: Any, saved: Any, path: str, depth: int) -> Any:
         """What stands at this place afterwards; in place where it can be."""
         if depth > DEPTH_MAX:
-            raise IncompatibleCheckpoint(f"{path} is nested more than {DEPTH_MAX} deep")
+            raise self._misfit(f"{path} is nested more than {DEPTH_MAX} deep")
         if isinstance(value, PerRank):
             self._own_value(value, saved, path)
             return value
@@ -113,7 +114,7 @@ class Template:
             return value
         if isinstance(value, list | tuple) and _holds_tensors(value):
             if not isinstance(saved, list | tuple) or len(saved) != len(value):
-                raise IncompatibleCheckpoint(
+                raise self._misfit(
                     f"{path} has {len(value)} items, the checkpoint {_described(saved)}"
                 )
             items = [
@@ -128,10 +129,10 @@ class Template:
 
     def _dict(self, value: dict[Any, Any], saved: Any, path: str, depth: int) -> None:
         if not isinstance(saved, dict):
-            raise IncompatibleCheckpoint(f"{path} is a dict, in the checkpoint {_described(saved)}")
+            raise self._misfit(f"{path} is a dict, in the checkpoint {_described(saved)}")
         missing = [key for key in value if key not in saved]
         if missing:
-            raise IncompatibleCheckpoint(
+            raise self._misfit(
                 f"{path} has {missing[0]!r}"
                 + (f" and {len(missing) - 1} more keys" if len(missing) > 1 else "")
                 + ", which the checkpoint has not"
@@ -145,7 +146,7 @@ class Template:
 
     def _own_value(self, value: PerRank, saved: Any, path: str) -> None:
         if not isinstance(saved, dict) or not isinstance(saved.get(PER_RANK), str):
-            raise IncompatibleCheckpoint(f"{path} is PerRank, in the checkpoint it is not")
+            raise self._misfit(f"{path} is PerRank, in the checkpoint it is not")
         if self._per_rank is None or saved[PER_RANK] not in self._per_rank:
             self._actions.append(lambda: setattr(value, "found", False))
             return
@@ -170,13 +171,9 @@ class Template:
         elif isinstance(saved, torch.Tensor):
             found = tuple(saved.shape)
         else:
-            raise IncompatibleCheckpoint(
-                f"{path} is a tensor, in the checkpoint {_described(saved)}"
-            )
+            raise self._misfit(f"{path} is a tensor, in the checkpoint {_described(saved)}")
         if found != shape:
-            raise IncompatibleCheckpoint(
-                f"{path} has shape {list(shape)}, in the checkpoint {list(found)}"
-            )
+            raise self._misfit(f"{path} has shape {list(shape)}, in the checkpoint {list(found)}")
         local, box = tensor, whole(shape)
         if is_sharded(tensor):
             local, box = dtensor_part(path, tensor)
@@ -206,9 +203,7 @@ class Template:
             self._actions.append(lambda: value.load_state_dict(loaded))
             return
         if not isinstance(saved, dict):
-            raise IncompatibleCheckpoint(
-                f"{path} has a dict, in the checkpoint {_described(saved)}"
-            )
+            raise self._misfit(f"{path} has a dict, in the checkpoint {_described(saved)}")
         if isinstance(value, torch.optim.Optimizer):
             own = _completed(value, own, saved)
         unknown = [key for key in saved if key not in own]
@@ -216,7 +211,7 @@ class Template:
         self._add_missing(own, saved, depth)
         self._dict(own, saved, path, depth)
         if unknown and _is_strict(value):
-            raise IncompatibleCheckpoint(
+            raise self._misfit(
                 f"{path} is a module that has no {_listed(unknown)}, which the checkpoint has: "
                 "restore into a dict of what is wanted of it"
             )

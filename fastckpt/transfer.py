@@ -336,7 +336,7 @@ class Copying:
         for transfer in self.transfers:
             transfer.wait_staged()
             transfer.account(self._handle.stats)
-        self._verdict.check()
+        self._verdict.check(self._handle.path)
         if self.interrupted:
             raise CheckpointError(
                 f"save to {self._handle.path!r} was interrupted before everything was copied; "

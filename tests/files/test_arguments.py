@@ -4,6 +4,7 @@ was expected; texts that people write for sizes, rates and home directories are 
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 from collections import OrderedDict
@@ -17,6 +18,7 @@ import torch
 import fastckpt
 from fastckpt import arguments, budget, commit, file_save
 from fastckpt.directory_save import save_directory
+from fastckpt.handle import SaveHandle
 from tests.torches import dcp, needs_dcp
 
 URLS = ["s3://bucket/a.pt", "gs://b/a", "hf://me/model", "https://host/a.pt", "file:///tmp/a"]
@@ -122,6 +124,71 @@ def test_wrong_arguments_of_a_restore_are_named(option: Any, text: str, disk: Pa
         for call in (lambda **it: checkpointer.restore({}, **it), checkpointer.load):
             with pytest.raises(TypeError, match=text):
                 call(**option)
+
+
+def test_a_directory_given_as_a_file_is_told_how_to_load(disk: Path) -> None:
+    root, step = disk / "run", disk / "run" / "step-00000002"
+    with fastckpt.Checkpointer(root) as checkpointer:
+        checkpointer.save(2, {"a": 1}).result(60)
+    for path, hint in {
+        root: f"it is a root: load it by fastckpt.Checkpointer({str(root)!r}).load() or restore()",
+        step: f"it is a step: load it by fastckpt.Checkpointer({str(root)!r}).load(2)",
+    }.items():
+        with pytest.raises(IsADirectoryError) as refused:
+            fastckpt.load(path)
+        assert hint in str(refused.value) and refused.value.errno == errno.EISDIR
+    (disk / "dcp").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"Is a directory: '.*dcp'"):
+        fastckpt.load(disk / "dcp")
+    (disk / "dcp" / ".metadata").touch()
+    with pytest.raises(IsADirectoryError, match=r"of torch\.distributed\.checkpoint: load it by"):
+        fastckpt.load(disk / "dcp")
+
+
+def test_a_root_is_a_directory_and_no_step(disk: Path) -> None:
+    (disk / "a file").touch()
+    with pytest.raises(ValueError, match=r"root is '.*a file', which is no directory: there is a"):
+        fastckpt.Checkpointer(disk / "a file")
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        step = checkpointer.save(2, {"a": 1}).result(60) and disk / "run" / "step-00000002"
+    inside = sorted(step.iterdir())
+    with (
+        fastckpt.Checkpointer(step) as checkpointer,
+        pytest.raises(ValueError, match=r"root is .*it is a step itself: give '.*run'"),
+    ):
+        checkpointer.save(3, {"a": 1})
+    assert sorted(step.iterdir()) == inside
+
+
+def test_keep_last_says_how_to_keep_all(disk: Path) -> None:
+    with pytest.raises(ValueError, match="keep_last is 0, must be at least 1, or None to keep all"):
+        fastckpt.Checkpointer(disk, keep_last=0)
+
+
+def test_messages_name_the_checkpoint(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    step = str(disk / "step-00000001")
+    with fastckpt.Checkpointer(disk) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3), "b": 1}).result(60)
+        with pytest.raises(fastckpt.IncompatibleCheckpoint, match=f"'{step}' does not fit: state"):
+            checkpointer.restore({"w": torch.ones(4)})
+        assert checkpointer.restore({"w": torch.ones(3)}) == 1
+    assert f"'{step}' holds state['b'], which the state to be restored does not" in caplog.text
+
+
+def test_a_wait_that_ends_names_the_save() -> None:
+    handle = SaveHandle("/a.pt", 0.0)
+    for wait in (handle.result, handle.exception):
+        with pytest.raises(TimeoutError, match=r"^save to '/a\.pt' was not over within 1e-05 s$"):
+            wait(1e-5)
+
+
+def test_what_only_load_gives_back(disk: Path) -> None:
+    with fastckpt.Checkpointer(disk) as checkpointer:
+        for step, state in enumerate([(torch.ones(3), 7), torch.arange(4.0)]):
+            checkpointer.save(step, state).result(60)
+            assert str(checkpointer.load(step)) == str(state)
+            with pytest.raises(TypeError, match="must be a dict, a list or stateful"):
+                checkpointer.restore(state, step)  # type: ignore[arg-type]
 
 
 def test_what_is_no_path_or_step_is_named(disk: Path) -> None:

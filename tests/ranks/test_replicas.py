@@ -64,9 +64,11 @@ def take(description: Description, parts: Sequence[Sampled], seed: int) -> None:
 def compare(*groups: tuple[list[int], Description]) -> tuple[str, set[str]]:
     """The message and the names of tensors with other contents, for groups of ranks."""
     assert len({description.digest() for _, description in groups}) == len(groups)
-    error, unequal = disagreement([(ranks, each.detail()) for ranks, each in groups])
+    error, unequal = disagreement([(ranks, each.detail()) for ranks, each in groups], "a")
     assert type(error) is RanksDisagree and type(pickle.loads(pickle.dumps(error))) is RanksDisagree
-    assert str(error).startswith("ranks disagree: ") and "nothing was committed" in str(error)
+    assert str(error).startswith("ranks disagree about 'a': ") and "nothing was committed" in str(
+        error
+    )
     return str(error), unequal
 
 

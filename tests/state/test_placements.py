@@ -71,7 +71,7 @@ def refused(state: dict[str, Any], world_size: int, rank: int, message: str) -> 
         flatten(state, rank, world_size)
     saved = {name: torch.zeros(value.shape) for name, value in state.items()}
     with pytest.raises(TypeError, match=message.replace("'", "[\"']+.*")):
-        Template(state, saved, None, lambda _places: None)
+        Template(state, saved, None, lambda _places: None, "run")
 
 
 # ---- which part a rank holds ----
@@ -324,7 +324,9 @@ def described(flat: Flat, world_size: int) -> Description:
 
 def difference(*descriptions: Description) -> tuple[str, set[str]]:
     assert len({each.digest() for each in descriptions}) == len(descriptions)
-    error, unequal = disagreement([([rank], d.detail()) for rank, d in enumerate(descriptions)])
+    error, unequal = disagreement(
+        [([rank], d.detail()) for rank, d in enumerate(descriptions)], "a"
+    )
     return str(error), unequal
 
 

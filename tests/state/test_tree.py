@@ -1146,7 +1146,7 @@ def test_a_missing_name_is_told_with_what_is_there_instead(
     with pytest.raises(
         IncompatibleCheckpoint, match=f"{name}', which the checkpoint has not{told}"
     ):
-        Template({name: 1}, saved, None, lambda _places: None)
+        Template({name: 1}, saved, None, lambda _places: None, "run")
 
 
 def test_near_names_among_very_many_are_found_at_once() -> None:

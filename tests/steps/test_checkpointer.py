@@ -456,9 +456,14 @@ def test_the_error_of_the_body_counts(disk: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_a_root_that_is_no_directory(disk: Path) -> None:
+    """It is refused when it is given; or told by the save, if it became one later."""
     (disk / "file").write_bytes(b"content")
     for root in (disk / "file", disk / "file" / "below"):
+        with pytest.raises(ValueError, match=r"which is no directory: there is a file"):
+            Checkpointer(root)
+        (disk / "file").rename(disk / "hidden")
         checkpointer = Checkpointer(root)
+        (disk / "hidden").rename(disk / "file")
         handle = checkpointer.save(1, state(1))
         error = handle.exception(WAIT_S)
         assert isinstance(error, StorageError) and error.errno == errno.ENOTDIR
