@@ -375,7 +375,8 @@ class Checkpointer:
         return sorted({item.manifest.step for item in found})
 
     def latest(self) -> int | None:
-        """The step committed last, as this rank sees the directory now; None if there is none.
+        """The step committed last, as this rank sees the directory now; None if there is none. It
+        need not have the highest number.
 
         Raises:
             StorageError: as steps().
