@@ -250,7 +250,7 @@ class DirectorySave(Job):
         stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
         padded = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         with reported("allocate", item.path):
-            pipeline.allocate(fd, padded if route.direct else nbytes)
+            pipeline.allocate(fd, padded if route.direct else nbytes, item.path)
         item.transfer.write_to(fd, 0, route)
         return fd, route
 

@@ -95,7 +95,7 @@ def _ready(
         padded = -(-purpose.nbytes // PAGE_BYTES) * PAGE_BYTES
         if allocates:
             with reported("allocate", path):
-                pipeline.allocate(fd, padded if route.direct else purpose.nbytes)
+                pipeline.allocate(fd, padded if route.direct else purpose.nbytes, path)
         return route
     except StorageError as error:
         number = error.errno or errno.EIO
@@ -106,6 +106,7 @@ def _ready(
         detail = storage.refusal_text(fd, number)
         if not detail:
             raise
+        detail = f"{error.detail}; {detail}" if error.detail else detail
         raise StorageError(error.op, error.path, number, error.offset, detail) from error
 
 

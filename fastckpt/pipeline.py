@@ -33,7 +33,7 @@ from fastckpt.handle import SaveHandle
 from fastckpt.latch import Latch, start_thread
 from fastckpt.rates import Rates
 from fastckpt.staging import Staging
-from fastckpt.storage import Storage, close_inherited
+from fastckpt.storage import Storage, close_inherited, shortage_told
 from fastckpt.transfer import Copying
 
 log = logging.getLogger("fastckpt")
@@ -233,17 +233,22 @@ class Pipeline:
                 self._failed.pop(handle, None)
         return [*self._failed.copy()]
 
-    def allocate(self, fd: int, nbytes: int) -> None:
-        """Allocates; if the space is short, first lets committed saves free what they replaced."""
+    def allocate(self, fd: int, nbytes: int, path: str) -> None:
+        """Allocates; if the space is short, first lets committed saves free what they replaced.
+
+        Raises:
+            StorageError: there is too little room, and how much. OSError: what else is refused.
+        """
         others = self._in_flight.copy()  # before: what is freed from now on may be what was short
-        try:
-            self.storage.allocate(fd, nbytes)
-        except OSError as error:
-            freeing = [handle for handle in others if handle.done()]
-            if error.errno != errno.ENOSPC or not freeing:
-                raise
-            self._wait_gone(freeing)
-            self.storage.allocate(fd, nbytes)
+        with shortage_told(self.storage, fd, path, nbytes):
+            try:
+                self.storage.allocate(fd, nbytes)
+            except OSError as error:
+                freeing = [handle for handle in others if handle.done()]
+                if error.errno != errno.ENOSPC or not freeing:
+                    raise
+                self._wait_gone(freeing)
+                self.storage.allocate(fd, nbytes)
 
     def drain(self) -> None:
         """Waits for every save in flight, and for what it still does after its commit."""

@@ -25,6 +25,7 @@ from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.filesystems import LINGERING, REFUSALS, Policy
 from fastckpt.formats.lustre_layout import Layout, Purpose
 from fastckpt.image import PAGE_BYTES
+from fastckpt.quantities import shown_size
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 T = TypeVar("T")
@@ -100,6 +101,26 @@ def reported(op: str, path: str, offset: int | None = None) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(op, path, error.errno or errno.EIO, offset) from error
+
+
+@contextmanager
+def shortage_told(storage: Storage, fd: int, path: str, nbytes: int) -> Iterator[None]:
+    """Says how much room a file needs that the body could not give it, and how much there is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        detail = ""
+        with suppress(OSError):  # the error that it is to explain is the one that counts
+            taken = os.fstat(fd).st_blocks * 512  # it may have been allocated in part
+            detail = room_text(nbytes, storage.free_bytes(os.path.dirname(path)) + taken)
+        raise StorageError("allocate", path, errno.ENOSPC, detail=detail) from error
+
+
+def room_text(needed: int, left: int) -> str:
+    """Both sides of a shortage, in words."""
+    return f"{shown_size(needed)} are needed and {shown_size(left)} are left on the file system"
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.pacing import Pacing
 from fastckpt.steps import Committed, Steps
-from fastckpt.storage import NEW_MODE, Storage, reported
+from fastckpt.storage import NEW_MODE, Storage, reported, room_text
 
 log = logging.getLogger("fastckpt")
 
@@ -201,9 +201,11 @@ class LocalTier:
 
     def check_room(self, nbytes: int) -> None:
         """Raises StorageError if there is no room for so much, and a little more."""
-        with reported("allocate", self.steps.root):
-            if self._storage.free_bytes(self.steps.root) < nbytes + SPARE_BYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        root, needed = self.steps.root, nbytes + SPARE_BYTES
+        with reported("allocate", root):
+            left = self._storage.free_bytes(root)
+        if left < needed:
+            raise StorageError("allocate", root, errno.ENOSPC, detail=room_text(needed, left))
 
     def warn(self, step: int, why: str) -> None:
         """Tells that a save goes past the tier; aloud if that is news."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -393,6 +394,7 @@ def test_osts_that_are_all_full_are_named(lustre_client: LustreClient, disk: Pat
     error = handle.exception(WAIT_S)
     assert isinstance(error, StorageError) and error.errno == errno.ENOSPC
     assert error.op == "allocate" and "OST0005 (6291456 MiB free)" in str(error)
+    assert re.search(r"12\.0 MiB are needed and .* are left on the file system; ", str(error))
     assert lustre_client.calls.count("create") == 2, "once more, and not again"
     assert os.listdir(disk) == []
 
