@@ -131,7 +131,7 @@ def test_wrong_settings_are_refused_with_the_reason(disk: Path, local: Path) -> 
         Checkpointer(disk / "run", local=local, keep_local=0)
     with pytest.raises(ValueError, match="keep_local without local"):
         Checkpointer(disk / "run", keep_local=2)
-    with pytest.raises(ValueError, match="local is empty"):  # not the working directory
+    with pytest.raises(ValueError, match="local is '', must be a path"):
         Checkpointer(disk / "run", local="")
     with pytest.raises(TypeError):
         Checkpointer(disk / "run", local=local, keep_local=1.5)  # type: ignore[arg-type]
