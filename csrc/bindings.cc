@@ -133,7 +133,12 @@ void bind_jobs(py::module_& m) {
     const py::call_guard<py::gil_scoped_release> nogil;
     py::class_<TokenBucket, std::shared_ptr<TokenBucket>>(m, "TokenBucket")
         .def(py::init<double, uint64_t>(), py::arg("bytes_per_s"), py::arg("grain_bytes"))
-        .def("set", &TokenBucket::set, py::arg("bytes_per_s"), py::arg("grain_bytes"));
+        .def(
+            "set",
+            [](TokenBucket& bucket, double bytes_per_s, uint64_t grain_bytes) {
+                bucket.set(bytes_per_s, grain_bytes);
+            },
+            py::arg("bytes_per_s"), py::arg("grain_bytes"));
     py::class_<WriteJob, std::shared_ptr<WriteJob>>(m, "WriteJob",
                                                     py::release_gil_before_calling_cpp_dtor())
         .def(

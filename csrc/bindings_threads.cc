@@ -5,7 +5,10 @@
 // starts the garbage collector. Here no Python code runs, so nobody else gets the GIL meanwhile.
 #include <pybind11/pybind11.h>
 
+#include <pthread.h>
+
 #include <atomic>
+#include <ctime>
 
 namespace py = pybind11;
 
@@ -59,6 +62,30 @@ py::dict thread_stacks() {
     return stacks;
 }
 
+// By the ident of each thread but the caller's: the CPU time it has used, in seconds. Threads of
+// which it cannot be told are left out.
+py::dict thread_seconds() {
+    const NoCollecting paused;
+    const auto own = PyThread_get_thread_ident();
+    // While the GIL is held no thread that has frames can end, and with it the clock.
+    py::dict tops = py::module_::import("sys").attr("_current_frames")();
+    py::dict seconds;
+#if defined(__linux__)
+    for (const auto& [key, top] : tops) {
+        const auto ident = key.cast<unsigned long>();
+        clockid_t clock;
+        timespec used{};
+        if (ident == own || pthread_getcpuclockid(static_cast<pthread_t>(ident), &clock) != 0)
+            continue;
+        if (clock_gettime(clock, &used) != 0) continue;
+        seconds[key] = static_cast<double>(used.tv_sec) + 1e-9 * static_cast<double>(used.tv_nsec);
+    }
+#else
+    (void)own;
+#endif
+    return seconds;
+}
+
 std::atomic<uint64_t> main_thread_turns{0};
 
 // Asks the main thread to count a turn between two of its instructions; false: not now.
@@ -74,6 +101,7 @@ bool ask_main_thread() {
 
 void bind_threads(py::module_& m) {
     m.def("thread_stacks", &thread_stacks);
+    m.def("thread_seconds", &thread_seconds);
     m.def("ask_main_thread", &ask_main_thread);
     m.def("main_thread_turns", [] { return main_thread_turns.load(); });
 }

@@ -19,9 +19,15 @@ class TokenBucket {
 
     TokenBucket(double bytes_per_s, uint64_t grain_bytes) { set(bytes_per_s, grain_bytes); }
 
-    // From now on this rate; what was taken before is paid for as it was.
-    void set(double bytes_per_s, uint64_t grain_bytes) {
+    // From now on this rate, also for what was taken before and is not paid for: a job that went at
+    // a crawl holds up nobody after it.
+    void set(double bytes_per_s, uint64_t grain_bytes,
+             Time now = std::chrono::steady_clock::now()) {
         const std::lock_guard lock(mu_);
+        if (paid_at_ > now) {
+            const std::chrono::duration<double> owed = paid_at_ - now;
+            paid_at_ = now + cost_at(bytes_per_s, owed.count() * bytes_per_s_);
+        }
         bytes_per_s_ = bytes_per_s;
         grain_bytes_ = grain_bytes;
     }
@@ -43,8 +49,12 @@ class TokenBucket {
 
   private:
     Time::duration cost(uint64_t nbytes) const {
+        return cost_at(bytes_per_s_, static_cast<double>(nbytes));
+    }
+
+    static Time::duration cost_at(double bytes_per_s, double nbytes) {
         constexpr double kLongest = 1e8;  // seconds; no rate makes a time that does not fit
-        const double seconds = static_cast<double>(nbytes) / bytes_per_s_;
+        const double seconds = nbytes / bytes_per_s;
         return std::chrono::duration_cast<Time::duration>(
             std::chrono::duration<double>(std::min(seconds, kLongest)));
     }

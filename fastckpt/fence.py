@@ -25,6 +25,8 @@ PATIENCE_S = 60.0  # the longest wait for one call of another thread to end
 _NOTICE_S = 1.0
 _SAMPLED_TENSORS = 64
 _SAMPLE_BYTES = 64
+_SAMPLED_ELEMENTS = 8  # of a tensor whose memory is not one piece
+_OF_TORCH = (torch.Tensor, torch.nn.Parameter)
 _RANDOM = random.Random()  # not the user's, whose numbers stay what they are
 
 _ADVICE = 'update it in an optimizer step, call wait_staged() first, or save with fence="call"'
@@ -60,7 +62,7 @@ class Verdict:
             calls = RunningCalls(self._before)
             try:
                 ended = calls.have_ended() or any([part.has_changed() for part in parts])
-                if not ended and any(part.is_read_late() for part in parts):
+                if not ended:
                     self._wait(calls)
             finally:
                 calls.forget()
@@ -104,32 +106,22 @@ class Watched:
 
     Args:
         tensors: with the version counters (torch.Tensor._version) they had when they were captured;
-            emptied when they were looked at.
+            emptied. Those whose storages have at most SMALL_BYTES were copied before save()
+            returned: they may change.
         obj: what was saved; used to name a tensor.
-        copied_nbytes: storages up to this size were copied before save() returned: they may change.
     """
 
-    def __init__(
-        self,
-        tensors: list[tuple[torch.Tensor, int]],
-        obj: object,
-        copied_nbytes: int = SMALL_BYTES,
-    ) -> None:
+    def __init__(self, tensors: list[tuple[torch.Tensor, int]], obj: object) -> None:
         self._lock = threading.Lock()
-        self._tensors = tensors
-        self._samples = _samples([tensor for tensor, _ in tensors])
+        self._counters = [_Counter.of(*item) for item in tensors if not _is_copied(item[0])]
+        tensors.clear()  # in place: the pickler's class refers to this list, in a circle
+        self._samples = _samples(self._counters)
         self._obj = obj
-        self._copied_nbytes = copied_nbytes
         self._changed: tuple[torch.Tensor, object, str] | None = None
 
     def is_open(self) -> bool:
         """Whether there is something to look at."""
-        return bool(self._tensors)
-
-    def is_read_late(self) -> bool:
-        """Whether not all of it was copied before save() returned."""
-        with self._lock:
-            return any(not _is_copied(tensor, self._copied_nbytes) for tensor, _ in self._tensors)
+        return bool(self._counters)
 
     def has_changed(self) -> bool:
         """Whether a change is to be seen already; the first one is kept for check()."""
@@ -139,9 +131,9 @@ class Watched:
             return self._changed is not None
 
     def _change(self) -> tuple[torch.Tensor, object, str] | None:
-        for tensor, version in self._tensors:
-            if tensor._version != version and not _is_copied(tensor, self._copied_nbytes):
-                return tensor, self._obj, "changed in place"
+        for counter in self._counters:
+            if counter.alias._version != counter.version:
+                return counter.tensor, self._obj, "changed in place"
         for sample in self._samples:
             if sample.differs():
                 return sample.tensor, self._obj, "written to in a way that torch does not count"
@@ -153,15 +145,13 @@ class Watched:
             self.has_changed()
         finally:
             with self._lock:
-                # In place: the pickler's class refers to this list, in a circle.
-                self._tensors.clear()
-                self._samples, self._obj = [], None
+                self._counters, self._samples, self._obj = [], [], None
 
     def forget(self) -> None:
         """Lets go of everything; nobody will ask any more."""
         with self._lock:
-            self._tensors.clear()
-            self._samples, self._obj, self._changed = [], None, None
+            self._counters, self._samples = [], []
+            self._obj = self._changed = None
 
     def check(self, path: str) -> None:
         """Tells of a change that was seen.
@@ -176,6 +166,29 @@ class Watched:
                 f"{name_of(tensor, obj)} was {how} before the save to {path!r} had "
                 f"copied it: {_ADVICE}"
             )
+
+
+class _Counter(NamedTuple):
+    """A tensor and its version counter.
+
+    Attributes:
+        tensor: by which it is named. It may be given other memory, and another counter with it
+            (`set_`, `.data =`, torch.utils.swap_tensors).
+        alias: has the memory that is saved, and its counter, for as long as they are of interest.
+        version: of the alias at the call.
+    """
+
+    tensor: torch.Tensor
+    alias: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, version: int) -> _Counter:
+        """The counter of a tensor that was captured at this version."""
+        if type(tensor) not in _OF_TORCH or tensor.layout is not torch.strided:
+            return cls(tensor, tensor, version)
+        with torch._C._DisableTorchDispatch():  # a mode of the caller's is not concerned
+            return cls(tensor, tensor.detach(), version)
 
 
 class _Sample(NamedTuple):
@@ -194,31 +207,50 @@ class _Sample(NamedTuple):
         return now != self.content
 
 
-def _samples(tensors: Sequence[torch.Tensor]) -> list[_Sample]:
+def _samples(counters: Sequence[_Counter]) -> list[_Sample]:
     """Bytes at two places, others each time, of large tensors on the host."""
-    if len(tensors) > _SAMPLED_TENSORS:
-        tensors = _RANDOM.sample(tensors, _SAMPLED_TENSORS)
-    found = []
-    for tensor in tensors:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
-            continue
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes <= SMALL_BYTES or tensor.layout is not torch.strided:
-            continue
-        if not tensor.is_contiguous():
-            continue
-        storage = tensor.untyped_storage()
-        address, begin = storage.data_ptr(), int(tensor.storage_offset()) * tensor.element_size()
-        apart = int(_RANDOM.random() * (nbytes // 4 - _SAMPLE_BYTES))
-        for offset in (begin + apart, begin + nbytes - apart - _SAMPLE_BYTES):
-            content = ctypes.string_at(address + offset, _SAMPLE_BYTES)
-            found.append(_Sample(tensor, storage, offset, content))
+    if len(counters) > _SAMPLED_TENSORS:
+        counters = _RANDOM.sample(counters, _SAMPLED_TENSORS)
+    found: list[_Sample] = []
+    for counter in counters:
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                found += _samples_of(counter)
+        except (NotImplementedError, RuntimeError):
+            continue  # it has no memory of its own
     return found
 
 
-def _is_copied(tensor: torch.Tensor, copied_nbytes: int) -> bool:
+def _samples_of(counter: _Counter) -> Iterator[_Sample]:
+    tensor = counter.alias
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
+        return
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    address, count = storage.data_ptr(), tensor.numel()
+    if not address or not count:
+        return
+    begin = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous() and count * size > 4 * _SAMPLE_BYTES:
+        apart = int(_RANDOM.random() * (count * size // 4 - _SAMPLE_BYTES))
+        offsets = [begin + apart, begin + count * size - apart - _SAMPLE_BYTES]
+        nbytes = _SAMPLE_BYTES
+    else:  # what lies between its elements may be others'
+        offsets = [begin + size * _any_element(tensor) for _ in range(_SAMPLED_ELEMENTS)]
+        nbytes = size
+    for offset in offsets:
+        content = ctypes.string_at(address + offset, nbytes)
+        yield _Sample(counter.tensor, storage, offset, content)
+
+
+def _any_element(tensor: torch.Tensor) -> int:
+    """Where some element lies, in elements from the first one."""
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum(_RANDOM.randrange(size) * stride for size, stride in axes)
+
+
+def _is_copied(tensor: torch.Tensor) -> bool:
     try:
-        return tensor.untyped_storage().nbytes() <= copied_nbytes
+        return tensor.untyped_storage().nbytes() <= SMALL_BYTES
     except (NotImplementedError, RuntimeError):
         return False  # sparse and other tensors without a storage of their own
 

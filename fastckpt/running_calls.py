@@ -20,10 +20,12 @@ import torch
 
 from fastckpt import _engine
 
-# A thread that stands where it stood when the save began has been in one call since then (a server
-# that waits for requests in C), or comes back to one instruction over and over. It is given this
-# long to move on.
+# A thread that stands where it stood when the save began, and has used no CPU time to speak of, has
+# been in one call since then: a server that waits for requests in C. It is given this long to move
+# on. One that has computed may have come back to the same instruction for another tensor, as a
+# loop over tensors does, and has to be seen elsewhere.
 STAYED_S = 0.05
+_IDLE_S, _IDLE_SHARE = 0.0002, 0.001  # of CPU time, at once and of the time that has passed
 _MAIN_ASKED_S = 0.01
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.0002, 0.005
 
@@ -51,17 +53,44 @@ OWN_FILES = frozenset(os.path.join(os.path.dirname(__file__), f"{name}.py") for 
 _OF_CALLS = ("PUSH_NULL", "KW_NAMES", "LOAD_CONST")
 
 Stack = list[tuple[FrameType, int]]  # the innermost frame first, with the instruction it is at
-Position = tuple[int, int, int]
+
+
+class Position(NamedTuple):
+    """Where a thread stands, without holding its frame.
+
+    Attributes:
+        place: the innermost frame, its code and the instruction.
+        cpu_s: the CPU time that the thread has used; None where that cannot be told.
+        at_s: when that was, by time.monotonic().
+    """
+
+    place: tuple[int, int, int]
+    cpu_s: float | None
+    at_s: float
+
+    def has_stayed(self, before: Position) -> bool:
+        """Whether the thread has been in one call since an earlier moment, as far as is known."""
+        if self.place != before.place:
+            return False
+        if self.cpu_s is None or before.cpu_s is None:
+            return True
+        used_s, passed_s = self.cpu_s - before.cpu_s, self.at_s - before.at_s
+        return used_s <= _IDLE_S + _IDLE_SHARE * passed_s
 
 
 def positions() -> dict[int, Position]:
-    """Where each other thread stands, by its ident; without holding its frame."""
-    return {ident: _position(stack) for ident, stack in _engine.thread_stacks().items()}
+    """Where each other thread stands, by its ident."""
+    return _positions(_engine.thread_stacks())
 
 
-def _position(stack: Stack) -> Position:
-    frame, instruction = stack[0]
-    return id(frame), id(frame.f_code), instruction
+def _positions(stacks: dict[int, Stack]) -> dict[int, Position]:
+    seconds, now_s = _engine.thread_seconds(), time.monotonic()
+    found = {}
+    for ident, stack in stacks.items():
+        frame, instruction = stack[0]
+        place = id(frame), id(frame.f_code), instruction
+        found[ident] = Position(place, seconds.get(ident), now_s)
+    return found
 
 
 class RunningCalls:
@@ -78,12 +107,13 @@ class RunningCalls:
     def __init__(self, before: dict[int, Position]) -> None:
         self._left: dict[int, _Call] = {}
         self._stayed: set[int] = set()
-        for ident, stack in _engine.thread_stacks().items():
-            call = _Call.of(stack)
+        stacks = _engine.thread_stacks()
+        for ident, position in _positions(stacks).items():
+            call = _Call.of(stacks[ident])
             if call.is_top and _waits(call.frame.f_code, call.instruction):
                 continue
             self._left[ident] = call
-            if before.get(ident) == _position(stack):
+            if ident in before and position.has_stayed(before[ident]):
                 self._stayed.add(ident)
         self._begin_s = time.monotonic()
         self._turns: int | None = None  # of the main thread, when it was asked for one more

@@ -50,12 +50,11 @@ def captured(
     if rank == 0:
         protocol = torch.serialization.DEFAULT_PROTOCOL
         objects = torch_pickle.capture(flat.objects, pickle, protocol, False, watch, readable)
-    leaves = [_readable(leaf, readable) for leaf in flat.leaves]
+    leaves = [_readable(leaf, readable, watch) for leaf in flat.leaves]
     watched = []
     if watch:
         versions = [(leaf.local, leaf.local._version) for leaf in leaves]
-        named = {leaf.key: leaf.local for leaf in leaves}
-        watched.append(Watched(versions, named, copied_nbytes=0))
+        watched.append(Watched(versions, {leaf.key: leaf.local for leaf in leaves}))
     storages = [leaf.local.untyped_storage() for leaf in leaves]
     if objects is not None:
         watched.append(Watched(objects.tensors, flat.objects if watch else None))
@@ -70,11 +69,13 @@ def captured(
     )
 
 
-def _readable(leaf: Leaf, types: frozenset[str]) -> Leaf:
-    """A leaf whose memory can be copied as it lies, on devices of these types."""
+def _readable(leaf: Leaf, types: frozenset[str], is_late: bool) -> Leaf:
+    """A leaf whose memory can be copied as it lies, on devices of these types; and late, too."""
     local = leaf.local
     if local.device.type not in types or not local.is_contiguous():
         return leaf._replace(local=local.cpu().contiguous())
+    if is_late and local.numel() * local.element_size() <= torch_pickle.SMALL_BYTES:
+        return leaf._replace(local=local.clone())  # buffers, which a forward pass may change
     return leaf
 
 

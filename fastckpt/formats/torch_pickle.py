@@ -62,6 +62,8 @@ class Capture:
         self.met: dict[str, torch.UntypedStorage] = {}
         self._leaving_out = ExitStack()
         self._by_us = False
+        self.uncounted: list[torch.Tensor] = []  # tensors met that have no version counter
+        self._of_tensors: set[int] | None = None
 
     # torch.serialization._save calls these; the content arrives as str, bytes or storage.
     def write_record(self, name: str, content: Any, nbytes: int) -> None:
@@ -70,10 +72,20 @@ class Capture:
             self._by_us = True
         if isinstance(content, str):
             content = content.encode()
-        if self.copies_small and 0 < nbytes <= SMALL_BYTES and not isinstance(content, bytes):
-            content = _copied(content)
+        if self.copies_small and nbytes and not isinstance(content, bytes):
+            content = self._lasting(content)
         assert isinstance(content, torch.UntypedStorage) or len(content) == nbytes
         self.records.append((name, content))
+
+    def _lasting(self, storage: torch.UntypedStorage) -> bytes | torch.UntypedStorage:
+        """What may be read late: the storage, or a copy of it."""
+        if self._of_tensors is None:
+            tensors = [*(tensor for tensor, _ in self.tensors), *self.uncounted]
+            self._of_tensors = set(map(_identity, tensors))
+        # Nobody counts the changes of a storage that stands in the object as such.
+        if storage.nbytes() <= SMALL_BYTES or storage._cdata not in self._of_tensors:
+            return _copied(storage)
+        return storage
 
     def write_record_metadata(self, name: str, nbytes: int) -> None:
         if not self._by_us:
@@ -91,10 +103,19 @@ class Capture:
         """What torch was told is taken back."""
         self._leaving_out.close()
         self.met.clear()
+        self.uncounted.clear()
 
     def storages(self) -> Iterator[torch.UntypedStorage]:
         """Those of the records that are not bytes."""
         return (content for _, content in self.records if isinstance(content, torch.UntypedStorage))
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    """By which a tensor's storage is known; 0 for a tensor without one of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def _copied(storage: torch.UntypedStorage) -> bytes | torch.UntypedStorage:
@@ -126,7 +147,8 @@ def capture(
     Args:
         obj, pickle_module, pickle_protocol, disable_byteorder_record: as torch.save's arguments.
         observe_tensors: for a save that goes on while training does: also note every tensor and its
-            version counter, and copy what is small, such as the buffers a forward pass updates.
+            version counter, and copy what is small, such as the buffers a forward pass updates, and
+            storages that belong to no tensor.
         readable: types of devices whose storages stay where they are.
 
     Raises:
@@ -138,7 +160,7 @@ def capture(
     if save is None:  # a torch whose entry point moved: correct, but holds a copy of everything
         return _capture_by_copy(obj, pickle_module, pickle_protocol)
     met = captured.met if readable - _CPU else None
-    module = _Shim(pickle_module, captured.tensors if observe_tensors else None, met)
+    module = _Shim(pickle_module, captured if observe_tensors else None, met)
     # Pickling makes many objects and no garbage in circles: collecting in the midst of it would
     # only add to the stall, by as much as the rest of the program has objects.
     collecting = gc.isenabled()
@@ -211,7 +233,7 @@ class _Shim:
     def __init__(
         self,
         pickle_module: Any,
-        tensors: list[tuple[torch.Tensor, int]] | None,
+        observer: Capture | None,
         met: dict[str, torch.UntypedStorage] | None,
     ) -> None:
         base: Any = pickle_module.Pickler
@@ -238,13 +260,16 @@ class _Shim:
                 cls.persistent_id = filtered
 
         self.Pickler = Pickler
-        if tensors is None:
+        if observer is None:
             return
-        noted = tensors
+        noted, uncounted = observer.tensors, observer.uncounted
 
         def note(self: Any, obj: object) -> Any:
-            if isinstance(obj, torch.Tensor) and _has_version(obj):
-                noted.append((obj, obj._version))
+            if isinstance(obj, torch.Tensor):
+                if _has_version(obj):
+                    noted.append((obj, obj._version))
+                elif obj.is_inference():
+                    uncounted.append(obj)
             return NotImplemented if inherited is None else inherited(self, obj)
 
         Pickler.reducer_override = note

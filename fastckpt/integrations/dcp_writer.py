@@ -281,7 +281,7 @@ def _content(plan: SavePlan, planner: SavePlanner, devices: Devices, watch: bool
                 names[item.index.fqn] = local
         items.append(local)
     storages = [item.untyped_storage() for item in items if isinstance(item, torch.Tensor)]
-    guards = [Watched(watched, names, copied_nbytes=0)] if watched else []
+    guards = [Watched(watched, names)] if watched else []
     return Content(items, devices.reads(storages), guards)
 
 

@@ -90,10 +90,15 @@ void changes_its_rate() {
     TokenBucket bucket(1e6, 10'000);
     Time now{};
     granted(bucket, now, 1, 10'000, [] { return 0.0; });
-    bucket.set(5e6, 50'000);
+    bucket.set(5e6, 50'000, now);
     const uint64_t got = granted(bucket, now, 2, 50'000, [] { return 0.0; });
     expect(got >= 9'900'000 && got <= 10'100'000, "the new rate counts at once");
     expect(bucket.grain_bytes() == 50'000, "and the new grain");
+    TokenBucket crawling(1, 1);
+    crawling.take(10'000, now);  // paid for in some three hours
+    crawling.set(1e6, 10'000, now);
+    const auto when = crawling.take(1, now + std::chrono::milliseconds(1));
+    expect(!when, "what is owed is paid at the new rate");
 }
 
 void bears_any_rate() {

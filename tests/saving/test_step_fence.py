@@ -26,8 +26,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastckpt
-from fastckpt import fence, step_load
-from fastckpt.running_calls import OWN_FILES, WAITING, RunningCalls, _callee, positions
+from fastckpt import fence, running_calls, step_load, tree
+from fastckpt.running_calls import (
+    OWN_FILES,
+    WAITING,
+    Position,
+    RunningCalls,
+    _callee,
+    positions,
+)
 from tests.saving.test_handle import (
     WAIT_S,
     HeldTensor,
@@ -204,6 +211,112 @@ def test_a_call_that_began_before_the_save_does_not_hold_it_up(disk: Path) -> No
             os.write(writing, b"x")
 
 
+def test_a_loop_that_has_come_to_a_tensor_of_the_state_is_waited_for(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands where it stood at the call, at another tensor; what it has computed tells."""
+    monkeypatch.setattr(running_calls, "STAYED_S", 0.0)
+    weight, other = (torch.full((NBYTES // 4,), 3.0) for _ in range(2))
+
+    def compute() -> None:
+        until_s = time.thread_time() + 0.05
+        while time.thread_time() < until_s:
+            pass
+
+    with HeldTensor(NBYTES) as gate, HeldTensor(NBYTES) as first, HeldTensor(NBYTES) as second:
+
+        def loop() -> None:
+            for tensor, source in ((other, first.tensor), (weight, second.tensor)):
+                tensor.copy_(source)
+                compute()
+
+        with running(loop):
+            first.wait_reached()
+            handle = as_file({"gate": gate.tensor, "w": weight}, disk)
+            gate.wait_reached()
+            first.release()
+            second.wait_reached()
+            gate.release()
+            wait_until(waits_for_calls, "everything is copied")
+            second.release()
+        assert isinstance(handle.exception(WAIT_S), fastckpt.StagingConflict)
+
+
+def test_who_has_used_the_processor_since_has_not_stayed() -> None:
+    before = Position((1, 2, 3), 5.0, 100.0)
+    assert Position((1, 2, 3), 5.0001, 100.1).has_stayed(before)
+    assert Position((1, 2, 3), 5.01, 200.0).has_stayed(before), "a server that looks up at times"
+    assert not Position((1, 2, 3), 5.01, 100.1).has_stayed(before)
+    assert not Position((1, 2, 4), 5.0, 100.1).has_stayed(before)
+    assert Position((1, 2, 3), None, 100.1).has_stayed(before), "it cannot be told"
+
+
+# Memory that is saved, whatever the tensor is that had it.
+
+
+def set_to_another(weight: torch.Tensor) -> None:
+    weight.set_(torch.empty(1))
+
+
+def give_other_data(weight: torch.Tensor) -> None:
+    weight.data = torch.empty(0)
+
+
+def swap_with_another(weight: torch.Tensor) -> None:
+    torch.utils.swap_tensors(weight, torch.ones(3))
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("lose", [set_to_another, give_other_data, swap_with_another])
+def test_a_change_is_seen_though_the_tensor_has_other_memory_then(
+    disk: Path, save: Callable[[Any, Path], Any], lose: Callable[[torch.Tensor], None]
+) -> None:
+    weight = torch.ones(40_000)
+    with HeldTensor(NBYTES) as gate:
+        handle = save({"gate": gate.tensor, "w": weight}, disk)
+        gate.wait_reached()
+        weight[100:300].add_(1)
+        lose(weight)
+        gate.release()
+    with pytest.raises(fastckpt.StagingConflict, match="changed in place"):
+        handle.result(WAIT_S)
+
+
+@pytest.mark.parametrize("whole", [torch.Tensor.untyped_storage, torch.Tensor.storage])
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_storage_that_is_saved_as_such_has_the_values_of_the_call(
+    disk: Path, whole: Callable[[torch.Tensor], Any]
+) -> None:
+    weight = torch.ones(40_000)
+    with HeldTensor(NBYTES) as gate:
+        handle = as_file({"gate": gate.tensor, "w": whole(weight)}, disk)
+        gate.wait_reached()
+        weight.add_(1)
+        gate.release()
+    handle.result(WAIT_S)
+    loaded = torch.load(disk / "a.pt", weights_only=False)["w"]
+    assert bytes(loaded.untyped()) == bytes(torch.ones(40_000).untyped_storage())
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_buffers_may_change_however_many_there_are(
+    disk: Path, save: Callable[[Any, Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many small tensors are written into shards by all ranks rather than as objects by one."""
+    monkeypatch.setattr(tree, "SMALL_SUM_BYTES_MAX", 0)
+    buffers = [torch.ones(1000) for _ in range(3)]
+    with HeldTensor(NBYTES) as gate:
+        handle = save({"gate": gate.tensor, "b": buffers}, disk)
+        gate.wait_reached()
+        for buffer in buffers:
+            buffer.add_(1)
+        gate.release()
+    handle.result(WAIT_S)
+    if save is as_step:
+        with fastckpt.Checkpointer(disk / "run") as checkpointer:
+            assert all(bool((found == 1).all()) for found in checkpointer.load()["b"])
+
+
 # Who waits runs no operation.
 
 
@@ -362,6 +475,36 @@ UNCOUNTED: dict[str, Callable[[torch.Tensor], object]] = {
         torch.randn(2, len(weight)), weight, torch.ones_like(weight), training=True
     ),
 }
+
+
+class Named(torch.Tensor):
+    """A subclass with memory of its own, as libraries make them."""
+
+
+def transposed(weight: torch.Tensor) -> torch.Tensor:
+    return weight.view(100, 200).t()
+
+
+def strided(weight: torch.Tensor) -> torch.Tensor:
+    return weight[::2]
+
+
+def of_a_subclass(weight: torch.Tensor) -> torch.Tensor:
+    return weight.as_subclass(Named)
+
+
+@pytest.mark.parametrize("view", [transposed, strided, of_a_subclass])
+def test_samples_are_of_tensors_of_any_shape(
+    disk: Path, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    weight = torch.ones(20_000)
+    with HeldTensor(NBYTES) as gate:
+        handle = as_file({"gate": gate.tensor, "w": view(weight)}, disk)
+        gate.wait_reached()
+        weight.data.add_(1)
+        gate.release()
+    with pytest.raises(fastckpt.StagingConflict, match="that torch does not count"):
+        handle.result(WAIT_S)
 
 
 @pytest.mark.parametrize("save", SAVES)
