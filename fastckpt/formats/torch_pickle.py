@@ -268,7 +268,7 @@ class _Shim:
             if isinstance(obj, torch.Tensor):
                 if _has_version(obj):
                     noted.append((obj, obj._version))
-                elif obj.is_inference():
+                elif not torch.nn.parameter.is_lazy(obj):
                     uncounted.append(obj)
             return NotImplemented if inherited is None else inherited(self, obj)
 
