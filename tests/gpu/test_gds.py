@@ -52,6 +52,7 @@ class Stubs(NamedTuple):
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Stubs:
+    interpreters.run("")  # from now on there is one that forks others, and the descriptor to it
     directory = tmp_path_factory.mktemp("stubs")
     cuda = CudaStub(cuda_stub.built(directory))
     return Stubs(cuda, CufileStub(cufile_stub.built(directory), cuda.path))

@@ -806,7 +806,7 @@ def test_objects_that_need_more_than_weights_only(tmp_path: Path) -> None:
 def test_a_writer_checks_its_arguments(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Writer(**{"path": tmp_path, **options})
-    with pytest.raises(ValueError, match="path is None"):
+    with pytest.raises(TypeError, match="path is None"):
         Reader(None)  # type: ignore[arg-type]
 
 
