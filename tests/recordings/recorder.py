@@ -234,6 +234,8 @@ def _line(operation: Operation, result: str) -> str:
         shown = f"{args[0]} bytes at {args[1]}"
     else:
         shown = " ".join(filter(None, map(_argument_text, args)))
+    if name == "open_of":  # the number of a descriptor, which tells of the process alone
+        shown = ""
     if name == "create" and args:
         shown = " ".join([oct(args[0]), *filter(None, map(_argument_text, args[1:]))])
     return "  ".join(filter(None, (f"{name:<15}", operation.path, shown, result)))

@@ -24,6 +24,7 @@ import zstandard
 from fastckpt import pipeline, storage
 from fastckpt.errors import CheckpointError
 from fastckpt.image import BLOCK_BYTES
+from fastckpt.integrations import dcp, dcp_plans
 from fastckpt.pipeline import Pipeline
 from tests.crews.group_crew import Member
 from tests.recordings.recorder import Naming, StageStorage, lines_of
@@ -124,6 +125,9 @@ def play(member: Member | None, scene: Scene, directory: Path) -> str:
         warnings.simplefilter("ignore")
         stack.enter_context(mock.patch.object(secrets, "token_hex", token_hex))
         stack.enter_context(mock.patch.object(storage, "_PAUSE_S", 0.0))
+        # Plans that are known from other scenes draw no token.
+        for known in (dcp._alone, *dcp._groups.values()):
+            stack.enter_context(mock.patch.object(known, "plans", dcp_plans.Plans()))
         before = os.umask(0o022)
         stack.callback(os.umask, before)
         stage = Stage(directory, member)
