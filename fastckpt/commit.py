@@ -15,7 +15,7 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from fastckpt.errors import StorageError
@@ -61,17 +61,19 @@ def temporary_path(path: str) -> str:
 
 def temporaries(storage: Storage, path: str) -> list[str]:
     """Temporaries of saves to path, whoever made them."""
-    directory, prefix = os.path.dirname(path), _prefix(path)
+    directory = os.path.dirname(path)
     try:
         names = storage.names(directory)
     except OSError:
         return []
+    return [os.path.join(directory, name) for name in temporaries_among(names, path)]
+
+
+def temporaries_among(names: Iterable[str], path: str) -> list[str]:
+    """Those of the names in path's directory that are temporaries of saves to it."""
+    prefix = _prefix(path)
     found = ((name, _SUFFIX.search(name)) for name in names)
-    return [
-        os.path.join(directory, name)
-        for name, match in found
-        if match is not None and name[: match.start()] == prefix
-    ]
+    return [name for name, match in found if match and name[: match.start()] == prefix]
 
 
 def others_at_work(storage: Storage, path: str) -> list[int]:

@@ -10,7 +10,6 @@ import ctypes
 import errno
 import io
 import os
-import struct
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +30,7 @@ from fastckpt.formats import torch_zip, zip_contents
 from fastckpt.gds import Direct
 from fastckpt.image import BLOCK_BYTES, Index, block_count
 from fastckpt.staging import ReadStream, Staging
-from fastckpt.storage import Storage, reported
+from fastckpt.storage import Storage, naming, reported
 
 _SCRATCH_BYTES = 1 << 20
 DEFERRED_BYTES = 1 << 20  # storages of this size and more
@@ -97,7 +96,8 @@ class VerifiedFile(io.RawIOBase):
     def defer(self) -> None:
         """From now on leaves large storages to be asked for by deferred() and fill()."""
         if not isinstance(self._stream, Exchange) or self._stream.device.type != "cpu":
-            self._deferring_from = zip_contents.storages_offset(self._index)
+            with naming(self._path):
+                self._deferring_from = zip_contents.storages_offset(self._index)
 
     def stop_deferring(self) -> None:
         """Begins anew, reading all that is asked for when it is."""
@@ -207,7 +207,7 @@ class VerifiedFile(io.RawIOBase):
         end = min(begin + self._index.block_bytes, self._index.body_nbytes)
         try:
             names = zip_contents.damaged_records(self._read_at, self._index, begin, end)
-        except (OSError, struct.error, IndexError):
+        except (OSError, CorruptCheckpoint):
             names = []  # a bad disk or a forged directory: the damage stands, only its name is lost
         what = f"record {', '.join(names[:5])}" if names else "a zip header or padding"
         if len(names) > 5:
@@ -279,7 +279,8 @@ def open_verified(
 
         if direct is None or block_bytes != BLOCK_BYTES:
             return VerifiedFile(storage, fd, path, index, stream())
-        large = zip_contents.blocks_of_large(index, DEFERRED_BYTES)
+        with naming(path):
+            large = zip_contents.blocks_of_large(index, DEFERRED_BYTES)
         blocks = range(block_count(nbytes, block_bytes))
         return VerifiedFile(
             storage, fd, path, index, Divided(stream, blocks, block_bytes, large, direct)

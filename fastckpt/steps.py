@@ -164,11 +164,10 @@ class Steps:
         """Steps whose manifest validates, the one committed last first; and what is wrong with
         every other directory that has a manifest.
 
-        A step may be removed between being listed and being looked at. The save that removed it
-        committed a newer one before, which the listing may lack, but the next listing has, unless
-        this machine remembers an old one. So the root is listed until nothing new vanishes and
-        there is a step, a bounded number of times. A listing in which nothing is committed is made
-        once more, because one that takes long may miss both.
+        A save that removes a step between its being listed and looked at has committed a newer one
+        before, which the next listing has, unless this machine remembers an old one. So the root
+        is listed, a bounded number of times, until nothing new vanishes and there is a step; once
+        more if nothing is committed, because a listing that takes long may miss both.
 
         Args:
             afresh: False: manifests that were looked at before are not looked at again.
@@ -209,13 +208,10 @@ class Steps:
                 continue
             try:
                 manifest = self._manifest(name)
-                if manifest is not None:
+                if manifest is None:
+                    self._sort_unmarked(name, gone, bare)
+                else:
                     found.append(Committed(name, manifest))
-                elif self._is_gone(name):
-                    gone.add(name)
-                # One that is being removed has no temporary manifest either.
-                elif not commit.temporaries(self.storage, self.path(name, MANIFEST)):
-                    bare.add(name)
             except Vanished:
                 gone.add(name)
             except CheckpointError as error:
@@ -240,14 +236,22 @@ class Steps:
             known = self._known[name] = (version, self.read(name))
         return known[1]
 
-    def _is_gone(self, name: str) -> bool:
-        """Whether a directory that was listed, and in which no manifest was found, is no longer
-        there, or should have one.
+    def _sort_unmarked(self, name: str, gone: set[str], bare: set[str]) -> None:
+        """Adds a directory without a manifest to those that are gone or should have one, or to
+        those without a temporary one, too: nobody is writing them, or somebody removes them.
         """
+        path = self.path(name, MANIFEST)
         try:
-            return MANIFEST in self.storage.names(self.path(name))
+            names = self.storage.names(self.path(name))
         except OSError as error:
-            return error.errno in (errno.ENOENT, errno.ESTALE)
+            (gone if error.errno in (errno.ENOENT, errno.ESTALE) else bare).add(name)
+            return
+        if MANIFEST in names and self.storage.leads_nowhere(path):
+            raise CorruptCheckpoint(f"{path!r} is a link that leads nowhere")
+        if MANIFEST in names:
+            gone.add(name)
+        elif not commit.temporaries_among(names, path):
+            bare.add(name)
 
     def survey(self, step: int | None = None) -> tuple[list[Committed], list[Fault]]:
         """As committed(), but what could not be read is tried again, for seconds, and is an error
@@ -256,7 +260,6 @@ class Steps:
         Args:
             step: what cannot be read of other steps does not matter; None: all matter.
         """
-
         failed: list[str] = []
 
         def looked() -> tuple[list[Committed], list[Fault]]:

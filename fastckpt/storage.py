@@ -373,6 +373,10 @@ class Storage:
         except FileNotFoundError:
             return False
 
+    def leads_nowhere(self, path: str) -> bool:
+        """Whether path is a symbolic link, and nothing is where it leads to."""
+        return os.path.islink(path) and not os.path.exists(path)
+
     def directories(self, path: str) -> list[str]:
         """Names of the directories in a directory, in no order; symbolic links are none."""
         with os.scandir(path) as entries:

@@ -69,7 +69,7 @@ class Runtime(types.ModuleType):
     def is_initialized(self) -> bool:
         return self.initialized
 
-    def current_stream(self, ordinal: int) -> Stream:
+    def current_stream(self, ordinal: int = 0) -> Stream:
         return Stream(self.stream_of.get(ordinal, self.stream))
 
     def init(self) -> None:

@@ -1334,6 +1334,8 @@ def load_and_die(
     member: Member, path: Path, victim: int, storage: Callable[[], Storage]
 ) -> Outcome:
     impatient = dist.new_group(timeout=timedelta(seconds=10))  # what waits for blocks obeys that
+    member.store.set(f"connected {member.rank}", b"")  # or the victim dies while others connect
+    member.store.wait([f"connected {rank}" for rank in range(member.world_size)])
     options = {"group": impatient, "timeout_s": 10}
     if member.rank == victim:
         with saving_through(storage()):

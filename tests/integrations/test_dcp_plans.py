@@ -5,7 +5,7 @@ Ranks are threads here, over a store in memory. Must not know what is planned fo
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import pytest
@@ -53,7 +53,9 @@ class Job:
             return given
 
         with ThreadPoolExecutor(RANKS) as threads:
-            return [*threads.map(run, range(RANKS))]
+            begun = [threads.submit(run, rank) for rank in range(RANKS)]
+            wait(begun)  # map() gives up those that have not begun when one has failed
+            return [rank.result() for rank in begun]
 
 
 def plan_of(name: str) -> SavePlan:
