@@ -46,12 +46,14 @@ class Runtime(types.ModuleType):
         stream: the current one, as the stub of the driver counts; 0 is the default stream.
         stream_of: the current one of a device, where it is another.
         initialized: as torch.cuda.is_initialized() says.
+        available: whether there is such a device for torch; other tests see none.
         driver: whose streams these are; torch's own copies wait for the current one.
     """
 
     def __init__(self) -> None:
         super().__init__(f"torch.{KIND}")
         self.driver: CudaStub | None = None
+        self.available = False
         self.reset()
 
     def reset(self) -> None:
@@ -77,7 +79,7 @@ class Runtime(types.ModuleType):
 
     # What torch asks of such a module.
     def is_available(self) -> bool:
-        return True
+        return self.available
 
     def device_count(self) -> int:
         return DEVICES
@@ -140,9 +142,11 @@ def installed(
     gds = Gds(devices, cufile, lambda *args: _engine.CufileLibrary(*args, os.devnull))
     made = Pipeline(storage, budget_bytes, devices, gds)
     kept, pipeline._current = pipeline._current, made
+    runtime.available = True
     try:
         yield pipeline._current
     finally:
+        runtime.available = False
         pipeline._current.close()
         pipeline._current = kept
 
