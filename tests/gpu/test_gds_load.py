@@ -179,7 +179,9 @@ def test_what_cufile_refuses_comes_through_the_host(
             assert same(fastckpt.load(disk / "a.pt", KIND, staging="gds"), state)
     # Three loads register three files, and the blocks once.
     refused = after == 0 or call != "cuFileBufRegister"
-    assert len(caplog.records) == int(refused)
+    # A machine that is short of rings says so, too.
+    told = [record for record in caplog.records if "backend" not in record.msg]
+    assert len(told) == int(refused)
 
 
 @pytest.mark.parametrize("nbytes", [MIB + 4096, MIB + 100])
