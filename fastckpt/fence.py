@@ -243,7 +243,7 @@ def _samples_of(counter: _Counter) -> Iterator[_Sample]:
 
 
 def _any_element(tensor: torch.Tensor) -> int:
-    """Where some element lies, in elements from the first one."""
+    """The place of some element, counted in elements from the first one."""
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     return sum(_RANDOM.randrange(size) * stride for size, stride in axes)
 

@@ -78,7 +78,7 @@ class Capture:
         self.records.append((name, content))
 
     def _lasting(self, storage: torch.UntypedStorage) -> bytes | torch.UntypedStorage:
-        """What may be read late: the storage, or a copy of it."""
+        """The storage if it may be read late, else a copy of it."""
         if self._of_tensors is None:
             tensors = [*(tensor for tensor, _ in self.tensors), *self.uncounted]
             self._of_tensors = set(map(_identity, tensors))
@@ -111,7 +111,7 @@ class Capture:
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """By which a tensor's storage is known; 0 for a tensor without one of its own."""
+    """A number that names a tensor's storage; 0 for a tensor without one of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

@@ -168,7 +168,7 @@ class Reader(StorageReader):
                 self._seen[path] = self._version(path)
 
     def _version(self, path: str) -> tuple[int, ...]:
-        """What changes when a file is written anew; nothing if there is none."""
+        """Marks of a file that change when it is written anew; none if there is no file."""
         with reported("stat", path):
             status = pipeline.current().storage.status(path)
         return () if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
