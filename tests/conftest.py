@@ -6,6 +6,7 @@ not know what any one test is about.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import numpy
 import pytest
 import torch
 
@@ -52,8 +54,8 @@ def file_system(path: Path) -> str:
     return max(holding)[1]
 
 
-def octets(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def octets(storage: torch.UntypedStorage) -> numpy.ndarray:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()
 
 
 class Likeness:
@@ -188,7 +190,8 @@ class Likeness:
         assert source == expected._cdata, f"{where}: two storages came back as one"
         if first:
             self._kept += [actual, expected]
-            assert torch.equal(octets(actual), octets(expected)), f"{where}: other bytes"
+            same = numpy.array_equal(octets(actual), octets(expected))
+            assert same, f"{where}: other bytes"
 
 
 @pytest.fixture
@@ -313,6 +316,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # A shell starts what is in the background with interrupts ignored, and tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Threads of OpenMP spin while they wait for work, and workers share the cores.
+    torch.set_num_threads(1)
     is_torture = config.getoption("--torture") is not None
     Chance.is_torture = is_torture
     hypothesis.settings.register_profile(
@@ -343,6 +348,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     if is_torture:
         random.Random(config.getoption("--seed")).shuffle(items)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a collection of garbage need not look at it, test after test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -51,7 +51,7 @@ class Memory(NamedTuple):
 
 def built(directory: Path) -> Path:
     """The library, in a directory."""
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread"]
     return compiler.library(directory, "libcuda-stub.so", SOURCE, *flags)
 
 

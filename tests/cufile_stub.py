@@ -27,7 +27,7 @@ class Alive(NamedTuple):
 
 def built(directory: Path, *defines: str) -> Path:
     """The library, in a directory; compiled with these macros."""
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread"]
     flags += [f"-D{name}" for name in defines]
     name = f"{'-'.join(['libcufile', *defines])}.so"
     return compiler.library(directory, name, SOURCE, *flags, "-ldl")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import select
@@ -202,6 +203,9 @@ _kept: list[Program] = []  # the ancestors that were forked themselves
 
 def next_program(fd: int) -> tuple[types.CodeType, dict[str, Any]]:
     """Serves orders for programs; returns in the process of each, with what it is to execute."""
+    # A collection of garbage writes to what it looks at: programs would copy what they share.
+    gc.collect()
+    gc.freeze()
     order, fds = _next_order(socket.socket(fileno=fd))
     return compile(order["text"], "<program>", "exec"), vars(_become(order, fds))
 

@@ -43,6 +43,7 @@ from tests.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, Cud
 from tests.doubles import Delay, FailAlways
 from tests.saving.test_handle import running, stands_in, wait_until
 from tests.saving.test_process import run_python
+from tests.storm import Storm
 
 # A PCIe 5 link of 16 lanes, as it is measured: 8 microseconds to begin, then 55 GB/s.
 LATENCY_US, BYTES_PER_US = 8.0, 55_000.0
@@ -198,17 +199,17 @@ def test_call_fence_orders_streams_and_does_not_wait(gpu: CudaStub, disk: Path) 
 
 @pytest.mark.parametrize("fence", ["call", "step"])
 def test_every_save_has_what_the_state_was(
-    gpu: CudaStub, runtime: Runtime, way: Callable[..., Way], fence: str
+    gpu: CudaStub, runtime: Runtime, way: Callable[..., Way], fence: str, storm: Storm
 ) -> None:
-    """125 saves on each way with each fence, on one stream after the other; the state is painted
-    over as soon as the fence allows, before a copy has begun in every second one.
+    """40 saves on each way with each fence (125 in torture), on one stream after the other; the
+    state is painted over as soon as the fence allows, before a copy has begun in every second one.
     """
     sizes = {"big": MIB + 12345, "middle": 100 * KIB + 1, "small": 40 * KIB + 3, "tiny": 1}
     state = {name: octets(nbytes) for name, nbytes in sizes.items()}
     optimizer = Kernels(list(state.values()), gpu, runtime)
     saves = way(fence)
     with gpu.streams(3) as others:
-        for number in range(125):
+        for number, _ in enumerate(storm.rounds(suite=40, torture=125)):
             runtime.stream = [0, *others][number % 4]
             painted = paint(state, number, gpu, runtime.stream)
             gpu.hold(number % 2 == 0)

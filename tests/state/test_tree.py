@@ -69,15 +69,6 @@ def put_together(flat: Flat) -> Any:
     )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """torch computes on this thread: those of OpenMP would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- taken apart ----
 
 

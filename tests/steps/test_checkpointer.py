@@ -60,15 +60,6 @@ Same = Callable[[Any, Any], None]
 T = TypeVar("T")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """torch computes on this thread: those of OpenMP would wait for each other, not for a disk."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def memory(disk: Path) -> Iterator[Path]:
     """A directory where syncs cost nothing, for what a double does thousands of times."""
