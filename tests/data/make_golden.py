@@ -11,7 +11,7 @@ leaves no choice. Must not know how anything is checked.
 from __future__ import annotations
 
 import gzip
-import subprocess
+import multiprocessing
 import sys
 from collections import OrderedDict
 from datetime import timedelta
@@ -119,8 +119,10 @@ def save_as_rank(directory: Path, rank: int) -> None:
 
 def write(directory: Path) -> None:
     """All of it, into a directory that exists."""
-    command = [sys.executable, __file__, str(directory)]
-    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(RANKS)]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=save_as_rank, args=(directory, rank)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
     fastckpt.save(small_file_values(), directory / "file-v1.pt").result()
     join(directory, 0, 1)
     path = directory / "group-v1.pt"
@@ -128,7 +130,9 @@ def write(directory: Path) -> None:
     dist.destroy_process_group()
     (directory / "group-v1.pt.gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
     path.unlink()
-    if any([process.wait(120) for process in ranks]):
+    for process in ranks:
+        process.join(120)
+    if any(process.exitcode != 0 for process in ranks):
         raise SystemExit("a rank failed")
     with fastckpt.Checkpointer(directory / "step-v1", codec="zstd") as checkpointer:
         checkpointer.save(ZSTD_STEP, {"large": large(), "own": fastckpt.PerRank([1, 2])})
@@ -138,7 +142,4 @@ def write(directory: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if len(sys.argv) == 3:
-        save_as_rank(Path(sys.argv[1]), int(sys.argv[2]))
-    else:
-        write(Path(sys.argv[1]))
+    write(Path(sys.argv[1]))

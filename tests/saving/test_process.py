@@ -30,14 +30,17 @@ def run_python(
     returncode: int = 0,
     limit_s: float = LIMIT_S,
     started: bool = False,
+    imports: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program in an interpreter of its own: a forked one, or one that is started.
 
     A program that takes longer than `limit_s` is killed with all its children and fails; so does
-    one that ends with another code than `returncode`.
+    one that ends with another code than `returncode`. A forked one may have imported a module.
     """
     if not started and not options:
-        result = interpreters.run(program, *arguments, variables=variables, timeout=limit_s)
+        result = interpreters.run(
+            program, *arguments, variables=variables, imports=imports, timeout=limit_s
+        )
     else:
         result = subprocess.run(
             [sys.executable, *options, "-c", program, *map(str, arguments)],

@@ -376,7 +376,7 @@ assert found.count(found[0]) == 3, found
 
 def test_ranks_without_a_part_see_the_same_tensors() -> None:
     """Where memory does not tell everywhere what is tied, nowhere is it asked."""
-    run_python(EMPTY_SHARDS, limit_s=240)
+    run_python(EMPTY_SHARDS, imports="tests.crews.steps_imports", limit_s=240)
 
 
 # ---- saved and restored ----
