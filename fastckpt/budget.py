@@ -1,42 +1,25 @@
-"""How much memory staging may take: what the user set, else a share of what the machine has left;
-and what a launcher says of the job.
+"""How much memory staging may take: what the user set, else a share of what the machine has left.
 
-The only module that reads environment variables. It must not know what the memory is used for.
+It must not know what the memory is used for.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 
-from fastckpt.arguments import check_size
+from fastckpt import environment
 from fastckpt.image import BLOCK_BYTES
-
-BUDGET_VARIABLE = "FASTCKPT_STAGING_BYTES"
 
 
 def default_budget_bytes() -> int:
     """$FASTCKPT_STAGING_BYTES, else half of the memory available to this process now; where a
-    launcher says in $LOCAL_WORLD_SIZE how many of its kind are on the machine, its share of that.
+    launcher says how many ranks are on the machine, this rank's share of that.
     """
-    value = os.environ.get(BUDGET_VARIABLE)
-    if value is not None:
-        with suppress(ValueError):  # told below, with the least there may be
-            if (budget_bytes := check_size(BUDGET_VARIABLE, value)) >= BLOCK_BYTES:
-                return budget_bytes
-        raise ValueError(
-            f"{BUDGET_VARIABLE}={value!r} is not a number of bytes >= {BLOCK_BYTES}, nor a text "
-            "such as 1GiB"
-        )
+    told = environment.staging_bytes(least=BLOCK_BYTES)
+    if told is not None:
+        return told
     available = min(_memory_available_bytes(), _cgroup_headroom_bytes())
-    siblings = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(BLOCK_BYTES, available // 2 // max(1, int(siblings) if siblings.isdigit() else 1))
-
-
-def launched_rank() -> tuple[int, int] | None:
-    """This process's rank and the number of ranks, where a launcher such as torchrun says them."""
-    rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return (int(rank), int(ranks)) if rank.isdigit() and ranks.isdigit() else None
+    return max(BLOCK_BYTES, available // 2 // environment.launched_on_machine())
 
 
 def _memory_available_bytes() -> int:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fastckpt.agreement import COMMITTED_NOTHING, LINGER_S, TIMEOUT_S, Round, pause
-from fastckpt.budget import launched_rank
+from fastckpt.environment import launched_rank
 from fastckpt.errors import CheckpointError
 from fastckpt.session import Session
 from fastckpt.store_client import c10d, own_client

@@ -21,10 +21,10 @@ import torch
 
 from fastckpt import commit
 from fastckpt.agreement import Round
-from fastckpt.budget import launched_rank
 from fastckpt.commit import close_quietly, cut, settle
 from fastckpt.coordinator import Coordinator
 from fastckpt.devices import Devices
+from fastckpt.environment import launched_rank
 from fastckpt.fence import Watched, named_tensors
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.arrangement import arrange, nbytes_of

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import arguments, budget, commit, file_save
+from fastckpt import arguments, budget, commit, environment, file_save
 from fastckpt.directory_save import save_directory
 from fastckpt.handle import SaveHandle
 from tests.torches import dcp, needs_dcp
@@ -243,9 +243,9 @@ def test_ranks_that_save_to_one_path_alone_are_warned_once(
 
 
 def test_the_budget_of_the_environment_may_be_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(budget.BUDGET_VARIABLE, "1GiB")
+    monkeypatch.setenv(environment.STAGING_VARIABLE, "1GiB")
     assert budget.default_budget_bytes() == 1 << 30
-    monkeypatch.setenv(budget.BUDGET_VARIABLE, "1MiB")
+    monkeypatch.setenv(environment.STAGING_VARIABLE, "1MiB")
     with pytest.raises(ValueError, match="='1MiB' is not a number of bytes >= 8388608, nor a text"):
         budget.default_budget_bytes()
 

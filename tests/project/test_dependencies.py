@@ -28,6 +28,7 @@ LAYERS: list[set[str]] = [
         "agreement",
         "coordinator",
         "budget",
+        "environment",
         "devices",
         "staging",
         "storage",
