@@ -278,6 +278,16 @@ def disk(real_disk: Path) -> Iterator[Path]:
     assert not left
 
 
+@pytest.fixture
+def memory(disk: Path) -> Iterator[Path]:
+    """A directory where syncs cost nothing, for what is done thousands of times."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield disk
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
 def descriptors_below(directory: Path) -> list[str]:
     """Targets of the open descriptors of this process that lie in `directory`."""
     targets = []
@@ -318,6 +328,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Threads of OpenMP spin while they wait for work, and workers share the cores.
     torch.set_num_threads(1)
+    gc.disable()  # until all is imported
     is_torture = config.getoption("--torture") is not None
     Chance.is_torture = is_torture
     hypothesis.settings.register_profile(
@@ -352,6 +363,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What was imported stays: a collection of garbage need not look at it, test after test."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -128,8 +128,8 @@ def test_large_files_are_written_in_blocks(disk: Path) -> None:
         assert all(torch.equal(loaded[name], large[name]) for name in large)
 
 
-def test_a_stop_at_any_operation_leaves_the_old_directory_or_the_new_one(disk: Path) -> None:
-    path, seen = disk / "a", set()
+def test_a_stop_at_any_operation_leaves_the_old_directory_or_the_new_one(memory: Path) -> None:
+    path, seen = memory / "a", set()
     with through(Storage()):
         save_directory(str(path), fill_with(0)).result(WAIT_S)
     number, failed = 0, True
@@ -143,11 +143,11 @@ def test_a_stop_at_any_operation_leaves_the_old_directory_or_the_new_one(disk: P
             save_directory(str(path), fill_with(0)).result(WAIT_S)
         number += 1
     assert number > 30 and {(True, False), (False, True)} <= seen
-    for left in disk.glob(".*.tmp"):  # of this process, which is alive
+    for left in memory.glob(".*.tmp"):  # of this process, which is alive
         os.rename(left, str(left).replace(f"-{os.getpid()}-", f"-{dead_pid()}-"))
     with through(Storage()):
         save_directory(str(path), fill_with(1)).result(WAIT_S)
-    assert os.listdir(disk) == ["a"]
+    assert os.listdir(memory) == ["a"]
 
 
 def test_everything_is_durable_before_the_name_and_the_name_before_the_result(disk: Path) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -88,8 +88,14 @@ class Source:
 
     def walk(self, kind: type[Node]) -> Iterator[Node]:
         """The nodes of this kind; none when the file is not Python."""
-        if self.is_python:
-            yield from (node for node in ast.walk(self.tree) if isinstance(node, kind))
+        return iter(self._nodes.get(kind, []))
+
+    @cached_property
+    def _nodes(self) -> dict[type, list[Any]]:
+        found: dict[type, list[Any]] = {}
+        for node in ast.walk(self.tree) if self.is_python else ():
+            found.setdefault(type(node), []).append(node)
+        return found
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
         return chain(self.walk(ast.FunctionDef), self.walk(ast.AsyncFunctionDef))

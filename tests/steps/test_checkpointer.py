@@ -19,7 +19,6 @@ import random
 import re
 import shutil
 import subprocess
-import tempfile
 import threading
 import time
 import weakref
@@ -58,16 +57,6 @@ SECTOR_BYTES = 4096
 DATA = ROOT / "tests" / "data"
 Same = Callable[[Any, Any], None]
 T = TypeVar("T")
-
-
-@pytest.fixture
-def memory(disk: Path) -> Iterator[Path]:
-    """A directory where syncs cost nothing, for what a double does thousands of times."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield disk
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
 
 
 @functools.cache
