@@ -263,6 +263,7 @@ assert torch.equal(fastckpt.load(sys.argv[1] + "/a.pt"), state)
 """
 
 
+@pytest.mark.torture  # tests that run beside this one would do without io_uring, too
 @pytest.mark.multiprocess
 def test_io_uring_switched_off_for_the_machine(disk: Path) -> None:
     if not os.access(SWITCH, os.W_OK) or os.geteuid() != 0:

@@ -20,7 +20,9 @@ from megatron.core import parallel_state
 
 from fastckpt import SaveHandle
 from fastckpt.integrations.megatron import iterations
+from fastckpt.latch import Latch
 
+_NOTING_S = 60.0  # longest wait for a line, once its save has ended
 log = logging.getLogger("fastckpt")
 
 
@@ -43,6 +45,7 @@ class Reports:
         self._append_to_progress_log, self._get_args = append_to_progress_log, get_args
         self._given: dict[str, str] = {}  # directories' names, as they were given
         self._begun: SaveHandle | None = None
+        self._noting: list[Latch] = []  # lines of progress.txt
         self._due: list[tuple[SaveHandle, Callable[[], None]]] = []  # in the training thread
 
     @contextlib.contextmanager
@@ -98,11 +101,20 @@ class Reports:
             self._append_to_progress_log(*given, **named)
         elif dist.get_rank() == 0:
             named["barrier"] = False  # other ranks know of it at another time
-            handle.add_done_callback(
-                lambda _: _when_committed(
-                    handle, lambda: self._append_to_progress_log(*given, **named)
-                )
-            )
+            noted = Latch()
+            self._noting = [*(each for each in self._noting if not each.is_set()), noted]
+
+            def note(_future: object) -> None:
+                _when_committed(handle, lambda: self._append_to_progress_log(*given, **named))
+                noted.set()
+
+            handle.add_done_callback(note)
+
+    def wait(self) -> None:
+        """Waits, within reason, until progress.txt says of saves that have ended that they have."""
+        noting, self._noting = self._noting, []
+        for noted in noting:
+            noted.wait(_NOTING_S)
 
     def tell_committed(self) -> None:
         """Calls the hooks that are due; in the training thread."""

@@ -182,6 +182,7 @@ class _Functions:
                     "Unfinalized async checkpoint saves. Finalizing them synchronously now."
                 )
             self._saves.wait()
+            self._reports.wait()
         self._reports.tell_committed()
         self._stock_finalize(blocking=blocking, terminate=terminate)
 
