@@ -379,7 +379,8 @@ def wait_for_directories(parent: str) -> None:
 
 
 def remove_directory(path: str, beside: str | None = None) -> None:
-    """Removes a directory. A crash leaves it whole, or under a name that nobody takes for it.
+    """Removes a directory, if it is there. A crash leaves it whole, or under a name that nobody
+    takes for it.
 
     Args:
         path: of the directory.
@@ -388,6 +389,7 @@ def remove_directory(path: str, beside: str | None = None) -> None:
     storage, path = pipeline.current().storage, os.path.realpath(check_path("path", path))
     beside = beside or os.path.dirname(path)
     hidden = commit.temporary_path(os.path.join(beside, os.path.basename(path)))
-    with reported("remove", path):
+    # What an earlier save does after its commit may have been first.
+    with reported("remove", path), suppress(FileNotFoundError):
         storage.rename(path, hidden)
         storage.remove_tree(hidden)

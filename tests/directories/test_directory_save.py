@@ -465,6 +465,7 @@ def test_removal_leaves_a_directory_whole_or_hidden(disk: Path) -> None:
     with through(Storage()):
         os.rename(disk / left, disk / "a")
         remove_directory(str(disk / "a"))
+        remove_directory(str(disk / "a"))  # as two saves do that remove what is old at a time
     assert os.listdir(disk) == []
 
 
