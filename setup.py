@@ -75,8 +75,14 @@ class BuildEngine(build_ext):
             super().build_extensions()
 
 
+def sources(pattern: str) -> list[str]:
+    """Files below csrc/, relative to this one."""
+    found = sorted((ROOT / "csrc").rglob(pattern))
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
 def engine() -> Extension:
-    """The one extension: every csrc/*.cc, rebuilt when any of them or a header is newer."""
+    """The one extension: every .cc in csrc/, rebuilt when any of them or a header is newer."""
     compile_args = ["-O3", "-std=c++17", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
     # -isystem, so that our warnings are about our code.
     compile_args += ["-isystem", get_include()]
@@ -85,8 +91,9 @@ def engine() -> Extension:
         compile_args.append("-Werror")
     return Extension(
         "fastckpt._engine",
-        sources=[f"csrc/{path.name}" for path in sorted((ROOT / "csrc").glob("*.cc"))],
-        depends=[f"csrc/{path.name}" for path in sorted((ROOT / "csrc").glob("*.h"))],
+        sources=sources("*.cc"),
+        depends=sources("*.h"),
+        include_dirs=["csrc"],
         language="c++",
         extra_compile_args=compile_args,
         extra_link_args=["-pthread"],

@@ -27,8 +27,8 @@ from state import byte_view, flat_tensors, nbytes_of
 from storage import fsync_tree, remove
 
 import fastckpt
-from fastckpt.gds import BLOCKS
-from fastckpt.image import BLOCK_BYTES
+from fastckpt.engine.gds import BLOCKS
+from fastckpt.plan.image import BLOCK_BYTES
 
 MIB = 1 << 20
 RING_BYTES = 1 << 30

@@ -76,11 +76,11 @@ def compare(directory: Path, hidden: int, rounds: int) -> None:
 
 
 def reshard(directory: Path, hidden: int, save: tuple[int, int], load: tuple[int, int]) -> None:
-    from fastckpt import pipeline
     from fastckpt.integrations.megatron import optimizer as optimizers
     from fastckpt.integrations.megatron import save_checkpoint
     from fastckpt.integrations.megatron.state import content_metadata
     from fastckpt.integrations.megatron.strategies import stored_metadata
+    from fastckpt.saving import pipeline
 
     root = str(directory / "reshard")
     save_checkpoint(1, *rebuilt(*save, hidden), save=root).result()

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from fastckpt.shards import Box, _rectangles, shard_box
-from fastckpt.tree import Leaf
+from fastckpt.plan.boxes import Box, _rectangles, shard_box
+from fastckpt.state.tree import Leaf
 
 LAYERS = 96
 HIDDEN = 17152

@@ -28,9 +28,9 @@ from saving import rotated
 from state import byte_view
 from storage import drop_page_cache, remove, size_of
 
-from fastckpt.codec import FrameWriter
-from fastckpt.image import BLOCK_BYTES
-from fastckpt.storage import Storage
+from fastckpt.engine.codec import FrameWriter
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.storage.file_system import Storage
 
 Row = dict[str, Any]
 PAIR = 2

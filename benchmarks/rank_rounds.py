@@ -15,17 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastckpt import agreement
-from fastckpt.coordinator import Coordinator
-from fastckpt.devices import Reads
+from fastckpt.engine.devices import Reads
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
-from fastckpt.pipeline import Pipeline
-from fastckpt.replicas import Description
-from fastckpt.shards import Box
-from fastckpt.step_save import Content, Options, StepSave
-from fastckpt.steps import Steps
-from fastckpt.tree import Leaf
+from fastckpt.plan.boxes import Box
+from fastckpt.ranks import round as agreement
+from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.same_state import Description
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.state.tree import Leaf
+from fastckpt.steps.root import Steps
+from fastckpt.steps.save import Content, Options, StepSave
 
 TIMEOUT_S = 120.0
 BUDGET_BYTES = 1 << 30

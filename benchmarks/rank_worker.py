@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 
 import fastckpt  # noqa: E402
-from fastckpt import pipeline  # noqa: E402
+from fastckpt.saving import pipeline  # noqa: E402
 
 WAIT_S = 600
 MATRIX = 2048  # rows and columns of every matrix of the model

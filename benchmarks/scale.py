@@ -45,13 +45,14 @@ from rank_rounds import one_save, summary  # noqa: E402
 from fastckpt.formats import safetensors  # noqa: E402
 from fastckpt.formats.manifest import MANIFEST, Manifest, ObjectsFile, Writer  # noqa: E402
 from fastckpt.formats.shard_index import Piece, index_name, shard_name  # noqa: E402
-from fastckpt.image import BLOCK_BYTES, block_count  # noqa: E402
-from fastckpt.pipeline import Pipeline  # noqa: E402
-from fastckpt.replicas import Description  # noqa: E402
-from fastckpt.shard import Shard  # noqa: E402
-from fastckpt.shards import Box, copies, covers  # noqa: E402
-from fastckpt.step_load import Place, StepReader  # noqa: E402
-from fastckpt.steps import Steps  # noqa: E402
+from fastckpt.plan.boxes import Box, copies, covers  # noqa: E402
+from fastckpt.plan.image import BLOCK_BYTES, block_count  # noqa: E402
+from fastckpt.ranks.same_state import Description  # noqa: E402
+from fastckpt.saving.pipeline import Pipeline  # noqa: E402
+from fastckpt.state.targets import Place  # noqa: E402
+from fastckpt.steps.load import StepReader  # noqa: E402
+from fastckpt.steps.root import Steps  # noqa: E402
+from fastckpt.steps.shard import Shard  # noqa: E402
 
 AGAIN = 5  # times that an unchanged plan is made
 DIGEST_BYTES = len(Description([]).digest())

@@ -13,8 +13,8 @@
 #include <cstring>
 
 #include "check.h"
-#include "crc32.h"
-#include "engine.h"
+#include "crc32/crc32.h"
+#include "engine/engine.h"
 
 namespace py = pybind11;
 

@@ -7,9 +7,9 @@
 #include <condition_variable>
 #include <mutex>
 
-#include "crc32_gpu.h"
-#include "gds_file.h"
-#include "gds_stage.h"
+#include "crc32/crc32_gpu.h"
+#include "gds/gds_file.h"
+#include "gds/gds_stage.h"
 
 namespace py = pybind11;
 

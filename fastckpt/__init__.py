@@ -14,7 +14,7 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.handle import SaveHandle, SaveStats
-from fastckpt.tree import PerRank
+from fastckpt.state.tree import PerRank
 
 __version__ = "0.1.0"
 

@@ -21,9 +21,7 @@ from typing import IO, Any
 import safetensors.torch
 import torch
 
-from fastckpt import file_save, pipeline
-from fastckpt.agreement import TIMEOUT_S
-from fastckpt.arguments import (
+from fastckpt.arguments.checks import (
     BACKENDS,
     FENCES,
     STAGINGS,
@@ -39,20 +37,30 @@ from fastckpt.arguments import (
     check_size,
     optional,
 )
-from fastckpt.commit import check_directory, close_quietly, real_path
+from fastckpt.arguments.quantities import shown_time, shown_transfer
+from fastckpt.engine.gds import Direct
 from fastckpt.errors import CheckpointError, RanksDisagree, StorageError
+from fastckpt.files import save as file_save
+from fastckpt.files.placing import Placing
+from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
 from fastckpt.formats import torch_pickle
-from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.formats.torch_pickle import torch_load, torch_save
-from fastckpt.gds import Direct
 from fastckpt.handle import SaveHandle
-from fastckpt.no_steps import hint_for_load
-from fastckpt.pacing import Pacing
-from fastckpt.placing import Placing
-from fastckpt.quantities import shown_time, shown_transfer
-from fastckpt.reader import OtherByteOrder, VerifiedFile, open_verified
-from fastckpt.stock_save import finish_stock, save_stock, save_to_object
-from fastckpt.storage import APPEARS_S, Storage, from_the_path, is_written_through, reported
+from fastckpt.ranks import groups
+from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.reading.verified_file import OtherByteOrder, VerifiedFile, open_verified
+from fastckpt.saving import pipeline
+from fastckpt.saving.pacing import Pacing
+from fastckpt.steps.no_steps import hint_for_load
+from fastckpt.storage.atomic import check_directory, close_quietly, real_path
+from fastckpt.storage.file_system import (
+    APPEARS_S,
+    Storage,
+    from_the_path,
+    is_written_through,
+    reported,
+)
+from fastckpt.storage.lustre_layout import check_stripe
 
 log = logging.getLogger("fastckpt")
 
@@ -148,7 +156,7 @@ def save(
     rate = optional(check_rate, "drain_rate", drain_rate)
     checked, pacing = check_stripe(stripe), Pacing(rate, timeout_s=timeout_s)
     target = _checked_path(f)
-    shared, current = file_save.together(group), pipeline.current()
+    shared, current = groups.together(group), pipeline.current()
     if group is None:
         current.raise_unreported(target or "")
     stock = (pickle_module, pickle_protocol, _use_new_zipfile_serialization)
@@ -434,7 +442,7 @@ def _load_together(
     started = time.perf_counter()
     current = pipeline.current()
     path = os.path.realpath(f)
-    agreement = file_save.together(group).coordinator.begin(
+    agreement = groups.together(group).coordinator.begin(
         f"load of {path!r}", timeout_s, "nothing was loaded"
     )
     with ExitStack() as stack:

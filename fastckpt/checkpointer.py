@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastckpt import pipeline
-from fastckpt.agreement import TIMEOUT_S, Round
-from fastckpt.arguments import (
+from fastckpt.arguments.checks import (
     BACKENDS,
     CODECS,
     FENCES,
@@ -39,25 +37,28 @@ from fastckpt.arguments import (
     check_size,
     optional,
 )
-from fastckpt.coordinator import Coordinator, check_alone, default_group, ranks_within
+from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.errors import CheckpointError
-from fastckpt.formats.lustre_layout import check_stripe
 from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle
-from fastckpt.no_steps import is_step, it_is_a_step
-from fastckpt.pacing import Pacing
-from fastckpt.quantities import shown_share, shown_transfer
-from fastckpt.spread import Spread
-from fastckpt.step_capture import captured
-from fastckpt.step_choice import first_whole
-from fastckpt.step_load import StepReader, Target
-from fastckpt.step_save import Options, StepSave
-from fastckpt.steps import Steps
-from fastckpt.template import Template, whole
-from fastckpt.tiered_restore import first_whole_of_tiers
-from fastckpt.tiered_save import TieredSave
-from fastckpt.tiers import local_tier
-from fastckpt.tree import PerRank, State, Stored, fill
+from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
+from fastckpt.ranks.round import TIMEOUT_S, Round
+from fastckpt.saving import pipeline
+from fastckpt.saving.pacing import Pacing
+from fastckpt.state.targets import Target
+from fastckpt.state.template import Template, whole
+from fastckpt.state.tree import PerRank, State, Stored, fill
+from fastckpt.steps.capture import captured
+from fastckpt.steps.choice import first_whole
+from fastckpt.steps.load import StepReader
+from fastckpt.steps.no_steps import is_step, it_is_a_step
+from fastckpt.steps.root import Steps
+from fastckpt.steps.save import Options, StepSave
+from fastckpt.steps.shared_reads import Spread
+from fastckpt.storage.lustre_layout import check_stripe
+from fastckpt.tiers.local_tier import local_tier
+from fastckpt.tiers.restore import first_whole_of_tiers
+from fastckpt.tiers.save import TieredSave
 
 log = logging.getLogger("fastckpt")
 

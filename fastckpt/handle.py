@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fastckpt.arguments.quantities import shown_share, shown_size, shown_time, shown_transfer
 from fastckpt.errors import CheckpointError
 from fastckpt.latch import Latch, Outcome, TimedOut
-from fastckpt.quantities import shown_share, shown_size, shown_time, shown_transfer
 
 
 @dataclass

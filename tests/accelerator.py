@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from fastckpt import _engine, pipeline
-from fastckpt.devices import Devices
-from fastckpt.gds import Gds
-from fastckpt.pipeline import Pipeline
-from fastckpt.storage import Storage
+from fastckpt import _engine
+from fastckpt.engine.devices import Devices
+from fastckpt.engine.gds import Gds
+from fastckpt.saving import pipeline
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.storage.file_system import Storage
 from tests import compiler
 from tests.cuda_stub import CudaStub
 

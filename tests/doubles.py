@@ -1,5 +1,5 @@
 """Storage doubles: the real file system with one thing wrong with it, behind the seam
-`fastckpt.storage.Storage`, and a model of what a disk still holds after a power cut.
+`fastckpt.storage.file_system.Storage`, and a model of what a disk still holds after a power cut.
 
 Responsible for counting operations, for injecting faults at one of them and for the images of a
 directory that a crash may leave. It must not know in which order a save uses the file system, nor
@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 import torch
 
 import fastckpt
-from fastckpt import pipeline as pipeline_module
 from fastckpt.handle import SaveHandle
-from fastckpt.pipeline import Pipeline
-from fastckpt.reader import open_verified
-from fastckpt.storage import Storage
+from fastckpt.reading.verified_file import open_verified
+from fastckpt.saving import pipeline as pipeline_module
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.storage.file_system import Storage
 
 SECTOR_BYTES = 4096
 TRANSFERS = ("write", "read")

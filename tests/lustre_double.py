@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from fastckpt import filesystems, lustre
-from fastckpt.filesystems import Mount
+from fastckpt.storage import lustre, policies
+from fastckpt.storage.policies import Mount
 
 NAME = "scratch"
 DELAYED = os.O_NOCTTY | os.O_ASYNC
@@ -180,7 +180,7 @@ class LustreClient:
 def lustre_client(disk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LustreClient:
     """Everything below `disk` is on Lustre with six OSTs."""
     client = LustreClient({ost: (ost + 1) << 40 for ost in range(6)})
-    real_open, real_magic = os.open, filesystems.magic_of
+    real_open, real_magic = os.open, policies.magic_of
     real_ioctl, real_get, real_set = fcntl.ioctl, os.getxattr, os.setxattr
 
     def is_here(file: Any) -> bool:
@@ -250,8 +250,8 @@ def lustre_client(disk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(fcntl, "ioctl", ioctl)
     monkeypatch.setattr(os, "getxattr", getxattr)
     monkeypatch.setattr(os, "setxattr", setxattr)
-    monkeypatch.setattr(filesystems, "magic_of", magic_of)
-    monkeypatch.setattr(filesystems, "mount_of", mount_of)
+    monkeypatch.setattr(policies, "magic_of", magic_of)
+    monkeypatch.setattr(policies, "mount_of", mount_of)
     monkeypatch.setattr(lustre, "TREES", (str(tree),))
     monkeypatch.setattr(lustre, "_places", {})
     monkeypatch.setattr(lustre, "_forbidding", set())

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TypeVar
 from unittest import mock
 
-from fastckpt import filesystems
-from fastckpt.filesystems import POLICIES
+from fastckpt.storage import policies
+from fastckpt.storage.policies import POLICIES
 from tests.doubles import Operation, Recorder
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class NetworkClient(Recorder):
         """The kernel is such a client, for this process."""
         kind = (self.KIND, POLICIES[self.KIND])
         with (
-            mock.patch.object(filesystems, "policy_of", lambda _fd: kind),
+            mock.patch.object(policies, "policy_of", lambda _fd: kind),
             mock.patch.object(fcntl, "flock", self.flock),
         ):
             yield
@@ -126,7 +126,7 @@ class Cifs(NetworkClient):
 
 def lingering(directory: Path) -> list[str]:
     """What is left of files that were removed."""
-    return [name for name in os.listdir(directory) if filesystems.LINGERING.fullmatch(name)]
+    return [name for name in os.listdir(directory) if policies.LINGERING.fullmatch(name)]
 
 
 class RemembersAbsence(NetworkClient):

@@ -1,7 +1,8 @@
 """`fastckpt advise`: what checkpoints of a job will cost, and how to take them.
 
 Responsible for turning arguments into a Job, for telling which of its numbers were given, measured
-or assumed, and for the report. It must not know a formula: those stand in fastckpt/advice.py.
+or assumed, and for the report. It must not know a formula: those stand in
+fastckpt/cli/cost_model.py.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-from fastckpt import advice, quantities
-from fastckpt.advice import Advice, Blocking, Job
-from fastckpt.cli import measure
+from fastckpt.arguments import quantities
+from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
+from fastckpt.cli import cost_model, measure
+from fastckpt.cli.cost_model import Advice, Blocking, Job
 from fastckpt.cli.paths import path_argument
-from fastckpt.quantities import shown_rate, shown_size, shown_time
 
 _GPUS_PER_NODE = 8
 
@@ -82,7 +83,7 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument(
         "--bytes-per-param",
         type=float,
-        default=advice.BYTES_PER_PARAMETER,
+        default=cost_model.BYTES_PER_PARAMETER,
         metavar="N",
         help="default: %(default)g, mixed precision with Adam",
     )
@@ -98,7 +99,7 @@ def add_arguments(commands: Any) -> None:
         "--failures-per-gpu-hour",
         type=float,
         metavar="N",
-        help=f"default: {advice.FAILURES_PER_GPU_HOUR:.2e}, Llama 3's",
+        help=f"default: {cost_model.FAILURES_PER_GPU_HOUR:.2e}, Llama 3's",
     )
     defaults = {field.name: field.default for field in fields(Job)}
     for name, option in OPTIONS.items():
@@ -143,9 +144,9 @@ def run(arguments: argparse.Namespace) -> int:
         inputs = _inputs(arguments, found)
     except ValueError as error:
         arguments.error(str(error))
-    advised = advice.advise(inputs.job)
+    advised = cost_model.advise(inputs.job)
     if arguments.json:
-        spare = advice.arguments(inputs.job, advised)
+        spare = cost_model.arguments(inputs.job, advised)
         told = {"inputs": asdict(inputs.job), "sources": inputs.sources, "measured": inputs.notes}
         print(json.dumps(told | {"advice": asdict(advised), "arguments": spare}, indent=2))
     else:
@@ -171,7 +172,7 @@ def _inputs(arguments: argparse.Namespace, found: measure.Measured) -> Inputs:
             sources[name] = "assumed"
     size = arguments.size
     if size is None:
-        size = advice.state_bytes(arguments.params, arguments.bytes_per_param)
+        size = cost_model.state_bytes(arguments.params, arguments.bytes_per_param)
     sources["nbytes"] = "given"
     if arguments.params is not None:
         sources["nbytes"] = f"{arguments.bytes_per_param:g} bytes for each parameter"
@@ -183,8 +184,8 @@ def _inputs(arguments: argparse.Namespace, found: measure.Measured) -> Inputs:
     if mtbf_s is None:
         rate, sources["mtbf_s"] = arguments.failures_per_gpu_hour, "from the failures given"
         if rate is None:
-            rate, sources["mtbf_s"] = advice.FAILURES_PER_GPU_HOUR, "assumed, as Llama 3's"
-        mtbf_s = advice.mtbf_s(arguments.gpus, rate)
+            rate, sources["mtbf_s"] = cost_model.FAILURES_PER_GPU_HOUR, "assumed, as Llama 3's"
+        mtbf_s = cost_model.mtbf_s(arguments.gpus, rate)
     job = Job(nbytes=size, ranks=arguments.gpus, nodes=nodes, mtbf_s=mtbf_s, **values)
     return Inputs(job, {field.name: sources[field.name] for field in fields(Job)}, found.notes)
 
@@ -260,7 +261,7 @@ def _advice_rows(job: Job, advised: Advice) -> list[tuple[str, str]]:
 
 def _arguments_text(job: Job, advised: Advice) -> str:
     """As they are passed to Checkpointer."""
-    found = advice.arguments(job, advised)
+    found = cost_model.arguments(job, advised)
     return ", ".join(f"{name}={value:g}" for name, value in found.items()) or "none"
 
 

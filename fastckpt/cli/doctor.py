@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 import fastckpt
-from fastckpt import budget, commit, devices, gds, pipeline
+from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli.paths import path_argument
+from fastckpt.engine import budget, devices, gds
+from fastckpt.engine.staging import Route, crc32_kernel, stager_count
 from fastckpt.errors import BackendUnavailable, CheckpointError
-from fastckpt.quantities import shown_size
-from fastckpt.staging import Route, crc32_kernel, stager_count
+from fastckpt.saving import pipeline
+from fastckpt.storage import atomic
 
 _NAME = "fastckpt-doctor"
 
@@ -79,7 +81,7 @@ def _directory(directory: str) -> Iterator[Row]:
     current = pipeline.current()
     path = os.path.join(directory, _NAME)
     try:
-        with commit.temporary(current.storage, path) as (fd, name):
+        with atomic.temporary(current.storage, path) as (fd, name):
             try:
                 kind, policy = current.storage.policy(fd)
                 yield Row("file system", f"{kind}: {policy.why}")
@@ -136,7 +138,7 @@ def _gpu(directory: str) -> Iterator[Row]:
     path = os.path.join(directory, _NAME)
     current = pipeline.current()
     try:
-        with commit.temporary(current.storage, path) as (fd, name):
+        with atomic.temporary(current.storage, path) as (fd, name):
             try:
                 current.storage.set_direct(fd, writing=True)
                 yield Row("GPUDirect Storage", direct.begin_file(fd))

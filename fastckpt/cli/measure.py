@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 import fastckpt
-from fastckpt.quantities import shown_rate, shown_size
+from fastckpt.arguments.quantities import shown_rate, shown_size
 
 _MIB = 1 << 20
 _BYTES_FIRST, _BYTES_MIN, _BYTES_MAX = 16 * _MIB, 64 * _MIB, 512 * _MIB

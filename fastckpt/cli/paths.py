@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fastckpt.arguments import check_path
+from fastckpt.arguments.checks import check_path
 
 
 def path_argument(text: str) -> str:

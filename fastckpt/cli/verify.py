@@ -14,22 +14,23 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
-from fastckpt import directory_check, pipeline
+from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli.paths import path_argument
-from fastckpt.codec import FrameReader
-from fastckpt.distcp_load import OURS
+from fastckpt.directories import check as directory_check
+from fastckpt.directories.items_load import OURS
+from fastckpt.engine.codec import FrameReader
+from fastckpt.engine.staging import ReadStream
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats import distcp, file_list
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
 from fastckpt.formats.step_names import NAME
 from fastckpt.formats.step_names import OURS as OF_A_STEP
-from fastckpt.no_steps import what_is_there
-from fastckpt.quantities import shown_size
-from fastckpt.reader import open_verified
-from fastckpt.staging import ReadStream
-from fastckpt.steps import Steps
-from fastckpt.storage import NO_FILE, naming, persistently, reported
-from fastckpt.vanishing import Vanished
+from fastckpt.reading.verified_file import open_verified
+from fastckpt.saving import pipeline
+from fastckpt.steps.no_steps import what_is_there
+from fastckpt.steps.root import Steps
+from fastckpt.storage.file_system import NO_FILE, naming, persistently, reported
+from fastckpt.storage.vanishing import Vanished
 
 _SCRATCH_BYTES = 8 << 20
 _DISTCP = ".distcp"
@@ -229,7 +230,7 @@ def _verify_listed(path: str) -> int:
 def _verify_metadata(path: str) -> int:
     """What commits .distcp files; they have to be there."""
     # Brings in torch.distributed.checkpoint, which nothing else here needs.
-    from fastckpt.integrations import dcp_metadata
+    from fastckpt.directories import dcp_metadata
 
     with _opened(path) as fd, reported("read", path):
         storage = pipeline.current().storage

@@ -24,7 +24,7 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_pickle, torch_zip, zip_records
 from fastckpt.formats.strict_json import check_block_bytes, check_members, decode, encode
 from fastckpt.formats.torch_zip import TAIL_BYTES_MAX
-from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, Index, address_of, block_count
+from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Image, Index, address_of, block_count
 
 VERSION = 1
 ITEM_ALIGNMENT = torch_zip.TORCH_ALIGNMENT

@@ -29,7 +29,7 @@ from fastckpt.formats.shard_index import (
     per_rank_key,
 )
 from fastckpt.formats.strict_json import check_members, decode, encode, shown
-from fastckpt.shards import span
+from fastckpt.plan.boxes import span
 
 FORMAT, VERSION = "fastckpt-step", 1
 MANIFEST, OBJECTS = "manifest.json", "objects.pt"

@@ -15,7 +15,7 @@ import torch
 
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats.strict_json import NUMBER_END, check_text, decode, is_numbers, shown
-from fastckpt.image import PAGE_BYTES, Image
+from fastckpt.plan.image import PAGE_BYTES, Image
 
 # By the names of the format; stock readers of safetensors know them all.
 DTYPES: dict[str, torch.dtype] = {

@@ -24,8 +24,8 @@ from fastckpt.formats.strict_json import (
     is_numbers,
     shown,
 )
-from fastckpt.image import PAGE_BYTES, block_count
-from fastckpt.shards import Box
+from fastckpt.plan.boxes import Box
+from fastckpt.plan.image import PAGE_BYTES, block_count
 
 FORMAT, VERSION = "fastckpt-index", 2
 INDEX_BYTES_MAX = 1 << 30

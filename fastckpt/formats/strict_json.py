@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fastckpt.image import PAGE_BYTES
+from fastckpt.plan.image import PAGE_BYTES
 
 NUMBER_END = 1 << 63
 BLOCK_BYTES_MAX = 64 << 20  # a reader holds some blocks in memory, however little it wants of them

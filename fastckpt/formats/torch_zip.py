@@ -24,7 +24,7 @@ from fastckpt.formats import zip_records
 from fastckpt.formats.arrangement import Arrangement, nbytes_of
 from fastckpt.formats.strict_json import check_block_bytes
 from fastckpt.formats.torch_pickle import Capture, torch_save
-from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, Index, address_of, block_count
+from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Image, Index, address_of, block_count
 
 VERSION = 1
 ARCHIVE = "archive"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from fastckpt.formats import torch_zip, zip_records
-from fastckpt.image import BLOCK_BYTES, Index
+from fastckpt.plan.image import BLOCK_BYTES, Index
 
 _HEADER_BYTES_MAX = 1 << 16  # a record's header and what aligns its data
 

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 import fastckpt
 from fastckpt import CheckpointError, SaveHandle
-from fastckpt.arguments import ON_ERROR, OnError, check_choice, check_flag
+from fastckpt.arguments.checks import ON_ERROR, OnError, check_choice, check_flag
 from fastckpt.errors import fate
 from fastckpt.latch import Latch
-from fastckpt.pipeline import raise_earlier
-from fastckpt.storage import reported
+from fastckpt.saving.pipeline import raise_earlier
+from fastckpt.storage.file_system import reported
 
 log = logging.getLogger("fastckpt")
 

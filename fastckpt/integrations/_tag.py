@@ -16,9 +16,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import fastckpt
-from fastckpt import pipeline
-from fastckpt.agreement import Round
-from fastckpt.commit import (
+from fastckpt.errors import CheckpointError, fate, is_visible
+from fastckpt.handle import SaveHandle
+from fastckpt.latch import Latch, start_thread
+from fastckpt.ranks.round import Round
+from fastckpt.saving import pipeline
+from fastckpt.storage.atomic import (
     claim,
     close_quietly,
     naming_in,
@@ -30,10 +33,7 @@ from fastckpt.commit import (
     temporary,
     temporary_path,
 )
-from fastckpt.errors import CheckpointError, fate, is_visible
-from fastckpt.handle import SaveHandle
-from fastckpt.latch import Latch, start_thread
-from fastckpt.storage import Storage, reported
+from fastckpt.storage.file_system import Storage, reported
 
 log = logging.getLogger("fastckpt")
 

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fastckpt.agreement import TIMEOUT_S
-from fastckpt.arguments import Fence, OnError, check_path
-from fastckpt.directory_check import newest_whole
-from fastckpt.directory_save import remove_directory, save_directory, wait_for_directories
-from fastckpt.draft import Draft
+from fastckpt.arguments.checks import Fence, OnError, check_path
+from fastckpt.directories.check import newest_whole
+from fastckpt.directories.draft import Draft
+from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
+from fastckpt.ranks.round import TIMEOUT_S
 
 require("accelerate", "1.15", "2", __name__)
 

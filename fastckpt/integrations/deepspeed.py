@@ -18,13 +18,20 @@ import torch.distributed as dist
 
 import fastckpt
 from fastckpt import CheckpointError, SaveHandle, StorageError
-from fastckpt.agreement import TIMEOUT_S
-from fastckpt.arguments import ON_ERROR, OnError, StagingWay, check_choice, check_flag, check_path
-from fastckpt.coordinator import Coordinator
+from fastckpt.arguments.checks import (
+    ON_ERROR,
+    OnError,
+    StagingWay,
+    check_choice,
+    check_flag,
+    check_path,
+)
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
-from fastckpt.pipeline import raise_earlier
-from fastckpt.storage import reported
+from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.saving.pipeline import raise_earlier
+from fastckpt.storage.file_system import reported
 
 require("deepspeed", "0.19.0", "0.20", __name__)
 

@@ -20,20 +20,16 @@ from typing import Any
 import safetensors.torch
 import torch.distributed as dist
 
-from fastckpt.agreement import TIMEOUT_S
-from fastckpt.arguments import FENCES, ON_ERROR, Fence, OnError, check_choice, check_flag
-from fastckpt.directory_check import newest_whole
-from fastckpt.directory_save import (
-    remove_directory,
-    save_directory,
-    wait_for_directories,
-)
-from fastckpt.draft import Draft
+from fastckpt.arguments.checks import FENCES, ON_ERROR, Fence, OnError, check_choice, check_flag
+from fastckpt.directories.check import newest_whole
+from fastckpt.directories.draft import Draft
+from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
-from fastckpt.pipeline import raise_earlier
+from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.saving.pipeline import raise_earlier
 
 require("transformers", "5.23", "6", __name__)
 

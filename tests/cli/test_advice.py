@@ -18,8 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastckpt import Checkpointer, advice, agreement, gathering
-from fastckpt.advice import Advice, Job, advise
+from fastckpt import Checkpointer
+from fastckpt.cli import cost_model
+from fastckpt.cli.cost_model import Advice, Job, advise
+from fastckpt.ranks import round as agreement
+from fastckpt.steps import shared_shard
 from tests.paths import ROOT
 
 GIB, TIB = 1 << 30, 1 << 40
@@ -31,10 +34,10 @@ BAR = 0.15
 def job(**changed: Any) -> Job:
     """A 70B model on 64 nodes with 8 GPUs each."""
     inputs: dict[str, Any] = {
-        "nbytes": advice.state_bytes(70e9),
+        "nbytes": cost_model.state_bytes(70e9),
         "ranks": 512,
         "nodes": 64,
-        "mtbf_s": advice.mtbf_s(512),
+        "mtbf_s": cost_model.mtbf_s(512),
     }
     return Job(**inputs | changed)
 
@@ -81,15 +84,15 @@ def nvme() -> float:
 
 def lost(stall_s: float) -> float:
     """Percent, at Young's interval for Llama 3's failures, by Young's two terms."""
-    interval_s = advice.young_interval_s(stall_s, LLAMA_MTBF)
-    return 100 * advice.lost_share(stall_s, 0.0, interval_s, LLAMA_MTBF, 0.0)
+    interval_s = cost_model.young_interval_s(stall_s, LLAMA_MTBF)
+    return 100 * cost_model.lost_share(stall_s, 0.0, interval_s, LLAMA_MTBF, 0.0)
 
 
 def training(stall_s: float, ranks: int) -> float:
     """Percent that goes to training with Meta's failures of nodes, restarting in 5 minutes."""
-    mtbf_s = advice.mtbf_s(ranks, RSC1)
-    interval_s = advice.young_interval_s(stall_s, mtbf_s)
-    return 100 * (1 - advice.lost_share(stall_s, 0.0, interval_s, mtbf_s, 300.0))
+    mtbf_s = cost_model.mtbf_s(ranks, RSC1)
+    interval_s = cost_model.young_interval_s(stall_s, mtbf_s)
+    return 100 * (1 - cost_model.lost_share(stall_s, 0.0, interval_s, mtbf_s, 300.0))
 
 
 RSC1 = 6.5 / 1000 / 24 / 8  # failures of a GPU in an hour: 6.5 of 1000 nodes in a day, 8 GPUs each
@@ -106,22 +109,22 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("340B size, TiB", lambda: advice.state_bytes(340e9) / TIB, 4.3, "4.33 TiB"),
+    Case("340B size, TiB", lambda: cost_model.state_bytes(340e9) / TIB, 4.3, "4.33 TiB"),
     Case("340B all writers, s", lambda: lug().root_s - 0.5, 16.0, "16.4 s"),
     Case("340B all writers, GB/s", lambda: lug().root_rate / 1e9, 275.0, "288 GB/s"),
     Case("340B few writers, GB/s", lambda: _rate(lug()), 75.0, "72 GB/s"),
     Case("340B few writers, s", lambda: lug().torch_few.seconds, 90.0, "65.7 s", beyond=True),
-    Case("8B size, GiB", lambda: advice.state_bytes(8.03e9) / GIB, 105.0, "104.7 GiB"),
-    Case("70B size, GiB", lambda: advice.state_bytes(70.6e9) / GIB, 912.0, "920.5 GiB"),
-    Case("405B size, TiB", lambda: advice.state_bytes(405.8e9) / TIB, 5.29, "5.17 TiB"),
+    Case("8B size, GiB", lambda: cost_model.state_bytes(8.03e9) / GIB, 105.0, "104.7 GiB"),
+    Case("70B size, GiB", lambda: cost_model.state_bytes(70.6e9) / GIB, 912.0, "920.5 GiB"),
+    Case("405B size, TiB", lambda: cost_model.state_bytes(405.8e9) / TIB, 5.29, "5.17 TiB"),
     Case("Theta, GB/s (low)", lambda: theta().root_rate / 1e9, 210.0, "227.5 GB/s"),
     Case("Theta, GB/s (high)", lambda: theta().root_rate / 1e9, 240.0, "227.5 GB/s"),
     Case("torchsnapshot 4 nodes, s", lambda: torchsnapshot(4), 1.29, "1.34 s"),
     Case("NAS, s", nas, 242.0, "240 s"),
     Case("8 NVMe, s for 10 GB", lambda: 10 / nvme(), 10 / 22.6, "0.385 s"),
-    Case("Llama 3 MTBF, h", lambda: advice.mtbf_s(16384) / HOUR, 3.09, "3.09 h"),
-    Case("RSC-1 MTTF, h", lambda: advice.mtbf_s(16384, RSC1) / HOUR, 1.8, "1.80 h"),
-    Case("100k MTBF, min", lambda: advice.mtbf_s(100_000, 1 / 50_000) / 60, 30.0, "30.0 min"),
+    Case("Llama 3 MTBF, h", lambda: cost_model.mtbf_s(16384) / HOUR, 3.09, "3.09 h"),
+    Case("RSC-1 MTTF, h", lambda: cost_model.mtbf_s(16384, RSC1) / HOUR, 1.8, "1.80 h"),
+    Case("100k MTBF, min", lambda: cost_model.mtbf_s(100_000, 1 / 50_000) / 60, 30.0, "30.0 min"),
     Case("12k GPUs, stall 10 s, %", lambda: training(10.0, 12_000), 90.0, "91.9 %"),
 ]
 
@@ -146,20 +149,22 @@ def test_published_cases_are_reproduced(case: Case) -> None:
 
 
 def test_bottlenecks_of_published_cases() -> None:
-    assert lug().bottleneck == advice.NETWORK
-    assert theta().bottleneck == advice.TARGETS
+    assert lug().bottleneck == cost_model.NETWORK
+    assert theta().bottleneck == cost_model.TARGETS
     assert theta().shared_stripes == 48
-    assert lug(osts=20).bottleneck == advice.TARGETS
-    assert lug(d2h_rate=1e8).bottleneck == advice.COPIES
-    assert lug(writer_rate=1e8).bottleneck == advice.WRITERS
-    assert lug(nvme_rate=1e9).bottleneck == advice.NVME
+    assert lug(osts=20).bottleneck == cost_model.TARGETS
+    assert lug(d2h_rate=1e8).bottleneck == cost_model.COPIES
+    assert lug(writer_rate=1e8).bottleneck == cost_model.WRITERS
+    assert lug(nvme_rate=1e9).bottleneck == cost_model.NVME
 
 
 def test_stall_pays_as_the_literature_says() -> None:
     """Interval and loss by stall, for Llama 3's failures; the 10 s that Meta asks for reach 90 %,
     a minute does not.
     """
-    found = {s: (advice.young_interval_s(s, LLAMA_MTBF), lost(s)) for s in (200, 60, 10, 1, 0.1)}
+    found = {
+        s: (cost_model.young_interval_s(s, LLAMA_MTBF), lost(s)) for s in (200, 60, 10, 1, 0.1)
+    }
     assert found == {
         200: (pytest.approx(2110, abs=1), pytest.approx(18.95, abs=0.01)),
         60: (pytest.approx(1156, abs=1), pytest.approx(10.38, abs=0.01)),
@@ -171,19 +176,21 @@ def test_stall_pays_as_the_literature_says() -> None:
 
 
 def test_daly_is_young_where_checkpoints_are_short() -> None:
-    assert advice.daly_interval_s(0.1, 1e5) == pytest.approx(
-        advice.young_interval_s(0.1, 1e5) - 0.1 * 2 / 3, rel=1e-4
+    assert cost_model.daly_interval_s(0.1, 1e5) == pytest.approx(
+        cost_model.young_interval_s(0.1, 1e5) - 0.1 * 2 / 3, rel=1e-4
     )
-    assert advice.daly_interval_s(2000.0, 1000.0) == 1000.0  # longer than the mean life: just go on
+    assert (
+        cost_model.daly_interval_s(2000.0, 1000.0) == 1000.0
+    )  # longer than the mean life: just go on
 
 
 def test_staging_memory_that_is_too_small_shows_as_stall() -> None:
     ample = advise(job(staging_bytes=job().node_bytes))
     assert ample == advise(job())
-    assert ample.stall_bottleneck == advice.COPIES
+    assert ample.stall_bottleneck == cost_model.COPIES
     half = advise(job(staging_bytes=job().node_bytes / 2))
     drain_s = max(half.stages.values())
-    assert half.stall_bottleneck == advice.STAGING
+    assert half.stall_bottleneck == cost_model.STAGING
     assert half.staged_s == pytest.approx(drain_s / 2)
     assert half.root_s == pytest.approx(ample.root_s)  # who waits for whom, the bytes do not care
     none = advise(job(staging_bytes=0))
@@ -201,7 +208,7 @@ def test_step_fence_hides_copies_behind_a_step() -> None:
     unknown, known = advise(job()), advise(job(step_s=5.0))
     assert unknown.fence == "call" and unknown.interval_steps is None
     assert unknown.stall_step_s == unknown.stall_call_s
-    assert known.fence == "step" and known.stall_step_s == advice.CALL_S
+    assert known.fence == "step" and known.stall_step_s == cost_model.CALL_S
     assert known.interval_steps is not None
     assert known.interval_steps * 5 >= known.interval_s > (known.interval_steps - 1) * 5
     assert known.lost_share < unknown.lost_share
@@ -217,11 +224,11 @@ def test_one_rank() -> None:
 
 def test_stripes() -> None:
     sizes = [1, 16 * GIB, 16 * GIB + 1, 64 * GIB, TIB]
-    assert [advice.file_stripes(size, None) for size in sizes] == [2, 2, 3, 8, 8]
-    assert advice.file_stripes(TIB, 1) == 1
-    found = [advice.shared_striping(job(nbytes=512 * n * GIB))[1] >> 20 for n in (1, 2, 4, 64)]
+    assert [cost_model.file_stripes(size, None) for size in sizes] == [2, 2, 3, 8, 8]
+    assert cost_model.file_stripes(TIB, 1) == 1
+    found = [cost_model.shared_striping(job(nbytes=512 * n * GIB))[1] >> 20 for n in (1, 2, 4, 64)]
     assert found == [8, 16, 32, 32]
-    assert [advice.shared_striping(job(osts=n))[0] for n in (4, 48, 160)] == [4, 48, 48]
+    assert [cost_model.shared_striping(job(osts=n))[0] for n in (4, 48, 160)] == [4, 48, 48]
 
 
 def test_pace_ends_with_the_interval() -> None:
@@ -232,7 +239,7 @@ def test_pace_ends_with_the_interval() -> None:
 
 
 def test_advice_knows_nothing_but_arithmetic() -> None:
-    tree = ast.parse((ROOT / "fastckpt" / "advice.py").read_text("utf-8"))
+    tree = ast.parse((ROOT / "fastckpt" / "cli" / "cost_model.py").read_text("utf-8"))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert imported == {"__future__", "dataclasses", "math"}
     assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))
@@ -266,7 +273,7 @@ def test_wrong_inputs_are_refused(changed: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(("ranks", "rate"), [(0, 1e-5), (8, 0.0), (8, -1.0), (8, nan)])
 def test_mtbf_of_nothing_is_refused(ranks: int, rate: float) -> None:
     with pytest.raises(ValueError, match="no MTBF"):
-        advice.mtbf_s(ranks, rate)
+        cost_model.mtbf_s(ranks, rate)
 
 
 rates = st.floats(1e7, 1e12)
@@ -304,7 +311,7 @@ def test_what_always_holds(given_job: Job) -> None:
     assert found.interval_s >= found.root_s  # saves follow each other
     assert found.root_s * SLACK >= found.staged_s >= given_job.rank_bytes / given_job.d2h_rate
     assert found.local_s is None or found.staged_s <= found.local_s <= found.root_s
-    assert found.stall_step_s <= found.stall_call_s <= found.staged_s + advice.CALL_S
+    assert found.stall_step_s <= found.stall_call_s <= found.staged_s + cost_model.CALL_S
     assert found.root_s * SLACK >= max(found.stages.values()) == found.stages[found.bottleneck]
     assert 0 < found.lost_share <= 1
     assert found.lost_share <= found.paced_lost_share * SLACK
@@ -357,7 +364,9 @@ def test_no_other_interval_is_better(given_job: Job, factor: float) -> None:
     other_s = max(found.root_s, found.interval_s * factor)
     stall_s = min(found.stall_call_s, found.stall_step_s)
     losses = (given_job.mtbf_s, given_job.restart_s)
-    assert found.lost_share <= advice.lost_share(stall_s, found.root_s, other_s, *losses) * SLACK
+    assert (
+        found.lost_share <= cost_model.lost_share(stall_s, found.root_s, other_s, *losses) * SLACK
+    )
 
 
 @given(jobs())
@@ -387,7 +396,7 @@ def test_arguments_are_accepted_and_cost_no_checkpoint(tmp_path: Path) -> None:
             for osts in (None, 4, 500):
                 of = job(nbytes=nbytes, ranks=ranks, nodes=nodes, osts=osts, step_s=5.0)
                 advised = advise(of)
-                found = advice.arguments(of, advised)
+                found = cost_model.arguments(of, advised)
                 seen |= {*found}
                 with Checkpointer(tmp_path, **found):  # type: ignore[arg-type]
                     pass
@@ -402,11 +411,11 @@ def test_arguments_are_accepted_and_cost_no_checkpoint(tmp_path: Path) -> None:
 
 def test_small_shards_alone_are_gathered() -> None:
     small = job(nbytes=512e6, ranks=8, nodes=1, osts=1)
-    assert advice.arguments(small, advise(small))["writers_per_node"] < 8
+    assert cost_model.arguments(small, advise(small))["writers_per_node"] < 8
     large = job(nbytes=8e12, ranks=8, nodes=1, osts=1)
-    assert "writers_per_node" not in advice.arguments(large, advise(large))
+    assert "writers_per_node" not in cost_model.arguments(large, advise(large))
 
 
 def test_constants_are_the_ones_that_count() -> None:
-    assert advice.GATHERED_BYTES_MAX == gathering.GATHERED_BYTES_MAX
-    assert advice.TIMEOUT_S == agreement.TIMEOUT_S
+    assert cost_model.GATHERED_BYTES_MAX == shared_shard.GATHERED_BYTES_MAX
+    assert cost_model.TIMEOUT_S == agreement.TIMEOUT_S

@@ -26,10 +26,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import fastckpt
-from fastckpt import advice, quantities
-from fastckpt.cli import main
-from fastckpt.directory_save import save_directory
-from fastckpt.draft import Draft
+from fastckpt.arguments import quantities
+from fastckpt.cli import cost_model, main
+from fastckpt.directories.draft import Draft
+from fastckpt.directories.save import save_directory
 from tests import interpreters
 from tests.doubles import Operation, Recorder
 from tests.paths import ROOT
@@ -143,8 +143,10 @@ def test_quantities_are_shown_with_three_digits(shown: Any, value: float, text: 
 def test_advise_prints_a_report() -> None:
     done = run("advise", *JOB, "--osts", 100, "--step-time", "20s", "--staging", "500GiB")
     assert done.returncode == 0, done.stderr
-    found = advice.advise(
-        advice.Job(980e9, 512, 64, advice.mtbf_s(512), osts=100, step_s=20, staging_bytes=2**39)
+    found = cost_model.advise(
+        cost_model.Job(
+            980e9, 512, 64, cost_model.mtbf_s(512), osts=100, step_s=20, staging_bytes=2**39
+        )
     )
     for expected in (
         "size of a checkpoint 913 GiB (14 bytes for each parameter)",
@@ -168,9 +170,11 @@ def test_advise_of_unequal_nodes_counts_right(capsys: pytest.CaptureFixture[str]
 def test_advise_tells_json(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--size", "4.3TiB", "--gpus", "384", "--mtbf", "3h", "--network", "6GB/s")
     told = advised(capsys, *given, "--nvme", "20GB/s", "--few-writers", "12", "--restart-time", "0")
-    job = advice.Job(4.3 * 2**40, 384, 48, 10800.0, nvme_rate=20e9, few_writers=12, restart_s=0.0)
+    job = cost_model.Job(
+        4.3 * 2**40, 384, 48, 10800.0, nvme_rate=20e9, few_writers=12, restart_s=0.0
+    )
     assert told["inputs"] == asdict(job)
-    assert told["advice"] == asdict(advice.advise(job))
+    assert told["advice"] == asdict(cost_model.advise(job))
     assert told["measured"] == []
     sources = told["sources"]
     assert set(sources) == set(told["inputs"])
@@ -458,7 +462,7 @@ def test_verify_tells_what_it_could_not_read_from_damage(
     name: str, saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes that nobody has seen may be right; and what is damaged beside them counts for more."""
-    monkeypatch.setattr("fastckpt.storage.REREAD_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("fastckpt.storage.file_system.REREAD_PAUSES_S", (0.0, 0.0))
     save_directory(str(saved / "trainer"), lambda draft: draft.add(state(), "a.pt")).result()
 
     class Broken(Recorder):

@@ -30,8 +30,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from fastckpt import pipeline
 from fastckpt.integrations import deepspeed as integration
+from fastckpt.saving import pipeline
 from tests.crews.group_crew import Member, attempt
 
 FEATURES, HIDDEN, WAIT_S = 64, 128, 30.0

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from fastckpt import Checkpointer, PerRank, gathering
+from fastckpt import Checkpointer, PerRank
 from fastckpt.errors import StorageError
-from fastckpt.storage import Storage
+from fastckpt.steps import shared_shard
+from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member, Outcome, attempt
 from tests.crews.steps_bodies import (
     found_in,
@@ -91,11 +92,13 @@ def memory_files() -> int:
 def save_and_die(member: Member, root: str, dying: int, moment: str) -> Outcome:
     """One rank is killed at a moment of its exchange; the others tell what they are told."""
     planted: dict[str, tuple[type, str]] = {
-        "before it lends": (gathering.Gathering, "lend"),
-        "before it makes the file": (gathering.Gathered, "announce"),
-        "before it writes": (gathering.Guest, "open"),
+        "before it lends": (shared_shard.Gathering, "lend"),
+        "before it makes the file": (shared_shard.Gathered, "announce"),
+        "before it writes": (shared_shard.Guest, "open"),
         "when it has written": (
-            (gathering.Gathered, "index") if member.rank == 0 else (gathering.Guest, "written")
+            (shared_shard.Gathered, "index")
+            if member.rank == 0
+            else (shared_shard.Guest, "written")
         ),
     }
     with Checkpointer(root, group=member.group, writers_per_node=1, timeout_s=4) as checkpointer:
@@ -177,22 +180,22 @@ def save_late(member: Member, root: str, is_taken: bool) -> tuple[Outcome, bytes
     Returns what is in that other file, too.
     """
     announced: list[int] = []
-    told, come = gathering.Gathered.announce, gathering.Guest.open
+    told, come = shared_shard.Gathered.announce, shared_shard.Guest.open
     decoy = Path(root).with_suffix(f".decoy{member.rank}")
     with Checkpointer(root, group=member.group, writers_per_node=1, timeout_s=20) as checkpointer:
         saved(member, checkpointer, 1)
 
-        def announce(self: gathering.Gathered, fd: int, is_direct: bool) -> None:
+        def announce(self: shared_shard.Gathered, fd: int, is_direct: bool) -> None:
             told(self, fd, is_direct)
             announced.append(fd)
             raise StorageError("write", root, errno.EIO, 0)
 
-        def come_late(self: gathering.Guest) -> int:
+        def come_late(self: shared_shard.Guest) -> int:
             member.store.wait([f"late {root}"])
             return come(self)
 
-        gathering.Gathered.announce = announce  # type: ignore[method-assign]
-        gathering.Guest.open = come_late  # type: ignore[method-assign]
+        shared_shard.Gathered.announce = announce  # type: ignore[method-assign]
+        shared_shard.Guest.open = come_late  # type: ignore[method-assign]
         handle = checkpointer.save(2, stamped(member, 2))
         if member.rank == 0:
             handle.wait_done()
@@ -206,8 +209,8 @@ def save_late(member: Member, root: str, is_taken: bool) -> tuple[Outcome, bytes
         else:
             handle.wait_done()
             meet(member)
-        gathering.Gathered.announce = told  # type: ignore[method-assign]
-        gathering.Guest.open = come  # type: ignore[method-assign]
+        shared_shard.Gathered.announce = told  # type: ignore[method-assign]
+        shared_shard.Guest.open = come  # type: ignore[method-assign]
         outcome = attempt(handle.result)
         meet(member)
         saved(member, checkpointer, 3)

@@ -43,11 +43,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron_cpu import on_cpu
 
-from fastckpt import pipeline
 from fastckpt.integrations import megatron
 from fastckpt.integrations.megatron import load
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.state import chunks, content_metadata, model_state
+from fastckpt.saving import pipeline
 
 SIZES = (
     parallel_state.get_tensor_model_parallel_world_size,

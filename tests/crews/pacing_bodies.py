@@ -15,7 +15,7 @@ import torch
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
-from fastckpt.storage import Storage
+from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member, Outcome, attempt
 from tests.crews.steps_bodies import found_in, meet, saved
 

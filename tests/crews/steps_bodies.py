@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
-from fastckpt.step_load import StepReader, Target
-from fastckpt.storage import Storage
+from fastckpt.state.targets import Target
+from fastckpt.steps.load import StepReader
+from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member, Outcome, attempt
 from tests.crews.steps_states import (
     Part,

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastckpt import Checkpointer, CheckpointError, pipeline
+from fastckpt import Checkpointer, CheckpointError
+from fastckpt.saving import pipeline
 from tests.crews.group_crew import Member
 from tests.crews.steps_states import restamp, stamped, step_of
 from tests.doubles import Operation, Recorder

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastckpt import Checkpointer, PerRank, pipeline
-from fastckpt.storage import Storage
+from fastckpt import Checkpointer, PerRank
+from fastckpt.saving import pipeline
+from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member, Outcome, attempt
 from tests.crews.steps_bodies import found_in, meet, saved
 from tests.crews.steps_states import stamped

@@ -20,10 +20,9 @@ import safetensors.torch
 import torch
 
 import fastckpt
-from fastckpt import pipeline as pipeline_module
-from fastckpt.directory_check import check, newest_whole
-from fastckpt.directory_save import remove_directory, save_directory, wait_for_directories
-from fastckpt.draft import Draft
+from fastckpt.directories.check import check, newest_whole
+from fastckpt.directories.draft import Draft
+from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -32,8 +31,9 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.formats import file_list
-from fastckpt.pipeline import Pipeline
-from fastckpt.storage import Storage
+from fastckpt.saving import pipeline as pipeline_module
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.storage.file_system import Storage
 from tests.doubles import Delay, FailAt, Operation, Recorder, dead_pid
 
 BUDGET_BYTES = 64 << 20

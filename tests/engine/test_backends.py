@@ -311,7 +311,7 @@ def package_without_liburing(tmp_path: Path) -> Path:
     """A directory with this package, its extension compiled as where there is no liburing."""
     pybind11 = pytest.importorskip("pybind11")
     compiler = shutil.which("g++") or shutil.which("c++")
-    sources = sorted((ROOT / "csrc").glob("*.cc"))
+    sources = sorted((ROOT / "csrc").rglob("*.cc"))
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if compiler is None or not sources or not header.exists():
         pytest.skip("no C++ compiler, no sources, or no headers of Python")

@@ -1,8 +1,8 @@
 """zstd frames by themselves: blocks to a real file and back by several threads at once, judged by
 stock zstd and by frames that were damaged on purpose.
 
-Knows fastckpt.codec, the Storage below it and, at the end, the engine above it; must not know
-formats or steps. Blocks are small, so that there are many of them.
+Knows fastckpt.engine.codec, the Storage below it and, at the end, the engine above it; must not
+know formats or steps. Blocks are small, so that there are many of them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from fastckpt import _engine, codec
-from fastckpt.codec import FrameReader, FrameWriter, padding_nbytes, stored_nbytes_max
+from fastckpt import _engine
+from fastckpt.engine import codec
+from fastckpt.engine.codec import FrameReader, FrameWriter, padding_nbytes, stored_nbytes_max
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.image import address_of
-from fastckpt.storage import Storage
+from fastckpt.plan.image import address_of
+from fastckpt.storage.file_system import Storage
 
 PAGE = 4096
 BLOCK = 64 << 10

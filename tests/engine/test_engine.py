@@ -31,7 +31,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastckpt import _engine
-from fastckpt.image import address_of
+from fastckpt.plan.image import address_of
 from tests.storm import Chance
 
 PAGE = 4096

@@ -16,9 +16,13 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import arguments, budget, commit, environment, file_save
-from fastckpt.directory_save import save_directory
+from fastckpt.arguments import checks as arguments
+from fastckpt.arguments import environment
+from fastckpt.directories.save import save_directory
+from fastckpt.engine import budget
+from fastckpt.files import save as file_save
 from fastckpt.handle import SaveHandle
+from fastckpt.storage import atomic
 from tests.torches import dcp, needs_dcp
 
 URLS = ["s3://bucket/a.pt", "gs://b/a", "hf://me/model", "https://host/a.pt", "file:///tmp/a"]
@@ -232,7 +236,7 @@ def test_ranks_that_save_to_one_path_alone_are_warned_once(
     monkeypatch.setattr(file_save, "_has_warned", False)
     with monkeypatch.context() as patched:  # what the other rank, a living process, has made
         patched.setattr(os, "getpid", os.getppid)
-        other = Path(commit.temporary_path(str(path)))
+        other = Path(atomic.temporary_path(str(path)))
     other.touch()
     for _ in range(2):
         fastckpt.save(1, path).result(60)

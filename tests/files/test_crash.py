@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import commit
 from fastckpt.errors import StorageError
-from fastckpt.pipeline import IN_FLIGHT_MAX, Pipeline
-from fastckpt.storage import Storage
+from fastckpt.saving.pipeline import IN_FLIGHT_MAX, Pipeline
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import Storage
 from tests.doubles import (
     METHODS,
     Crash,
@@ -346,7 +346,7 @@ def test_the_images_of_a_crash_tear_what_was_not_synced(disk: Path) -> None:
 
 def test_only_temporaries_of_the_dead_are_debris(disk: Path) -> None:
     path = str(disk / "ckpt.pt")
-    own = commit.temporary_path(path)
+    own = atomic.temporary_path(path)
     pid = f"-{os.getpid()}-"
     of_the_dead = own.replace(pid, f"-{dead_pid()}-")
     recycled_pid = own.replace(pid, f"{pid}1")

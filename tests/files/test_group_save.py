@@ -37,10 +37,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
-from fastckpt import pipeline
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, RanksDisagree, StorageError
 from fastckpt.formats import arrangement, torch_zip
-from fastckpt.storage import Storage
+from fastckpt.saving import pipeline
+from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, attempt
 from tests.doubles import FailAt, Operation, Recorder
 from tests.files.test_faults import leave_free, mounted

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt.pipeline import Pipeline
+from fastckpt.saving.pipeline import Pipeline
 from tests.doubles import Operation, Recorder, save_through
 from tests.interpreters import Program
 from tests.storm import Storm

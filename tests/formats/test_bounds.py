@@ -26,7 +26,7 @@ from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import distcp, file_list, safetensors, torch_zip, zip_contents
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
-from fastckpt.image import PAGE_BYTES
+from fastckpt.plan.image import PAGE_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 256 * KIB

@@ -56,8 +56,8 @@ from fastckpt.formats.shard_index import (
     per_rank_key,
     shard_name,
 )
-from fastckpt.image import PAGE_BYTES, Image
-from fastckpt.shards import Box, intersect, span
+from fastckpt.plan.boxes import Box, intersect, span
+from fastckpt.plan.image import PAGE_BYTES, Image
 from tests.storm import Chance
 
 MIB = 1 << 20

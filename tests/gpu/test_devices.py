@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastckpt import _engine
-from fastckpt.image import address_of
+from fastckpt.plan.image import address_of
 from tests import interpreters
 from tests.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub, built
 from tests.engine.test_engine import (
@@ -342,7 +342,8 @@ def headers() -> list[Path]:
 
 
 def compiles(shim: str, include: Path, tmp_path: Path) -> bool:
-    (tmp_path / "cuda_shim.h").write_text(shim)
+    (tmp_path / "gpu").mkdir(exist_ok=True)
+    (tmp_path / "gpu" / "cuda_shim.h").write_text(shim)
     source = ROOT / "tests" / "stubs" / "cuda_headers.cc"
     command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{tmp_path}", "-isystem", str(include)]
     return subprocess.run([*command, str(source)], capture_output=True, check=False).returncode == 0
@@ -351,7 +352,7 @@ def compiles(shim: str, include: Path, tmp_path: Path) -> bool:
 def test_the_driver_is_declared_as_nvidia_declares_it(tmp_path: Path) -> None:
     if not headers():
         pytest.skip("NVIDIA's cuda.h is not on this machine")
-    shim = (ROOT / "csrc" / "cuda_shim.h").read_text()
+    shim = (ROOT / "csrc" / "gpu" / "cuda_shim.h").read_text()
     for include in headers():
         assert compiles(shim, include, tmp_path), include
         for right, wrong in (

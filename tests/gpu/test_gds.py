@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastckpt import _engine
-from fastckpt.image import address_of
+from fastckpt.plan.image import address_of
 from tests import cuda_stub, cufile_stub, interpreters
 from tests.cuda_stub import ILLEGAL_ADDRESS, LAUNCH, ON_DEVICE, OUT_OF_MEMORY, TO_HOST, CudaStub
 from tests.cufile_stub import FILE_SYSTEM, CufileStub
@@ -727,9 +727,10 @@ def places(pattern: str) -> list[Path]:
 
 def compiles(shim: str, cufile: Path, cuda: Path, tmp_path: Path) -> bool:
     for name, text in (
-        ("cufile_shim.h", shim),
-        ("cuda_shim.h", (ROOT / "csrc" / "cuda_shim.h").read_text()),
+        ("gds/cufile_shim.h", shim),
+        ("gpu/cuda_shim.h", (ROOT / "csrc" / "gpu" / "cuda_shim.h").read_text()),
     ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     source = ROOT / "tests" / "stubs" / "cufile_headers.cc"
     command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{tmp_path}"]
@@ -741,7 +742,7 @@ def test_cufile_is_declared_as_nvidia_declares_it(tmp_path: Path) -> None:
     cufile, cuda = places("include/cufile.h"), places("include/cuda.h")
     if not (cufile and cuda):
         pytest.skip("NVIDIA's cufile.h and cuda.h are not both on this machine")
-    shim = (ROOT / "csrc" / "cufile_shim.h").read_text()
+    shim = (ROOT / "csrc" / "gds" / "cufile_shim.h").read_text()
     for header in cufile:
         assert compiles(shim, header.parent, cuda[0].parent, tmp_path), header
         for right, wrong in (
@@ -757,7 +758,9 @@ def test_cufile_is_declared_as_nvidia_declares_it(tmp_path: Path) -> None:
 
 
 def kernel_compiler() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("crc32_kernel", ROOT / "csrc" / "crc32_kernel.py")
+    spec = importlib.util.spec_from_file_location(
+        "crc32_kernel", ROOT / "csrc" / "crc32" / "crc32_kernel.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -17,13 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fastckpt
-from fastckpt import errors, pipeline
-from fastckpt.divided import Divided, whole_blocks
+from fastckpt import errors
+from fastckpt.engine.gds import BLOCKS
+from fastckpt.engine.gds_stream import Divided, whole_blocks
 from fastckpt.formats import zip_contents, zip_records
 from fastckpt.formats.zip_records import Entry
-from fastckpt.gds import BLOCKS
-from fastckpt.image import BLOCK_BYTES, Index
-from fastckpt.rows import blocks_of
+from fastckpt.plan.image import BLOCK_BYTES, Index
+from fastckpt.plan.runs import blocks_of
+from fastckpt.saving import pipeline
 from tests.accelerator import KIND, Runtime, installed
 from tests.cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
 from tests.cufile_stub import FILE_SYSTEM, CufileStub

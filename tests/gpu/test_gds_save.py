@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fastckpt
-from fastckpt import pipeline
+from fastckpt.engine.gds import BLOCKS
 from fastckpt.formats import shard_index
-from fastckpt.gds import BLOCKS
-from fastckpt.image import BLOCK_BYTES
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.saving import pipeline
 from tests import accelerator
 from tests.accelerator import KIND, Runtime
 from tests.cuda_stub import CudaStub

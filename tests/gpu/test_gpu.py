@@ -27,15 +27,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastckpt
-from fastckpt import pipeline
-from fastckpt.errors import (
-    DeviceError,
-    PeerFailed,
-    RanksDisagree,
-    StagingConflict,
-    StorageError,
-)
+from fastckpt.errors import DeviceError, PeerFailed, RanksDisagree, StagingConflict, StorageError
 from fastckpt.handle import SaveHandle
+from fastckpt.saving import pipeline
 from tests import accelerator, cuda_stub
 from tests.accelerator import KIND, Runtime
 from tests.crews.group_crew import Crew, Member, Nursery, Outcome, attempt
@@ -952,8 +946,8 @@ from pathlib import Path
 import torch, fastckpt
 from tests import accelerator
 from tests.cuda_stub import CudaStub
-from fastckpt import pipeline
-from fastckpt.devices import Devices
+from fastckpt.saving import pipeline
+from fastckpt.engine.devices import Devices
 
 library, driver, path = sys.argv[1:]
 runtime = accelerator.registered(Path(library))

@@ -41,18 +41,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import fastckpt
-from fastckpt import (
-    CheckpointError,
-    CorruptCheckpoint,
-    IncompatibleCheckpoint,
-    StagingConflict,
-    coordinator,
-    pipeline,
-)
-from fastckpt.distcp_load import ItemsFile
+from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StagingConflict
+from fastckpt.directories import dcp_metadata
+from fastckpt.directories.items_load import ItemsFile
 from fastckpt.formats import distcp
-from fastckpt.integrations import dcp_metadata
 from fastckpt.integrations.dcp import Reader, Saving, Writer, async_save, save
+from fastckpt.ranks import coordinator
+from fastckpt.saving import pipeline
 from tests import interpreters
 from tests.accelerator import KIND
 from tests.crews import dcp_bodies as bodies

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from fastckpt import PeerFailed
-from fastckpt.coordinator import Coordinator
-from fastckpt.integrations import dcp_plans
-from fastckpt.integrations.dcp_plans import Plans
+from fastckpt.integrations.dcp import plans as dcp_plans
+from fastckpt.integrations.dcp.plans import Plans
+from fastckpt.ranks.coordinator import Coordinator
 
 RANKS = 3
 

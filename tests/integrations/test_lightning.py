@@ -37,8 +37,9 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 import fastckpt
-from fastckpt import CorruptCheckpoint, StorageError, pipeline
+from fastckpt import CorruptCheckpoint, StorageError
 from fastckpt.integrations.lightning import FastckptCheckpointIO
+from fastckpt.saving import pipeline
 
 STEPS, EVERY = 9, 2
 FIRST, SECOND = "a.ckpt", "b.ckpt"

@@ -25,14 +25,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.planner import SavePlan
 
-from fastckpt import (
-    CorruptCheckpoint,
-    IncompatibleCheckpoint,
-    SaveHandle,
-    SaveStats,
-    StorageError,
-    pipeline,
-)
+from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle, SaveStats, StorageError
 from fastckpt.integrations import dcp, megatron
 from fastckpt.integrations.megatron import division, iterations, load, ranges
 from fastckpt.integrations.megatron import optimizer as optimizers
@@ -46,6 +39,7 @@ from fastckpt.integrations.megatron.reshard import (
     common_runs,
     split_at,
 )
+from fastckpt.saving import pipeline
 from tests.doubles import FailAlways, Operation, Recorder
 from tests.steps.test_checkpointer import process_on
 from tests.storm import Chance
@@ -308,7 +302,7 @@ def test_iterations_that_are_all_removed_while_they_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is a newer one then, or an error: a run that has saved does not begin anew."""
-    monkeypatch.setattr("fastckpt.vanishing.LISTING_PAUSES_S", (0.0,) * 20)
+    monkeypatch.setattr("fastckpt.storage.vanishing.LISTING_PAUSES_S", (0.0,) * 20)
     listed, left = os.listdir, 5
 
     def make(number: int) -> None:

@@ -42,13 +42,13 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import fastckpt
-from fastckpt import pipeline
-from fastckpt.directory_check import check
-from fastckpt.directory_save import wait_for_directories
+from fastckpt.directories.check import check
+from fastckpt.directories.save import wait_for_directories
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.integrations import transformers as integration
 from fastckpt.integrations.calls import replaced
 from fastckpt.integrations.transformers import AsyncTrainer
+from fastckpt.saving import pipeline
 
 CONTEXT, STEPS, EVERY = 16, 8, 2
 FILES = {

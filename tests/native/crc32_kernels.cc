@@ -1,7 +1,7 @@
 // Checksum kernels against a bit-by-bit CRC-32: every short length at every alignment, with and
 // without a copy, chained and combined, on memory with nothing readable or writable beyond it.
 // Knows crc32.h; must not know who checksums what.
-#include "crc32.h"
+#include "crc32/crc32.h"
 
 #include <cstdio>
 #include <cstdlib>

@@ -1,7 +1,7 @@
 // The engine under load without Python: threads that write and read through one engine at once over
 // each backend, with faults injected by a callback backend. Meant for the sanitizers, and checks
 // every byte besides. Knows the engine's headers; must not know formats.
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "crc32.h"
+#include "crc32/crc32.h"
 
 #if defined(__SANITIZE_THREAD__)
 #define UNDER_TSAN 1

@@ -1,6 +1,6 @@
 // The token bucket by a clock of its own: what it grants in a time, whoever asks and however late.
 // Knows its header alone; must not know the engine.
-#include "token_bucket.h"
+#include "engine/token_bucket.h"
 
 #include <cstdio>
 #include <cstdlib>

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip, zip_contents
 from fastckpt.formats.torch_pickle import Capture, capture
-from fastckpt.image import BLOCK_BYTES, PAGE_BYTES, Image, address_of, block_count
+from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Image, address_of, block_count
 
 config = pytest.importorskip("torch.utils.serialization", reason="torch 2.7 has it first").config
 

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastckpt import _engine, intervals
-from fastckpt.image import BLOCK_BYTES, Image, address_of
+from fastckpt import _engine
+from fastckpt.plan import intervals
+from fastckpt.plan.image import BLOCK_BYTES, Image, address_of
 from tests.storm import Chance
 
 MEMORY = bytearray(random.Random(0).randbytes(1 << 20)) * 40

@@ -2,7 +2,7 @@
 
 Small jobs of random meshes, placements and holders are played through in one process and judged by
 oracles that look at every element: counters, torch's slices, torch.chunk, torch's own DTensor
-arithmetic. Large jobs are only planned. Knows fastckpt.shards; must not know files or formats.
+arithmetic. Large jobs are only planned. Knows fastckpt.plan.boxes; must not know files or formats.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fastckpt import rows, shards
-from fastckpt.rows import CopyRow
-from fastckpt.shards import (
+from fastckpt.plan import boxes as shards
+from fastckpt.plan import runs as rows
+from fastckpt.plan.boxes import (
     UNCUT_BYTES,
     Box,
     Held,
@@ -38,6 +38,7 @@ from fastckpt.shards import (
     shard_box,
     span,
 )
+from fastckpt.plan.runs import CopyRow
 from tests.storm import Chance
 
 MIB = 1 << 20
@@ -692,5 +693,5 @@ def test_it_imports_nothing_but_the_standard_library(module: ModuleType) -> None
         if isinstance(node, ast.Import)
         for alias in node.names
     }
-    modules.discard("fastckpt.rows")
+    modules.discard("fastckpt.plan.runs")
     assert {name.partition(".")[0] for name in modules} <= set(sys.stdlib_module_names)

@@ -33,7 +33,7 @@ BANNED_WORDS = {"manager", "helper", "utils", "util", "factory"}
 OTHERS_NAMES = {"tmp_path_factory"}
 # Joined here, for this file keeps its own rules.
 LEFT_OVERS = tuple(map("".join, [("TO", "DO"), ("FIX", "ME"), ("X", "XX"), ("HA", "CK")]))
-ENVIRONMENT_READER = "fastckpt/environment.py"
+ENVIRONMENT_READER = "fastckpt/arguments/environment.py"
 
 # Functions of torch that put what they make on the default device, which is meta where big models
 # are built.

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastckpt import agreement as module
-from fastckpt.agreement import Round
-from fastckpt.coordinator import Coordinator
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
-from fastckpt.session import Session
+from fastckpt.ranks import round as module
+from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.round import Round
+from fastckpt.ranks.session import Session
 from tests.interpreters import Program
 from tests.storm import Chance
 
@@ -769,7 +769,7 @@ def test_a_rank_that_was_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     def lingers(*_: float) -> None:
         raise AssertionError("it lingers")
 
-    monkeypatch.setattr("fastckpt.coordinator.pause", lingers)
+    monkeypatch.setattr("fastckpt.ranks.coordinator.pause", lingers)
     for coordinator in coordinators[:2]:
         coordinator.close(linger_s=3600)
     assert store.num_keys() <= before

@@ -28,8 +28,8 @@ from fastckpt.formats.arrangement import (
     nbytes_of,
 )
 from fastckpt.formats.torch_pickle import Capture
-from fastckpt.image import address_of
-from fastckpt.replicas import SAMPLED_BYTES, Description, Sampled, disagreement
+from fastckpt.plan.image import address_of
+from fastckpt.ranks.same_state import SAMPLED_BYTES, Description, Sampled, disagreement
 from tests.storm import Chance
 
 MIB = 1 << 20

@@ -25,9 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastckpt import filesystems
-from fastckpt.filesystems import Policy
-from fastckpt.formats.lustre_layout import Layout, Purpose
+from fastckpt.storage import policies
+from fastckpt.storage.lustre_layout import Layout, Purpose
+from fastckpt.storage.policies import Policy
 from tests.doubles import TRANSFERS, Operation, Recorder
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class StageStorage(Recorder):
         return result
 
     def _policy(self) -> tuple[str, Policy]:
-        return self._kind, filesystems.POLICIES[self._kind]
+        return self._kind, policies.POLICIES[self._kind]
 
 
 def _result_text(operation: Operation, result: Any) -> str:

@@ -21,11 +21,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
-from fastckpt.directory_check import check
-from fastckpt.directory_save import save_directory, wait_for_directories
-from fastckpt.draft import Draft
-from fastckpt.image import BLOCK_BYTES
+from fastckpt.directories.check import check
+from fastckpt.directories.draft import Draft
+from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.integrations import dcp as ours
+from fastckpt.plan.image import BLOCK_BYTES
 from tests.noise import noise
 from tests.recordings.recorder import WAIT_S
 from tests.recordings.stage import Scene, Stage

@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 import zstandard
 
-from fastckpt import pipeline, storage
 from fastckpt.errors import CheckpointError
-from fastckpt.image import BLOCK_BYTES
-from fastckpt.integrations import dcp, dcp_plans
-from fastckpt.pipeline import Pipeline
+from fastckpt.integrations import dcp
+from fastckpt.integrations.dcp import plans as dcp_plans
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.saving import pipeline
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.storage import file_system as storage
 from tests.crews.group_crew import Member
 from tests.recordings.recorder import Naming, StageStorage, lines_of
 

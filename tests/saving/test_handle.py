@@ -32,7 +32,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt.quantities import shown_size
+from fastckpt.arguments.quantities import shown_size
 from tests.saving.test_process import run_python
 
 BLOCK = 8 << 20
@@ -936,11 +936,11 @@ def test_one_line_is_logged_for_a_commit(disk: Path, caplog: pytest.LogCaptureFi
     with caplog.at_level("INFO", "fastckpt"):
         handle = fastckpt.save(filled(1), disk / "a.pt")
         handle.result(WAIT_S)
-        fastckpt.pipeline.current().drain()
+        fastckpt.saving.pipeline.current().drain()
         legacy = fastckpt.save(1, disk / "old.pt", _use_new_zipfile_serialization=False)
         fastckpt.save(1, io.BytesIO())
         failed = fastckpt.save(filled(1), disk / TOO_LONG)
         assert failed.exception(WAIT_S) is not None
-        fastckpt.pipeline.current().drain()
+        fastckpt.saving.pipeline.current().drain()
     told = [line for line in caplog.messages if line.startswith("saved")]
     assert told == [f"saved {h.path!r}: {h.stats}" for h in (handle, legacy)]

@@ -23,9 +23,9 @@ import torch
 
 import fastckpt
 from fastckpt import Checkpointer, _engine
-from fastckpt.image import BLOCK_BYTES, address_of
-from fastckpt.pacing import Pacing, chain_of, turns_before
-from fastckpt.rates import grain_bytes
+from fastckpt.engine.rates import grain_bytes
+from fastckpt.plan.image import BLOCK_BYTES, address_of
+from fastckpt.saving.pacing import Pacing, chain_of, turns_before
 from tests.crews import pacing_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import pipeline
+from fastckpt.saving import pipeline
 from tests.saving.test_process import run_python
 
 WAIT_S = 60.0
@@ -121,7 +121,7 @@ def test_a_handler_that_raises_at_any_moment(
 STORM = """
 import concurrent.futures, faulthandler, random, signal, sys, threading
 import torch, fastckpt
-from fastckpt import pipeline
+from fastckpt.saving import pipeline
 
 folder, signals, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 faulthandler.dump_traceback_later(60 + signals / 20, exit=True)

@@ -26,8 +26,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastckpt
-from fastckpt import fence, running_calls, step_load, tree
-from fastckpt.running_calls import (
+from fastckpt.engine import running_calls
+from fastckpt.engine.running_calls import (
     OWN_FILES,
     WAITING,
     Position,
@@ -35,6 +35,9 @@ from fastckpt.running_calls import (
     _callee,
     positions,
 )
+from fastckpt.saving import fence
+from fastckpt.state import tree
+from fastckpt.steps import load as step_load
 from tests.saving.test_handle import (
     WAIT_S,
     HeldTensor,

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 import fastckpt
-from fastckpt import filesystems
+from fastckpt.storage import policies
 
 WAIT_S = 180.0  # for a process to answer
 STATE_BYTES = 24 << 20
@@ -621,7 +621,7 @@ def two(directories: list[Path], seconds: float) -> Iterator[Clients]:
 def facts(clients: Clients) -> Iterator[str]:
     for client in (clients.a, clients.b):
         fd = os.open(client.directory, os.O_RDONLY)
-        yield f"client {client.name}: {client.directory}, {filesystems.mount_of(fd)}"
+        yield f"client {client.name}: {client.directory}, {policies.mount_of(fd)}"
         os.close(fd)
     name = f"fastckpt-fact-{os.getpid()}"
     a, b = clients.a.life(), clients.b.life()

@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fastckpt.replicas import Description, disagreement
-from fastckpt.shard import comparable
-from fastckpt.shards import Box
-from fastckpt.step_capture import _texts
-from fastckpt.template import Template
-from fastckpt.tree import Flat, flatten
+from fastckpt.plan.boxes import Box
+from fastckpt.ranks.same_state import Description, disagreement
+from fastckpt.state.template import Template
+from fastckpt.state.tree import Flat, flatten
+from fastckpt.steps.capture import _texts
+from fastckpt.steps.shard import comparable
 
 PLACES = [Shard(0)]
 

@@ -9,6 +9,7 @@ import collections
 import copy
 import functools
 import logging
+import pickle
 import random
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -22,11 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastckpt import Checkpointer, PerRank
+from fastckpt.arguments.near_names import instead_of
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.safetensors import DTYPES
-from fastckpt.near_names import instead_of
-from fastckpt.template import Template
-from fastckpt.tree import (
+from fastckpt.state.template import Template
+from fastckpt.state.tree import (
     DEPTH_MAX,
     ESCAPED,
     PER_RANK,
@@ -330,13 +331,19 @@ def test_a_placeholder_is_what_it_says() -> None:
     assert stored_of(OrderedDict(value)) is None and stored_of({}) is None and stored_of(3) is None
 
 
+def test_pickles_name_what_a_rank_has_of_its_own_by_its_public_name() -> None:
+    """So that a file outlives any move of modules."""
+    assert b"fastckpt.state" not in (pickled := pickle.dumps(PerRank(1)))
+    assert pickle.loads(pickled).value == 1
+
+
 EMPTY_SHARDS = """
 import json, os, sys
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from fastckpt.tree import flatten
+from fastckpt.state.tree import flatten
 
 def part(full, rank, mesh):
     pieces = full.chunk(4)

@@ -34,17 +34,14 @@ import torch
 import zstandard
 
 import fastckpt
-from fastckpt import Checkpointer, PerRank, SaveHandle, coordinator, pipeline
-from fastckpt.errors import (
-    BackendUnavailable,
-    CheckpointError,
-    StagingConflict,
-    StorageError,
-)
-from fastckpt.image import BLOCK_BYTES
-from fastckpt.pipeline import IN_FLIGHT_MAX, Pipeline
-from fastckpt.quantities import shown_size
-from fastckpt.storage import Storage
+from fastckpt import Checkpointer, PerRank, SaveHandle
+from fastckpt.arguments.quantities import shown_size
+from fastckpt.errors import BackendUnavailable, CheckpointError, StagingConflict, StorageError
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.ranks import coordinator
+from fastckpt.saving import pipeline
+from fastckpt.saving.pipeline import IN_FLIGHT_MAX, Pipeline
+from fastckpt.storage.file_system import Storage
 from tests.doubles import TRANSFERS, Delay, FailAt, Operation, PowerCut, Recorder, dead_pid
 from tests.paths import ROOT
 from tests.saving.test_handle import HeldTensor, Octets, wait_until
@@ -388,7 +385,7 @@ def test_an_error_nobody_asked_for_is_raised_by_close(disk: Path) -> None:
 def test_one_line_is_logged_for_a_restore(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(disk / "run") as checkpointer:
         checkpointer.save(7, state(1)).result(WAIT_S)
-        fastckpt.pipeline.current().drain()
+        fastckpt.saving.pipeline.current().drain()
         with caplog.at_level("INFO", "fastckpt"):
             assert checkpointer.restore(state(2)) == 7
             checkpointer.load()

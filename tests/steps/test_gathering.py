@@ -24,9 +24,9 @@ import fastckpt
 from fastckpt import Checkpointer
 from fastckpt.cli import main
 from fastckpt.formats.shard_index import ShardIndex
-from fastckpt.image import BLOCK_BYTES
-from fastckpt.nodes import Neighbour, groups
-from fastckpt.parts import GRAIN_BYTES, Runs
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.ranks.nodes import Neighbour, groups
+from fastckpt.steps.shard_parts import GRAIN_BYTES, Runs
 from tests.crews import gathering_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 

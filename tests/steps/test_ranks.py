@@ -22,8 +22,8 @@ import torch
 import zstandard
 
 import fastckpt
-from fastckpt.image import BLOCK_BYTES
-from fastckpt.quantities import shown_size
+from fastckpt.arguments.quantities import shown_size
+from fastckpt.plan.image import BLOCK_BYTES
 from tests.crews import steps_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, Outcome
 from tests.crews.steps_states import flip, numbers, spreads

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import spread, step_choice
 from fastckpt.errors import CorruptCheckpoint
-from fastckpt.step_load import StepReader
+from fastckpt.steps import choice as step_choice
+from fastckpt.steps import shared_reads
+from fastckpt.steps.load import StepReader
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, attempt
 
 pytestmark = pytest.mark.multiprocess
@@ -82,14 +83,14 @@ def go(member: Member, root: Path, make: Callable[[int], Any], shared: bool) -> 
         now = [tensor._version for tensor in other["module"].parameters()]
         return read[-1], same, all(a < b for a, b in zip(versions, now, strict=True))
 
-    kept = spread.kind_of, step_choice.StepReader
+    kept = shared_reads.kind_of, step_choice.StepReader
     step_choice.StepReader = Counting
     if shared:
-        spread.kind_of = lambda _group: "cpu"
+        shared_reads.kind_of = lambda _group: "cpu"
     try:
         return attempt(run)
     finally:
-        spread.kind_of, step_choice.StepReader = kept
+        shared_reads.kind_of, step_choice.StepReader = kept
 
 
 def like(_rank: int) -> Any:
@@ -150,11 +151,11 @@ def damaged(member: Member, root: Path) -> Outcome:
                 shard.write_bytes(content)
             return checkpointer.restore(state(2), step=1)
 
-    kept, spread.kind_of = spread.kind_of, lambda _group: "cpu"
+    kept, shared_reads.kind_of = shared_reads.kind_of, lambda _group: "cpu"
     try:
         return attempt(run)
     finally:
-        spread.kind_of = kept
+        shared_reads.kind_of = kept
 
 
 def test_damage_that_one_rank_meets_is_everybodys(crew: Crew, disk: Path) -> None:

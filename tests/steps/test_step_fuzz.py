@@ -29,13 +29,8 @@ import zstandard
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
-from fastckpt.errors import (
-    CheckpointError,
-    CorruptCheckpoint,
-    IncompatibleCheckpoint,
-    StorageError,
-)
-from fastckpt.tree import ESCAPED, PER_RANK, TENSOR
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
+from fastckpt.state.tree import ESCAPED, PER_RANK, TENSOR
 
 WAIT_S = 60.0
 SEED = 20261120
@@ -68,7 +63,7 @@ EXPECTED = {number: shown(state(number)) for number in (1, 2, 3)}
 def small_shards() -> Iterator[None]:
     """Saves put tensors of any size into the shards, so that a file of theirs can be small."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastckpt.tree.SMALL_BYTES", 1)
+        patch.setattr("fastckpt.state.tree.SMALL_BYTES", 1)
         yield
 
 
@@ -745,7 +740,7 @@ def test_no_memory_for_the_values_of_a_rank(disk: Path, monkeypatch: pytest.Monk
     def none_left(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("fastckpt.step_load.StepReader._read_file", none_left)
+    monkeypatch.setattr("fastckpt.steps.load.StepReader._read_file", none_left)
     failed = pytest.raises(StorageError, match=r"values from .*rank-0.* failed.*ENOMEM")
     with Checkpointer(directory.parent) as checkpointer, failed:
         checkpointer.load()

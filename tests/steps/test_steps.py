@@ -25,18 +25,14 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from fastckpt import Checkpointer, commit
-from fastckpt.errors import (
-    CheckpointError,
-    CorruptCheckpoint,
-    IncompatibleCheckpoint,
-    StorageError,
-)
+from fastckpt import Checkpointer
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats.step_names import STEP_MAX, step_name
-from fastckpt.retention import retain, supersede
-from fastckpt.steps import DEAD_AFTER_S, Steps
-from fastckpt.storage import Storage
-from fastckpt.vanishing import Vanished
+from fastckpt.steps.retention import retain, supersede
+from fastckpt.steps.root import DEAD_AFTER_S, Steps
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import Storage
+from fastckpt.storage.vanishing import Vanished
 from tests import interpreters
 from tests.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid
 from tests.saving.test_process import run_python
@@ -116,7 +112,7 @@ def test_a_taken_name_gets_a_number(root: Path) -> None:
 
 
 def test_a_number_of_names_is_tried(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastckpt.steps._ATTEMPTS_MAX", 3)
+    monkeypatch.setattr("fastckpt.steps.root._ATTEMPTS_MAX", 3)
     root.mkdir()
     for attempt in range(3):
         (root / name(1, attempt)).write_bytes(b"")
@@ -443,7 +439,7 @@ def unfinished(root: Path, step: int, host: str | None, pid: int | None = None) 
     (directory / "rank-00001.safetensors.zst").write_bytes(b"begun")
     (directory / "rank-123456.json").write_bytes(b"begun")
     if host is not None:
-        temporary = Path(commit.temporary_path(str(directory / "manifest.json")))
+        temporary = Path(atomic.temporary_path(str(directory / "manifest.json")))
         own = re.search(r"\.([^.-]*)-\d+-\d+-", temporary.name)
         assert own is not None
         changed = temporary.name.replace(own[1], host or own[1])
@@ -500,7 +496,7 @@ def test_a_directory_that_comes_to_life_while_it_is_looked_at(
     """Another save makes its temporary after the first look, or commits: the directory stays."""
     directory = root / name(5)
     directory.mkdir(parents=True)
-    temporary = Path(commit.temporary_path(str(directory / "manifest.json")))
+    temporary = Path(atomic.temporary_path(str(directory / "manifest.json")))
 
     class Late(Recorder):
         def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
@@ -827,8 +823,8 @@ def test_a_root_that_may_only_be_read() -> None:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be read, or was gone, is tried again without a pause."""
-    monkeypatch.setattr("fastckpt.storage.REREAD_PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr("fastckpt.vanishing.LISTING_PAUSES_S", (0.0,) * 20)
+    monkeypatch.setattr("fastckpt.storage.file_system.REREAD_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("fastckpt.storage.vanishing.LISTING_PAUSES_S", (0.0,) * 20)
 
 
 class Unreadable(Recorder):
@@ -905,7 +901,7 @@ def test_no_memory_is_not_damage(
         raise MemoryError
 
     with monkeypatch.context() as context, Checkpointer(root) as checkpointer:
-        context.setattr("fastckpt.step_load.open_verified", none_left)
+        context.setattr("fastckpt.steps.load.open_verified", none_left)
         with pytest.raises(StorageError, match=r"objects\.pt.*ENOMEM"):
             checkpointer.restore(state(999))
     assert restored(root) == 2

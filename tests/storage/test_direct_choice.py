@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import direct_choice, filesystems
-from fastckpt.direct_choice import SAMPLES, TIMED_BYTES, VALID_S, DirectChoice
-from fastckpt.filesystems import POLICIES
-from fastckpt.storage import Storage
+from fastckpt.storage import direct_choice, policies
+from fastckpt.storage.direct_choice import SAMPLES, TIMED_BYTES, VALID_S, DirectChoice
+from fastckpt.storage.file_system import Storage
+from fastckpt.storage.policies import POLICIES
 
 WAIT_S = 60.0
 DEVICE = 7
@@ -121,7 +121,7 @@ def test_a_way_that_fails_is_left(how: str) -> None:
 def on_fuse(monkeypatch: pytest.MonkeyPatch) -> DirectChoice:
     """Takes files for those of a FUSE daemon, and times short ones."""
     choice = DirectChoice()
-    monkeypatch.setattr(filesystems, "policy_of", lambda _fd: ("fuse", POLICIES["fuse"]))
+    monkeypatch.setattr(policies, "policy_of", lambda _fd: ("fuse", POLICIES["fuse"]))
     monkeypatch.setattr(direct_choice, "TIMED_BYTES", 1 << 20)
     monkeypatch.setattr(Storage, "direct_choice", choice)
     return choice

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import _engine, filesystems
-from fastckpt.filesystems import POLICIES, Mount, Policy, recognised
-from fastckpt.storage import Storage
+from fastckpt import _engine
+from fastckpt.storage import policies
+from fastckpt.storage.file_system import Storage
+from fastckpt.storage.policies import POLICIES, Mount, Policy, recognised
 from tests.paths import ROOT
 
 WAIT_S = 60.0
@@ -80,21 +81,21 @@ def test_real_file_systems_are_recognised(disk: Path) -> None:
     for path in (disk, Path("/dev/shm")):
         fd = os.open(path, os.O_RDONLY)
         try:
-            mount = filesystems.mount_of(fd)
+            mount = policies.mount_of(fd)
             assert mount is not None
-            magic = filesystems.magic_of(fd)
-            assert magic == filesystems.magic_of(str(path)) is not None
+            magic = policies.magic_of(fd)
+            assert magic == policies.magic_of(str(path)) is not None
             if mount.kind in MAGICS:
                 assert magic == MAGICS[mount.kind]
-                assert filesystems.policy_of(fd) == (mount.kind, POLICIES[mount.kind])
+                assert policies.policy_of(fd) == (mount.kind, POLICIES[mount.kind])
         finally:
             os.close(fd)
 
 
 def test_without_proc_the_magic_has_to_do(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filesystems, "mount_of", lambda _fd: None)
+    monkeypatch.setattr(policies, "mount_of", lambda _fd: None)
     with (disk / "a").open("w") as file:
-        assert filesystems.policy_of(file.fileno())[0] in POLICIES
+        assert policies.policy_of(file.fileno())[0] in POLICIES
 
 
 @pytest.mark.parametrize("kind", POLICIES)
@@ -114,7 +115,7 @@ def test_a_save_does_and_tells_what_the_table_says(
 
         monkeypatch.setattr(module, name, spy)
 
-    monkeypatch.setattr(filesystems, "policy_of", lambda _fd: (kind, policy))
+    monkeypatch.setattr(policies, "policy_of", lambda _fd: (kind, policy))
     for name in ("fsync", "fdatasync", "ftruncate"):
         spied(os, name)
     spied(_engine, "allocate")
@@ -132,13 +133,13 @@ def test_the_decision_is_made_once_for_a_descriptor(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    real = filesystems.policy_of
+    real = policies.policy_of
 
     def policy_of(fd: int) -> tuple[str, Policy]:
         asked.append(fd)
         return real(fd)
 
-    monkeypatch.setattr(filesystems, "policy_of", policy_of)
+    monkeypatch.setattr(policies, "policy_of", policy_of)
     storage = Storage()
     for _ in range(2):  # the second file has the number of the first one
         fd = storage.create(str(disk / "a"), 0o600)

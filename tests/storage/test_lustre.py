@@ -18,9 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastckpt
-from fastckpt import lustre
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.formats.lustre_layout import (
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.plan.intervals import bounds
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.storage import lustre
+from fastckpt.storage.file_system import Storage
+from fastckpt.storage.lustre_layout import (
     ALL_STRIPES,
     Layout,
     Purpose,
@@ -31,10 +35,6 @@ from fastckpt.formats.lustre_layout import (
     grain_bytes,
     parsed,
 )
-from fastckpt.image import BLOCK_BYTES
-from fastckpt.intervals import bounds
-from fastckpt.pipeline import Pipeline
-from fastckpt.storage import Storage
 from tests.doubles import save_through
 from tests.lustre_double import LustreClient, lustre_client, plain, progressive
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import Checkpointer, commit, storage
+from fastckpt import Checkpointer
 from fastckpt.errors import StorageError
-from fastckpt.steps import Steps
-from fastckpt.storage import Storage
+from fastckpt.steps.root import Steps
+from fastckpt.storage import atomic
+from fastckpt.storage import file_system as storage
+from fastckpt.storage.file_system import Storage
 from tests.doubles import dead_pid
 from tests.network_double import Cifs, NetworkClient, RemembersAbsence, Stale, lingering
 from tests.steps.test_checkpointer import directories, process_on, state
@@ -67,7 +69,7 @@ def test_a_step_that_is_read_is_not_removed(root: Path, client: type[NetworkClie
         checkpointer.save(1, state(1)).result(WAIT_S)
         with Steps(double, str(root)).hold("step-00000001"):
             checkpointer.save(2, state(2)).result(WAIT_S)
-            fastckpt.pipeline.current().drain()
+            fastckpt.saving.pipeline.current().drain()
             assert directories(root) == ["step-00000001", "step-00000002"]
             assert len(os.listdir(root / "step-00000001")) == 4
         checkpointer.save(3, state(3))
@@ -99,11 +101,11 @@ def test_pruned_and_failed_steps_leave_no_directory(
     with double.mounted(), process_on(double), Checkpointer(root, keep_last=1) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, state(step))
-        fastckpt.pipeline.current().drain()
+        fastckpt.saving.pipeline.current().drain()
         assert directories(root) == ["step-00000003"]
         double.is_full = True
         assert checkpointer.save(4, state(4)).exception(WAIT_S) is not None
-        fastckpt.pipeline.current().drain()
+        fastckpt.saving.pipeline.current().drain()
     assert directories(root) == ["step-00000003"]
 
 
@@ -116,11 +118,11 @@ def test_a_directory_in_which_something_lingers_goes_at_the_next_save(
         checkpointer.save(1, state(1)).result(WAIT_S)
         fd = double.open(str(root / "step-00000001" / "objects.pt"))  # as torch.load(mmap=True) has
         checkpointer.save(2, state(2)).result(WAIT_S)
-        fastckpt.pipeline.current().drain()
+        fastckpt.saving.pipeline.current().drain()
         assert len(lingering(root / "step-00000001")) == 1
         assert double.names(str(root / "step-00000001")) == []
         checkpointer.save(3, state(3)).result(WAIT_S)
-        fastckpt.pipeline.current().drain()
+        fastckpt.saving.pipeline.current().drain()
         assert directories(root) == ["step-00000001", "step-00000003"]
         double.close(fd)
         checkpointer.save(4, state(4))
@@ -130,16 +132,16 @@ def test_a_directory_in_which_something_lingers_goes_at_the_next_save(
 @CLIENTS
 def test_debris_is_recognised(disk: Path, client: type[NetworkClient]) -> None:
     path, double = str(disk / "a.pt"), client()
-    own = commit.temporary_path(path)
+    own = atomic.temporary_path(path)
     debris = own.replace(f"-{os.getpid()}-", f"-{dead_pid()}-")
     for name in (own, debris):
         Path(name).write_bytes(b"begun")
     with double.mounted():
         held = double.open_to_lock(debris)
         assert double.lock(held)
-        assert commit.remove_debris(double, path) == []
+        assert atomic.remove_debris(double, path) == []
         double.close(held)
-        assert commit.remove_debris(double, path) == [debris]
+        assert atomic.remove_debris(double, path) == [debris]
     os.unlink(own)
     assert os.listdir(disk) == []
 

@@ -17,11 +17,13 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import filesystems, staging, storage
-from fastckpt import pipeline as pipeline_module
+from fastckpt.engine import staging
 from fastckpt.errors import StorageError
-from fastckpt.filesystems import POLICIES, REFUSALS
-from fastckpt.pipeline import Pipeline
+from fastckpt.saving import pipeline as pipeline_module
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.storage import file_system as storage
+from fastckpt.storage import policies
+from fastckpt.storage.policies import POLICIES, REFUSALS
 from tests.doubles import METHODS, FailAlways, Operation, Recorder, save_through
 
 MIB = 1 << 20
@@ -132,7 +134,7 @@ def on_nfs(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Takes files for those of NFS, with so many seconds of patience."""
 
     def patched(patience_s: float) -> None:
-        monkeypatch.setattr(filesystems, "policy_of", lambda _fd: ("nfs", POLICIES["nfs"]))
+        monkeypatch.setattr(policies, "policy_of", lambda _fd: ("nfs", POLICIES["nfs"]))
         monkeypatch.setattr(staging, "PATIENCE_S", patience_s)
         monkeypatch.setattr(storage, "PATIENCE_S", patience_s)
 
@@ -193,7 +195,7 @@ def test_a_sync_that_failed_is_not_asked_again(
 
 
 def test_a_disk_of_ones_own_is_not_waited_for(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filesystems, "policy_of", lambda _fd: ("ext4", POLICIES["ext4"]))
+    monkeypatch.setattr(policies, "policy_of", lambda _fd: ("ext4", POLICIES["ext4"]))
     begun = time.monotonic()
     error = saved_on(FailAlways("rename", errno.EPERM), disk / "a.pt").exception(WAIT_S)
     assert isinstance(error, StorageError) and error.op == "rename"
@@ -263,7 +265,7 @@ class OnePlace(Recorder):
 def test_what_is_replaced_is_kept_open_on_local_file_systems_alone(
     disk: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(filesystems, "policy_of", lambda _fd: (kind, POLICIES[kind]))
+    monkeypatch.setattr(policies, "policy_of", lambda _fd: (kind, POLICIES[kind]))
     monkeypatch.setattr(storage, "PATIENCE_S", 0.1)
     path = disk / "a.pt"
     saved_on(storage.Storage(), path, 1)
@@ -375,7 +377,7 @@ def test_a_mount_that_writes_in_sequence_refuses_with_the_reason(
     disk: Path, monkeypatch: pytest.MonkeyPatch, sizes: bool
 ) -> None:
     policy = POLICIES["object store"]
-    monkeypatch.setattr(filesystems, "policy_of", lambda _fd: ("fuse.rclone", policy))
+    monkeypatch.setattr(policies, "policy_of", lambda _fd: ("fuse.rclone", policy))
     error = saved_on(InSequence(sizes=sizes), disk / "a.pt").exception(WAIT_S)
     assert isinstance(error, StorageError) and error.op == ("write" if sizes else "allocate")
     assert "in sequence" in str(error) and "--vfs-cache-mode" in str(error)

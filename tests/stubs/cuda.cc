@@ -1,9 +1,9 @@
-// A CUDA driver over host memory: the functions that csrc/cuda_shim.h asks libcuda.so.1 for, with
-// streams that are threads, so that order and overlap are real, and a clock of its own, so that
-// times are exact: an operation takes what stub_configure() says, copies of one direction share a
-// link, the host takes no time. A module has one kernel, that of csrc/crc32_kernel.h, compiled for
-// the host. Built by the tests, which steer it by the stub_*() functions; it must not know who
-// calls.
+// A CUDA driver over host memory: the functions that csrc/gpu/cuda_shim.h asks libcuda.so.1 for,
+// with streams that are threads, so that order and overlap are real, and a clock of its own, so
+// that times are exact: an operation takes what stub_configure() says, copies of one direction
+// share a link, the host takes no time. A module has one kernel, that of csrc/crc32/crc32_kernel.h,
+// compiled for the host. Built by the tests, which steer it by the stub_*() functions; it must not
+// know who calls.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -20,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../csrc/crc32_kernel.h"
+#include "../../csrc/crc32/crc32_kernel.h"
 
 namespace {
 

@@ -1,12 +1,12 @@
-// Compiled where NVIDIA's cuda.h is at hand, and never run: what csrc/cuda_shim.h declares of the
-// driver is what that header declares. Handles are opaque pointers there and here; enumerations are
-// as wide as our integers.
+// Compiled where NVIDIA's cuda.h is at hand, and never run: what csrc/gpu/cuda_shim.h declares of
+// the driver is what that header declares. Handles are opaque pointers there and here; enumerations
+// are as wide as our integers.
 #include <cuda.h>
 
 #include <cstddef>
 #include <type_traits>
 
-#include "cuda_shim.h"
+#include "gpu/cuda_shim.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
-// A libcufile.so.0 over host memory: the functions that csrc/cufile_shim.h asks for, by pread and
-// pwrite. It keeps count of what is registered and refuses what is not, refuses threads without a
-// CUDA context, and does on demand what a real one does on bad days: fails, in its own way or the
+// A libcufile.so.0 over host memory: the functions that csrc/gds/cufile_shim.h asks for, by pread
+// and pwrite. It keeps count of what is registered and refuses what is not, refuses threads without
+// a CUDA context, and does on demand what a real one does on bad days: fails, in its own way or the
 // file system's, or transfers less than it was asked for. Built by the tests, which steer it by the
 // stub_*() functions; it must not know who calls.
 #include <dlfcn.h>

@@ -1,12 +1,13 @@
 // Compiled where NVIDIA's cufile.h is at hand (of CUDA 12 or later), and never run: what
-// csrc/cufile_shim.h declares of cuFile is what that header declares. Handles and structures behind
-// pointers are opaque there and here; the layouts of structures are compared member by member.
+// csrc/gds/cufile_shim.h declares of cuFile is what that header declares. Handles and structures
+// behind pointers are opaque there and here; the layouts of structures are compared member by
+// member.
 #include <cufile.h>
 
 #include <cstddef>
 #include <type_traits>
 
-#include "cufile_shim.h"
+#include "gds/cufile_shim.h"
 
 namespace {
 

@@ -23,13 +23,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from fastckpt import Checkpointer, tiered_save
-from fastckpt.codec import FrameWriter
+from fastckpt import Checkpointer
+from fastckpt.engine.codec import FrameWriter
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
-from fastckpt.image import BLOCK_BYTES
-from fastckpt.step_choice import candidates
-from fastckpt.steps import Steps
-from fastckpt.storage import Storage
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.steps.choice import candidates
+from fastckpt.steps.root import Steps
+from fastckpt.storage.file_system import Storage
+from fastckpt.tiers import save as tiered_save
 from tests.crews.steps_states import flip
 from tests.doubles import FailAt, Operation, Recorder, dead_pid
 from tests.files.test_faults import leave_free, mounted
@@ -228,7 +229,8 @@ import os, signal, sys
 from pathlib import Path
 from tests.doubles import Recorder
 from tests.steps.test_checkpointer import state
-from fastckpt import Checkpointer, pipeline
+from fastckpt import Checkpointer
+from fastckpt.saving import pipeline
 
 root, local, name = sys.argv[1:]
 

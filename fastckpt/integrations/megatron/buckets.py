@@ -16,12 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fastckpt import IncompatibleCheckpoint
-from fastckpt.integrations.megatron.ranges import (
-    box_item,
-    read_boxes,
-    read_objects,
-    unpickled,
-)
+from fastckpt.integrations.megatron.ranges import box_item, read_boxes, read_objects, unpickled
 from fastckpt.integrations.megatron.reshard import Indices, Piece, Runs, Uncovered, split_at
 from fastckpt.integrations.megatron.strategies import object_keys
 

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import torch as stock
 
 from fastckpt import IncompatibleCheckpoint
-from fastckpt.distcp_load import OURS
+from fastckpt.directories.items_load import OURS
 from fastckpt.integrations.megatron.strategies import LoadStrategy, SaveStrategy, stored_metadata
 
 

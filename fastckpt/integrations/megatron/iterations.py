@@ -14,9 +14,10 @@ import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from fastckpt import distcp_save, pipeline
-from fastckpt.commit import close_quietly
-from fastckpt.vanishing import Vanished, listed_anew
+from fastckpt.directories import items_save as distcp_save
+from fastckpt.saving import pipeline
+from fastckpt.storage.atomic import close_quietly
+from fastckpt.storage.vanishing import Vanished, listed_anew
 
 log = logging.getLogger("fastckpt")
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
-from fastckpt.arguments import check_path
+from fastckpt.arguments.checks import check_path
 from fastckpt.integrations.megatron import fsdp, iterations
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.buckets import MAP
@@ -36,7 +36,7 @@ from fastckpt.integrations.megatron.state import (
     set_rng_state,
 )
 from fastckpt.integrations.megatron.strategies import LoadStrategy, stored_common, stored_metadata
-from fastckpt.vanishing import Vanished, listed_anew
+from fastckpt.storage.vanishing import Vanished, listed_anew
 
 log = logging.getLogger("fastckpt")
 

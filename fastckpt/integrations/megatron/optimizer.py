@@ -29,11 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fastckpt import IncompatibleCheckpoint
 from fastckpt.integrations.megatron.buckets import MAP, ONE_OF_ONE, Copy, StoredBuckets, identity
-from fastckpt.integrations.megatron.reshard import (
-    Catalog,
-    Piece,
-    Uncovered,
-)
+from fastckpt.integrations.megatron.reshard import Catalog, Piece, Uncovered
 
 CONTENT, SHARDING = "content_metadata", "distrib_optim_sharding_type"
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from fastckpt import SaveHandle
-from fastckpt.arguments import Fence, OnError, check_path
+from fastckpt.arguments.checks import Fence, OnError, check_path
 from fastckpt.integrations.megatron import iterations
 from fastckpt.integrations.megatron.iterations import Retention
 from fastckpt.integrations.megatron.optimizer import CONTENT, SHARDING, saved_maps

@@ -18,7 +18,7 @@ from fastckpt.errors import is_visible
 from fastckpt.integrations.megatron import iterations
 from fastckpt.integrations.megatron.iterations import Retention
 from fastckpt.latch import Latch
-from fastckpt.pipeline import raise_earlier
+from fastckpt.saving.pipeline import raise_earlier
 
 log = logging.getLogger("fastckpt")
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle
-from fastckpt.arguments import Fence, OnError
+from fastckpt.arguments.checks import Fence, OnError
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.integrations import dcp
 from fastckpt.integrations.megatron.division import Division, Holdings, may_write

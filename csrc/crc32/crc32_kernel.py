@@ -1,0 +1,95 @@
+"""Makes crc32_ptx.h of crc32_kernel.h, with NVIDIA's run-time compiler (no GPU needed).
+
+    python csrc/crc32/crc32_kernel.py libnvrtc.so.12
+
+Responsible for calling the compiler and for the form in which its output is checked in. Must not
+know what the kernel computes. NVRTC comes with a CUDA toolkit, or alone: nvidia-cuda-nvrtc-cu12.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("crc32_kernel.h")
+TARGET = Path(__file__).with_name("crc32_ptx.h")
+# Pascal: what a driver compiles for every later GPU, too.
+OPTIONS = (b"--gpu-architecture=compute_60", b"--std=c++17")
+# NVRTC writes the version of its own release, which older drivers refuse; the instructions used are
+# all of this one, as ptxas confirms.
+PTX_VERSION = "6.0"
+
+HEADER = """\
+// Made by crc32_kernel.py of crc32_kernel.h with NVRTC {version}; not to be edited. The
+// kernel in the assembly language that every driver since CUDA 9 compiles for its GPU. It knows
+// nothing that its source does not say.
+#pragma once
+
+namespace fastckpt {{
+
+inline constexpr char kCrc32Ptx[] = R"ptx({ptx})ptx";
+
+}}  // namespace fastckpt
+"""
+
+
+class Compiler:
+    """NVRTC, loaded from a library."""
+
+    def __init__(self, library: str) -> None:
+        self._nvrtc = ctypes.CDLL(library)
+        self._nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def _require(self, result: int, log: bytes = b"") -> None:
+        if result != 0:
+            reason = self._nvrtc.nvrtcGetErrorString(result).decode()
+            raise RuntimeError(f"NVRTC: {reason}\n{log.decode()}")
+
+    def version(self) -> str:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._require(self._nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        return f"{major.value}.{minor.value}"
+
+    def _text(self, kind: str, program: ctypes.c_void_p) -> bytes:
+        nbytes = ctypes.c_size_t()
+        self._require(getattr(self._nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(nbytes)))
+        text = ctypes.create_string_buffer(nbytes.value)
+        self._require(getattr(self._nvrtc, f"nvrtcGet{kind}")(program, text))
+        return text.value
+
+    def ptx(self, source: str) -> str:
+        """What the compiler makes of a source."""
+        program = ctypes.c_void_p()
+        self._require(
+            self._nvrtc.nvrtcCreateProgram(
+                ctypes.byref(program), source.encode(), SOURCE.name.encode(), 0, None, None
+            )
+        )
+        try:
+            options = (ctypes.c_char_p * len(OPTIONS))(*OPTIONS)
+            result = self._nvrtc.nvrtcCompileProgram(program, len(OPTIONS), options)
+            self._require(result, self._text("ProgramLog", program))
+            return self._text("PTX", program).decode()
+        finally:
+            self._nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def tidied(ptx: str) -> str:
+    """Without comments and empty lines, indented by spaces, for the version of PTX we ask for."""
+    ptx = re.sub(r"//[^\n]*", "", ptx)
+    ptx = re.sub(r"(?m)^\.version \d+\.\d+$", f".version {PTX_VERSION}", ptx.replace(" \n", "\n"))
+    lines = [line.expandtabs(4).rstrip() for line in ptx.splitlines()]
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def made_by(library: str) -> str:
+    """The text of the header."""
+    compiler = Compiler(library)
+    ptx = tidied(compiler.ptx(SOURCE.read_text(encoding="utf-8")))
+    return HEADER.format(version=compiler.version(), ptx=ptx)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(made_by(*sys.argv[1:]), encoding="utf-8")

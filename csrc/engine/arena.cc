@@ -1,0 +1,136 @@
+// Staging arena: see arena.h. Everything about pages (huge pages, fork, population) is decided here
+// and nowhere else.
+#include "engine/arena.h"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#include "check.h"
+
+namespace fastckpt {
+
+namespace {
+
+constexpr size_t kPinnedBlocks = 16;  // at a time
+
+// In steps of a huge page: each holds the process's memory lock, which its allocations wait for.
+bool populate(std::byte* begin, size_t nbytes) {
+    constexpr size_t kStep = size_t{2} << 20;
+    for (size_t at = 0; at < nbytes; at += kStep)
+        if (madvise(begin + at, std::min(kStep, nbytes - at), MADV_POPULATE_WRITE) != 0)
+            return false;
+    return true;
+}
+
+// Pages not yet there come from this node while it has some: mbind(2). Advice only.
+void prefer_node(void* memory, size_t nbytes, int node) {
+    constexpr int kPreferred = 1;  // MPOL_PREFERRED, linux/mempolicy.h
+    constexpr int kNodesMax = 64;
+    if (node < 0 || node >= kNodesMax) return;
+    const unsigned long mask = 1UL << node;
+    syscall(SYS_mbind, memory, nbytes, kPreferred, &mask, kNodesMax + 1, 0);
+}
+
+}  // namespace
+
+Arena::Arena(size_t budget_bytes, size_t block_bytes)
+    : block_bytes_(block_bytes), blocks_(std::max<size_t>(1, budget_bytes / block_bytes)) {
+    CHECK(block_bytes_ >= 4096 && block_bytes_ % 4096 == 0);
+    const size_t nbytes = blocks_ * block_bytes_;
+    void* mapped = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    base_ = static_cast<std::byte*>(mapped);
+    // Huge pages make the first touch of a block some forty times cheaper in faults. Advice only: a
+    // kernel without them serves small pages.
+    madvise(base_, nbytes, MADV_HUGEPAGE);
+    // A child of fork() has none of our threads, so it can use none of these pages, and a
+    // copy-on-write break under a direct write in flight is how O_DIRECT and fork() corrupt data
+    // (open(2), NOTES).
+    madvise(base_, nbytes, MADV_DONTFORK);
+    free_.reserve(blocks_);
+    for (size_t i = blocks_; i-- > 0;) free_.push_back(base_ + i * block_bytes_);
+}
+
+Arena::~Arena() {
+    CHECK(free_.size() == blocks_);
+    unpin();
+    munmap(base_, blocks_ * block_bytes_);
+}
+
+std::byte* Arena::acquire() {
+    if (free_.empty()) return nullptr;
+    std::byte* block = free_.back();
+    free_.pop_back();
+    in_use_max_ = std::max(in_use_max_, blocks_in_use());
+    return block;
+}
+
+void Arena::release(std::byte* block) {
+    CHECK(block >= base_ && static_cast<size_t>(block - base_) % block_bytes_ == 0);
+    CHECK(static_cast<size_t>(block - base_) / block_bytes_ < blocks_ && free_.size() < blocks_);
+    free_.push_back(block);
+}
+
+int Arena::pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner) {
+    const size_t part = static_cast<size_t>(block - base_) / block_bytes_ / kPinnedBlocks;
+    const std::lock_guard lock(pin_mu_);
+    pinned_.resize((blocks_ + kPinnedBlocks - 1) / kPinnedBlocks);
+    if (pinned_[part] || pin_error_ != 0) return pin_error_;
+    const size_t first = part * kPinnedBlocks;
+    const size_t count = std::min(kPinnedBlocks, blocks_ - first);
+    std::byte* memory = base_ + first * block_bytes_;
+    if (pinner_ == nullptr) {
+        pinner_ = pinner;
+        prefer_node(base_, blocks_ * block_bytes_, pinner->node());
+    }
+    populate(memory, count * block_bytes_);  // sooner done here than page by page while pinning
+    pin_error_ = pinner_->pin(memory, count * block_bytes_);
+    pinned_[part] = pin_error_ == 0;
+    return pin_error_;
+}
+
+int Arena::pin(size_t begin, size_t end, const std::shared_ptr<Pinner>& pinner) {
+    const size_t last = std::min(blocks_, end / block_bytes_);
+    int result = 0;
+    for (size_t i = begin / block_bytes_; i < last && result == 0; i += kPinnedBlocks)
+        result = pin(base_ + i * block_bytes_, pinner);
+    return result;
+}
+
+void Arena::unpin() {
+    const std::lock_guard lock(pin_mu_);
+    for (size_t part = 0; part < pinned_.size(); ++part)
+        if (pinned_[part]) pinner_->unpin(base_ + part * kPinnedBlocks * block_bytes_);
+    pinned_.clear();
+    pinner_ = nullptr;
+}
+
+bool Arena::prefault(size_t begin, size_t end, unsigned threads) const {
+    CHECK(threads > 0);
+    const size_t last = std::min(blocks_, end / block_bytes_);
+    std::atomic<bool> refused{false};
+    std::atomic<size_t> next{begin / block_bytes_};
+    const auto work = [&] {
+        for (size_t i = next++; i < last && !refused; i = next++)
+            if (!populate(base_ + i * block_bytes_, block_bytes_)) refused = true;
+    };
+    std::vector<std::thread> workers;
+    try {
+        for (unsigned t = 1; t < threads; ++t) workers.emplace_back(work);
+    } catch (const std::system_error&) {
+        // Fewer threads than wished for: the work gets done all the same.
+    }
+    work();
+    for (auto& worker : workers) worker.join();
+    return !refused;
+}
+
+}  // namespace fastckpt

@@ -1,0 +1,204 @@
+// Threads backend, and the rules every backend shares: what a short transfer, a retry and an error
+// mean. Knows pread/pwrite; does not know who submitted an op or why.
+#include <fcntl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+
+#include "check.h"
+#include "engine/backend.h"
+
+#ifndef RWF_DONTCACHE
+#define RWF_DONTCACHE 0x00000080  // include/uapi/linux/fs.h, Linux 6.14
+#endif
+
+namespace fastckpt {
+
+namespace {
+
+constexpr int kRetriesMax = 100;
+constexpr size_t kDirectAlign = 4096;
+
+// Writes back the block just written and drops the one `kWindow` behind it, so that a checkpoint
+// does not evict the training job's data set from the page cache. Advice: its failure costs memory,
+// not bytes.
+void drop_behind(int fd, uint64_t offset, size_t nbytes) {
+    constexpr uint64_t kWindow = uint64_t{64} << 20;
+    sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes),
+                    SYNC_FILE_RANGE_WRITE);
+    if (offset < kWindow) return;
+    const auto behind = static_cast<off_t>(offset - kWindow);
+    const unsigned wait =
+        SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+    // An error met here stays recorded on the file and is returned by the fdatasync of the commit.
+    sync_file_range(fd, behind, static_cast<off_t>(nbytes), wait);
+    posix_fadvise(fd, behind, static_cast<off_t>(nbytes), POSIX_FADV_DONTNEED);
+}
+
+ssize_t write_buffered(int fd, std::byte* data, size_t nbytes, uint64_t offset) {
+    static std::atomic<bool> dontcache_refused{false};
+    const iovec iov{data, nbytes};
+    if (!dontcache_refused.load(std::memory_order_relaxed)) {
+        const ssize_t n = pwritev2(fd, &iov, 1, static_cast<off_t>(offset), RWF_DONTCACHE);
+        if (n >= 0 || (errno != EOPNOTSUPP && errno != EINVAL)) return n < 0 ? -errno : n;
+        // EOPNOTSUPP is the file system's answer, EINVAL that of a kernel which does not know the
+        // flag.
+        if (errno == EINVAL) dontcache_refused.store(true, std::memory_order_relaxed);
+    }
+    const ssize_t n = pwrite(fd, data, nbytes, static_cast<off_t>(offset));
+    if (n < 0) return -errno;
+    drop_behind(fd, offset, static_cast<size_t>(n));
+    return n;
+}
+
+class ThreadsBackend final : public Backend {
+  public:
+    ThreadsBackend(unsigned threads, Transfer transfer, const char* name)
+        : transfer_(std::move(transfer)), name_(name) {
+        CHECK(threads > 0);
+        try {
+            for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
+        } catch (...) {  // no more threads are to be had: those there are must end first
+            close();
+            throw;
+        }
+    }
+    ~ThreadsBackend() override { close(); }
+
+    void submit(Op* op) override {
+        {
+            std::lock_guard lock(mu_);
+            CHECK(!closing_);
+            queue_.push_back(op);
+        }
+        wake_.notify_one();
+    }
+
+    void close() override {
+        {
+            std::lock_guard lock(mu_);
+            if (closing_) return;
+            closing_ = true;
+        }
+        wake_.notify_all();
+        for (auto& thread : threads_) thread.join();
+    }
+
+    const char* name() const override { return name_; }
+
+  private:
+    void run() {
+        for (;;) {
+            Op* op = nullptr;
+            {
+                std::unique_lock lock(mu_);
+                wake_.wait(lock, [&] { return closing_ || !queue_.empty(); });
+                if (queue_.empty()) return;
+                op = queue_.front();
+                queue_.pop_front();
+            }
+            while (advance(*op, transfer_(*op, op->data + op->done, op->nbytes - op->done,
+                                          op->offset + op->done)) == Progress::again) {
+            }
+            finish(*op);
+        }
+    }
+
+    const Transfer transfer_;
+    const char* const name_;
+    std::vector<std::thread> threads_;
+    std::mutex mu_;
+    // State below is protected by mu_.
+    std::condition_variable wake_;
+    std::deque<Op*> queue_;
+    bool closing_ = false;
+};
+
+}  // namespace
+
+ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64_t offset) {
+    if (op.kind == Op::Kind::write && !op.direct)
+        return write_buffered(op.fd, data, nbytes, offset);
+    const auto at = static_cast<off_t>(offset);
+    const ssize_t n = op.kind == Op::Kind::write ? pwrite(op.fd, data, nbytes, at)
+                                                 : pread(op.fd, data, nbytes, at);
+    return n < 0 ? -errno : n;
+}
+
+namespace {
+
+// What a server answers to expired credentials (a ticket of Kerberos, say) and lost handles.
+bool is_refusal(ssize_t result) {
+    return result == -EACCES || result == -EPERM || result == -EKEYEXPIRED || result == -ESTALE;
+}
+
+// After a while, whether to try again.
+bool wait_for_renewal(Patience& patience) {
+    constexpr auto kPause = std::chrono::milliseconds(250);
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    int64_t none = 0;
+    patience.end.compare_exchange_strong(none,
+                                         (now + patience.whole) / std::chrono::nanoseconds(1));
+    const auto left = std::chrono::nanoseconds(patience.end.load()) - now;
+    if (left.count() <= 0) return false;
+    std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(left, kPause));
+    return true;
+}
+
+}  // namespace
+
+Progress advance(Op& op, ssize_t result) {
+    if (op.kind == Op::Kind::write && op.patience != nullptr) {
+        if (is_refusal(result) && wait_for_renewal(*op.patience)) return Progress::again;
+        if (result > 0) op.patience->end.store(0);
+    }
+    if (result == -EINTR || result == -EAGAIN) {
+        if (++op.retries <= kRetriesMax) {
+            // EAGAIN may mean that memory or a queue is short: give it time, more each try, 0.5 s
+            // in all at most.
+            if (result == -EAGAIN)
+                std::this_thread::sleep_for(std::chrono::microseconds(100 * op.retries));
+            return Progress::again;
+        }
+        op.error = static_cast<int>(-result);
+        return Progress::finished;
+    }
+    if (result < 0) {
+        op.error = static_cast<int>(-result);
+        return Progress::finished;
+    }
+    auto moved = static_cast<size_t>(result);
+    CHECK(moved <= op.nbytes - op.done);
+    if (op.kind == Op::Kind::read) {
+        op.done += moved;
+        // A direct read that ends off the alignment has met the end of the file; the rest cannot be
+        // asked for.
+        const bool at_end = moved == 0 || (op.direct && moved % kDirectAlign != 0);
+        return op.done == op.nbytes || at_end ? Progress::finished : Progress::again;
+    }
+    // A short direct write is resumed from the last aligned byte: writing a sector twice is
+    // harmless.
+    if (op.direct && op.done + moved < op.nbytes) moved -= moved % kDirectAlign;
+    op.done += moved;
+    if (op.done == op.nbytes) return Progress::finished;
+    // No progress, again and again, is an error that the file system did not name.
+    if (moved == 0 && ++op.retries > kRetriesMax) {
+        op.error = EIO;
+        return Progress::finished;
+    }
+    return Progress::again;
+}
+
+std::shared_ptr<Backend> threads_backend(unsigned threads) {
+    return std::make_shared<ThreadsBackend>(threads, transfer_by_syscall, "threads");
+}
+
+std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads) {
+    return std::make_shared<ThreadsBackend>(threads, std::move(transfer), "callback");
+}
+
+}  // namespace fastckpt

@@ -1,0 +1,223 @@
+// io_uring backend: one ring, driven by one thread that submits and reaps. Knows liburing; does not
+// know who submitted an op or why. Without liburing at build time only the reason for refusing is
+// left.
+#include "engine/backend.h"
+
+#if FASTCKPT_WITH_URING
+
+#include <liburing.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "check.h"
+
+namespace fastckpt {
+
+namespace {
+
+std::string why_unavailable(const char* call, int error) {
+    std::string why = std::string(call) + " failed with " + std::strerror(error);
+    if (error == EPERM)
+        why += " (sysctl kernel.io_uring_disabled, or the container's seccomp profile, forbids it)";
+    if (error == ENOSYS) why += " (the kernel or the sandbox has no io_uring)";
+    if (error == ENOMEM) why += " (RLIMIT_MEMLOCK or memory is too small for a ring: ulimit -l)";
+    return why;
+}
+
+class UringBackend final : public Backend {
+  public:
+    explicit UringBackend(unsigned depth) : depth_(depth) {
+        CHECK(depth_ > 0);
+        wake_fd_ = eventfd(0, EFD_CLOEXEC);
+        if (wake_fd_ < 0)
+            throw BackendUnavailable(std::string("eventfd failed with ") + std::strerror(errno));
+        std::unique_lock lock(mu_);
+        thread_ = std::thread([this] { run(); });
+        // The ring is set up on its own thread (IORING_SETUP_SINGLE_ISSUER binds it to its
+        // creator).
+        ready_.wait(lock, [&] { return setup_done_; });
+        if (setup_error_ != 0) {
+            lock.unlock();
+            thread_.join();
+            ::close(wake_fd_);
+            throw BackendUnavailable(why_unavailable(setup_call_, setup_error_));
+        }
+    }
+    ~UringBackend() override { close(); }
+
+    void submit(Op* op) override {
+        {
+            std::lock_guard lock(mu_);
+            CHECK(!closing_);
+            queue_.push_back(op);
+        }
+        wake();
+    }
+
+    void close() override {
+        {
+            std::lock_guard lock(mu_);
+            if (closing_) return;
+            closing_ = true;
+        }
+        wake();
+        thread_.join();
+        ::close(wake_fd_);
+    }
+
+    const char* name() const override { return "io_uring"; }
+
+  private:
+    void wake() const {
+        const uint64_t one = 1;
+        CHECK(::write(wake_fd_, &one, sizeof one) == sizeof one);
+    }
+
+    // Newest flags first; a kernel that does not know one answers EINVAL. DEFER_TASKRUN (6.1) keeps
+    // completion work on our thread instead of interrupting the trainer's: io_uring_setup(2).
+    int setup() {
+        const unsigned ladder[] = {
+            IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_CLAMP,
+            IORING_SETUP_COOP_TASKRUN | IORING_SETUP_CLAMP, IORING_SETUP_CLAMP, 0};
+        int error = EINVAL;
+        for (const unsigned flags : ladder) {
+            error = -io_uring_queue_init(depth_ + 1, &ring_, flags);
+            if (error != EINVAL) break;
+        }
+        if (error != 0) return error;
+        setup_call_ = "io_uring_enter";
+        error = -try_nop();
+        if (error != 0) io_uring_queue_exit(&ring_);
+        return error;
+    }
+
+    // Setting a ring up proves little where a sandbox filters io_uring_enter: run one operation
+    // through it.
+    int try_nop() {
+        io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+        if (sqe == nullptr) return -ENOMEM;
+        io_uring_prep_nop(sqe);
+        const int submitted = io_uring_submit_and_wait(&ring_, 1);
+        if (submitted < 0) return submitted;
+        io_uring_cqe* cqe = nullptr;
+        const int waited = io_uring_wait_cqe(&ring_, &cqe);
+        if (waited < 0) return waited;
+        const int result = cqe->res;
+        io_uring_cqe_seen(&ring_, cqe);
+        return result;
+    }
+
+    void arm_wake() {
+        io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+        CHECK(sqe != nullptr);
+        io_uring_prep_read(sqe, wake_fd_, &wake_value_, sizeof wake_value_, 0);
+        io_uring_sqe_set_data(sqe, nullptr);
+        wake_armed_ = true;
+    }
+
+    void arm(Op* op) {
+        io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+        CHECK(sqe != nullptr);
+        std::byte* data = op->data + op->done;
+        const auto nbytes = static_cast<unsigned>(op->nbytes - op->done);
+        const uint64_t offset = op->offset + op->done;
+        if (op->kind == Op::Kind::write)
+            io_uring_prep_write(sqe, op->fd, data, nbytes, offset);
+        else
+            io_uring_prep_read(sqe, op->fd, data, nbytes, offset);
+        io_uring_sqe_set_data(sqe, op);
+        ++in_flight_;
+    }
+
+    void run() {
+        const int error = setup();
+        {
+            std::lock_guard lock(mu_);
+            setup_error_ = error;
+            setup_done_ = true;
+        }
+        ready_.notify_one();
+        if (error != 0) return;
+        while (fill()) {
+            const int submitted = io_uring_submit_and_wait(&ring_, 1);
+            CHECK(submitted >= 0 || submitted == -EINTR || submitted == -EAGAIN ||
+                  submitted == -EBUSY);
+            reap();
+        }
+        io_uring_queue_exit(&ring_);
+    }
+
+    // Puts waiting ops on the ring; false when there is nothing left to do and close() was called.
+    bool fill() {
+        if (!wake_armed_) arm_wake();
+        std::lock_guard lock(mu_);
+        while (in_flight_ < depth_ && !queue_.empty()) {
+            arm(queue_.front());
+            queue_.pop_front();
+        }
+        return !closing_ || in_flight_ > 0;
+    }
+
+    void reap() {
+        io_uring_cqe* cqe = nullptr;
+        while (io_uring_peek_cqe(&ring_, &cqe) == 0) {
+            auto* op = static_cast<Op*>(io_uring_cqe_get_data(cqe));
+            const int result = cqe->res;
+            io_uring_cqe_seen(&ring_, cqe);
+            if (op == nullptr) {
+                wake_armed_ = false;
+                continue;
+            }
+            --in_flight_;
+            if (advance(*op, result) == Progress::again) {
+                std::lock_guard lock(mu_);
+                queue_.push_front(op);
+            } else {
+                finish(*op);
+            }
+        }
+    }
+
+    const unsigned depth_;
+    int wake_fd_ = -1;
+    std::thread thread_;
+
+    // Touched by the ring's thread only.
+    io_uring ring_{};
+    uint64_t wake_value_ = 0;
+    bool wake_armed_ = false;
+    unsigned in_flight_ = 0;
+
+    std::mutex mu_;
+    // State below is protected by mu_.
+    std::condition_variable ready_;
+    std::deque<Op*> queue_;
+    bool setup_done_ = false;
+    const char* setup_call_ = "io_uring_setup";
+    int setup_error_ = 0;
+    bool closing_ = false;
+};
+
+}  // namespace
+
+std::shared_ptr<Backend> uring_backend(unsigned depth) {
+    return std::make_shared<UringBackend>(depth);
+}
+
+}  // namespace fastckpt
+
+#else
+
+namespace fastckpt {
+
+std::shared_ptr<Backend> uring_backend(unsigned) {
+    throw BackendUnavailable(
+        "fastckpt was built without liburing (install liburing-dev and build again)");
+}
+
+}  // namespace fastckpt
+
+#endif

@@ -1,0 +1,218 @@
+// The engine's threads: they stage the oldest job that may go on and verify what was read. See
+// engine.h.
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+
+#include "check.h"
+
+namespace fastckpt {
+
+const DeviceRange* range_of(const std::vector<DeviceRange>& ranges, uint64_t address) {
+    const auto after =
+        std::upper_bound(ranges.begin(), ranges.end(), address,
+                         [](uint64_t at, const DeviceRange& range) { return at < range.begin; });
+    if (after == ranges.begin() || address >= std::prev(after)->end) return nullptr;
+    return &*std::prev(after);
+}
+
+Engine::Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers)
+    : stagers_(std::max(1U, stagers)), arena_(arena_bytes, block_bytes) {
+    try {
+        for (unsigned i = 0; i < stagers_; ++i) threads_.emplace_back([this] { run(); });
+    } catch (...) {  // no more threads are to be had: those there are must end before this object
+        close();
+        throw;
+    }
+}
+
+Engine::~Engine() { close(); }
+
+std::shared_ptr<WriteJob> Engine::stage(std::vector<Segment> segments, std::vector<Slot> slots,
+                                        std::vector<DeviceRange> devices,
+                                        std::shared_ptr<GdsStage> gds, size_t blocks_held_limit,
+                                        unsigned stagers_limit) {
+    CHECK(gds == nullptr || gds->block_bytes() == block_bytes());
+    std::shared_ptr<WriteJob> job(new WriteJob(*this, std::move(segments), std::move(slots),
+                                               std::move(devices), std::move(gds),
+                                               blocks_held_limit, stagers_limit));
+    {
+        std::lock_guard lock(mu_);
+        CHECK(!closing_);
+        jobs_.push_back(job);
+    }
+    changed_.notify_all();
+    return job;
+}
+
+std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset, std::vector<Segment> segments,
+                                        std::vector<Slot> slots, std::shared_ptr<Backend> backend,
+                                        bool direct, size_t blocks_held_limit,
+                                        unsigned stagers_limit) {
+    auto job =
+        stage(std::move(segments), std::move(slots), {}, nullptr, blocks_held_limit, stagers_limit);
+    job->write_to(fd, file_offset, std::move(backend), direct);
+    return job;
+}
+
+std::shared_ptr<ReadStream> Engine::read(int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
+                                         std::vector<uint32_t> wanted,
+                                         std::shared_ptr<Backend> backend, bool direct,
+                                         size_t window_blocks, std::shared_ptr<GdsStage> gds) {
+    CHECK(gds == nullptr || gds->block_bytes() == block_bytes());
+    std::shared_ptr<ReadStream> stream(new ReadStream(*this, fd, nbytes, std::move(crcs),
+                                                      std::move(wanted), backend.get(), direct,
+                                                      window_blocks, std::move(gds)));
+    std::lock_guard lock(mu_);
+    CHECK(!closing_);
+    keep(backend);
+    ++streams_open_;
+    stream->fill_window();
+    return stream;
+}
+
+bool Engine::prefault(size_t begin, size_t end, unsigned threads,
+                      const std::shared_ptr<Pinner>& pinner) {
+    if (!arena_.prefault(begin, end, threads)) return false;
+    return pinner == nullptr || arena_.pin(begin, end, pinner) == 0;
+}
+
+void Engine::keep(const std::shared_ptr<Backend>& backend) {
+    if (std::find(backends_.begin(), backends_.end(), backend) == backends_.end())
+        backends_.push_back(backend);
+}
+
+void Engine::run() {
+    std::unique_lock lock(mu_);
+    for (;;) {
+        if (verify_one(lock) || copy_one(lock) || arrive_one(lock, false) || stage_one(lock) ||
+            arrive_one(lock, true))
+            continue;
+        if (closing_ && jobs_.empty() && to_verify_.empty() && arriving_.empty()) return;
+        rest(lock);
+    }
+}
+
+// Waits for something to do. Of the threads that rest, one minds the clock for jobs that wait for
+// tokens.
+void Engine::rest(std::unique_lock<std::mutex>& lock) {
+    if (waiting_for_tokens_.empty() || clock_minded_) return changed_.wait(lock);
+    auto first = Clock::time_point::max();
+    for (const auto& job : waiting_for_tokens_) first = std::min(first, *job->tokens_at_);
+    clock_minded_ = true;
+    changed_.wait_until(lock, first);
+    clock_minded_ = false;
+    const auto now = Clock::now();
+    const auto jobs = waiting_for_tokens_;  // which takes itself from the list, and back to its end
+    for (const auto& job : jobs)
+        if (job->tokens_at_ && *job->tokens_at_ <= now) job->submit_ready_blocks();
+    // Should this thread have work now, the clock is another's to mind.
+    if (!waiting_for_tokens_.empty()) changed_.notify_all();
+}
+
+bool Engine::verify_one(std::unique_lock<std::mutex>& lock) {
+    if (to_verify_.empty()) return false;
+    auto [stream, block] = to_verify_.front();
+    to_verify_.pop_front();
+    lock.unlock();
+    stream->verify(*block);
+    lock.lock();
+    stream->settle(*block);
+    changed_.notify_all();
+    return true;
+}
+
+bool Engine::copy_one(std::unique_lock<std::mutex>& lock) {
+    if (to_copy_.empty()) return false;
+    const Copy copy = to_copy_.front();
+    to_copy_.pop_front();
+    lock.unlock();
+    std::memcpy(copy.target, copy.source, copy.nbytes);
+    lock.lock();
+    if (--*copy.pieces_left == 0) changed_.notify_all();
+    return true;
+}
+
+bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
+    // Jobs with nothing left to claim leave the queue; those that failed or were cancelled among
+    // them.
+    const auto left = std::remove_if(jobs_.begin(), jobs_.end(), [](const auto& job) {
+        return job->failure_.error != 0 || job->next_claim_ == job->blocks_.size();
+    });
+    if (left != jobs_.end()) {
+        jobs_.erase(left, jobs_.end());
+        changed_.notify_all();  // close() waits for the queue to be empty
+    }
+    const auto found = std::find_if(jobs_.begin(), jobs_.end(),
+                                    [](const auto& job) { return job->wants_stager(); });
+    if (found == jobs_.end()) return false;
+    const std::shared_ptr<WriteJob> job = *found;
+    const bool direct = job->wants_direct();
+    const size_t number = direct ? job->gds_->acquire() : GdsStage::kNone;
+    std::byte* memory = direct ? nullptr : arena_.acquire();
+    if (memory == nullptr && number == GdsStage::kNone) return false;
+    WriteJob::Block& block = job->claim(memory, number);
+    lock.unlock();
+    job->gather(block);
+    if (!job->is_arriving(block)) job->copy(block);
+    lock.lock();
+    if (job->is_arriving(block)) {
+        job->gathered(block);
+        arriving_.emplace_back(job, &block);
+    } else {
+        job->copied(block);
+    }
+    changed_.notify_all();
+    return true;
+}
+
+bool Engine::arrive_one(std::unique_lock<std::mutex>& lock, bool wait) {
+    if (arriving_.empty() || arrival_awaited_) return false;
+    const auto [job, block] = arriving_.front();
+    if (!wait && !job->arrived(*block)) return false;
+    arriving_.pop_front();
+    arrival_awaited_ = true;
+    lock.unlock();
+    job->await(*block);
+    lock.lock();
+    arrival_awaited_ = false;
+    job->account(*block);
+    changed_.notify_all();  // the next one may be awaited while this one is summed up
+    lock.unlock();
+    if (!job->is_lost(*block)) job->copy(*block);
+    lock.lock();
+    job->copied(*block);
+    changed_.notify_all();
+    return true;
+}
+
+size_t Engine::arena_blocks_in_use() {
+    std::lock_guard lock(mu_);
+    return arena_.blocks_in_use();
+}
+
+size_t Engine::arena_blocks_in_use_max() {
+    std::lock_guard lock(mu_);
+    return arena_.blocks_in_use_max();
+}
+
+void Engine::close() {
+    {
+        std::unique_lock lock(mu_);
+        if (closing_) return;
+        changed_.wait(lock, [&] {
+            return jobs_.empty() && to_verify_.empty() && ops_outstanding_ == 0 &&
+                   streams_open_ == 0 && arena_.blocks_in_use() == 0;
+        });
+        closing_ = true;
+    }
+    changed_.notify_all();
+    for (auto& thread : threads_) thread.join();
+    backends_.clear();
+    arena_.unpin();
+}
+
+}  // namespace fastckpt

@@ -1,0 +1,350 @@
+// ReadStream: keeps a window of wanted blocks ahead of a reader, verifies each against its CRC-32
+// and copies out what is asked for. See engine.h for the contract; knows no format.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "check.h"
+#include "crc32/crc32.h"
+#include "engine/read_block.h"
+
+namespace fastckpt {
+
+namespace {
+constexpr uint64_t kDirectAlign = 4096;
+constexpr size_t kPieceBytes = size_t{1} << 20;
+
+// A large target is memory that its owner has just allocated and nobody touched: with huge pages
+// its faults cost a fraction, and they, not the device, would limit a load. Advice only.
+void advise_huge(std::byte* target, uint64_t nbytes) {
+    constexpr uint64_t kHugePage = uint64_t{2} << 20;
+    const auto begin = (reinterpret_cast<uint64_t>(target) + kHugePage - 1) / kHugePage * kHugePage;
+    const auto end = (reinterpret_cast<uint64_t>(target) + nbytes) / kHugePage * kHugePage;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
+}  // namespace
+
+ReadStream::ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
+                       std::vector<uint32_t> wanted, Backend* backend, bool direct,
+                       size_t window_blocks, std::shared_ptr<GdsStage> gds)
+    : engine_(engine),
+      fd_(fd),
+      nbytes_(nbytes),
+      crcs_(std::move(crcs)),
+      wanted_(std::move(wanted)),
+      backend_(backend),
+      direct_(direct),
+      window_blocks_(std::max<size_t>(1, window_blocks)),
+      gds_(std::move(gds)) {
+    blocks_.resize(wanted_.empty() ? block_count() : wanted_.size());
+    CHECK(fd_ >= 0 && backend_ != nullptr);
+    CHECK(crcs_.empty() || crcs_.size() == block_count());
+    for (size_t place = 0; place < wanted_.size(); ++place)
+        CHECK(wanted_[place] < block_count() &&
+              (place == 0 || wanted_[place - 1] < wanted_[place]));
+}
+
+size_t ReadStream::block_count() const {
+    return (nbytes_ + engine_.block_bytes() - 1) / engine_.block_bytes();
+}
+
+size_t ReadStream::index_at(size_t place) const { return wanted_.empty() ? place : wanted_[place]; }
+
+size_t ReadStream::place_of(size_t index) const {
+    if (wanted_.empty()) return index;
+    const auto found = std::lower_bound(wanted_.begin(), wanted_.end(), index);
+    CHECK(found != wanted_.end() && *found == index);
+    return static_cast<size_t>(found - wanted_.begin());
+}
+
+// A stream that was closed may be freed after the engine.
+ReadStream::~ReadStream() {
+    if (!closed_) close();
+}
+
+void ReadStream::fill_window() {
+    const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
+    for (size_t place = window_first_; place < end && failure_.error == 0; ++place) {
+        if (blocks_[place] != nullptr) continue;
+        std::byte* memory = acquire();
+        // The reader waits for the first block: rather than wait for memory that this stream holds
+        // itself, give up the block that is needed last.
+        if (memory == nullptr && place == window_first_ && drop_last_ready()) memory = acquire();
+        if (memory == nullptr) return;
+        auto block = std::make_unique<Block>();
+        const uint64_t begin = index_at(place) * engine_.block_bytes();
+        block->place = place;
+        block->begin = begin;
+        block->memory = memory;
+        block->nbytes = std::min<uint64_t>(engine_.block_bytes(), nbytes_ - begin);
+        const uint64_t padded = (block->nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
+        block->op.kind = Op::Kind::read;
+        block->op.fd = fd_;
+        block->op.data = memory;
+        block->op.nbytes = direct_ ? padded : block->nbytes;
+        block->op.offset = begin;
+        block->op.direct = direct_;
+        Block* raw = block.get();
+        block->op.finished = [this, raw](Op&) { on_read(*raw); };
+        nbytes_read_ += raw->nbytes;
+        blocks_[place] = std::move(block);
+        ++outstanding_;
+        ++engine_.ops_outstanding_;
+        backend_->submit(&raw->op);
+    }
+}
+
+void ReadStream::on_read(Block& block) {
+    std::lock_guard lock(engine_.mu_);
+    CHECK(engine_.ops_outstanding_ > 0);
+    --engine_.ops_outstanding_;
+    // The file is shorter than it was when its end was read: someone truncated it.
+    if (block.op.error == 0 && block.op.done < block.nbytes) block.op.error = ENODATA;
+    if (block.op.error != 0 && failure_.error == 0)
+        failure_ = {Op::Kind::read, block.op.offset + block.op.done, block.op.error};
+    if (block.op.error != 0 || crcs_.empty() || block.dropped) {
+        settle(block);
+    } else {
+        block.state = Block::State::verifying;
+        engine_.to_verify_.emplace_back(this, &block);
+    }
+    engine_.changed_.notify_all();
+}
+
+// Without the mutex: the block is this stager's until it is settled.
+void ReadStream::verify(Block& block) {
+    if (gds_ != nullptr) return verify_direct(block);
+    block.corrupt =
+        crc32(0, block.memory, block.nbytes) != crcs_[block.begin / engine_.block_bytes()];
+}
+
+void ReadStream::settle(Block& block) {
+    CHECK(outstanding_ > 0);
+    --outstanding_;
+    block.state = Block::State::ready;
+    const auto index = static_cast<int64_t>(block.begin / engine_.block_bytes());
+    if (block.corrupt && !block.dropped && (corrupt_block_ < 0 || corrupt_block_ > index))
+        corrupt_block_ = index;
+    if (block.dropped) drop(block.place);
+}
+
+void ReadStream::drop(size_t place) {
+    Block* block = blocks_[place].get();
+    if (block == nullptr) return;
+    if (block->state != Block::State::ready) {
+        block->dropped = true;
+        return;
+    }
+    if (block->departures.empty()) {
+        release(block->memory);
+    } else {
+        departing_.push_back({block->memory, block->begin, std::move(block->departures)});
+    }
+    blocks_[place].reset();
+    engine_.changed_.notify_all();
+}
+
+// Blocks that left the window while on their way count as well: a stream holds no more than
+// promised.
+std::byte* ReadStream::acquire() {
+    if (held_ == window_blocks_) return nullptr;
+    std::byte* memory = nullptr;
+    if (gds_ == nullptr) {
+        memory = engine_.arena_.acquire();
+    } else if (const size_t number = gds_->acquire(); number != GdsStage::kNone) {
+        memory = reinterpret_cast<std::byte*>(gds_->address(number));
+    }
+    if (memory != nullptr) ++held_;
+    return memory;
+}
+
+void ReadStream::release(std::byte* memory) {
+    if (gds_ == nullptr) {
+        engine_.arena_.release(memory);
+    } else {
+        gds_->release(gds_->number(memory));
+    }
+    --held_;
+}
+
+bool ReadStream::drop_last_ready() {
+    const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
+    for (size_t place = end; place-- > window_first_;) {
+        if (blocks_[place] == nullptr || blocks_[place]->state != Block::State::ready) continue;
+        drop(place);
+        return true;
+    }
+    return false;
+}
+
+// Gives back all that is not in transfer, and what is when it arrives. True if there was any.
+bool ReadStream::give_way(std::unique_lock<std::mutex>& lock) {
+    const size_t held = held_;
+    const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
+    for (size_t place = window_first_; place < end; ++place) drop(place);
+    while (!departing_.empty()) reclaim(lock, true);
+    return held_ < held;
+}
+
+void ReadStream::beside(ReadStream& other) {
+    const std::lock_guard lock(engine_.mu_);
+    CHECK(&engine_ == &other.engine_ && this != &other && !closed_ && !other.closed_);
+    beside_.push_back(&other);
+    other.beside_.push_back(this);
+}
+
+void ReadStream::move_window(size_t first) {
+    const size_t old_end = std::min(blocks_.size(), window_first_ + window_blocks_);
+    for (size_t place = window_first_; place < old_end; ++place)
+        if (place < first || place >= first + window_blocks_) drop(place);
+    window_first_ = first;
+    const size_t end = std::min(blocks_.size(), first + window_blocks_);
+    for (size_t place = first; place < end; ++place)
+        if (blocks_[place] != nullptr) blocks_[place]->dropped = false;
+}
+
+// Moves the window to the block that holds `offset` and waits for it; null on failure. Only the
+// reader moves the window, so the block stays until it pins another.
+ReadStream::Block* ReadStream::pin(std::unique_lock<std::mutex>& lock, uint64_t offset) {
+    CHECK(!closed_);
+    const size_t place = place_of(offset / engine_.block_bytes());
+    Block* block = nullptr;
+    move_window(place);
+    for (;;) {
+        // Arena blocks may have come free since: whoever waits asks again.
+        reclaim(lock, false);
+        fill_window();
+        block = blocks_[place].get();
+        if (failure_.error != 0 || (block != nullptr && block->state == Block::State::ready)) break;
+        // A device that has copied tells nobody: where its blocks are what lacks, it is waited for.
+        if (block == nullptr && reclaim(lock, true)) continue;
+        // Nor is memory held by a reader that waits for some: two of them might wait for each
+        // other.
+        bool gave_way = false;
+        if (block == nullptr)
+            for (ReadStream* other : beside_) gave_way |= other->give_way(lock);
+        if (gave_way) continue;
+        engine_.changed_.wait(lock);
+    }
+    if (failure_.error != 0) return nullptr;
+    if (block->corrupt) {
+        corrupt_block_ = static_cast<int64_t>(block->begin / engine_.block_bytes());
+        return nullptr;
+    }
+    return block;
+}
+
+bool ReadStream::read(std::byte* target, uint64_t offset, uint64_t nbytes) {
+    const auto address = reinterpret_cast<uint64_t>(target);
+    if (!read_runs({{offset, address, nbytes, 1, 0, 0}})) return false;
+    // A block that was read to its end is given back at once, and the next one is asked for.
+    const size_t block_bytes = engine_.block_bytes();
+    const uint64_t end = offset + nbytes;
+    if (nbytes == 0 || (end % block_bytes != 0 && end != nbytes_)) return true;
+    std::lock_guard lock(engine_.mu_);
+    const size_t next = place_of((end - 1) / block_bytes) + 1;
+    if (next < blocks_.size()) {
+        move_window(next);
+        fill_window();
+    }
+    return true;
+}
+
+bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices) {
+    Block* block = nullptr;
+    for (const Run& run : runs) {
+        const DeviceRange* device = range_of(devices, run.address);
+        if (run.nbytes == 0 || run.count == 0) continue;
+        CHECK(gds_ == nullptr || (device != nullptr && device->queue == gds_->queue()));
+        CHECK(run.nbytes <= nbytes_ && run.offset <= nbytes_ - run.nbytes);
+        CHECK(run.count == 1 ||
+              run.offset_stride <= (nbytes_ - run.nbytes - run.offset) / (run.count - 1));
+        for (uint64_t i = 0; i < run.count; ++i) {
+            uint64_t offset = run.offset + i * run.offset_stride;
+            const uint64_t end = offset + run.nbytes;
+            auto* target = reinterpret_cast<std::byte*>(run.address + i * run.address_stride);
+            if (run.nbytes >= kPieceBytes && device == nullptr) advise_huge(target, run.nbytes);
+            while (offset < end) {
+                const bool held = block != nullptr && offset >= block->begin &&
+                                  offset < block->begin + block->nbytes;
+                if (!held) {
+                    if (block != nullptr) depart(*block);
+                    std::unique_lock lock(engine_.mu_);
+                    block = pin(lock, offset);
+                    if (block == nullptr) return false;
+                }
+                const uint64_t n = std::min(end, block->begin + block->nbytes) - offset;
+                const std::byte* source = block->memory + (offset - block->begin);
+                if (device != nullptr) {
+                    const auto address = reinterpret_cast<uint64_t>(target);
+                    if (!send(*block, device->queue, address, source, n)) break;
+                } else if (n < kPieceBytes) {
+                    std::memcpy(target, source, n);
+                } else {
+                    std::unique_lock lock(engine_.mu_);
+                    copy_out(lock, target, source, n);
+                }
+                target += n;
+                offset += n;
+            }
+            if (offset < end) break;  // a device refused
+        }
+    }
+    if (block != nullptr) depart(*block);
+    return devices.empty() || failure().error == 0;
+}
+
+// Copies on this thread and on the stagers that have nothing better to do: what takes time is not
+// the copy but the page faults of memory that is touched for the first time.
+void ReadStream::copy_out(std::unique_lock<std::mutex>& lock, std::byte* target,
+                          const std::byte* source, size_t nbytes) {
+    size_t pieces_left = 0;
+    for (size_t at = 0; at < nbytes; at += kPieceBytes) {
+        ++pieces_left;
+        engine_.to_copy_.push_back(
+            {target + at, source + at, std::min(kPieceBytes, nbytes - at), &pieces_left});
+    }
+    if (pieces_left > 1) engine_.changed_.notify_all();
+    // Pieces of another reader may come first; somebody then does ours.
+    while (pieces_left > 0 && engine_.copy_one(lock)) {
+    }
+    engine_.changed_.wait(lock, [&] { return pieces_left == 0; });
+}
+
+Failure ReadStream::failure() {
+    std::lock_guard lock(engine_.mu_);
+    return failure_;
+}
+
+uint64_t ReadStream::nbytes_read() {
+    std::lock_guard lock(engine_.mu_);
+    return nbytes_read_;
+}
+
+int64_t ReadStream::corrupt_block() {
+    std::lock_guard lock(engine_.mu_);
+    return corrupt_block_;
+}
+
+void ReadStream::close() {
+    std::unique_lock lock(engine_.mu_);
+    if (closed_) return;
+    closed_ = true;
+    for (ReadStream* other : beside_)
+        other->beside_.erase(std::find(other->beside_.begin(), other->beside_.end(), this));
+    beside_.clear();
+    for (size_t place = 0; place < blocks_.size(); ++place) drop(place);
+    engine_.changed_.notify_all();
+    engine_.changed_.wait(lock, [&] { return outstanding_ == 0; });
+    while (!departing_.empty()) reclaim(lock, true);
+    CHECK(engine_.streams_open_ > 0);
+    --engine_.streams_open_;
+    engine_.changed_.notify_all();
+    const auto gds = std::move(gds_);  // whoever holds the stream holds no memory of a device
+    lock.unlock();
+}
+
+}  // namespace fastckpt

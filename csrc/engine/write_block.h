@@ -1,0 +1,71 @@
+// A block on its way through a WriteJob. Shared by the files that implement the job, and by nobody
+// else.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "crc32/crc32.h"
+#include "engine/engine.h"
+
+namespace fastckpt {
+
+// A CRC of consecutive bytes, extended at its end.
+struct RunCrc {
+    uint32_t crc = 0;
+    uint64_t nbytes = 0;
+
+    void append(uint32_t other, uint64_t other_nbytes) {
+        crc = nbytes == 0 ? other : crc32_combine(crc, other, other_nbytes);
+        nbytes += other_nbytes;
+    }
+};
+
+// What one device copies into a block: between which places in its queue.
+struct WriteJob::Arrival {
+    DeviceQueue* queue;
+    DeviceQueue::Mark begin;  // null where it is the end of what was queued before
+    DeviceQueue::Mark end;    // null if the device refused it
+    uint64_t nbytes;
+    std::vector<DeviceQueue::CopyToHost> copies;  // until they are queued
+};
+
+// A block's way: claimed (memory taken), copied by a stager, sealed in file order, written,
+// released.
+struct WriteJob::Block {
+    size_t index = 0;
+    uint64_t begin = 0;  // image bytes [begin, end)
+    uint64_t end = 0;
+    std::byte* memory = nullptr;      // of the arena, or
+    size_t direct = GdsStage::kNone;  // the number of a block of device memory
+    size_t words_used = 0;            // of its checksums
+    State state = State::waiting;
+    // The block's bytes are before ++ [late_begin, late_end) ++ after, where the late ones hold
+    // slots whose CRC is known only once the blocks before this one are sealed. There is at most
+    // one such run: its slot describes the segment that was open when the block began.
+    RunCrc before;
+    uint64_t late_begin = 0;
+    uint64_t late_end = 0;
+    RunCrc after;
+    uint32_t head_crc = 0;  // of the first segment's bytes in this block, where it began earlier
+    uint32_t tail_crc = 0;  // of the last segment's bytes in this block, where it goes on
+    std::vector<Arrival> arrivals;
+    bool begins_clock = true;  // the queue may have nothing of this job's to do before
+    cuda::Result device_error = cuda::kSuccess;
+    std::deque<Op> parts;    // as they were submitted; an op stays where it is
+    uint64_t submitted = 0;  // bytes
+    size_t parts_under_way = 0;
+
+    int pin_error = 0;
+
+    bool is_arriving() const { return !arrivals.empty() || device_error != cuda::kSuccess; }
+
+    bool holds_memory() const { return memory != nullptr || is_direct(); }
+    bool is_direct() const { return direct != GdsStage::kNone; }
+    bool has_late() const { return late_end != 0; }
+    void append(uint32_t crc, uint64_t nbytes) {
+        (has_late() ? after : before).append(crc, nbytes);
+    }
+};
+
+}  // namespace fastckpt

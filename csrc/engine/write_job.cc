@@ -1,0 +1,313 @@
+// WriteJob: copies an image's segments into blocks, checksums them in the same pass, fills in the
+// CRC slots in file order and hands each block to the backend. See engine.h for the contract; knows
+// no format.
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "check.h"
+#include "crc32/crc32.h"
+#include "engine/write_block.h"
+
+namespace fastckpt {
+
+namespace {
+constexpr uint64_t kDirectAlign = 4096;
+constexpr uint64_t kSlotBytes = 4;
+}  // namespace
+
+WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
+                   std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
+                   size_t blocks_held_limit, unsigned stagers_limit)
+    : engine_(engine),
+      segments_(std::move(segments)),
+      slots_(std::move(slots)),
+      devices_(std::move(devices)),
+      gds_(std::move(gds)),
+      blocks_held_limit_(std::max<size_t>(1, blocks_held_limit)),
+      stagers_limit_(std::max(1U, stagers_limit)) {
+    check_plan();
+    for (const DeviceRange& range : devices_)
+        several_queues_ = several_queues_ || range.queue != devices_.front().queue;
+    nbytes_ = segments_.back().offset + segments_.back().nbytes;
+    const size_t block_bytes = engine_.block_bytes();
+    const size_t count = (nbytes_ + block_bytes - 1) / block_bytes;
+    blocks_.resize(count);
+    block_crcs_.resize(count);
+    slot_crcs_.resize(slots_.size());
+    slot_of_segment_.assign(segments_.size(), -1);
+    for (size_t i = 0; i < slots_.size(); ++i) {
+        int64_t& first = slot_of_segment_[slots_[i].segment];
+        CHECK(first < 0 || slots_[i - 1].segment == slots_[i].segment);
+        if (first < 0) first = static_cast<int64_t>(i);
+    }
+    // A described segment is copied as it is: it cannot hold the slot of the one before it.
+    for (const Slot& slot : slots_)
+        CHECK(slot.offset >= nbytes_ || slot_of_segment_[slot.segment + 1] < 0);
+    start_clocks();
+}
+
+WriteJob::~WriteJob() {
+    CHECK(blocks_held_ == 0);
+    discard_clocks();
+}
+
+void WriteJob::check_plan() const {
+    CHECK(!segments_.empty());
+    uint64_t expected = 0;
+    for (const Segment& segment : segments_) {
+        CHECK(segment.offset == expected && segment.nbytes > 0 && segment.address != 0);
+        expected += segment.nbytes;
+    }
+    uint64_t slots_end = 0;
+    for (const Slot& slot : slots_) {
+        CHECK(slot.segment < segments_.size() && slot.offset >= slots_end);
+        slots_end = slot.offset + kSlotBytes;
+        if (slot.offset >= expected) continue;  // beyond the image
+        CHECK(slot.segment + 1 < segments_.size());
+        const Segment& holder = segments_[slot.segment + 1];
+        CHECK(slot.offset >= holder.offset && slots_end <= holder.offset + holder.nbytes);
+    }
+}
+
+uint64_t WriteJob::block_nbytes(size_t index) const {
+    const uint64_t begin = index * engine_.block_bytes();
+    return std::min<uint64_t>(engine_.block_bytes(), nbytes_ - begin);
+}
+
+bool WriteJob::wants_stager() const {
+    return failure_.error == 0 && next_claim_ < blocks_.size() && stagers_ < stagers_limit_ &&
+           blocks_held_ < blocks_held_limit_;
+}
+
+bool WriteJob::queued() const {
+    return stagers_ == 0 && (failure_.error != 0 || next_claim_ == blocks_.size());
+}
+
+bool WriteJob::sources_released() const { return queued() && arriving_ == 0; }
+
+bool WriteJob::finished() const { return sources_released() && blocks_held_ == 0; }
+
+WriteJob::Block& WriteJob::claim(std::byte* memory, size_t direct) {
+    auto block = std::make_unique<Block>();
+    block->index = next_claim_++;
+    block->begin = block->index * engine_.block_bytes();
+    block->end = block->begin + block_nbytes(block->index);
+    block->memory = memory;
+    block->direct = direct;
+    block->begins_clock = arriving_ == 0 || several_queues_;
+    ++stagers_;
+    ++blocks_held_;
+    blocks_held_max_ = std::max(blocks_held_max_, blocks_held_);
+    blocks_[block->index] = std::move(block);
+    return *blocks_[next_claim_ - 1];
+}
+
+void WriteJob::copied(Block& block) {
+    block.state = State::copied;
+    if (block.device_error != cuda::kSuccess)
+        fail({Op::Kind::copy, block.begin, block.device_error});
+    size_t& under_way = block.is_arriving() ? arriving_ : stagers_;
+    CHECK(under_way > 0);
+    --under_way;
+    seal_ready_blocks();
+}
+
+// A piece of a block, copied unless gather() has done so; returns its CRC-32.
+uint32_t WriteJob::copy_piece(Block& block, const Segment& segment, uint64_t begin, uint64_t end,
+                              uint32_t crc) const {
+    if (block.is_direct()) return direct_crc(block, begin, end - begin);
+    std::byte* target = block.memory + (begin - block.begin);
+    if (block.is_arriving()) return crc32(crc, target, end - begin);
+    const auto* source = reinterpret_cast<const std::byte*>(segment.address);
+    return crc32_copy(target, source + (begin - segment.offset), end - begin, crc);
+}
+
+void WriteJob::copy(Block& block) {
+    auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
+                                    [](uint64_t at, const Segment& s) { return at < s.offset; });
+    CHECK(segment != segments_.begin());
+    for (--segment; segment != segments_.end() && segment->offset < block.end; ++segment) {
+        const uint64_t segment_end = segment->offset + segment->nbytes;
+        const uint64_t begin = std::max(block.begin, segment->offset);
+        const uint64_t end = std::min(block.end, segment_end);
+        const int64_t slot = slot_of_segment_[static_cast<size_t>(segment - segments_.begin())];
+        if (slot < 0) {
+            copy_header(block, *segment, begin, end);
+            continue;
+        }
+        const uint32_t crc = copy_piece(block, *segment, begin, end, 0);
+        block.append(crc, end - begin);
+        const bool began_earlier = segment->offset < block.begin;
+        const bool goes_on = segment_end > block.end;
+        if (began_earlier) block.head_crc = crc;
+        if (goes_on) block.tail_crc = crc;
+        if (!began_earlier && !goes_on) describe(slot, crc);
+    }
+    if (block.is_direct()) return;  // is of whole pages
+    // A direct write, which is decided on later, takes whole pages: not of what was here before.
+    const uint64_t nbytes = block.end - block.begin;
+    const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
+    std::memset(block.memory + nbytes, 0, padded - nbytes);
+}
+
+// Notes the CRC of a segment for all of its slots, the first of which this is.
+void WriteJob::describe(int64_t slot, uint32_t crc) {
+    const uint64_t segment = slots_[static_cast<size_t>(slot)].segment;
+    for (auto i = static_cast<size_t>(slot); i < slots_.size() && slots_[i].segment == segment; ++i)
+        slot_crcs_[i] = crc;
+}
+
+// Whether a slot of the segment before this one overlaps [begin, end).
+bool WriteJob::holds_slot(size_t index, uint64_t begin, uint64_t end) const {
+    const int64_t first = index > 0 ? slot_of_segment_[index - 1] : -1;
+    if (first < 0) return false;
+    for (auto i = static_cast<size_t>(first); i < slots_.size(); ++i) {
+        if (slots_[i].segment != index - 1) return false;
+        if (slots_[i].offset < end && slots_[i].offset + kSlotBytes > begin) return true;
+    }
+    return false;
+}
+
+// Copies a piece of a segment that no slot describes, and which therefore may hold slots itself.
+void WriteJob::copy_header(Block& block, const Segment& segment, uint64_t begin, uint64_t end) {
+    const auto index = static_cast<size_t>(&segment - segments_.data());
+    if (!holds_slot(index, begin, end)) {
+        block.append(copy_piece(block, segment, begin, end, 0), end - begin);
+        return;
+    }
+    CHECK(!block.is_direct());
+    std::byte* target = block.memory + (begin - block.begin);
+    const auto* source = reinterpret_cast<const std::byte*>(segment.address);
+    if (!block.is_arriving()) std::memcpy(target, source + (begin - segment.offset), end - begin);
+    if (segments_[index - 1].offset < block.begin) {
+        CHECK(!block.has_late());
+        block.late_begin = begin;
+        block.late_end = end;
+        return;
+    }
+    patch(block, begin, end);
+    block.append(crc32(0, target, end - begin), end - begin);
+}
+
+// Writes the CRCs of the slots that overlap [begin, end) into the block. Slots and blocks may
+// cross.
+void WriteJob::patch(Block& block, uint64_t begin, uint64_t end) const {
+    auto slot =
+        std::lower_bound(slots_.begin(), slots_.end(), begin,
+                         [](const Slot& s, uint64_t at) { return s.offset + kSlotBytes <= at; });
+    for (; slot != slots_.end() && slot->offset < end; ++slot) {
+        const uint32_t crc = slot_crcs_[static_cast<size_t>(slot - slots_.begin())];
+        for (uint64_t i = 0; i < kSlotBytes; ++i) {
+            const uint64_t at = slot->offset + i;
+            if (at >= begin && at < end)
+                block.memory[at - block.begin] = static_cast<std::byte>(crc >> (8 * i));
+        }
+    }
+}
+
+// In file order, under the engine's mutex: completes the CRC of a segment that ends here, then the
+// block's own.
+void WriteJob::seal(Block& block) {
+    auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
+                                    [](uint64_t at, const Segment& s) { return at < s.offset; });
+    --segment;
+    const auto first = static_cast<size_t>(segment - segments_.begin());
+    const uint64_t first_end = segment->offset + segment->nbytes;
+    const bool first_is_open = segment->offset < block.begin && slot_of_segment_[first] >= 0;
+    if (first_is_open) {
+        const uint64_t nbytes = std::min(first_end, block.end) - block.begin;
+        open_segment_crc_ = crc32_combine(open_segment_crc_, block.head_crc, nbytes);
+        if (first_end <= block.end) describe(slot_of_segment_[first], open_segment_crc_);
+    }
+    if (!first_is_open || first_end <= block.end) open_segment_crc_ = block.tail_crc;
+    // A segment that ends exactly with the block was not open and is complete; one that goes on
+    // left its tail above.
+    RunCrc crc = block.before;
+    if (block.has_late()) {
+        patch(block, block.late_begin, block.late_end);
+        const uint64_t nbytes = block.late_end - block.late_begin;
+        crc.append(crc32(0, block.memory + (block.late_begin - block.begin), nbytes), nbytes);
+        if (block.after.nbytes > 0) crc.append(block.after.crc, block.after.nbytes);
+    }
+    CHECK(crc.nbytes == block.end - block.begin);
+    block_crcs_[block.index] = crc.crc;
+    block.state = State::sealed;
+}
+
+void WriteJob::seal_ready_blocks() {
+    for (; next_seal_ < blocks_.size(); ++next_seal_) {
+        Block* block = blocks_[next_seal_].get();
+        if (block == nullptr || block->state != State::copied) break;
+        if (failure_.error != 0)
+            block->state = State::sealed;
+        else
+            seal(*block);
+    }
+    submit_ready_blocks();
+}
+
+void WriteJob::on_written(Block& block) {
+    CHECK(block.state == State::sealed && (block.memory != nullptr || block.is_direct()));
+    if (block.is_direct())
+        gds_->release(std::exchange(block.direct, GdsStage::kNone));
+    else
+        engine_.arena_.release(std::exchange(block.memory, nullptr));
+    CHECK(blocks_held_ > 0);
+    --blocks_held_;
+}
+
+void WriteJob::fail(const Failure& failure) {
+    if (failure_.error == 0) failure_ = failure;
+    patience_.end.store(1);  // long ago: nothing of this job is worth trying again
+}
+
+bool WriteJob::wait_queued(std::chrono::duration<double> timeout) {
+    std::unique_lock lock(engine_.mu_);
+    return engine_.changed_.wait_for(lock, timeout, [&] { return queued(); });
+}
+
+int WriteJob::pin_error() {
+    std::lock_guard lock(engine_.mu_);
+    return pin_error_;
+}
+
+bool WriteJob::wait_staged(std::chrono::duration<double> timeout) {
+    std::unique_lock lock(engine_.mu_);
+    return engine_.changed_.wait_for(lock, timeout, [&] { return sources_released(); });
+}
+
+bool WriteJob::wait_written(std::chrono::duration<double> timeout) {
+    std::unique_lock lock(engine_.mu_);
+    return engine_.changed_.wait_for(lock, timeout, [&] { return finished(); });
+}
+
+Failure WriteJob::failure() {
+    std::lock_guard lock(engine_.mu_);
+    return failure_;
+}
+
+uint64_t WriteJob::nbytes_written() {
+    std::lock_guard lock(engine_.mu_);
+    return nbytes_written_;
+}
+
+std::vector<uint32_t> WriteJob::block_crcs() {
+    std::lock_guard lock(engine_.mu_);
+    CHECK(next_seal_ == blocks_.size());
+    return block_crcs_;
+}
+
+std::vector<uint32_t> WriteJob::slot_crcs() {
+    std::lock_guard lock(engine_.mu_);
+    CHECK(next_seal_ == blocks_.size());
+    return slot_crcs_;
+}
+
+size_t WriteJob::blocks_held_max() {
+    std::lock_guard lock(engine_.mu_);
+    return blocks_held_max_;
+}
+
+}  // namespace fastckpt

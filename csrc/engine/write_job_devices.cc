@@ -1,0 +1,149 @@
+// WriteJob's blocks whose bytes, or some of them, lie on devices: copies are queued, and summed up
+// once they have arrived. See engine.h for the contract.
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <tuple>
+
+#include "check.h"
+#include "engine/write_block.h"
+
+namespace fastckpt {
+
+// Queues the copies of what lies on devices, and where there is any, copies the rest beside it: the
+// checksums then wait until all has arrived.
+void WriteJob::gather(Block& block) {
+    if (devices_.empty()) return;
+    if (block.is_direct()) return gather_direct(block);
+    auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
+                                    [](uint64_t at, const Segment& s) { return at < s.offset; });
+    std::vector<const Segment*> on_host;
+    // One block after the other: were those of two mixed in a queue, the time of both would be
+    // counted for each.
+    std::unique_lock queueing(engine_.queueing_mu_, std::defer_lock);
+    const auto place = [&](const Segment& s) {
+        const uint64_t begin = std::max(block.begin, s.offset);
+        const uint64_t nbytes = std::min(block.end, s.offset + s.nbytes) - begin;
+        return std::tuple(block.memory + (begin - block.begin), s.address + (begin - s.offset),
+                          nbytes);
+    };
+    for (--segment; segment != segments_.end() && segment->offset < block.end; ++segment) {
+        const DeviceRange* device = range_of(devices_, segment->address);
+        if (device == nullptr) {
+            on_host.push_back(&*segment);
+            continue;
+        }
+        DeviceQueue* queue = device->queue.get();
+        if (!queueing.owns_lock()) {
+            block.pin_error = engine_.arena_.pin(block.memory, devices_.front().queue);
+            queueing.lock();
+        }
+        const auto [target, source, nbytes] = place(*segment);
+        Arrival* arrival = arrive_by(block, queue);
+        if (arrival == nullptr) break;
+        arrival->copies.push_back({target, source, nbytes});
+        arrival->nbytes += nbytes;
+    }
+    for (Arrival& arrival : block.arrivals) {
+        if (block.device_error == cuda::kSuccess)
+            block.device_error = arrival.queue->copy_to_host(arrival.copies);
+        arrival.copies = {};
+        const cuda::Result result = arrival.queue->mark(&arrival.end);
+        if (result != cuda::kSuccess) arrival.queue->wait_all();  // before the block is another's
+        if (block.device_error == cuda::kSuccess) block.device_error = result;
+    }
+    if (block.arrivals.empty()) return;
+    queueing.unlock();
+    for (const Segment* s : on_host) {
+        const auto [target, source, nbytes] = place(*s);
+        std::memcpy(target, reinterpret_cast<const std::byte*>(source), nbytes);
+    }
+}
+
+// What the block has of one queue, begun if there is nothing yet; null if the device refuses.
+WriteJob::Arrival* WriteJob::arrive_by(Block& block, DeviceQueue* queue) {
+    for (Arrival& arrival : block.arrivals)
+        if (arrival.queue == queue) return &arrival;
+    Arrival arrival{queue, nullptr, nullptr, 0, {}};
+    if (block.begins_clock) block.device_error = queue->mark(&arrival.begin);
+    if (block.device_error != cuda::kSuccess) return nullptr;
+    block.arrivals.push_back(arrival);
+    return &block.arrivals.back();
+}
+
+void WriteJob::gathered(Block& block) {
+    CHECK(stagers_ > 0);
+    --stagers_;
+    ++arriving_;
+    if (pin_error_ == 0) pin_error_ = block.pin_error;
+}
+
+bool WriteJob::is_arriving(const Block& block) const { return block.is_arriving(); }
+
+bool WriteJob::is_lost(const Block& block) const { return block.device_error != cuda::kSuccess; }
+
+bool WriteJob::arrived(const Block& block) const {
+    return std::all_of(block.arrivals.begin(), block.arrivals.end(), [](const auto& arrival) {
+        return arrival.end == nullptr || arrival.queue->query(arrival.end) != cuda::kNotReady;
+    });
+}
+
+// Without the mutex; what came of it is for account().
+void WriteJob::await(Block& block) {
+    for (const Arrival& arrival : block.arrivals) {
+        if (arrival.end == nullptr) continue;
+        const cuda::Result result = arrival.queue->wait(arrival.end);
+        if (block.device_error == cuda::kSuccess) block.device_error = result;
+    }
+}
+
+// From now on devices' clocks run.
+void WriteJob::start_clocks() {
+    for (const DeviceRange& range : devices_) {
+        Clocked& clock = clocks_[range.queue.get()];
+        if (clock.origin == nullptr) range.queue->mark(&clock.origin);
+    }
+}
+
+// Adds up how long each device was busy with this job. The marks of blocks overlap where several
+// threads queue at once, and come in about their order.
+void WriteJob::account(const Block& block) {
+    for (const Arrival& arrival : block.arrivals) {
+        Clocked& clock = clocks_[arrival.queue];
+        if (block.device_error == cuda::kSuccess && clock.origin != nullptr) {
+            const double end = arrival.queue->seconds(clock.origin, arrival.end);
+            double begin = clock.until;
+            if (arrival.begin != nullptr)
+                begin = arrival.queue->seconds(clock.origin, arrival.begin);
+            if (begin > clock.until || clock.nbytes == 0) {
+                clock.since = clock.until = begin;
+            } else if (begin < clock.since) {
+                clock.busy += clock.since - begin;
+                clock.since = begin;
+            }
+            clock.busy += std::max(0.0, end - clock.until);
+            clock.until = std::max(clock.until, end);
+            clock.nbytes += arrival.nbytes;
+        }
+        if (arrival.begin != nullptr) arrival.queue->discard(arrival.begin);
+        if (arrival.end != nullptr) arrival.queue->discard(arrival.end);
+    }
+}
+
+// Devices copy beside each other: the slowest one's time counts.
+DeviceCopies WriteJob::device_copies() {
+    const std::lock_guard lock(engine_.mu_);
+    DeviceCopies copies{0, 0};
+    for (const auto& [queue, clock] : clocks_) {
+        copies.nbytes += clock.nbytes;
+        copies.seconds = std::max(copies.seconds, clock.busy);
+    }
+    return copies;
+}
+
+void WriteJob::discard_clocks() {
+    for (const auto& [queue, clock] : clocks_)
+        if (clock.origin != nullptr) queue->discard(clock.origin);
+}
+
+}  // namespace fastckpt

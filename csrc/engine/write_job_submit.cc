@@ -1,0 +1,129 @@
+// WriteJob's way out: sealed blocks are handed to the backend, as fast as that may be, or given up.
+// See engine.h for the contract.
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "check.h"
+#include "engine/write_block.h"
+
+namespace fastckpt {
+
+namespace {
+constexpr uint64_t kDirectAlign = 4096;
+}  // namespace
+
+void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend, bool direct,
+                        std::chrono::nanoseconds patience, std::shared_ptr<TokenBucket> bucket) {
+    std::lock_guard lock(engine_.mu_);
+    CHECK(backend_ == nullptr && backend != nullptr && fd >= 0);
+    CHECK(!direct || file_offset % kDirectAlign == 0);
+    CHECK(bucket == nullptr || bucket->grain_bytes() % kDirectAlign == 0);
+    engine_.keep(backend);
+    fd_ = fd;
+    file_offset_ = file_offset;
+    backend_ = backend.get();
+    direct_ = direct;
+    patience_.whole = patience;
+    bucket_ = std::move(bucket);
+    submit_ready_blocks();
+    engine_.changed_.notify_all();
+}
+
+// Hands sealed blocks to the backend, once there is one and as far as the rate allows; frees them
+// if the job failed.
+void WriteJob::submit_ready_blocks() {
+    std::optional<Clock::time_point> later;
+    while (next_submit_ < next_seal_ && !later) {
+        Block& block = *blocks_[next_submit_];
+        if (failure_.error != 0) {
+            block.submitted = block.end - block.begin;
+            ++next_submit_;
+            if (block.parts_under_way == 0) on_written(block);
+            continue;
+        }
+        if (backend_ == nullptr) break;
+        const uint64_t begin = block.submitted;
+        const uint64_t end = part_end(block);
+        if (bucket_ != nullptr) later = bucket_->take(end - begin, Clock::now());
+        if (later) break;
+        block.submitted = end;
+        if (end == block.end - block.begin) ++next_submit_;
+        submit(block, begin, end);
+    }
+    note_wait(later);
+}
+
+// Where what is submitted next of a block ends, counted from its begin. A block of device memory
+// is registered, and goes, as a whole.
+uint64_t WriteJob::part_end(const Block& block) const {
+    const uint64_t nbytes = block.end - block.begin;
+    if (bucket_ == nullptr || block.is_direct()) return nbytes;
+    return std::min(nbytes, block.submitted + std::max(kDirectAlign, bucket_->grain_bytes()));
+}
+
+// Keeps the engine's list of jobs that wait for tokens, and the time that they do.
+void WriteJob::note_wait(std::optional<Clock::time_point> later) {
+    const auto now = Clock::now();
+    if (tokens_at_) tokens_waited_ += now - waits_since_;
+    waits_since_ = now;
+    const bool listed = tokens_at_.has_value();
+    tokens_at_ = later;
+    if (later.has_value() == listed) return;
+    auto& list = engine_.waiting_for_tokens_;
+    if (later)
+        list.push_back(shared_from_this());
+    else
+        list.erase(std::find_if(list.begin(), list.end(),
+                                [this](const auto& job) { return job.get() == this; }));
+    engine_.changed_.notify_all();  // somebody has to mind the clock, or need not any more
+}
+
+void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
+    const uint64_t padded = (end + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
+    Op& part = block.parts.emplace_back();
+    part.kind = Op::Kind::write;
+    part.fd = fd_;
+    part.data = block.is_direct() ? reinterpret_cast<std::byte*>(gds_->address(block.direct))
+                                  : block.memory + begin;
+    part.nbytes = (direct_ ? padded : end) - begin;
+    part.offset = file_offset_ + block.begin + begin;
+    part.direct = direct_;
+    part.patience = &patience_;
+    // The op owns the job until it ends, so that a caller may drop the job at any time.
+    part.finished = [this, self = shared_from_this(), &block, nbytes = end - begin](Op& op) {
+        Engine& engine = engine_;
+        std::lock_guard lock(engine.mu_);
+        CHECK(engine.ops_outstanding_ > 0 && block.parts_under_way > 0);
+        --engine.ops_outstanding_;
+        --block.parts_under_way;
+        if (op.error != 0)
+            fail({Op::Kind::write, op.offset + op.done, op.error});
+        else
+            CHECK(op.done == op.nbytes);
+        if (op.error == 0) nbytes_written_ += nbytes;
+        if (failure_.error != 0) submit_ready_blocks();  // what waits for tokens waits in vain
+        if (block.parts_under_way == 0 && block.submitted == block.end - block.begin &&
+            block.holds_memory())
+            on_written(block);
+        engine.changed_.notify_all();
+    };
+    ++block.parts_under_way;
+    ++engine_.ops_outstanding_;
+    backend_->submit(&part);
+}
+
+double WriteJob::tokens_waited_s() {
+    std::lock_guard lock(engine_.mu_);
+    return std::chrono::duration<double>(tokens_waited_).count();
+}
+
+void WriteJob::cancel() {
+    std::lock_guard lock(engine_.mu_);
+    patience_.end.store(1);
+    if (next_submit_ < blocks_.size()) fail({Op::Kind::write, file_offset_, ECANCELED});
+    submit_ready_blocks();
+    engine_.changed_.notify_all();
+}
+
+}  // namespace fastckpt

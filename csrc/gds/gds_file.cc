@@ -1,0 +1,266 @@
+// cuFile, and the way around it: see gds_file.h.
+#include "gds/gds_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "check.h"
+
+namespace fastckpt {
+
+namespace {
+
+constexpr size_t kDirectAlign = 4096;
+constexpr size_t kDevicePage = 65536;  // what a GPU pins memory by
+constexpr size_t kBufferBytes = size_t{8} << 20;
+constexpr int kInterruptionsMax = 8;
+
+bool ends_at(int fd, uint64_t offset) {
+    struct stat status{};
+    return fstat(fd, &status) == 0 && static_cast<uint64_t>(status.st_size) == offset;
+}
+
+uint64_t number(const std::byte* data) { return reinterpret_cast<uint64_t>(data); }
+
+std::byte* aligned(uint64_t address) {
+    return reinterpret_cast<std::byte*>((address + kDevicePage - 1) / kDevicePage * kDevicePage);
+}
+
+}  // namespace
+
+GdsBlocks::GdsBlocks(std::shared_ptr<const cufile::Library> library,
+                     std::shared_ptr<DeviceQueue> queue, size_t count, size_t block_bytes)
+    : library_(std::move(library)),
+      queue_(std::move(queue)),
+      count_(count),
+      block_bytes_(block_bytes),
+      memory_(queue_, count * block_bytes + kDevicePage),
+      base_(aligned(memory_.address())) {
+    CHECK(count > 0 && block_bytes > 0 && block_bytes % kDirectAlign == 0);
+    const DeviceQueue::Current current(*queue_);
+    queue_->require(current.result(), "context");
+    const cufile::Error error = library_->buf_register(base_, count_ * block_bytes_, 0);
+    if (error.code != 0) refusal_ = "cuFileBufRegister: " + library_->text(error);
+}
+
+GdsBlocks::~GdsBlocks() {
+    const DeviceQueue::Current current(*queue_);
+    if (refusal_.empty()) library_->buf_deregister(base_);
+}
+
+uint64_t GdsBlocks::address(size_t index) const {
+    CHECK(index < count_);
+    return number(base_) + index * block_bytes_;
+}
+
+bool GdsBlocks::contains(const std::byte* data, size_t nbytes) const {
+    const uint64_t begin = number(base_), end = begin + count_ * block_bytes_;
+    const uint64_t first = number(data), last = first + nbytes;
+    if (last <= begin || first >= end) return false;
+    CHECK(first >= begin && last <= end);
+    return true;
+}
+
+GdsBackend::GdsBackend(std::shared_ptr<GdsBlocks> blocks, unsigned threads)
+    : blocks_(std::move(blocks)),
+      threads_(
+          callback_backend([this](const Op& op, std::byte* data, size_t nbytes,
+                                  uint64_t offset) { return transfer(op, data, nbytes, offset); },
+                           threads)) {}
+
+GdsBackend::~GdsBackend() { close(); }
+
+void GdsBackend::submit(Op* op) { threads_->submit(op); }
+
+void GdsBackend::close() {
+    threads_->close();
+    const std::lock_guard lock(mu_);
+    for (const auto& [fd, file] : files_) deregister(file);
+    files_.clear();
+    buffers_.clear();
+}
+
+void GdsBackend::begin_file(int fd) {
+    end_file(fd);  // of one whose owner was interrupted, and could not say that it closed it
+    File file;
+    const int flags = fcntl(fd, F_GETFL);
+    std::string refusal = blocks_->refusal();
+    if (refusal.empty() && (flags == -1 || (flags & O_DIRECT) == 0))
+        refusal = "the file was not opened with O_DIRECT";
+    if (refusal.empty()) {
+        const DeviceQueue::Current current(*blocks_->queue());
+        cufile::Descriptor descriptor{};
+        descriptor.type = cufile::kHandleOfDescriptor;
+        descriptor.handle.fd = fd;
+        const cufile::Error error = blocks_->library().handle_register(&file.handle, &descriptor);
+        if (error.code != 0) {
+            file.handle = nullptr;
+            refusal = "cuFileHandleRegister: " + blocks_->library().text(error);
+        }
+    }
+    const std::lock_guard lock(mu_);
+    if (!refusal.empty()) refuse(file, refusal);
+    CHECK(files_.emplace(fd, std::move(file)).second);
+}
+
+GdsReport GdsBackend::end_file(int fd) {
+    File file;
+    {
+        const std::lock_guard lock(mu_);
+        const auto found = files_.find(fd);
+        if (found == files_.end()) return {};
+        CHECK(found->second.busy == 0);
+        file = std::move(found->second);
+        files_.erase(found);
+    }
+    deregister(file);
+    return file.report;
+}
+
+std::string GdsBackend::fallback_reason() const {
+    const std::lock_guard lock(mu_);
+    return first_refusal_;
+}
+
+GdsMode GdsBackend::mode(int fd) const {
+    {
+        const std::lock_guard lock(mu_);
+        const auto found = files_.find(fd);
+        if (found != files_.end() && !found->second.report.fallback_reason.empty())
+            return {false, found->second.report.fallback_reason};
+    }
+    if (!blocks_->refusal().empty()) return {false, blocks_->refusal()};
+    return gds_mode(blocks_->library().properties(), file_system_of(fd));
+}
+
+// Under mu_.
+void GdsBackend::refuse(File& file, const std::string& reason) {
+    if (file.report.fallback_reason.empty()) file.report.fallback_reason = reason;
+    if (first_refusal_.empty()) first_refusal_ = reason;
+}
+
+void GdsBackend::deregister(const File& file) const {
+    if (file.handle == nullptr) return;
+    const DeviceQueue::Current current(*blocks_->queue());
+    blocks_->library().handle_deregister(file.handle);
+}
+
+// One attempt: bytes, or -errno. What cuFile refuses is done at once by the host.
+ssize_t GdsBackend::transfer(const Op& op, std::byte* data, size_t nbytes, uint64_t offset) {
+    if (!blocks_->contains(data, nbytes)) return transfer_by_syscall(op, data, nbytes, offset);
+    std::unique_lock lock(mu_);
+    const auto found = files_.find(op.fd);
+    CHECK(found != files_.end());
+    File& file = found->second;  // stays where it is, and alive while it is busy
+    const bool direct = file.report.fallback_reason.empty();
+    ++file.busy;
+    lock.unlock();
+
+    std::string refusal;
+    ssize_t direct_result = 0, host_result = 0;
+    if (direct) direct_result = by_cufile(file.handle, op, data, nbytes, offset, &refusal);
+    const bool by_hand = !direct || !refusal.empty();
+    if (by_hand) host_result = by_host(op, data, nbytes, offset, &refusal);
+
+    lock.lock();
+    if (!refusal.empty()) refuse(file, refusal);
+    file.report.direct_bytes +=
+        by_hand ? 0 : static_cast<uint64_t>(std::max<ssize_t>(direct_result, 0));
+    file.report.host_bytes += static_cast<uint64_t>(std::max<ssize_t>(host_result, 0));
+    --file.busy;
+    return by_hand ? host_result : direct_result;
+}
+
+// Says in `refusal` why it did nothing that counts.
+ssize_t GdsBackend::by_cufile(cufile::Handle handle, const Op& op, std::byte* data, size_t nbytes,
+                              uint64_t offset, std::string* refusal) const {
+    const cufile::Library& library = blocks_->library();
+    const bool write = op.kind == Op::Kind::write;
+    const auto at = static_cast<off_t>(offset);
+    const auto within = static_cast<off_t>(data - blocks_->base());
+    const DeviceQueue::Current current(*blocks_->queue());
+    if (current.result() != cuda::kSuccess) {
+        *refusal = "context: " + blocks_->queue()->driver().text(current.result());
+        return 0;
+    }
+    errno = 0;
+    const ssize_t result = write ? library.write(handle, blocks_->base(), nbytes, at, within)
+                                 : library.read(handle, blocks_->base(), nbytes, at, within);
+    const int error = errno;
+    const bool at_end = result == 0 && !write;
+    // Whoever reads directly takes a part of a page for the end of the file.
+    const bool torn = result > 0 && static_cast<size_t>(result) < nbytes &&
+                      result % kDirectAlign != 0 && !ends_at(op.fd, offset + result);
+    if (!torn && (at_end || (result > 0 && static_cast<size_t>(result) <= nbytes))) return result;
+    if (result == -1 && error == EINTR && op.retries < kInterruptionsMax) return -EINTR;
+    *refusal = std::string(write ? "cuFileWrite: " : "cuFileRead: ") +
+               (torn         ? "part of a page"
+                : result > 0 ? "more bytes than asked for"
+                             : library.transfer_text(result, error));
+    return 0;
+}
+
+std::unique_ptr<HostMemory> GdsBackend::take_buffer() {
+    {
+        const std::lock_guard lock(mu_);
+        if (!buffers_.empty()) {
+            auto taken = std::move(buffers_.back());
+            buffers_.pop_back();
+            return taken;
+        }
+    }
+    return std::make_unique<HostMemory>(blocks_->queue(),
+                                        std::min(kBufferBytes, blocks_->block_bytes()));
+}
+
+// At most a buffer's worth. A device that fails is EIO, and `failure` says so in words.
+ssize_t GdsBackend::by_host(const Op& op, std::byte* data, size_t nbytes, uint64_t offset,
+                            std::string* failure) {
+    std::unique_ptr<HostMemory> buffer;
+    try {
+        buffer = take_buffer();
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    }
+    size_t count = std::min(nbytes, buffer->nbytes());
+    ssize_t result = 0;
+    std::string refusal;
+    if (op.kind == Op::Kind::write) {
+        refusal = move(op, buffer->data(), data, count);
+        if (refusal.empty()) result = transfer_by_syscall(op, buffer->data(), count, offset);
+    } else {
+        result = transfer_by_syscall(op, buffer->data(), count, offset);
+        if (result > 0) refusal = move(op, buffer->data(), data, static_cast<size_t>(result));
+    }
+    if (!refusal.empty()) {
+        result = -EIO;
+        if (failure->empty()) *failure = refusal;
+    }
+    const std::lock_guard lock(mu_);
+    buffers_.push_back(std::move(buffer));
+    return result;
+}
+
+// Copies, and waits for that. The buffer of a copy whose mark cannot be awaited may be written to
+// later; it is the next op's then, which fails, too: such errors stay with the device.
+std::string GdsBackend::move(const Op& op, std::byte* host, std::byte* device,
+                             size_t nbytes) const {
+    DeviceQueue& queue = *blocks_->queue();
+    cuda::Result result = op.kind == Op::Kind::write
+                              ? queue.copy_to_host(host, number(device), nbytes)
+                              : queue.copy_to_device(number(device), host, nbytes);
+    DeviceQueue::Mark mark = nullptr;
+    if (result == cuda::kSuccess) result = queue.mark(&mark);
+    if (result == cuda::kSuccess) result = queue.wait(mark);
+    if (mark != nullptr) queue.discard(mark);
+    return result == cuda::kSuccess ? "" : "copy: " + queue.driver().text(result);
+}
+
+std::shared_ptr<GdsBackend> gds_backend(std::shared_ptr<GdsBlocks> blocks, unsigned threads) {
+    return std::make_shared<GdsBackend>(std::move(blocks), threads);
+}
+
+}  // namespace fastckpt

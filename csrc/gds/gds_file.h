@@ -1,0 +1,116 @@
+// Blocks of device memory, and a backend that moves them to and from files by cuFile. Responsible
+// for what is registered with cuFile, and for moving through the host's memory what cuFile refuses,
+// so that a refusal costs time and never an op. It must not know what the blocks hold, which op
+// comes next, or when a block's contents are complete.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/backend.h"
+#include "gds/cufile_shim.h"
+#include "gds/gds_mode.h"
+#include "gpu/device_memory.h"
+#include "gpu/device_queue.h"
+
+namespace fastckpt {
+
+// Blocks of one size in one piece of device memory, which is registered with cuFile once, as its
+// registration takes milliseconds and space in the device's BAR.
+class GdsBlocks {
+  public:
+    // Throws DeviceError if there is no memory. Where cuFile does not register it, this works all
+    // the same: see refusal().
+    GdsBlocks(std::shared_ptr<const cufile::Library> library, std::shared_ptr<DeviceQueue> queue,
+              size_t count, size_t block_bytes);
+    ~GdsBlocks();
+    GdsBlocks(const GdsBlocks&) = delete;
+    GdsBlocks& operator=(const GdsBlocks&) = delete;
+
+    size_t count() const { return count_; }
+    size_t block_bytes() const { return block_bytes_; }
+    uint64_t address(size_t index) const;
+    // Whether memory lies in the blocks. CHECKs that it does not lie there in part.
+    bool contains(const std::byte* data, size_t nbytes) const;
+    // Of the first block: what offsets are counted from.
+    std::byte* base() const { return base_; }
+    // Why cuFile did not register the memory; empty if it did.
+    const std::string& refusal() const { return refusal_; }
+    const cufile::Library& library() const { return *library_; }
+    const std::shared_ptr<DeviceQueue>& queue() const { return queue_; }
+
+  private:
+    const std::shared_ptr<const cufile::Library> library_;
+    const std::shared_ptr<DeviceQueue> queue_;
+    const size_t count_, block_bytes_;
+    const DeviceMemory memory_;
+    std::byte* const base_;
+    std::string refusal_;
+};
+
+// What became of a file's transfers.
+struct GdsReport {
+    uint64_t direct_bytes = 0;  // by cuFile, whichever way it took
+    uint64_t host_bytes = 0;    // from and to the blocks, through memory of the host
+    std::string fallback_reason;
+};
+
+// Ops whose data lies in the blocks are moved by cuFile; all others are the host's memory and moved
+// by system calls. cuFileWrite reads memory at once and in no stream's order: whoever submits a
+// write has seen the mark behind what filled the block, and what follows a read begins after it.
+class GdsBackend final : public Backend {
+  public:
+    GdsBackend(std::shared_ptr<GdsBlocks> blocks, unsigned threads);
+    ~GdsBackend() override;
+
+    void submit(Op* op) override;
+    void close() override;
+    const char* name() const override { return "gds"; }
+
+    // Before the first op of a descriptor with data in the blocks: registers it. Where that is
+    // refused, or the file was not opened with O_DIRECT, its ops go through the host.
+    void begin_file(int fd);
+    // After the last such op has finished, and before the descriptor is closed. Of a descriptor
+    // that was not begun there is nothing to report.
+    GdsReport end_file(int fd);
+    // What cuFile refused first, of all files; empty if nothing.
+    std::string fallback_reason() const;
+    // Which way cuFile claims to go for a file.
+    GdsMode mode(int fd) const;
+
+  private:
+    struct File {
+        cufile::Handle handle = nullptr;  // null where it was not registered
+        unsigned busy = 0;
+        GdsReport report;
+    };
+
+    ssize_t transfer(const Op& op, std::byte* data, size_t nbytes, uint64_t offset);
+    ssize_t by_cufile(cufile::Handle handle, const Op& op, std::byte* data, size_t nbytes,
+                      uint64_t offset, std::string* refusal) const;
+    ssize_t by_host(const Op& op, std::byte* data, size_t nbytes, uint64_t offset,
+                    std::string* failure);
+    std::string move(const Op& op, std::byte* host, std::byte* device, size_t nbytes) const;
+    std::unique_ptr<HostMemory> take_buffer();
+    void refuse(File& file, const std::string& reason);
+    void deregister(const File& file) const;
+
+    const std::shared_ptr<GdsBlocks> blocks_;
+    mutable std::mutex mu_;
+    // State below is protected by mu_.
+    std::unordered_map<int, File> files_;
+    std::vector<std::unique_ptr<HostMemory>> buffers_;  // one for each thread that needed one
+    std::string first_refusal_;
+    // Last, so that its threads end before what they use.
+    const std::shared_ptr<Backend> threads_;
+};
+
+std::shared_ptr<GdsBackend> gds_backend(std::shared_ptr<GdsBlocks> blocks, unsigned threads);
+
+}  // namespace fastckpt

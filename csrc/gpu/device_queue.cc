@@ -1,0 +1,259 @@
+// Streams and events of one device: see device_queue.h.
+#include "gpu/device_queue.h"
+
+#include <algorithm>
+#include <cctype>
+#include <fstream>
+#include <utility>
+
+namespace fastckpt {
+
+// What was current before is so again afterwards, since the thread may be torch's. While another
+// thread captures a graph, much of what is called here would break that capture, were it not
+// relaxed for this thread.
+DeviceQueue::Current::Current(const DeviceQueue& queue)
+    : driver_(*queue.driver_),
+      result_(queue.closed_ ? cuda::kDeinitialized : driver_.context_push(queue.context_)) {
+    if (result_ == cuda::kSuccess) driver_.exchange_capture_mode(&mode_);
+}
+
+DeviceQueue::Current::~Current() {
+    if (result_ != cuda::kSuccess) return;
+    cuda::Context popped = nullptr;
+    driver_.exchange_capture_mode(&mode_);
+    driver_.context_pop(&popped);
+}
+
+namespace {
+cuda::Stream as_stream(uint64_t stream) { return reinterpret_cast<cuda::Stream>(stream); }
+}  // namespace
+
+DeviceQueue::DeviceQueue(std::shared_ptr<const cuda::Driver> driver, int ordinal)
+    : driver_(std::move(driver)), ordinal_(ordinal) {
+    require(driver_->device_get(&device_, ordinal), "device");
+    require(driver_->primary_context_retain(&context_, device_), "primary context");
+    const Current current(*this);
+    cuda::Result result = current.result();
+    if (result == cuda::kSuccess)
+        result = driver_->stream_create(&stream_, cuda::kStreamNonBlocking);
+    if (result != cuda::kSuccess) {
+        driver_->primary_context_release(device_);
+        require(result, "stream");
+    }
+}
+
+DeviceQueue::~DeviceQueue() { close(); }
+
+// At exit the driver may have shut down: then it refuses all this, and nothing is left to free.
+void DeviceQueue::close() {
+    {
+        const Current current(*this);
+        const std::lock_guard lock(mu_);
+        if (closed_.exchange(true)) return;
+        for (const Mark mark : idle_) driver_->event_destroy(mark);
+        idle_.clear();
+        driver_->stream_destroy(stream_);
+    }
+    driver_->primary_context_release(device_);
+}
+
+void DeviceQueue::require(cuda::Result result, const char* what) const {
+    if (result == cuda::kSuccess) return;
+    throw DeviceError(
+        "cuda:" + std::to_string(ordinal_) + ": " + what + ": " + driver_->text(result), result);
+}
+
+cuda::Result DeviceQueue::take(Mark* mark) {
+    {
+        const std::lock_guard lock(mu_);
+        if (!idle_.empty()) {
+            *mark = idle_.back();
+            idle_.pop_back();
+            return cuda::kSuccess;
+        }
+    }
+    return driver_->event_create(mark, cuda::kEventBlockingSync);
+}
+
+void DeviceQueue::require_uncaptured(cuda::Stream stream) const {
+    int capturing = 0;
+    require(driver_->stream_is_capturing(stream, &capturing), "stream");
+    if (capturing != 0)
+        throw StreamCaptured(
+            "cuda:" + std::to_string(ordinal_) + ": the stream is being captured into a CUDA graph",
+            cuda::kSuccess);
+}
+
+void DeviceQueue::record(cuda::Stream stream, Mark* made) {
+    require(take(made), "event");
+    const cuda::Result result = driver_->event_record(*made, stream);
+    if (result == cuda::kSuccess) return;
+    discard(std::exchange(*made, nullptr));
+    require(result, "order of streams");
+}
+
+void DeviceQueue::follow(uint64_t stream) {
+    const Current current(*this);
+    require(current.result(), "context");
+    require_uncaptured(as_stream(stream));
+    Mark mark = nullptr;
+    record(as_stream(stream), &mark);
+    const cuda::Result result = driver_->stream_wait_event(stream_, mark, 0);
+    discard(mark);  // the stream waits for what the event was when it was asked to
+    require(result, "order of streams");
+}
+
+std::unique_ptr<DeviceQueue::Wait> DeviceQueue::lead(uint64_t stream) {
+    const Current current(*this);
+    require(current.result(), "context");
+    require_uncaptured(as_stream(stream));
+    auto wait = std::make_unique<Wait>(shared_from_this());  // gives back what it has by then
+    record(as_stream(stream), &wait->before_);
+    Mark mark = nullptr;
+    record(stream_, &mark);
+    const cuda::Result result = driver_->stream_wait_event(as_stream(stream), mark, 0);
+    discard(mark);
+    require(result, "order of streams");
+    record(as_stream(stream), &wait->after_);
+    return wait;
+}
+
+DeviceQueue::Wait::~Wait() {
+    if (before_ != nullptr) queue_->discard(before_);
+    if (after_ != nullptr) queue_->discard(after_);
+}
+
+double DeviceQueue::Wait::seconds() const {
+    return queue_->query(after_) == cuda::kNotReady ? -1 : queue_->seconds(before_, after_);
+}
+
+cuda::Result DeviceQueue::copy_to_host(std::byte* target, uint64_t source, size_t nbytes) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    return driver_->copy_to_host(target, source, nbytes, stream_);
+}
+
+cuda::Result DeviceQueue::copy_to_host(const std::vector<CopyToHost>& copies) {
+    if (copies.size() > 1 && driver_->copy_batch != nullptr && batches_) {
+        // Memory that is not pinned, a driver's limit: one by one they may be possible, and what
+        // was copied already is copied once more.
+        if (batch(copies) == cuda::kSuccess) return cuda::kSuccess;
+        batches_ = false;
+    }
+    cuda::Result result = cuda::kSuccess;
+    for (const CopyToHost& copy : copies)
+        if (result == cuda::kSuccess) result = copy_to_host(copy.target, copy.source, copy.nbytes);
+    return result;
+}
+
+cuda::Result DeviceQueue::batch(const std::vector<CopyToHost>& copies) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    std::vector<cuda::DeviceAddress> targets, sources;
+    std::vector<size_t> sizes;
+    for (const CopyToHost& copy : copies) {
+        targets.push_back(reinterpret_cast<uint64_t>(copy.target));
+        sources.push_back(copy.source);
+        sizes.push_back(copy.nbytes);
+    }
+    cuda::CopyAttributes attributes{
+        cuda::kSourceInStreamOrder, {0, 0}, {0, 0}, cuda::kCopyBesideCompute};
+    size_t first = 0, failed = 0;
+    return driver_->copy_batch(targets.data(), sources.data(), sizes.data(), copies.size(),
+                               &attributes, &first, 1, &failed, stream_);
+}
+
+cuda::Result DeviceQueue::copy_to_device(uint64_t target, const std::byte* source, size_t nbytes) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    return driver_->copy_to_device(target, source, nbytes, stream_);
+}
+
+cuda::Result DeviceQueue::copy_on_device(uint64_t target, uint64_t source, size_t nbytes) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    return driver_->copy_on_device(target, source, nbytes, stream_);
+}
+
+cuda::Result DeviceQueue::launch(cuda::Function function, unsigned blocks, unsigned threads,
+                                 void** parameters) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    return driver_->launch_kernel(function, blocks, 1, 1, threads, 1, 1, 0, stream_, parameters,
+                                  nullptr);
+}
+
+cuda::Result DeviceQueue::mark(Mark* made) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    const cuda::Result result = take(made);
+    if (result != cuda::kSuccess) return result;
+    const cuda::Result recorded = driver_->event_record(*made, stream_);
+    if (recorded != cuda::kSuccess) {
+        discard(*made);
+        *made = nullptr;
+    }
+    return recorded;
+}
+
+cuda::Result DeviceQueue::query(Mark mark) {
+    const Current current(*this);
+    return current.result() == cuda::kSuccess ? driver_->event_query(mark) : current.result();
+}
+
+cuda::Result DeviceQueue::wait(Mark mark) {
+    const Current current(*this);
+    return current.result() == cuda::kSuccess ? driver_->event_synchronize(mark) : current.result();
+}
+
+cuda::Result DeviceQueue::wait_all() {
+    const Current current(*this);
+    return current.result() == cuda::kSuccess ? driver_->stream_synchronize(stream_)
+                                              : current.result();
+}
+
+void DeviceQueue::discard(Mark mark) {
+    const Current current(*this);
+    const std::lock_guard lock(mu_);
+    if (closed_)
+        driver_->event_destroy(mark);  // the driver finds its context by itself
+    else
+        idle_.push_back(mark);
+}
+
+double DeviceQueue::seconds(Mark begin, Mark end) {
+    const Current current(*this);
+    float ms = 0;
+    const bool known = current.result() == cuda::kSuccess &&
+                       driver_->event_elapsed(&ms, begin, end) == cuda::kSuccess;
+    return known ? static_cast<double>(ms) / 1e3 : 0;
+}
+
+std::string DeviceQueue::bus_id() {
+    char text[32] = {};
+    const auto result = driver_->device_pci_bus_id(text, sizeof text, device_);
+    return result == cuda::kSuccess ? text : "";
+}
+
+// sysfs-bus-pci: the node, or -1 where the machine has only one or does not say.
+int DeviceQueue::node() {
+    std::string name = bus_id();
+    std::transform(name.begin(), name.end(), name.begin(),
+                   [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+    std::ifstream file("/sys/bus/pci/devices/" + name + "/numa_node");
+    int found = -1;
+    return file >> found ? found : -1;
+}
+
+int DeviceQueue::pin(void* memory, size_t nbytes) {
+    const Current current(*this);
+    if (current.result() != cuda::kSuccess) return current.result();
+    return driver_->host_register(memory, nbytes, cuda::kHostRegisterPortable);
+}
+
+void DeviceQueue::unpin(void* memory) {
+    const Current current(*this);
+    if (current.result() == cuda::kSuccess) driver_->host_unregister(memory);
+}
+
+}  // namespace fastckpt

@@ -1,0 +1,168 @@
+"""What callers may pass: choices with their types, numbers, sizes and paths, checked in one place.
+
+Each function takes the argument's name and value, and raises TypeError or ValueError with the name,
+the value, and what was expected. It must not know what any argument is used for.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import reprlib
+from collections.abc import Callable
+from math import isfinite
+from typing import Any, Literal, TypeVar, get_args
+
+from fastckpt.arguments import quantities
+
+T = TypeVar("T")
+
+_SHOWN_CHARS = 80  # of a value that a message quotes: it may be a state of many GiB
+
+Fence = Literal["call", "step"]
+BackendName = Literal["auto", "io_uring", "threads"]
+StagingWay = Literal["host", "gds", "auto"]
+Codec = Literal["zstd"]
+OnError = Literal["raise", "warn"]
+Stripe = Literal["auto", "keep"] | tuple[int, int | str]
+
+FENCES: tuple[Fence, ...] = get_args(Fence)
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+STAGINGS: tuple[StagingWay, ...] = get_args(StagingWay)
+CODECS: tuple[Codec | None, ...] = (None, *get_args(Codec))
+ON_ERROR: tuple[OnError, ...] = get_args(OnError)
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+# pathlib makes one slash of two: Path("s3://bucket/a") is "s3:/bucket/a".
+_COLLAPSED_URL = re.compile(
+    r"(?:[a-z]+::)*(?:s3a?|gcs|gs|hf|https?|ftps?|sftp|ssh|abfss?|adl|az|hdfs|file|oci|dbfs):/",
+    re.IGNORECASE,
+)
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raises ValueError unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} is {shown(value)}, must be one of {choices}")
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False. No other value is taken for one of them: "no" and "0" are true to Python."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {_told(value)}, must be True or False")
+    return value
+
+
+def check_integer(name: str, value: object) -> int:
+    """An integer; numpy's and torch's are taken, too."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type] # what this finds out
+    except TypeError:
+        raise TypeError(f"{name} is {_told(value)}, must be an integer") from None
+
+
+def check_count(name: str, value: object, otherwise: str = "") -> int:
+    """An integer of at least 1; `otherwise` says in words what may be passed instead."""
+    number = check_integer(name, value)
+    if number < 1:
+        raise ValueError(f"{name} is {number}, must be at least 1{otherwise}")
+    return number
+
+
+def check_number(name: str, value: object, expected: str) -> float:
+    """A number; `expected` says in words what it is of."""
+    is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
+    if not is_number or isinstance(value, bool | str):  # float(True) is 1.0
+        raise TypeError(f"{name} is {_told(value)}, must be {expected}")
+    return float(value)  # type: ignore[arg-type] # as was just looked
+
+
+def check_seconds(name: str, value: object) -> float:
+    """A number of seconds above 0; infinity is one."""
+    seconds = check_number(name, value, "a number of seconds")
+    if not seconds > 0:
+        raise ValueError(f"{name} is {shown(value)}, must be above 0")
+    return seconds
+
+
+def check_size(name: str, value: object) -> int:
+    """A number of bytes, at least 1, from an integer or a text such as "1GiB"."""
+    if isinstance(value, str):
+        try:
+            value = int(quantities.size(value))
+        except quantities.NotAQuantity as error:
+            raise ValueError(f"{name}: {error}") from None
+    try:
+        return check_count(name, value)
+    except TypeError:
+        expected = 'must be a number of bytes or a text such as "1GiB"'
+        raise TypeError(f"{name} is {_told(value)}, {expected}") from None
+
+
+def check_rate(name: str, value: object) -> float:
+    """Bytes a second above 0, from a number or a text such as "2GB/s"."""
+    if isinstance(value, str):
+        try:
+            value = quantities.rate(value)
+        except quantities.NotAQuantity as error:
+            raise ValueError(f"{name}: {error}") from None
+    rate = check_number(name, value, 'bytes a second or a text such as "2GB/s"')
+    if not (isfinite(rate) and rate > 0):
+        raise ValueError(f"{name} is {shown(value)}, must be bytes a second above 0")
+    return rate
+
+
+def optional(check: Callable[[str, object], T], name: str, value: object) -> T | None:
+    """What a check makes of a value, or None where that is the value."""
+    return None if value is None else check(name, value)
+
+
+def check_path(name: str, value: object) -> str:
+    """A path of the file system as text; "~" and "~/..." are of the home directory.
+
+    Raises:
+        TypeError: the value is no path. ValueError: it is empty, is a URL, or contains a null
+            character.
+    """
+    try:
+        path = os.fsdecode(value)  # type: ignore[arg-type] # what this finds out
+    except TypeError:
+        raise TypeError(f"{name} is {_told(value)}, must be a path") from None
+    if not path:  # realpath("") is the working directory, which nobody means by it
+        raise ValueError(f'{name} is {path!r}, must be a path: "." is the working directory')
+    if _URL.match(path) or _COLLAPSED_URL.match(path):
+        raise ValueError(
+            f"{name} is {shown(path)}, a URL: fastckpt reads and writes mounted file systems "
+            "only; give the path of a directory or file there, and copy from or to the URL by "
+            "other means"
+        )
+    if "\0" in path:
+        raise ValueError(f"{name} is {shown(path)}, which contains a null character: no path does")
+    # "~name" is left alone: it may well be the name of a file, which torch.save would write.
+    return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
+
+
+class _Short(reprlib.Repr):
+    """Descriptions of values that do not grow with the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _SHOWN_CHARS
+        self.maxlevel = 3
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """Also a dict of a class of its own, such as a state_dict, is described by its begin."""
+        return self.repr_dict(x, level) if isinstance(x, dict) else super().repr_instance(x, level)
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it: its repr(), of at most 80 characters."""
+    text = _Short().repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
+
+
+def _told(value: object) -> str:
+    return f"{shown(value)} of type {type(value).__name__}"

@@ -1,0 +1,152 @@
+"""Whether a checkpoint directory is whole: its files are those that its list says, byte by byte.
+
+Responsible for comparing a directory with its list, and for the newest one that is whole. It must
+not know what the files are, nor how a directory is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from fastckpt.errors import CorruptCheckpoint, StorageError
+from fastckpt.formats import file_list
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.ranks.groups import together
+from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.storage.file_system import Storage, persistently, reported
+from fastckpt.storage.vanishing import Vanished, listed_anew
+
+log = logging.getLogger("fastckpt")
+
+
+def check(path: str, storage: Storage | None = None) -> bool:
+    """Reads all of a checkpoint directory and compares it with its list.
+
+    Args:
+        path: the directory.
+        storage: the seam to the file system.
+
+    Returns:
+        Whether there was a list to compare with; a directory that others wrote has none.
+
+    Raises:
+        CorruptCheckpoint: a file is missing, has another size, or other bytes; the message says
+            which. IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: a read failed.
+    """
+    storage = storage or Storage()
+    with reported("open", path):
+        if not storage.is_directory(os.path.realpath(path)):
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory")
+    try:
+        if not (files := persistently(partial(list_of, path, storage), path)):
+            return False
+        for name, file in files.items():
+            inside = os.path.join(path, name)
+            found = persistently(partial(crc32_of, storage, inside, name), inside)
+            if found != file:
+                raise CorruptCheckpoint(
+                    f"{name!r} has {found.nbytes} bytes of CRC-32 {found.crc32:08x}, but "
+                    f"{file.nbytes} of {file.crc32:08x} were written"
+                )
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"{path!r} is damaged: {error}") from None
+    return True
+
+
+def list_of(path: str, storage: Storage) -> dict[str, file_list.File]:
+    """The list of a checkpoint directory; of no files if there is none.
+
+    Raises:
+        As check().
+    """
+    listed = os.path.join(path, file_list.NAME)
+    with reported("read", listed):
+        try:
+            content = storage.read_file(listed, file_list.NBYTES_MAX + 1)
+        except FileNotFoundError:
+            return {}
+    return file_list.from_bytes(content)
+
+
+def crc32_of(storage: Storage, path: str, name: str) -> file_list.File:
+    """Size and CRC-32 of a file, by reading it.
+
+    Raises:
+        CorruptCheckpoint: it is missing, or no regular file; `name` says which. StorageError.
+    """
+    with reported("read", path):
+        try:
+            fd = storage.open_regular(path)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ELOOP):
+                raise CorruptCheckpoint(f"{name!r} is missing") from None
+            raise
+        try:
+            nbytes = crc = 0
+            while part := storage.read_at(fd, BLOCK_BYTES, nbytes):
+                crc = zlib.crc32(part, crc)
+                nbytes += len(part)
+        finally:
+            storage.close(fd)
+    return file_list.File(nbytes, crc)
+
+
+def newest_whole(
+    paths: Callable[[], Sequence[str]], group: Any = None, timeout_s: float = TIMEOUT_S
+) -> str | None:
+    """The first of these directories that is not damaged, with a warning for each before it.
+
+    Args:
+        paths: lists them, the newest first; again if one that was listed is gone when its turn
+            comes, since a newer one was saved before. One without a list counts as whole.
+        group: a torch.distributed process group whose ranks all call this: the first one looks, and
+            all return what it has found. They talk over the job's store.
+        timeout_s: the longest that the others wait for it.
+
+    Returns:
+        None if there are no directories.
+
+    Raises:
+        CorruptCheckpoint: all are damaged; the first one's. StorageError: one cannot be read,
+            however often that is tried: it may be whole. PeerFailed: on the other ranks then.
+    """
+    label = "choice of a directory"
+    agreement = together(group).coordinator.begin(label, timeout_s, "nothing was loaded")
+    with agreement.failing():
+        if agreement.rank == 0:
+            found = _first_whole(paths)
+            agreement.put("found", b"" if found is None else os.fsencode(found))
+        else:
+            found = os.fsdecode(agreement.get("found")) or None
+    agreement.close()
+    return found
+
+
+def _first_whole(paths: Callable[[], Sequence[str]]) -> str | None:
+    damaged: dict[str, CorruptCheckpoint] = {}
+
+    def look() -> str | None:
+        listed = [path for path in paths() if path not in damaged]
+        for path in listed:
+            try:
+                check(path)
+                return path
+            except (CorruptCheckpoint, StorageError) as error:
+                if not os.path.lexists(path):  # a newer one was there before it was removed
+                    raise Vanished(path) from None
+                if isinstance(error, StorageError):
+                    raise
+                damaged[path] = error
+                if path != listed[-1]:
+                    log.warning("%s; the one before it is taken if that is whole", error)
+        if damaged:
+            raise next(iter(damaged.values()))
+        return None
+
+    return listed_anew(look)

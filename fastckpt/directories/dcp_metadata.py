@@ -1,0 +1,366 @@
+"""The `.metadata` file of torch.distributed.checkpoint: its bytes, read without running any code.
+
+Responsible for which classes such a pickle may hold, for the one check of what it describes, for a
+checksum behind it, and for which files of a directory it leaves without a name. It must not know
+how items are stored.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import gc
+import io
+import os
+import pathlib
+import pickle
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.formats import plain_pickle
+from fastckpt.formats.plain_pickle import Callee, Record, Refused
+from fastckpt.formats.strict_json import shown
+from fastckpt.storage.file_system import Storage, reported
+
+NAME = ".metadata"
+# Behind the pickle, where readers of it stop: version, size and CRC-32 of it.
+_END = re.compile(rb"fastckpt metadata (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
+_END_BYTES = len(f"fastckpt metadata {1:02d} {0:016x} {0:08x}")
+_DATA_FILE = re.compile(r"__\d+_(\d+|[0-9a-f]{16})\.distcp")  # torch's and ours
+_OUR_FILE = re.compile(rb"__\d+_[0-9a-f]{16}\.distcp")
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_PATH_PARTS_MAX = 1000
+_SHOWN_CHARS_MAX = 100
+
+_NBYTES_MAX = 16 << 30  # a file with holes may have any size
+_NUMBER_END = 1 << 63
+
+# What pickle itself raises of bytes that are no pickle, or not all of one.
+_DAMAGE = (*plain_pickle.DAMAGE, pickle.UnpicklingError, EOFError, OverflowError, RecursionError)
+
+
+@dataclass(frozen=True)
+class _Enumeration:
+    """Makes the members of an enumeration."""
+
+    kind: type[enum.Enum]
+
+    def __call__(self, value: Any) -> enum.Enum:
+        if type(value) is not int:
+            raise ValueError(f"a {self.kind.__name__} is no number")
+        return self.kind(value)
+
+
+def _member(named: Any, name: Any) -> enum.Enum:
+    """What some versions of Python pickle a member of an enumeration as."""
+    maker = named.make if isinstance(named, Callee) else None
+    if isinstance(maker, _Enumeration) and name in maker.kind.__members__:
+        return maker.kind[name]
+    raise Refused("getattr of what is no enumeration")
+
+
+def _numbers(values: Any) -> torch.Size:
+    if not isinstance(values, tuple | list) or not _are_numbers(values):
+        raise ValueError("sizes are no numbers from 0 to below 2^63")
+    return torch.Size(values)
+
+
+def _bytearray(*values: Any) -> bytearray:
+    if len(values) == 2 and type(values[0]) is str and values[1] == "latin-1":
+        return bytearray(values[0], "latin-1")
+    if values and (len(values) != 1 or type(values[0]) is not bytes):
+        raise ValueError("a bytearray is not made of bytes")
+    return bytearray(*values)
+
+
+def _of(*kinds: type, make: Callable[..., Any], count: int) -> Callee:
+    """Calls `make` with at most so many arguments, all of one of these types."""
+
+    def checked(*values: Any) -> Any:
+        if len(values) > count or any(type(value) not in kinds for value in values):
+            raise ValueError(f"{getattr(make, '__name__', make)} has arguments of other types")
+        try:
+            return make(*values)
+        except (RuntimeError, OverflowError) as error:
+            raise ValueError(str(error)) from None
+
+    return Callee(checked)
+
+
+def _take_properties(target: TensorProperties, state: Any) -> None:
+    if (
+        type(state) is not tuple
+        or [isinstance(value, kind) for value, kind in zip(state, _PROPERTIES, strict=False)]
+        != [True] * 5
+    ):
+        raise ValueError("properties of a tensor have other types")
+    target.__setstate__(state)  # type: ignore[no-untyped-call]
+
+
+_ENCODING = metadata._MEM_FORMAT_ENCODING
+_PROPERTIES = (torch.dtype, torch.layout, bool, _ENCODING, bool)
+_PATHS = ("PosixPath", "PurePosixPath", "Path", "PurePath")
+_GLOBALS: dict[tuple[str, str], Any] = {
+    (module.__name__, name): Record(getattr(module, name))
+    for module, names in (
+        (metadata, "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta"),
+        (metadata, "TensorStorageMetadata"),
+        (filesystem, "_StorageInfo _StoragePrefix"),
+        (planner, "BytesIOWriteData SavePlan TensorWriteData WriteItem"),
+    )
+    for name in names.split()
+}
+_GLOBALS |= {
+    (metadata.__name__, "TensorProperties"): Record(TensorProperties, _take_properties),
+    (metadata.__name__, "_MEM_FORMAT_ENCODING"): Callee(_Enumeration(_ENCODING)),
+    (planner.__name__, "WriteItemType"): Callee(_Enumeration(planner.WriteItemType)),
+    ("builtins", "getattr"): Callee(_member),
+    ("builtins", "bytearray"): Callee(_bytearray),
+    ("builtins", "complex"): _of(int, float, make=complex, count=2),
+    ("builtins", "frozenset"): _of(list, make=frozenset, count=1),
+    ("builtins", "set"): _of(list, make=set, count=1),
+    ("builtins", "slice"): _of(int, float, type(None), make=slice, count=3),
+    ("collections", "OrderedDict"): _of(make=collections.OrderedDict, count=0),
+    ("torch", "Size"): Callee(_numbers),
+    ("torch", "device"): _of(str, int, make=torch.device, count=2),
+    ("torch.serialization", "_get_layout"): _of(str, make=torch.serialization._get_layout, count=1),
+    # What Megatron-core's classes were: its own metadata and plans with more members.
+    (_MEGATRON, "MCoreMetadata"): Record(Metadata),
+    (_MEGATRON, "MCoreSavePlan"): Record(planner.SavePlan),
+}
+for _module in ("pathlib", "pathlib._local"):
+    for _name in _PATHS:
+        _path = _of(str, make=getattr(pathlib, _name), count=_PATH_PARTS_MAX)
+        _GLOBALS[_module, _name] = _path
+_GLOBALS |= {
+    ("torch", str(dtype)[6:]): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+
+def _find(module: str, name: str) -> Any:
+    try:
+        # Pickles of protocol 2 have the name that Python 2 had for it.
+        return _GLOBALS["builtins" if module == "__builtin__" else module, name]
+    except KeyError:
+        raise Refused(f"{module[:_SHOWN_CHARS_MAX]}.{name[:_SHOWN_CHARS_MAX]}") from None
+
+
+def encode(value: Metadata) -> bytes:
+    """The content of a `.metadata` file: what torch pickles, and a checksum behind it."""
+    content = pickle.dumps(value)
+    end = f"fastckpt metadata 01 {len(content):016x} {zlib.crc32(content):08x}"
+    return content + end.encode()
+
+
+def check(content: bytes, path: str) -> bool:
+    """Compares the bytes of a `.metadata` file with the checksum behind them.
+
+    Returns:
+        Whether there is one; others write none.
+
+    Raises:
+        CorruptCheckpoint: it is another.
+    """
+    match = _END.search(content[-_END_BYTES:])
+    if match is None:
+        return False
+    body = content[:-_END_BYTES]
+    if int(match[2], 16) != len(body) or int(match[3], 16) != zlib.crc32(body):
+        raise CorruptCheckpoint(f"{path!r} is damaged: its CRC-32 is another")
+    return True
+
+
+def our_files(content: bytes) -> list[str]:
+    """Names of fastckpt's data files in the bytes of a `.metadata` file, which is not unpickled."""
+    return sorted({name.decode() for name in _OUR_FILE.findall(content)})
+
+
+def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
+    """What a `.metadata` file says.
+
+    Args:
+        weights_only: refuse what needs other classes than such a file has to have. Time and memory
+            are then in proportion to the size of the file, whatever it says.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CorruptCheckpoint: it is damaged, or describes no checkpoint.
+        IncompatibleCheckpoint: what it describes was not written as files of this format.
+        pickle.UnpicklingError: weights_only, and it asks for something else.
+        StorageError: it cannot be read.
+    """
+    if storage.status(path) is None:
+        raise FileNotFoundError(f"{path!r} does not exist: no checkpoint was committed there")
+    with reported("read", path):
+        fd = storage.open(path)
+        try:
+            nbytes = storage.size(fd)
+            if nbytes > _NBYTES_MAX:
+                raise CorruptCheckpoint(f"{path!r} has {nbytes} bytes, which no .metadata file has")
+            content = storage.read_at(fd, nbytes, 0)
+        finally:
+            storage.close(fd)
+    has_checksum = check(content, path)
+    # Millions of objects and no garbage: collecting in the midst of it would take as long again.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        value, end = _unpickled(content, path, weights_only)
+    finally:
+        if collecting:
+            gc.enable()
+    if not has_checksum and end != len(content):
+        raise CorruptCheckpoint(f"{path!r} is damaged: more than a checksum follows the pickle")
+    if not isinstance(value, Metadata):
+        raise CorruptCheckpoint(f"{path!r} holds a {type(value).__name__}, no Metadata")
+    try:
+        validate(value)
+    except (ValueError, AttributeError) as error:  # attributes that were not pickled are missing
+        raise CorruptCheckpoint(f"{path!r} describes no checkpoint: {error}") from None
+    except IncompatibleCheckpoint as error:
+        raise IncompatibleCheckpoint(f"{path!r}: {error}") from None
+    return value
+
+
+def _unpickled(content: bytes, path: str, weights_only: bool) -> tuple[Any, int]:
+    """What a pickle holds, and where it ends."""
+    try:
+        if weights_only:
+            return plain_pickle.loads(content, _find)
+        file = io.BytesIO(content)
+        return pickle.load(file), file.tell()
+    except Refused as error:
+        raise pickle.UnpicklingError(
+            f"{path!r} holds {error}, which a .metadata file need not have and which may run code: "
+            "if you trust whoever wrote it, read it with Reader(path, weights_only=False)"
+        ) from None
+    except _DAMAGE as error:
+        said = str(error)[:_SHOWN_CHARS_MAX]
+        raise CorruptCheckpoint(f"{path!r} is truncated or damaged: {said}") from None
+    except MemoryError:
+        raise CorruptCheckpoint(
+            f"{path!r} has {len(content)} bytes, but asks for more memory than there is: it is "
+            "damaged, unless memory is short"
+        ) from None
+
+
+def validate(value: Metadata) -> None:
+    """The one check of what a `.metadata` file describes, before torch's planners rely on it.
+
+    Raises:
+        ValueError, AttributeError: telling what is wrong. IncompatibleCheckpoint: another writer
+            than of this format has written it.
+    """
+    if not isinstance(value.state_dict_metadata, dict):
+        raise ValueError("its state_dict_metadata is no dict")
+    for name, stored in value.state_dict_metadata.items():
+        if type(name) is not str:
+            raise ValueError("a key of its state_dict_metadata is no text")
+        if not isinstance(stored, BytesStorageMetadata):
+            _check_stored(name, stored)
+    if not isinstance(value.storage_data, dict):
+        raise IncompatibleCheckpoint(
+            f"its storage_data is a {type(value.storage_data).__name__}, no dict: read it with the "
+            "reader of whatever wrote it"
+        )
+    for index, info in value.storage_data.items():
+        if not isinstance(index, MetadataIndex) or type(index.fqn) is not str:
+            raise ValueError("a key of its storage_data is no MetadataIndex")
+        if not isinstance(info, filesystem._StorageInfo):
+            raise IncompatibleCheckpoint(
+                f"it says by a {type(info).__name__} where {shown(index.fqn)} lies, not by a "
+                "_StorageInfo: read it with the reader of whatever wrote it"
+            )
+        _check_info(index.fqn, info)
+    if not isinstance(value.storage_meta, StorageMeta | None):
+        raise ValueError("its storage_meta is no StorageMeta")
+
+
+def _check_stored(name: str, stored: Any) -> None:
+    if not isinstance(stored, TensorStorageMetadata):
+        raise ValueError(f"{shown(name)} is a {type(stored).__name__}")
+    sizes: Any = stored.size
+    properties: Any = stored.properties
+    if not isinstance(sizes, tuple) or not _are_numbers(sizes):
+        raise ValueError(f"the sizes of {shown(name)} are no numbers")
+    if not isinstance(properties, TensorProperties) or type(properties.dtype) is not torch.dtype:
+        raise ValueError(f"{shown(name)} has no dtype")
+    if not isinstance(stored.chunks, list):
+        raise ValueError(f"the chunks of {shown(name)} are no list")
+    for chunk in stored.chunks:
+        if not isinstance(chunk, ChunkStorageMetadata):
+            raise ValueError(f"a chunk of {shown(name)} is a {type(chunk).__name__}")
+        values: Any
+        for values in (chunk.offsets, chunk.sizes):
+            if not isinstance(values, tuple) or len(values) != len(sizes):
+                raise ValueError(f"a chunk of {shown(name)} has not {len(sizes)} dimensions")
+            if not _are_numbers(values):
+                raise ValueError(f"a chunk of {shown(name)} does not lie at numbers")
+
+
+def _check_info(name: str, info: Any) -> None:
+    path, transforms = info.relative_path, getattr(info, "transform_descriptors", None)
+    if type(path) is not str or not is_within(path):
+        raise ValueError(f"{shown(name)} lies in the file {shown(path)}")
+    if not _are_numbers((info.offset, info.length)) or info.offset + info.length >= _NUMBER_END:
+        raise ValueError(f"{shown(name)} lies at no number")
+    if transforms is not None and not (
+        isinstance(transforms, list | tuple) and all(type(text) is str for text in transforms)
+    ):
+        raise ValueError(f"{shown(name)} went through what has no name")
+
+
+def is_within(name: str) -> bool:
+    """Whether a file name, relative to a directory, is that of a file in it or below."""
+    parts = name.split(os.sep)
+    if os.path.isabs(name) or os.pardir in parts or not parts[-1] or "\0" in name:
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    """Whether these are ints, not bools, from 0 to below 2^63."""
+    return all(type(value) is int and 0 <= value < _NUMBER_END for value in values)
+
+
+def unneeded(storage: Storage, directory: str, value: Metadata, rank: int | None) -> list[str]:
+    """Paths of data files of a directory that nothing names when this has been committed there.
+
+    Args:
+        rank: whose metadata it is, where each rank has its own; None: of all.
+    """
+    named = {getattr(info, "relative_path", None) for info in (value.storage_data or {}).values()}
+    try:
+        names = storage.names(directory)
+    except OSError:  # it may be written to but not listed: they stay
+        return []
+    others = [name for name in names if name.endswith(NAME) and name != NAME]
+    if rank is None:
+        found = [] if others else [name for name in names if _DATA_FILE.fullmatch(name)]
+    else:
+        own = f"__{rank}_"
+        found = [name for name in names if name.startswith(own) and _DATA_FILE.fullmatch(name)]
+        found = [] if NAME in names else found
+    return [os.path.join(directory, name) for name in found if name not in named]

@@ -1,0 +1,202 @@
+"""A checkpoint directory that is being put together, under a name that nobody takes for one.
+
+Responsible for its hidden name and what dead processes left of such, and for capturing what goes
+into its files later. It must not know how those are written, nor how the directory is committed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from contextlib import suppress
+
+import torch
+
+from fastckpt.engine.devices import Devices, Reads
+from fastckpt.formats import safetensors, torch_pickle, torch_zip
+from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
+from fastckpt.plan.image import Image
+from fastckpt.saving.fence import Watched
+from fastckpt.state.dtensors import PLAIN_TENSORS
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import Storage, reported
+
+
+class Pending:
+    """A file whose content was captured and is laid out and written later.
+
+    Args:
+        name: relative to the directory.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """What is copied."""
+        raise NotImplementedError
+
+    def layout(self) -> Image:
+        """The bytes of the file."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drops references to what was copied."""
+        raise NotImplementedError
+
+
+class _Zip(Pending):
+    def __init__(self, name: str, captured: torch_pickle.Capture) -> None:
+        super().__init__(name)
+        self._captured = captured
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        return [*self._captured.storages()]
+
+    def layout(self) -> Image:
+        return torch_zip.layout(self._captured)
+
+    def forget(self) -> None:
+        self._captured.records.clear()
+
+
+class _Tensors(Pending):
+    def __init__(
+        self, name: str, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]
+    ) -> None:
+        super().__init__(name)
+        self._tensors = tensors
+        self._metadata = metadata
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        return [tensor.untyped_storage() for tensor in self._tensors.values()]
+
+    def layout(self) -> Image:
+        entries = [
+            safetensors.Entry(name, tensor.dtype, tuple(tensor.shape), tensor.data_ptr())
+            for name, tensor in self._tensors.items()
+        ]
+        return safetensors.layout(entries, [*self._tensors.values()], self._metadata)[0]
+
+    def forget(self) -> None:
+        self._tensors = {}
+
+
+class Draft:
+    """A directory under a hidden name, which commits or is discarded as a whole.
+
+    Args:
+        storage: the seam to the file system.
+        devices: whose memory may be read later.
+        path: what the directory will be.
+        beside: where the hidden one is made; None: in the directory of path.
+        fence: "step": what is small is copied now, and what changes too early is noticed.
+
+    Attributes:
+        directory: the directory, whose last name is that of path; files may be written there at
+            once, by whatever means, and it may be made by whoever writes the first.
+        root: the hidden directory that it is in, beside which others are.
+        pending: what is written later.
+        watched: what must not change before it was copied.
+        grown: directories that have a new entry because of this one, beside `beside` itself.
+        is_kept: it holds what may be the only durable checkpoint: discard() leaves it to whoever
+            removes it when this process is gone.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+
+    def __init__(
+        self, storage: Storage, devices: Devices, path: str, beside: str | None, fence: str
+    ) -> None:
+        self._storage, self._devices = storage, devices
+        self._copies_small = fence == "step"
+        self.pending: list[Pending] = []
+        self.watched: list[Watched] = []
+        self.beside = os.path.realpath(beside or os.path.dirname(path))
+        self.grown: list[str] = []
+        self.is_kept = False
+        for directory in {self.beside, os.path.dirname(path)}:
+            with reported("make directory", directory):
+                above = directory
+                while storage.status(above) is None:
+                    above = os.path.dirname(above)
+                    self.grown.append(above)
+                storage.make_directories(directory)
+        atomic.remove_dead_directories(storage, self.beside)
+        self.root = atomic.temporary_path(os.path.join(self.beside, os.path.basename(path)))
+        self.name = os.path.basename(self.root)
+        self.directory = os.path.join(self.root, os.path.basename(path))
+        with reported("make directory", self.root):
+            storage.make_directory(self.root)
+            self._lock: int | None = None
+            try:
+                self._lock = storage.open(self.root)
+                atomic.claim(storage, self._lock, self.root)
+                storage.make_directory(self.directory)
+            except BaseException:
+                self.discard()
+                raise
+
+    def add(self, obj: object, name: str) -> None:
+        """Puts in what torch.save(obj, name) would write; obj may change when the fence allows.
+
+        Raises:
+            Exception: what torch.save raises for an object that cannot be pickled.
+        """
+        protocol = torch.serialization.DEFAULT_PROTOCOL
+        options = (pickle, protocol, False, self._copies_small, self._devices.readable())
+        try:
+            captured = torch_pickle.capture(obj, *options)
+        except torch_pickle.SkipData:
+            torch_save(obj, os.path.join(self.directory, name))
+            return
+        self.pending.append(_Zip(name, captured))
+        if captured.tensors:
+            self.watched.append(Watched(captured.tensors, obj))
+
+    def add_tensors(
+        self, tensors: Mapping[str, torch.Tensor], name: str, metadata: Mapping[str, str]
+    ) -> bool:
+        """Puts in a safetensors file. Tensors that share memory are each written.
+
+        Returns:
+            False, and nothing was put in, for tensors that only the safetensors library may be able
+                to write: subclasses, sparse ones, dtypes that are new.
+        """
+        for tensor in tensors.values():
+            if type(tensor) not in PLAIN_TENSORS or not safetensors.supported(tensor.dtype):
+                return False
+            if tensor.numel() and not safetensors.fits(tensor):
+                return False
+        held = {key: self._held(tensor.detach()) for key, tensor in tensors.items()}
+        self.pending.append(_Tensors(name, held, dict(metadata)))
+        if self._copies_small:
+            versions = [(tensor, tensor._version) for tensor in held.values()]
+            self.watched.append(Watched(versions, held))
+        return True
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy where its memory cannot be copied as it lies, or not that late."""
+        if tensor.device.type not in self._devices.readable():
+            return tensor.cpu().contiguous()
+        if not tensor.is_contiguous():
+            return tensor.contiguous()
+        if self._copies_small and tensor.untyped_storage().nbytes() <= SMALL_BYTES:
+            return tensor.clone()
+        return tensor
+
+    def reads(self) -> Reads:
+        """What is read of devices, as it is for whoever uses the current streams."""
+        return self._devices.reads(
+            storage for pending in self.pending for storage in pending.storages()
+        )
+
+    def discard(self) -> None:
+        """Removes what is left of it: all, or after the commit what it replaced."""
+        if not self.is_kept:
+            with suppress(OSError):  # another rank may put a file in just now: it stays as debris
+                self._storage.remove_tree(self.root)
+        if self._lock is not None:
+            atomic.close_quietly(self._storage, self._lock)

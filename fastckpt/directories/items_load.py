@@ -1,0 +1,381 @@
+"""Reading parts of the items of one `.distcp` file: only the blocks that are needed, in file order.
+
+Responsible for finding where the elements of a stored tensor lie, for moving a part of them to
+where it is wanted, and, where the file is ours, for checking every byte and saying what is damaged.
+It must not know how requests come about, nor what becomes of the values.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import zlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fastckpt.engine.staging import ReadStream, Staging
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, DeviceError, StorageError
+from fastckpt.formats import distcp, torch_pickle
+from fastckpt.plan.boxes import row_major
+from fastckpt.plan.image import BLOCK_BYTES, address_of
+from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
+from fastckpt.state.dtensors import PLAIN_TENSORS
+from fastckpt.storage.file_system import Storage, reported
+
+OURS = re.compile(r"__\d+_[0-9a-f]{16}\.distcp")  # names of files that fastckpt wrote
+_NAMED_MAX = 5  # items in one message
+_APART_BYTES_MAX = 1 << 20  # objects in a span of this are read for themselves
+_RUNS_MAX = 64  # a copy to a device takes some microseconds to begin, however small it is
+
+
+class Request(NamedTuple):
+    """A part of an item that is wanted.
+
+    Attributes:
+        offset, nbytes: of the item in its file.
+        dtype, sizes: of the tensor that is stored; None and () where it is bytes, all of which are
+            wanted.
+        begin, lengths: the part of the tensor.
+    """
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype | None = None
+    sizes: tuple[int, ...] = ()
+    begin: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+
+
+class _Found(NamedTuple):
+    """Where the elements of a stored tensor lie; what has to stand in front of them, if nothing but
+    that tells.
+    """
+
+    data: int
+    dtype: torch.dtype
+    front: bytes
+
+
+class ItemsFile:
+    """One file, opened to read the requests; these are then asked for, best in order of offset.
+
+    Args:
+        storage, staging: what reads.
+        path: of the file. Where its name is one of ours, it is verified.
+        requests: all that will be asked for, ascending by offset.
+        names: tells what items are called in messages, by their offset.
+
+    Raises:
+        CorruptCheckpoint: it is missing, is one of ours and damaged, or is not what the requests
+            say.
+        IncompatibleCheckpoint: a newer fastckpt wrote it.
+        StorageError: it cannot be read.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        staging: Staging,
+        path: str,
+        requests: Sequence[Request],
+        names: Callable[[], Mapping[int, str]],
+    ) -> None:
+        self._storage, self._staging, self._path, self._names = storage, staging, path, names
+        self._contents: distcp.Contents | None = None
+        self._items: dict[int, distcp.Item] = {}
+        self._apart: dict[int, bytes] = {}  # objects that were read for themselves, by offset
+        self._stream: ReadStream | None = None
+        self._older: int | None = None  # which of distcp.fronts() this file has
+        with reported("open", path):
+            try:
+                self._fd = storage.open(path)
+            except FileNotFoundError:
+                raise CorruptCheckpoint(f"{path!r}, which the metadata names, is missing") from None
+        try:
+            self._nbytes = self._find_contents()
+            end = max(request.offset + request.nbytes for request in requests)
+            if end > self._nbytes:
+                raise CorruptCheckpoint(
+                    f"{path!r} has {self._nbytes} bytes, but items up to {end}: it is truncated or "
+                    "of another checkpoint"
+                )
+            self._found = {request: self._locate(request) for request in {*requests}}
+            self._read(requests)
+        except BaseException:
+            storage.close(self._fd)
+            raise
+
+    def __enter__(self) -> ItemsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._storage.close(self._fd)
+
+    def _find_contents(self) -> int:
+        """Reads the tail of a file of ours; returns how many bytes of the file hold items."""
+        storage, path = self._storage, self._path
+        with reported("read", path):
+            nbytes = storage.size(self._fd)
+            end = storage.read_at(self._fd, distcp.END_BYTES, max(0, nbytes - distcp.END_BYTES))
+            offset = distcp.tail_offset(end, nbytes)
+            if not OURS.fullmatch(os.path.basename(path)):
+                return nbytes
+            if offset is None:
+                raise CorruptCheckpoint(
+                    f"{path!r} is truncated or damaged: its {nbytes} bytes do not end as they must"
+                )
+            tail = storage.read_at(self._fd, nbytes - offset, offset)
+        try:
+            self._contents = distcp.parse(tail, offset)
+        except CheckpointError as error:
+            raise type(error)(f"{path!r}: {error}") from None
+        self._items = {item.offset: item for item in self._contents.items}
+        return offset
+
+    def _locate(self, request: Request) -> _Found | None:
+        """Where its elements lie in one run; None where only torch can tell."""
+        if request.dtype is None:
+            return None
+        if self._contents is None:
+            front = self._front(request)
+            if front is None:
+                return None
+            return _Found(request.offset + len(front), request.dtype, front)
+        item = self._items.get(request.offset)
+        if item is None or item.nbytes != request.nbytes:
+            raise CorruptCheckpoint(
+                f"{self._path!r} has no item of {request.nbytes} bytes at {request.offset}, where "
+                f"{self._name(request)} is to be: it is of another checkpoint than the metadata"
+            )
+        if not item.dtype:
+            return None
+        dtype = distcp.DTYPES[item.dtype]
+        if prod(request.sizes) * dtype.itemsize != item.data_nbytes:
+            return None  # torch will say what it is
+        return _Found(item.data, dtype, b"")
+
+    def _front(self, request: Request) -> bytes | None:
+        """What has to stand before the elements in a file that torch wrote."""
+        assert request.dtype is not None
+        fronts = [*distcp.fronts(request.dtype, request.sizes)]
+        if not fronts:
+            return None
+        if self._older is None:
+            with reported("read", self._path):
+                head = self._storage.read_at(
+                    self._fd, min(request.nbytes, max(map(len, fronts))), request.offset
+                )
+            known = [number for number, front in enumerate(fronts) if head.startswith(front)]
+            if not known:
+                return None
+            self._older = known[0]
+        front = fronts[min(self._older, len(fronts) - 1)]
+        data_nbytes = prod(request.sizes) * request.dtype.itemsize
+        return front if len(front) + data_nbytes <= request.nbytes else None
+
+    def _read(self, requests: Sequence[Request]) -> None:
+        index = None if self._contents is None else self._contents.index
+        nbytes, block_bytes = self._nbytes, BLOCK_BYTES if index is None else index.block_bytes
+        rows: list[CopyRow] = []
+        objects: dict[int, list[distcp.Item]] = {}  # by the only block that each lies in
+        for request in requests:
+            found, item = self._found[request], self._items.get(request.offset)
+            if request.dtype is None and item is not None and item.nbytes == request.nbytes > 0:
+                last = (item.offset + item.nbytes - 1) // block_bytes
+                if item.offset // block_bytes == last and not item.dtype:
+                    objects.setdefault(last, []).append(item)
+                    continue
+            if found is None or request.lengths == request.sizes:
+                rows.append((request.offset, 0, request.nbytes, 1, 0, 0))
+                continue
+            rows.append((request.offset, 0, len(found.front), 1, 0, 0))
+            rows += _rows(request, found, 0, row_major(request.lengths))
+        wanted = {*blocks_of([row for row in rows if row[2]], block_bytes)}
+        for block, items in objects.items():
+            if block not in wanted and not self._read_apart(items):
+                wanted.add(block)
+        if wanted:
+            crcs = () if index is None else index.block_crcs
+            self._stream = self._staging.read(
+                self._fd, self._path, nbytes, block_bytes, crcs, sorted(wanted)
+            )
+
+    def _read_apart(self, items: Sequence[distcp.Item]) -> bool:
+        """Reads objects that lie near each other without the rest of their block, by their own
+        checksums; False if they do not.
+        """
+        begin, end = items[0].offset, max(item.offset + item.nbytes for item in items)
+        if end - begin > _APART_BYTES_MAX:
+            return False
+        with reported("read", self._path, begin):
+            content = self._storage.read_at(self._fd, end - begin, begin)
+        for item in items:
+            part = content[item.offset - begin : item.offset - begin + item.nbytes]
+            if zlib.crc32(part) != item.crc:
+                name = self._names().get(item.offset, f"item at {item.offset}")
+                raise CorruptCheckpoint(
+                    f"{self._path!r} is damaged: CRC-32 mismatch in bytes {item.offset} to "
+                    f"{item.offset + item.nbytes}, in {name!r}"
+                )
+            self._apart[item.offset] = part
+        return True
+
+    def content(self, request: Request) -> bytes:
+        """All bytes of an item.
+
+        Raises:
+            CorruptCheckpoint, StorageError.
+        """
+        if request.offset in self._apart:
+            return self._apart[request.offset]
+        content = bytearray(request.nbytes)
+        if request.nbytes:
+            self._run([(request.offset, address_of(content), request.nbytes, 1, 0, 0)])
+        return bytes(content)
+
+    def read(self, request: Request, target: torch.Tensor) -> None:
+        """Reads the part of a tensor into one of the same sizes, converting dtypes where they
+        differ.
+
+        Raises:
+            CorruptCheckpoint, StorageError, DeviceError: some of the target may be overwritten.
+            AssertionError: the tensor that is stored has other sizes than the request says.
+        """
+        found = self._found[request]
+        if found is None or not self._is_fronted(request, found):
+            part = self._unpickled(request)
+            with torch.no_grad():
+                target.copy_(part)
+            return
+        if not target.numel() or not prod(request.sizes):
+            return
+        whole = request.lengths == request.sizes  # then all of the item is checked
+        last = request.offset + request.nbytes - 1
+        ends = bytearray(2)
+        before: list[CopyRow] = [(request.offset, address_of(ends), 1, 1, 0, 0)] if whole else []
+        after: list[CopyRow] = [(last, address_of(ends) + 1, 1, 1, 0, 0)] if whole else []
+        direct = target.dtype == found.dtype and self._is_memory(target)
+        received = target if direct else _on_the_host(request.lengths, found.dtype)
+        rows = _rows(request, found, received.data_ptr(), received.stride())
+        if received.device.type != "cpu" and sum(row[3] for row in rows) > _RUNS_MAX:
+            received = _on_the_host(request.lengths, found.dtype)
+            rows = _rows(request, found, received.data_ptr(), received.stride())
+        if received is target and not target.is_inference():
+            increment_version([target])  # before the first byte, as in StepReader
+        self._run([*before, *rows, *after], received)
+        if received is not target:
+            with torch.no_grad():
+                target.copy_(received)
+
+    def arrive(self) -> None:
+        """Waits for what is on its way to devices."""
+        if self._stream is not None and not self._stream.arrive():
+            raise self._failure()
+
+    def _is_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether bytes that are put where a tensor's elements lie become its elements."""
+        return (
+            type(tensor) in PLAIN_TENSORS
+            and tensor.layout is torch.strided
+            and tensor.device.type in self._staging.devices.readable()
+            and not tensor.is_neg()
+            and not tensor.is_conj()
+        )
+
+    def _is_fronted(self, request: Request, found: _Found) -> bool:
+        """Whether a file that torch wrote holds what was expected before the elements."""
+        if not found.front:
+            return True
+        front = bytearray(len(found.front))
+        self._run([(request.offset, address_of(front), len(front), 1, 0, 0)])
+        return front == found.front
+
+    def _unpickled(self, request: Request) -> torch.Tensor:
+        """The part of a tensor of which only torch can tell how it is stored."""
+        if self._contents is None:
+            with reported("read", self._path, request.offset):
+                content = self._storage.read_at(self._fd, request.nbytes, request.offset)
+        else:
+            content = self.content(request)
+        what = f"{self._name(request)} in {self._path!r}"
+        tensor = torch_pickle.unpickled(io.BytesIO(content), True, what)
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != request.sizes:
+            stored = list(getattr(tensor, "shape", ()))
+            raise AssertionError(f"{what} has sizes {stored}, the metadata says {request.sizes}")
+        for dim, (begin, length) in enumerate(zip(request.begin, request.lengths, strict=True)):
+            if length != tensor.size(dim):
+                tensor = tensor.narrow(dim, begin, length)
+        return tensor
+
+    def _run(self, rows: Sequence[CopyRow], target: torch.Tensor | None = None) -> None:
+        devices = []
+        if target is not None and target.device.type != "cpu":
+            devices = self._staging.devices.reads([target.untyped_storage()]).ranges
+        assert self._stream is not None
+        if not self._stream.read_runs(array("Q", [v for row in rows for v in row]), devices):
+            raise self._failure()
+
+    def _name(self, request: Request) -> str:
+        return repr(self._names().get(request.offset, f"the item at {request.offset}"))
+
+    def _failure(self) -> CheckpointError:
+        assert self._stream is not None
+        failure = self._stream.failure()
+        if failure is not None:
+            op, offset, number = failure
+            if op == "copy":
+                text = self._stream.device_text(number)
+                return DeviceError(f"copying {self._path!r} to a GPU, at {offset}, failed: {text}")
+            return StorageError(op, self._path, number, offset)
+        assert self._contents is not None
+        index = self._contents.index
+        begin = self._stream.corrupt_block() * index.block_bytes
+        end = min(begin + index.block_bytes, index.body_nbytes)
+        return CorruptCheckpoint(
+            f"{self._path!r} is damaged: CRC-32 mismatch in bytes {begin} to {end}, in "
+            f"{self._damaged(begin, end)}; the state may have been partly overwritten"
+        )
+
+    def _damaged(self, begin: int, end: int) -> str:
+        """The items of a damaged range whose own checksums are wrong, else all of them."""
+        assert self._contents is not None
+        near = [i for i in self._contents.items if i.offset < end and i.offset + i.nbytes > begin]
+        wrong = [item for item in near if self._crc(item) != item.crc]
+        known = self._names()
+        names = [known.get(item.offset, f"item at {item.offset}") for item in wrong or near]
+        more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+        listed = ", ".join(map(repr, dict.fromkeys(names[:_NAMED_MAX]))) + more
+        return listed if wrong else f"what stands around the elements of {listed}"
+
+    def _crc(self, item: distcp.Item) -> int:
+        crc = 0
+        try:
+            for at in range(item.data, item.data + item.data_nbytes, BLOCK_BYTES):
+                nbytes = min(BLOCK_BYTES, item.data + item.data_nbytes - at)
+                crc = zlib.crc32(self._storage.read_at(self._fd, nbytes, at), crc)
+        except OSError as error:
+            return -(error.errno or errno.EIO)  # unreadable is damaged too
+        return crc
+
+
+def _on_the_host(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor on the CPU, whatever torch's default device is."""
+    return torch.empty(sizes, dtype=dtype, device="cpu")
+
+
+def _rows(request: Request, found: _Found, address: int, strides: Sequence[int]) -> list[CopyRow]:
+    """How the part of a stored tensor gets to memory of these strides, in elements."""
+    if not prod(request.lengths):
+        return []
+    stored, itemsize = row_major(request.sizes), found.dtype.itemsize
+    begin = sum(map(int.__mul__, request.begin, stored)) * itemsize
+    return strided_copies(request.lengths, found.data + begin, stored, address, strides, itemsize)

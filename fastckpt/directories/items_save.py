@@ -1,0 +1,274 @@
+"""Saves of a directory in which each rank writes one file of items, and one file commits them.
+
+Responsible for the order of the stages: items are laid out and staged, the file is written and
+synced under a name of its own, and when every rank has done so the first one commits; what nothing
+names any more is removed last. It must not know the bytes of the format, how a block moves, how
+ranks talk, or what the committing file says.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from fastckpt.arguments.checks import (
+    BACKENDS,
+    STAGINGS,
+    BackendName,
+    StagingWay,
+    check_choice,
+    check_flag,
+    check_size,
+    optional,
+)
+from fastckpt.engine.devices import Reads
+from fastckpt.engine.gds_trial import Choice
+from fastckpt.engine.staging import Route, stager_count
+from fastckpt.engine.transfer import Transfer
+from fastckpt.formats import distcp
+from fastckpt.handle import SaveHandle
+from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
+from fastckpt.ranks.round import Round
+from fastckpt.saving.fence import Watched
+from fastckpt.saving.new_file import new_file, note_route
+from fastckpt.saving.pipeline import Job, Pipeline
+from fastckpt.storage import atomic
+from fastckpt.storage.atomic import close_quietly, cut, settle
+from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.lustre_layout import Purpose
+
+log = logging.getLogger("fastckpt")
+
+Places = list[tuple[int, int]]  # offset and size of each item
+
+
+@dataclass(frozen=True)
+class Options:
+    """How files are written: as fastckpt.save's arguments of the same names.
+
+    Raises:
+        ValueError, TypeError: one of them is none.
+    """
+
+    backend: BackendName = "auto"
+    durable: bool = True
+    staging_bytes: int | str | None = None
+    staging: StagingWay = "host"
+
+    def __post_init__(self) -> None:
+        check_choice("backend", self.backend, BACKENDS)
+        check_choice("staging", self.staging, STAGINGS)
+        check_flag("durable", self.durable)
+        self.limit_bytes()
+
+    def limit_bytes(self) -> int | None:
+        """staging_bytes as a number."""
+        return optional(check_size, "staging_bytes", self.staging_bytes)
+
+
+@dataclass
+class Content:
+    """What one rank writes; nothing of it changes until it was staged.
+
+    Attributes:
+        items: contiguous tensors, and bytes.
+        reads: what of it lies on devices.
+        watched: what must not change before it was copied.
+    """
+
+    items: list[torch.Tensor | bytes]
+    reads: Reads
+    watched: list[Watched]
+
+
+class ItemsSave(Job):
+    """One rank's file of items.
+
+    Args:
+        handle, agreement, fence: as Job's; the handle's path is the directory.
+        content: what is written; without items no file is made.
+        options: how.
+        conclude: called when the file is durable, with this job and the places of its items;
+            returns when they are committed.
+
+    Attributes:
+        name: of the file, new in its directory: "__RANK_TOKEN.distcp", RANK the number given.
+    """
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        agreement: Round,
+        content: Content,
+        options: Options,
+        conclude: Callable[[ItemsSave, Places], None],
+        *,
+        fence: str,
+        rank: int,
+    ) -> None:
+        super().__init__(
+            handle, agreement, content.reads, content.watched, fence=fence, lane=handle.path
+        )
+        self.name = f"__{rank}_{secrets.token_hex(8)}.distcp"
+        self.path = os.path.join(handle.path, self.name)
+        self.content: Content | None = content
+        self.options = options
+        self.replaced: int | None = None  # a descriptor that keeps what the commit replaced
+        self.unneeded: list[str] = []  # paths that nothing names any more
+        self._conclude: Callable[[ItemsSave, Places], None] | None = conclude
+        self._made = False
+
+    def release(self) -> None:
+        self.content = self._conclude = None
+
+    def forget(self) -> None:
+        assert self.content is not None
+        self.content.items.clear()
+
+    def commit(self, pipeline: Pipeline) -> None:
+        self.wait_for_previous()  # what they leave is known before anything new is made
+        try:
+            places = self._write(pipeline)
+            assert self._conclude is not None
+            self._conclude(self, places)
+        except BaseException as error:
+            self.agreement.fail(error)
+            # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
+            if self._made and (not self.may_be_visible or self.agreement.failed):
+                remove_all(pipeline.storage, [self.path])
+            raise
+
+    def end(self, pipeline: Pipeline) -> None:
+        if self.replaced is not None:
+            close_quietly(pipeline.storage, self.replaced)
+        remove_all(pipeline.storage, self.unneeded)
+        super().end(pipeline)
+
+    def _write(self, pipeline: Pipeline) -> Places:
+        assert self.content is not None
+        if not self.content.items:
+            self.copying.wait()
+            self.handle.stats.written_s = self.handle.elapsed_s()
+            return []
+        image, places = distcp.layout(self.content.items)
+        sources, image.sources = image.sources, []  # kept by the content until they were copied
+        staging, stats = pipeline.staging, self.handle.stats
+        limit = staging.blocks_limit(self.options.limit_bytes())
+        blocks = block_count(image.body_nbytes, BLOCK_BYTES) + 1
+        self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
+        # With the step fence one CPU is left to the training that goes on meanwhile.
+        stagers = stager_count() - (self.fence == "step")
+        # Whatever happens, blocks in flight arrive before the file they go to is closed.
+        with ExitStack() as files, ExitStack() as moving:
+            self.choice = Choice(pipeline.storage, staging, self.options.staging, self.reads)
+            direct = self.choice.direct(self.handle.path, stats)
+            # One block of the budget is the tail's, which is staged before the body is written.
+            transfer = moving.enter_context(
+                Transfer(staging, image, self.path, limit - 1, stagers, self.reads, direct)
+            )
+            self.copying.transfers.append(transfer)
+            self.copying.watch()
+            fd, route = self._open(pipeline, files, image)
+            transfer.write_to(fd, 0, route)
+            self.copying.wait()
+            sources.clear()
+            if limit == 1:
+                transfer.wait_written()
+            tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
+            end = moving.enter_context(Transfer(staging, Image.of_bytes(tail), self.path, 1, 1))
+            end.write_to(fd, image.body_nbytes, route)
+            end.wait_written()
+            transfer.wait_written()
+            held = transfer.staged_bytes_max() + BLOCK_BYTES
+            stats.staged_bytes_max = min(held, limit * BLOCK_BYTES)
+            stats.written_s = self.handle.elapsed_s()
+            if route.direct:
+                cut(pipeline.storage, fd, self.path, image.nbytes)
+            settle(pipeline.storage, fd, self.path, self.options.durable)
+        return places
+
+    def _open(self, pipeline: Pipeline, files: ExitStack, image: Image) -> tuple[int, Route]:
+        """Makes the file, with its directory where that is missing, and decides on the route."""
+        storage, path = pipeline.storage, self.path
+
+        def create(purpose: Purpose) -> int:
+            try:
+                return storage.create(path, 0o666, purpose)
+            except FileExistsError:  # there was no room for it
+                storage.remove(path)
+                return storage.create(path, 0o666, purpose)
+
+        @contextmanager
+        def made(purpose: Purpose) -> Iterator[tuple[int, str]]:
+            with reported("open", path):
+                try:
+                    fd = create(purpose)
+                except FileNotFoundError:
+                    self.agreement.check()  # if the save has failed meanwhile, that is why
+                    make_directory(storage, self.handle.path, self.options.durable)
+                    fd = create(purpose)
+            self._made = True
+            try:
+                yield fd, path
+            finally:
+                close_quietly(storage, fd)
+
+        purpose = Purpose(image.nbytes)
+        file = new_file(pipeline, files, made, purpose, path, self.options.backend)
+        note_route(self.handle.stats, file.route)
+        self.handle.stats.nbytes = image.nbytes
+        return file.fd, file.route
+
+
+def make_directory(storage: Storage, path: str, durable: bool) -> None:
+    """Makes a directory and those it lies in, where they are missing, each durably.
+
+    Raises:
+        StorageError: of op "make directory" or "sync directory".
+    """
+    missing = [path]
+    with reported("make directory", path):
+        while (parent := os.path.dirname(missing[-1])) and storage.status(parent) is None:
+            missing.append(parent)
+        storage.make_directories(path)
+    for made in reversed(missing if durable else []):
+        with reported("sync directory", os.path.dirname(made)):
+            storage.sync_directory(os.path.dirname(made))
+
+
+def replace_file(storage: Storage, path: str, content: bytes, durable: bool) -> int | None:
+    """Commits: gives a path new content at once, when all other names in its directory are durable.
+
+    Returns:
+        A descriptor that keeps the file replaced, or None; closing it takes a while.
+
+    Raises:
+        StorageError.
+    """
+    directory = os.path.dirname(path)
+    with atomic.temporary(storage, path) as (fd, name):
+        with reported("write", path):
+            storage.write_at(fd, content, 0)
+        atomic.take_permissions(storage, fd, name, path)
+        settle(storage, fd, path, durable)
+        if durable:
+            with reported("sync directory", directory):
+                storage.sync_directory(directory)
+        return atomic.publish(storage, name, path, durable, fd)
+
+
+def remove_all(storage: Storage, paths: Sequence[str]) -> None:
+    """Removes files that nothing needs; one that stays costs space, and the next save tries."""
+    for path in paths:
+        try:
+            storage.remove(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("%r could not be removed: %s", path, error)

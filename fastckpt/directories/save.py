@@ -1,0 +1,397 @@
+"""Saves of a directory of files in formats of others, visible under its name when all is there.
+
+Responsible for the order of the stages: whoever calls fills a directory under another name, partly
+at once and partly in the background; then every file is durable, ranks bring theirs together, a
+list of the files is written, and one rename commits. It must not know what the files mean, nor
+which directories stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from itertools import chain
+from typing import Any, NamedTuple
+
+from fastckpt.arguments.checks import (
+    FENCES,
+    ON_ERROR,
+    Fence,
+    OnError,
+    check_choice,
+    check_flag,
+    check_path,
+)
+from fastckpt.directories.check import crc32_of, list_of
+from fastckpt.directories.draft import Draft, Pending
+from fastckpt.engine.staging import Route, combine_crcs, stager_count
+from fastckpt.engine.transfer import Transfer
+from fastckpt.errors import CheckpointError, fate
+from fastckpt.formats import file_list
+from fastckpt.formats.file_list import File
+from fastckpt.handle import SaveHandle
+from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
+from fastckpt.ranks import groups
+from fastckpt.ranks.round import TIMEOUT_S, Round
+from fastckpt.saving import pipeline
+from fastckpt.saving.pipeline import Job, Pipeline
+from fastckpt.storage import atomic
+from fastckpt.storage.atomic import close_quietly, settle
+from fastckpt.storage.file_system import Storage, reported
+
+log = logging.getLogger("fastckpt")
+
+
+def save_directory(
+    path: str,
+    fill: Callable[[Draft], None],
+    *,
+    group: Any = None,
+    beside: str | None = None,
+    fence: Fence = "call",
+    durable: bool = True,
+    on_error: OnError = "raise",
+    timeout_s: float = TIMEOUT_S,
+    retain: Callable[[], None] | None = None,
+) -> SaveHandle:
+    """Saves a directory in the background and commits it atomically.
+
+    Until the commit, path stays what it was; a crash leaves that or the new directory, never a part
+    of it. Directories with the same parent commit in the order of these calls.
+
+    Args:
+        path: of the directory, which is replaced as a whole, but only if what it holds is known to
+            be of a checkpoint: it is in the list there, or has the name of a file that is saved.
+        fill: called before this returns, with the Draft to put files into.
+        group: a torch.distributed process group whose ranks all call this with the same path, each
+            with files of its own; of files with the same name the lowest rank's counts. Ranks talk
+            over the job's store; no collective runs. None: this process alone.
+        beside: a directory of the same file system where it is put together, under a hidden name;
+            default: the one that path lies in.
+        fence, durable, timeout_s: as fastckpt.save's.
+        on_error: "raise": an error before this returns is raised, and one that comes later by
+            result(), or else by the next save. "warn": both are logged; the handle has them.
+        retain: called in the background on the first rank once this has been committed; removes
+            what is no longer needed.
+
+    Returns:
+        A SaveHandle; result() returns its SaveStats when the directory is committed on all ranks.
+
+    Raises:
+        ValueError: an unknown fence or on_error; a group that this process is not in.
+        CheckpointError: with on_error="raise", of an earlier save whose failure nobody asked for.
+        Exception: with on_error="raise", what fill() raises, or of what cannot be pickled.
+    """
+    check_choice("fence", fence, FENCES)
+    check_choice("on_error", on_error, ON_ERROR)
+    check_flag("durable", durable)
+    path = os.path.realpath(check_path("path", path))
+    handle = SaveHandle(path, time.perf_counter())
+    agreement = groups.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
+    try:
+        job = _begun(handle, agreement, fill, beside, fence, durable, on_error, retain)
+    except Exception as error:
+        if on_error == "raise":
+            raise
+        handle.mark_staged()
+        handle.set_exception(error)
+        _warn(handle)
+        return handle
+    if on_error == "warn":
+        handle.add_done_callback(lambda _future: _warn(handle))
+    return pipeline.current().save(job)
+
+
+def _begun(
+    handle: SaveHandle,
+    agreement: Round,
+    fill: Callable[[Draft], None],
+    beside: str | None,
+    fence: str,
+    durable: bool,
+    on_error: str,
+    retain: Callable[[], None] | None,
+) -> DirectorySave:
+    """What is done before the caller may go on: everything by which state is captured."""
+    with agreement.failing():
+        current = pipeline.current()
+        if on_error == "raise":
+            current.raise_unreported(handle.path)
+        draft = Draft(current.storage, current.staging.devices, handle.path, beside, fence)
+        try:
+            fill(draft)
+            if not current.storage.is_directory(draft.directory):
+                raise CheckpointError(f"nothing was put into {draft.directory!r}")
+            return DirectorySave(handle, agreement, draft, durable, retain, fence)
+        except BaseException:
+            draft.discard()
+            raise
+
+
+def _warn(handle: SaveHandle) -> None:
+    error = handle.exception(0)  # counts as asked for
+    if error is not None:
+        what = fate(error, "was not saved")
+        log.warning("%r %s: %s: %s", handle.path, what, type(error).__name__, error)
+
+
+class _Moving(NamedTuple):
+    """A file on its way."""
+
+    name: str
+    path: str
+    image: Image
+    transfer: Transfer
+
+
+class DirectorySave(Job):
+    """One directory. Each rank runs its own, for the same one.
+
+    Args:
+        handle, agreement, fence: as Job's.
+        draft: what this rank puts into it.
+        durable, retain: as save_directory's.
+    """
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        agreement: Round,
+        draft: Draft,
+        durable: bool,
+        retain: Callable[[], None] | None,
+        fence: str,
+    ) -> None:
+        lane = os.path.dirname(handle.path)
+        super().__init__(handle, agreement, draft.reads(), draft.watched, fence=fence, lane=lane)
+        self.draft = draft
+        self.durable = durable
+        self.retain = retain
+        self.committed = False
+        self._pending: list[Pending] = draft.pending
+        self._sources: list[list[object]] = []
+
+    def forget(self) -> None:
+        for pending in self._pending:
+            pending.forget()
+        for sources in self._sources:
+            sources.clear()
+
+    def release(self) -> None:
+        self.forget()
+        self._pending, self._sources = [], []
+
+    def end(self, pipeline: Pipeline) -> None:
+        self.draft.discard()
+        if self.committed and self.retain is not None:
+            try:
+                self.retain()
+            except Exception as error:
+                log.warning("after %r nothing older was removed: %s", self.handle.path, error)
+        super().end(pipeline)
+
+    def commit(self, pipeline: Pipeline) -> None:
+        storage, directory = pipeline.storage, self.draft.directory
+        files = self._written(pipeline)
+        with reported("list", directory):
+            others = [name for name in _names(storage, directory) if name not in files]
+        for name in others:
+            files[name] = self._settled(storage, name)
+        self.handle.stats.written_s = self.handle.elapsed_s()
+        if self.agreement.rank == 0:
+            self.agreement.put("place", os.fsencode(self.draft.name))
+            own, record = files, b""
+        else:
+            own = self._brought(storage, files)
+            record = file_list.to_record(own)
+        self.handle.stats.nbytes = sum(file.nbytes for file in own.values())
+        self.conclude(record, lambda records: self._publish(storage, files, records))
+        self.committed = self.agreement.rank == 0
+
+    def _written(self, pipeline: Pipeline) -> dict[str, File]:
+        """Stages and writes what fill() left to the background."""
+        staging = pipeline.staging
+        limit = staging.blocks_limit(None)
+        # With the step fence one CPU is left to the training that goes on meanwhile.
+        stagers = max(1, stager_count() - (self.fence == "step"))
+        # Whatever happens, blocks in flight arrive before the files they go to are closed.
+        with ExitStack() as files, ExitStack() as moving:
+            way: list[_Moving] = []
+            for pending in self._pending:
+                image, path = pending.layout(), os.path.join(self.draft.directory, pending.name)
+                self._sources.append(image.sources)
+                transfer = Transfer(staging, image, path, max(1, limit - 1), stagers, self.reads)
+                way.append(_Moving(pending.name, path, image, moving.enter_context(transfer)))
+            nbytes = sum(item.image.nbytes for item in way)
+            self.staging_nbytes = min(limit, block_count(nbytes, BLOCK_BYTES) + 1) * BLOCK_BYTES
+            self.copying.transfers += [item.transfer for item in way]
+            self.copying.watch()
+            opened = [self._opened(pipeline, files, item) for item in way]
+            self.copying.wait()
+            found = {
+                item.name: self._finished(pipeline, item, *target)
+                for item, target in zip(way, opened, strict=True)
+            }
+            held = sum(item.transfer.staged_bytes_max() for item in way)
+            self.handle.stats.staged_bytes_max = min(held, limit * BLOCK_BYTES)
+            return found
+
+    def _opened(self, pipeline: Pipeline, files: ExitStack, item: _Moving) -> tuple[int, Route]:
+        """Makes a file, decides how it is written, and lets what was staged go there."""
+        storage, nbytes = pipeline.storage, item.image.nbytes
+        with reported("open", item.path):
+            storage.make_directories(os.path.dirname(item.path))
+            fd = storage.create(item.path, 0o666)
+        files.callback(close_quietly, storage, fd)
+        route = pipeline.staging.route(fd, item.path, "auto", writing=True)
+        stats = self.handle.stats
+        stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
+        padded = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        with reported("allocate", item.path):
+            pipeline.allocate(fd, padded if route.direct else nbytes, item.path)
+        item.transfer.write_to(fd, 0, route)
+        return fd, route
+
+    def _finished(self, pipeline: Pipeline, item: _Moving, fd: int, route: Route) -> File:
+        """Writes what depends on checksums; returns when the file is durable."""
+        image, transfer = item.image, item.transfer
+        blocks, left, crc = transfer.block_crcs(), image.body_nbytes, 0
+        for block in blocks:
+            crc = combine_crcs(crc, block, min(left, BLOCK_BYTES))
+            left -= BLOCK_BYTES
+        transfer.wait_written()
+        if image.tail_nbytes:
+            tail = bytearray(image.tail(blocks, transfer.slot_crcs()))
+            with Transfer(pipeline.staging, Image.of_bytes(tail), item.path, 1, 1) as end:
+                end.write_to(fd, image.body_nbytes, route)
+                end.wait_written()
+            crc = combine_crcs(crc, zlib.crc32(tail), len(tail))
+        if route.direct:
+            with reported("truncate", item.path):
+                pipeline.storage.truncate(fd, image.nbytes)
+        settle(pipeline.storage, fd, item.path, self.durable)
+        return File(image.nbytes, crc)
+
+    def _settled(self, storage: Storage, name: str) -> File:
+        """Makes a file durable that fill() has written by itself."""
+        path = os.path.join(self.draft.directory, name)
+        with reported("open", path):
+            fd = storage.open(path)
+        try:
+            settle(storage, fd, path, self.durable)
+        finally:
+            close_quietly(storage, fd)
+        return crc32_of(storage, path, name)
+
+    def _brought(self, storage: Storage, files: Mapping[str, File]) -> dict[str, File]:
+        """Moves this rank's files to where the first rank has its own; tells which."""
+        inner = os.path.basename(self.draft.directory)
+        target = os.path.join(self.draft.beside, os.fsdecode(self.agreement.get("place")), inner)
+        brought = {}
+        for name, file in files.items():
+            path = os.path.join(target, name)
+            try:
+                with reported("rename", path):
+                    if storage.status(path) is not None:
+                        continue  # written by every rank: the first one's counts
+                    if "/" in name:
+                        storage.make_directories(os.path.dirname(path))
+                    storage.rename(os.path.join(self.draft.directory, name), path)
+            except CheckpointError:
+                self.agreement.check()  # if the save has failed meanwhile, that is why
+                raise
+            brought[name] = file
+        if self.durable:
+            atomic.sync_directories(storage, target)
+        return brought
+
+    def _publish(self, storage: Storage, files: Mapping[str, File], records: list[bytes]) -> None:
+        """THE commit: the directory, whose files are durable by now, gets its name."""
+        directory, path = self.draft.directory, self.handle.path
+        brought = [file_list.from_record(record) for record in records[1:]]
+        merged = dict(chain(*(found.items() for found in [*reversed(brought), files])))
+        listed = os.path.join(directory, file_list.NAME)
+        with reported("write", listed):
+            with suppress(FileNotFoundError):  # only an earlier list that fill() has copied
+                storage.remove(listed)
+            fd = storage.create(listed, 0o666)
+            try:
+                storage.write_at(fd, file_list.to_bytes(merged), 0)
+                settle(storage, fd, listed, self.durable)
+            finally:
+                close_quietly(storage, fd)
+        if self.durable:
+            atomic.sync_directories(storage, directory)
+        self._refuse_others(storage, merged)
+        changed = {os.path.dirname(path), self.draft.beside, *self.draft.grown}
+        with atomic.naming_in(storage, changed if self.durable else (), path) as make_durable:
+            with reported("rename", path):
+                storage.touch(directory)  # so that times are in the order of the commits
+                aside = os.path.join(self.draft.root, "replaced")
+                try:
+                    atomic.publish_directory(storage, directory, path, aside)
+                except OSError:
+                    self.draft.is_kept = True
+                    with suppress(OSError):  # what had the name may have got it back
+                        self.draft.is_kept = storage.is_directory(aside)
+                    raise
+            self.draft.is_kept = True  # what was replaced, which a crash may yet bring back
+            make_durable()
+            self.draft.is_kept = False
+
+    def _refuse_others(self, storage: Storage, files: Mapping[str, File]) -> None:
+        """Raises CheckpointError if what is there holds files that would be lost."""
+        path = self.handle.path
+        if not storage.is_directory(path):
+            if storage.status(path) is not None:
+                raise CheckpointError(f"{path!r} is a file, which is not replaced by a directory")
+            return
+        with reported("list", path):
+            others = {*_names(storage, path, links=True)} - files.keys()
+        if others:
+            with suppress(CheckpointError):  # a list that is damaged tells nothing
+                others -= list_of(path, storage).keys()
+        if others:
+            raise CheckpointError(
+                f"{path!r} holds files that are of no checkpoint ({', '.join(sorted(others)[:5])}) "
+                "and is not replaced: save to a directory of its own"
+            )
+
+
+def _names(
+    storage: Storage, directory: str, under: str = "", *, links: bool = False
+) -> Iterator[str]:
+    """Files in a directory and those below it, relative to it; with `links` symbolic ones too."""
+    for name in sorted(storage.names(os.path.join(directory, under))):
+        relative = f"{under}/{name}" if under else name
+        path = os.path.join(directory, relative)
+        if storage.is_directory(path):
+            yield from _names(storage, directory, relative, links=links)
+        elif relative != file_list.NAME and (links or not os.path.islink(path)):
+            yield relative
+
+
+def wait_for_directories(parent: str) -> None:
+    """Waits for saves of directories in this one, and for what they remove afterwards."""
+    pipeline.current().wait_for(os.path.realpath(check_path("parent", parent)), ended=True)
+
+
+def remove_directory(path: str, beside: str | None = None) -> None:
+    """Removes a directory, if it is there. A crash leaves it whole, or under a name that nobody
+    takes for it.
+
+    Args:
+        path: of the directory.
+        beside: where it gets that name, as save_directory's, whose next call finds it there.
+    """
+    storage, path = pipeline.current().storage, os.path.realpath(check_path("path", path))
+    beside = beside or os.path.dirname(path)
+    hidden = atomic.temporary_path(os.path.join(beside, os.path.basename(path)))
+    # What an earlier save does after its commit may have been first.
+    with reported("remove", path), suppress(FileNotFoundError):
+        storage.rename(path, hidden)
+        storage.remove_tree(hidden)

@@ -1,0 +1,318 @@
+"""zstd frames between blocks in memory and a file: what the engine may call instead of reading and
+writing by itself.
+
+Responsible for the layout of a compressed file: one frame with its content size for each block,
+padded to whole pages by a skippable frame, in block order from offset 0, so that `zstd -d` gives
+the uncompressed file back. It must not know what the blocks contain, which checksums they have, or
+who calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+from collections.abc import Sequence
+from itertools import accumulate
+
+import zstandard
+
+from fastckpt.errors import CorruptCheckpoint, StorageError
+from fastckpt.plan.image import PAGE_BYTES
+from fastckpt.storage.file_system import Storage, reported
+
+# A block waits only while the blocks before it are compressed, for they were handed out earlier.
+TURN_WAIT_S = 600.0
+
+_SKIPPABLE_MAGIC = 0x184D2A50
+_SKIPPABLE_HEADER_BYTES = 8
+
+
+def padding_nbytes(nbytes: int) -> int:
+    """Bytes of the skippable frame that takes a frame of nbytes to the end of a page.
+
+    0 at the end of a page, else at least the 8 of a skippable frame's header.
+    """
+    rest = -nbytes % PAGE_BYTES
+    return rest + PAGE_BYTES if 0 < rest < _SKIPPABLE_HEADER_BYTES else rest
+
+
+def stored_nbytes_max(nbytes: int) -> int:
+    """The most that a block of nbytes takes in the file, padding included: whole pages."""
+    # zstd's own bound, ZSTD_COMPRESSBOUND in zstd.h, is nbytes + nbytes / 256 + 64 or less, and
+    # what a stream adds to it are the three bytes of an empty last block.
+    frame = nbytes + nbytes // 256 + 128
+    return frame + padding_nbytes(frame) + PAGE_BYTES
+
+
+class _Blocks:
+    """The blocks of an image of nbytes: all of block_bytes but the last."""
+
+    def __init__(self, nbytes: int, block_bytes: int) -> None:
+        assert nbytes > 0 and block_bytes > 0
+        self.nbytes = nbytes
+        self.block_bytes = block_bytes
+        self.count = -(-nbytes // block_bytes)
+
+    def size(self, index: int) -> int:
+        return min(self.block_bytes, self.nbytes - index * self.block_bytes)
+
+    def index_of(self, memory: memoryview, offset: int) -> int:
+        """The number of the block that a transfer is about, which is always a whole one."""
+        index, inside = divmod(offset, self.block_bytes)
+        assert inside == 0 and index < self.count and len(memory) == self.size(index)
+        return index
+
+
+class _Workspace:
+    """A compressor and the memory for its frames, which is aligned to pages, as O_DIRECT wants."""
+
+    def __init__(self, level: int, block_bytes: int) -> None:
+        self._compressor = zstandard.ZstdCompressor(level=level)
+        # Anonymous and shared: a fork while a direct write is in flight copies none of its pages.
+        self._memory = mmap.mmap(-1, stored_nbytes_max(block_bytes))
+
+    def stored(self, block: memoryview) -> memoryview:
+        """Compresses a block, without the GIL, and pads it; valid until the next call."""
+        target = memoryview(self._memory)
+        with self._compressor.stream_reader(block, size=len(block)) as frame:
+            nbytes = frame.readinto(target)
+        padding = padding_nbytes(nbytes)
+        end = nbytes + padding
+        assert end <= stored_nbytes_max(len(block))
+        if padding:
+            content = padding - _SKIPPABLE_HEADER_BYTES
+            header = _SKIPPABLE_MAGIC.to_bytes(4, "little") + content.to_bytes(4, "little")
+            target[nbytes:end] = header + bytes(content)
+        return target[:end]
+
+
+class FrameWriter:
+    """Compresses the blocks of one image and writes their frames, one after the other, to a file.
+
+    transfer() may be called by several threads, each with a block of its own. They compress at the
+    same time; a block then waits until the stored size of the one before it is known, and writes
+    overlap again. There are as many workspaces, of a block and a bit each, as there were threads in
+    transfer() at the same time. Frames lie in aligned memory, begin on a page and fill whole pages,
+    so that the descriptor may be one for direct I/O; the engine's job must not be direct, for it
+    would pad the last block.
+
+    The first error ends the whole file: every other call, those that wait included, raises it too.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        fd: int,
+        path: str,
+        nbytes: int,
+        block_bytes: int,
+        *,
+        level: int = 1,
+    ) -> None:
+        """Writes nothing yet.
+
+        Args:
+            storage: what writes.
+            fd: the file, empty or of any size: nothing is read, nothing is truncated.
+            path: its path, for messages.
+            nbytes: size of the uncompressed image, at least 1.
+            block_bytes: size of its blocks; the last may be shorter.
+            level: of zstd. Level 1 codes the exponents of floating-point weights as well as any
+                other, and negative levels leave them as they are.
+
+        Raises:
+            ValueError: zstd has no such level.
+        """
+        self._storage = storage
+        self._fd = fd
+        self._path = path
+        self._level = level
+        self._blocks = _Blocks(nbytes, block_bytes)
+        self._changed = threading.Condition()
+        # State below is protected by _changed. Workspaces are not thread-local: a thread of the
+        # engine is a new one to Python at each call.
+        self._idle = [_Workspace(level, block_bytes)]
+        self._frames: list[int] = []
+        self._end = 0  # of the frames whose size is known
+        self._blocks_written = 0
+        self._failure: StorageError | None = None
+
+    def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        """Writes one block: all of it, or raises.
+
+        Args:
+            kind: "write".
+            fd: the file's descriptor, the one given to the constructor.
+            memory: the whole block, uncompressed.
+            offset: its offset in the uncompressed image.
+
+        Returns:
+            len(memory).
+
+        Raises:
+            StorageError: this or another block could not be written, or its turn did not come
+                within TURN_WAIT_S.
+        """
+        assert kind == "write" and fd == self._fd
+        index = self._blocks.index_of(memory, offset)
+        try:
+            workspace = self._take_workspace()
+            stored = workspace.stored(memory)
+            at = self._place(index, len(stored))
+            with reported("write", self._path, at):
+                self._storage.write_at(fd, stored, at)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        with self._changed:
+            self._blocks_written += 1
+            if self._blocks_written < self._blocks.count:
+                self._idle.append(workspace)
+            else:
+                self._idle.clear()
+        return len(memory)
+
+    def frames(self) -> tuple[int, ...]:
+        """Bytes each block takes in the file, padding included; call it after the last transfer.
+
+        Raises:
+            StorageError: a block could not be written.
+        """
+        with self._changed:
+            self._raise_failure()
+            assert self._blocks_written == len(self._frames) == self._blocks.count
+            return tuple(self._frames)
+
+    def _take_workspace(self) -> _Workspace:
+        with self._changed:
+            self._raise_failure()
+            if self._idle:
+                return self._idle.pop()
+        with reported("allocate memory to compress", self._path):
+            return _Workspace(self._level, self._blocks.block_bytes)
+
+    def _place(self, index: int, nbytes: int) -> int:
+        """Waits until the frames before block `index` have their place, and gives it its own."""
+        with self._changed:
+            assert index >= len(self._frames), "a block was given twice"
+            self._changed.wait_for(
+                lambda: self._failure is not None or len(self._frames) == index, TURN_WAIT_S
+            )
+            self._raise_failure()
+            if len(self._frames) != index:
+                op = f"wait for block {len(self._frames)} before block {index}"
+                raise StorageError(op, self._path, errno.ETIMEDOUT)
+            at = self._end
+            self._frames.append(nbytes)
+            self._end += nbytes
+            self._changed.notify_all()
+            return at
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self._failure is None:
+                if not isinstance(error, StorageError):
+                    # No fault of the world, or out of memory; the others only have to end.
+                    error = StorageError("compress", self._path, errno.EIO)
+                self._failure = error
+            self._idle.clear()
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        """Each thread raises an error of its own, for raising one notes where in it."""
+        first = self._failure
+        if first is not None:
+            raise StorageError(first.op, first.path, first.errno or errno.EIO, first.offset)
+
+
+class FrameReader:
+    """Reads blocks of an image from the frames that a FrameWriter wrote.
+
+    transfer() may be called by several threads, for any blocks in any order. Whether the bytes are
+    the right ones is for the caller to check: a frame that cannot be decompressed gives zeros.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        fd: int,
+        path: str,
+        nbytes: int,
+        block_bytes: int,
+        frames: Sequence[int],
+        *,
+        kept: dict[int, bytes] | None = None,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            storage: what reads.
+            fd: the compressed file, open without O_DIRECT.
+            path: its path, for messages.
+            nbytes: size of the uncompressed image, at least 1.
+            block_bytes: size of its blocks; the last may be shorter.
+            frames: what FrameWriter.frames() said: bytes each block takes in the file.
+            kept: receives each block's frame as it was read, for whoever wants that, too.
+
+        Raises:
+            CorruptCheckpoint: no writer can have said that.
+        """
+        self._storage = storage
+        self._fd = fd
+        self._path = path
+        self._blocks = _Blocks(nbytes, block_bytes)
+        if len(frames) != self._blocks.count:
+            raise CorruptCheckpoint(
+                f"{path!r} should have {self._blocks.count} frames for {nbytes} bytes, its index "
+                f"lists {len(frames)}: load another checkpoint"
+            )
+        for index, stored in enumerate(frames):
+            limit = stored_nbytes_max(self._blocks.size(index))
+            if not 0 < stored <= limit or stored % PAGE_BYTES:
+                raise CorruptCheckpoint(
+                    f"frame {index} of {path!r} has {stored} bytes by its index, which is not a "
+                    f"number of whole pages up to {limit}: load another checkpoint"
+                )
+        self._offsets = list(accumulate(frames, initial=0))
+        self._kept = kept
+
+    def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        """Reads one block. A damaged frame gives zeros, which the block's checksum tells apart.
+
+        Args:
+            kind: "read".
+            fd: the file's descriptor, the one given to the constructor.
+            memory: receives the whole block, uncompressed.
+            offset: its offset in the uncompressed image.
+
+        Returns:
+            len(memory).
+
+        Raises:
+            StorageError: the file could not be read, or ends before the frame does (ENODATA).
+        """
+        assert kind == "read" and fd == self._fd
+        index = self._blocks.index_of(memory, offset)
+        at, end = self._offsets[index : index + 2]
+        with reported("read", self._path, at):
+            stored = self._storage.read_at(fd, end - at, at)
+        if len(stored) < end - at:
+            raise StorageError("read", self._path, errno.ENODATA, at + len(stored))
+        if self._kept is not None:
+            self._kept[index] = stored
+        if not _decompress(stored, memory):
+            memory[:] = bytes(len(memory))
+        return len(memory)
+
+
+def _decompress(stored: bytes, target: memoryview) -> bool:
+    """Fills target from the frame that stored begins with; False if that cannot be done."""
+    try:
+        # Checked first, so that a forged size or window allocates no more than a block.
+        if zstandard.frame_content_size(stored) != len(target):
+            return False
+        with zstandard.ZstdDecompressor().stream_reader(stored) as frame:
+            return frame.readinto(target) == len(target)
+    except zstandard.ZstdError:
+        return False

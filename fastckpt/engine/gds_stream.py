@@ -1,0 +1,155 @@
+"""A file of which some blocks go to a GPU as a whole, by GPUDirect Storage, and all others come
+through the host.
+
+Responsible for which stream reads what. It must not know formats, nor how a block is moved.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from fastckpt.engine.gds import Direct
+from fastckpt.engine.staging import ReadStream
+from fastckpt.plan.runs import CopyRow
+
+_RUN = 6
+
+
+class Divided:
+    """Streams of one file, each opened when something is first asked of it; close() closes all.
+
+    Args:
+        open_stream: a stream of some of the file's blocks, which are read by what is given.
+        blocks: numbers of the blocks that may be asked for, ascending.
+        block_bytes: their size.
+        whole: those among them that the GPU is likely to be given as a whole.
+        direct: reads them.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[Sequence[int], Direct | None], ReadStream],
+        blocks: Sequence[int],
+        block_bytes: int,
+        whole: Collection[int],
+        direct: Direct,
+    ) -> None:
+        self._open = open_stream
+        self._block_bytes = block_bytes
+        self._whole = frozenset(whole)
+        self._direct = direct
+        self._rest = [number for number in blocks if number not in self._whole]
+        self._streams: dict[tuple[bool, bool], ReadStream] = {}
+
+    def _stream(self, whole: bool, to_gpu: bool) -> ReadStream:
+        key = whole, to_gpu
+        if key not in self._streams:
+            wanted = sorted(self._whole) if whole else self._rest
+            stream = self._open(wanted, self._direct if to_gpu else None)
+            others, self._streams[key] = [*self._streams.values()], stream
+            for other in others:
+                stream.beside(other)
+        return self._streams[key]
+
+    def _pieces(self, offset: int, nbytes: int) -> Iterator[tuple[bool, int, int]]:
+        """Whether it lies in whole blocks, where it begins, and its size: of runs of such blocks,
+        or of others.
+        """
+        end = offset + nbytes
+        while offset < end:
+            number = offset // self._block_bytes
+            whole = number in self._whole
+            while number * self._block_bytes < end and (number in self._whole) == whole:
+                number += 1
+            until = min(end, number * self._block_bytes)
+            yield whole, offset, until - offset
+            offset = until
+
+    def readinto(self, target: Any, offset: int) -> bool:
+        """As ReadStream's."""
+        view, begin = memoryview(target), offset
+        return all(
+            self._stream(whole, False).readinto(view[at - begin : at - begin + nbytes], at)
+            for whole, at, nbytes in self._pieces(offset, len(view))
+        )
+
+    def read_runs(self, runs: Any, devices: list[Any]) -> bool:
+        """As ReadStream's."""
+        divided: dict[tuple[bool, bool], array[int]] = {}
+        columns = memoryview(runs).cast("B").cast("Q")
+        for first in range(0, len(columns), _RUN):
+            offset, address, nbytes, count, _, _ = row = columns[first : first + _RUN].tolist()
+            if count != 1:
+                divided.setdefault((False, False), array("Q")).extend(row)
+                continue
+            of_gpu = goes_to(self._direct.queue, address, devices)
+            for whole, at, size in self._pieces(offset, nbytes):
+                rows = divided.setdefault((whole, whole and of_gpu), array("Q"))
+                rows.extend((at, address + at - offset, size, 1, 0, 0))
+        return all(self._stream(*key).read_runs(rows, devices) for key, rows in divided.items())
+
+    def arrive(self) -> bool:
+        """As ReadStream's."""
+        return all([stream.arrive() for stream in self._streams.values()])
+
+    def nbytes_read(self) -> int:
+        return sum(stream.nbytes_read() for stream in self._streams.values())
+
+    def failure(self) -> tuple[str, int, int] | None:
+        found = (stream.failure() for stream in self._streams.values())
+        return next((failure for failure in found if failure is not None), None)
+
+    def corrupt_block(self) -> int:
+        found = (stream.corrupt_block() for stream in self._streams.values())
+        return next((number for number in found if number >= 0), -1)
+
+    def device_text(self, code: int) -> str:
+        return next((s.device_text(code) for s in self._streams.values()), str(code))
+
+    def peer_failure(self) -> tuple[str, tuple[int, ...]] | None:
+        """As exchange.Exchange's: nobody else takes part in this one."""
+        return None
+
+    def abandon(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            stream.close()
+
+
+def goes_to(queue: Any, address: int, devices: Sequence[Any]) -> bool:
+    """Whether an address is memory of the device that a queue copies for.
+
+    Args:
+        queue: of the device.
+        address: of memory.
+        devices: ranges of addresses, ascending (see Reads.ranges).
+    """
+    number = bisect_right(devices, address, key=lambda kept: kept.begin) - 1
+    return number >= 0 and address < devices[number].end and devices[number].queue is queue
+
+
+def whole_blocks(
+    rows: Sequence[CopyRow], block_bytes: int, queue: Any, devices: Sequence[Any]
+) -> set[int]:
+    """Blocks of which all that is wanted goes to one device, in one piece for each row.
+
+    Args:
+        rows: what is wanted of a file.
+        block_bytes: the size of its blocks.
+        queue: of the device.
+        devices: ranges of addresses, ascending.
+    """
+    whole: set[int] = set()
+    others: set[int] = set()
+    for offset, address, nbytes, count, stride, _ in rows:
+        last = offset + (count - 1) * stride + nbytes - 1
+        touched = range(offset // block_bytes, last // block_bytes + 1)
+        goes = count == 1 and goes_to(queue, address, devices)
+        (whole if goes else others).update(touched)
+    return whole - others

@@ -1,0 +1,112 @@
+"""By which way one save goes from GPUs to its files; and which way is faster, found out by going
+both.
+
+Responsible for what is written to find that out, and for leaving nothing of it. It must not know
+cuFile, or what saves write.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import torch
+
+from fastckpt.engine.devices import Reads
+from fastckpt.engine.gds import Direct
+from fastckpt.engine.staging import Staging, stager_count
+from fastckpt.engine.transfer import Transfer
+from fastckpt.errors import CheckpointError
+from fastckpt.handle import SaveStats
+from fastckpt.plan.image import BLOCK_BYTES, Image
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import Storage, reported
+
+TRIAL_BLOCKS = 32  # 256 MiB, six times
+_NAME = "fastckpt-trial"
+
+
+class Choice:
+    """How one save goes from GPUs to files.
+
+    Args:
+        storage, staging: what writes.
+        way: "host", "gds" or "auto".
+        reads: what the save reads of GPUs.
+    """
+
+    def __init__(self, storage: Storage, staging: Staging, way: str, reads: Reads) -> None:
+        self._storage = storage
+        self._staging = staging
+        self._way = way
+        self._reads = reads
+        self._undecided: tuple[str, int] | None = None  # a directory, and its file system
+
+    def direct(self, directory: str, stats: SaveStats) -> Direct | None:
+        """What writes from a GPU straight to files of a directory, if that is the way.
+
+        Raises:
+            StorageError: the directory cannot be looked at.
+        """
+        if self._way == "host" or not self._reads.ranges:
+            return None
+        with reported("stat", directory):
+            status = self._storage.status(directory)
+        number = 0 if status is None else status.st_dev
+        gds = self._staging.gds
+        if status is not None and gds.undecided(self._way, self._reads, number):
+            self._undecided = directory, number
+        direct, why = gds.way(self._way, self._reads.ranges[0].queue, number)
+        if direct is None:
+            stats.staging_why = why
+        return direct
+
+    def learn(self) -> None:
+        """When the save is over: measures what later ones go by, if nobody has."""
+        undecided, device = self._undecided, self._reads.device
+        self._undecided, self._reads = None, Reads()
+        if undecided is None or device is None or not threading.main_thread().is_alive():
+            return
+        directory, number = undecided
+        gds = self._staging.gds
+        try:
+            content = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device=device)
+            trial = _Trial(self._storage, self._staging, os.path.join(directory, _NAME), content)
+            gds.decide(number, trial.reads.ranges[0].queue, trial.seconds)
+        except (CheckpointError, OSError, RuntimeError, MemoryError) as error:
+            gds.note(number, False, f"it could not be measured: {error}")
+
+
+class _Trial:
+    """Writes one block of a GPU again and again, to a file that is removed."""
+
+    def __init__(
+        self, storage: Storage, staging: Staging, path: str, content: torch.Tensor
+    ) -> None:
+        self._storage = storage
+        self._staging = staging
+        self._path = path
+        self.reads = staging.devices.reads([content.untyped_storage()])
+        self._image = Image.tailless(content)
+        for _ in range(TRIAL_BLOCKS):
+            self._image.append(content.data_ptr(), BLOCK_BYTES)
+
+    def seconds(self, direct: Direct | None) -> float:
+        """How long one way takes until all is durable."""
+        storage, staging, path, image = self._storage, self._staging, self._path, self._image
+        with atomic.temporary(storage, path) as (fd, name):
+            route = staging.route(fd, path, "auto", writing=True)
+            with reported("allocate", path):
+                storage.allocate(fd, image.body_nbytes)
+            begun = time.perf_counter()
+            limit = staging.blocks_limit(None)
+            with Transfer(
+                staging, image, path, limit, stager_count(), self.reads, direct
+            ) as transfer:
+                transfer.write_to(fd, 0, route)
+                transfer.wait_written()
+            atomic.settle(storage, fd, path, durable=True)
+            took_s = time.perf_counter() - begun
+            storage.remove(name)
+        return took_s

@@ -1,0 +1,263 @@
+"""The calls that Python threads are inside of at one moment, and when the last of them has ended.
+
+torch counts a change in place when the operation ends, and not when it begins, so version counters
+tell of all changes before a moment only when the calls of that moment have ended. This module must
+not know tensors, nor what a save is.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import threading
+import time
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+from fastckpt import _engine
+
+# A thread that stands where it stood when the save began, and has used no CPU time to speak of, has
+# been in one call since then: a server that waits for requests in C. It is given this long to move
+# on. One that has computed may have come back to the same instruction for another tensor, as a
+# loop over tensors does, and has to be seen elsewhere.
+STAYED_S = 0.05
+_IDLE_S, _IDLE_SHARE = 0.0002, 0.001  # of CPU time, at once and of the time that has passed
+_MAIN_ASKED_S = 0.01
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.0002, 0.005
+
+# Calls by these names wait, or move bytes between files and memory. No operation of torch that
+# changes a tensor has one of these names (tests/saving/test_step_fence.py).
+_NAMES = """
+__enter__ acquire wait join get sleep pause sigwait sigwaitinfo sigtimedwait waitpid waitid
+select poll epoll kqueue input accept _accept connect recv recvfrom recvmsg recv_into
+recv_multipart recv_bytes send sendall sendmsg sendfile read readinto readline readlines
+pread preadv write writelines pwrite pwritev copy_file_range flush fsync fdatasync sync
+syncfs fallocate posix_fallocate ftruncate truncate open close rename replace unlink
+rmdir link flock lockf ioctl
+wait_staged wait_queued wait_written prefault
+synchronize _cuda_synchronize barrier monitored_barrier
+run_forever run_until_complete mainloop exec exec_
+"""  # of Python and its libraries, of the engine, of devices and groups, of event loops in C
+WAITING = frozenset(_NAMES.split())
+# Of this library, by which threads of its own call the kernel and the engine: nothing in them
+# changes a tensor.
+_OWN = """
+engine/codec engine/staging engine/transfer saving/new_file
+storage/atomic storage/file_system storage/lustre storage/policies
+"""
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+OWN_FILES = frozenset(os.path.join(_PACKAGE, f"{name}.py") for name in _OWN.split())
+
+# What a call needs besides what it calls, at the same place of a line: the names of its arguments
+# are a constant from Python 3.13 on.
+_OF_CALLS = ("PUSH_NULL", "KW_NAMES", "LOAD_CONST")
+
+Stack = list[tuple[FrameType, int]]  # the innermost frame first, with the instruction it is at
+
+
+class Position(NamedTuple):
+    """Where a thread stands, without holding its frame.
+
+    Attributes:
+        place: the innermost frame, its code and the instruction.
+        cpu_s: the CPU time that the thread has used; None where that cannot be told.
+        at_s: when that was, by time.monotonic().
+    """
+
+    place: tuple[int, int, int]
+    cpu_s: float | None
+    at_s: float
+
+    def has_stayed(self, before: Position) -> bool:
+        """Whether the thread has been in one call since an earlier moment, as far as is known."""
+        if self.place != before.place:
+            return False
+        if self.cpu_s is None or before.cpu_s is None:
+            return True
+        used_s, passed_s = self.cpu_s - before.cpu_s, self.at_s - before.at_s
+        return used_s <= _IDLE_S + _IDLE_SHARE * passed_s
+
+
+def positions() -> dict[int, Position]:
+    """Where each other thread stands, by its ident."""
+    return _positions(_engine.thread_stacks())
+
+
+def _positions(stacks: dict[int, Stack]) -> dict[int, Position]:
+    seconds, now_s = _engine.thread_seconds(), time.monotonic()
+    found = {}
+    for ident, stack in stacks.items():
+        frame, instruction = stack[0]
+        place = id(frame), id(frame.f_code), instruction
+        found[ident] = Position(place, seconds.get(ident), now_s)
+    return found
+
+
+class RunningCalls:
+    """The calls that other threads than the caller's are inside of when this is made.
+
+    The GIL makes a consistent picture of it: whoever does not hold it is inside a call that has
+    given it up, or between two instructions. A thread that later stands elsewhere has left its
+    call, or the call has gone on to Python code, so whatever operation it was in has ended.
+
+    Args:
+        before: positions() at an earlier moment: calls that began before are of no interest.
+    """
+
+    def __init__(self, before: dict[int, Position]) -> None:
+        self._left: dict[int, _Call] = {}
+        self._stayed: set[int] = set()
+        stacks = _engine.thread_stacks()
+        for ident, position in _positions(stacks).items():
+            call = _Call.of(stacks[ident])
+            if call.is_top and _waits(call.frame.f_code, call.instruction):
+                continue
+            self._left[ident] = call
+            if ident in before and position.has_stayed(before[ident]):
+                self._stayed.add(ident)
+        self._begin_s = time.monotonic()
+        self._turns: int | None = None  # of the main thread, when it was asked for one more
+
+    def have_ended(self) -> bool:
+        """Whether all of them have."""
+        if self._left:
+            stacks = _engine.thread_stacks()
+            for ident, call in list(self._left.items()):
+                if not call.is_running(stacks.get(ident, [])):
+                    del self._left[ident]
+        since_s = time.monotonic() - self._begin_s
+        if since_s > STAYED_S:
+            for ident in self._stayed:
+                self._left.pop(ident, None)
+        main = threading.main_thread().ident or 0
+        if main in self._left and self._left[main].is_top and since_s > _MAIN_ASKED_S:
+            # A loop that comes back to one call over and over, which is where it is always met,
+            # moves on without being seen to.
+            turns = _engine.main_thread_turns()
+            if self._turns is None:
+                self._turns = turns if _engine.ask_main_thread() else None
+            elif turns != self._turns:
+                del self._left[main]
+        return not self._left
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all of them have ended, after waiting so long for it."""
+        deadline_s, pause_s = time.monotonic() + timeout_s, _PAUSE_MIN_S
+        while not self.have_ended():
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _PAUSE_MAX_S)
+        return True
+
+    def text(self) -> str:
+        """Which thread stands where, of one that has not left its call."""
+        ident, call = next(iter(self._left.items()))
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        code = call.frame.f_code
+        place = f"{code.co_filename}:{call.frame.f_lineno}, in {code.co_name}"
+        return f"thread {names.get(ident, str(ident))!r} at {place}"
+
+    def forget(self) -> None:
+        """Lets go of the frames, which hold what their functions hold."""
+        self._left.clear()
+
+
+class _Call(NamedTuple):
+    """A frame of a thread, and the instruction of it that has not ended.
+
+    While the frame is held no other one can be mistaken for it. is_top: no frame was above it.
+    """
+
+    frame: FrameType
+    instruction: int
+    is_top: bool
+
+    @classmethod
+    def of(cls, stack: Stack) -> _Call:
+        """What a thread with these frames is in.
+
+        An operation of torch may have its kernel in Python (a dispatch mode, a tensor's subclass, a
+        library); it counts its change when Python has returned to it. So of several such the
+        outermost one counts.
+        """
+        for depth in range(len(stack) - 1, -1, -1):
+            frame, instruction = stack[depth]
+            if frame.f_code.co_name == "__torch_dispatch__":
+                below = stack[depth + 1] if depth + 1 < len(stack) else (frame, -1)
+                return cls(*below, False)
+            if depth and frame.f_code.co_filename == torch._ops.__file__:
+                return cls(frame, instruction, False)
+        return cls(*stack[0], True)
+
+    def is_running(self, stack: Stack) -> bool:
+        """Whether it is, in a thread with these frames."""
+        for frame, instruction in stack[:1] if self.is_top else stack:
+            if frame is self.frame:
+                return self.instruction in (-1, instruction)
+        return False
+
+
+@lru_cache(512)
+def _waits(code: CodeType, instruction: int) -> bool:
+    """Whether an instruction calls what changes no tensor, but may take long."""
+    return code.co_filename in OWN_FILES or _callee(code, instruction) in WAITING
+
+
+def _callee(code: CodeType, instruction: int) -> str | None:
+    """The name by which an instruction calls what it calls; None if that cannot be told."""
+    until = [its for its in dis.get_instructions(code) if its.offset <= instruction]
+    call = until.pop()
+    if call.opname in ("BEFORE_WITH", "SETUP_WITH"):
+        return "__enter__"
+    if until and until[-1].opname == "LOAD_SPECIAL":
+        return str(until[-1].argval if isinstance(until[-1].argval, str) else until[-1].argrepr)
+    if not call.opname.startswith(("CALL", "PRECALL")):
+        return None
+    if sys.version_info < (3, 11):
+        return _callee_on_stack(until, call)
+    # "a.b(x)" is called where it begins, and "a.b" is the longest part that begins there. What is
+    # called in "a.b(x)(y)" has no name.
+    at, found, end = call.positions, None, (-1, -1)
+    if at is None or at.lineno is None:
+        return None
+    for its in until:
+        of = its.positions
+        if (
+            of is None
+            or its.opname in _OF_CALLS
+            or (of.lineno, of.col_offset) != (at.lineno, at.col_offset)
+        ):
+            continue
+        its_end = of.end_lineno or 0, of.end_col_offset or 0
+        if end < its_end < (at.end_lineno or 0, at.end_col_offset or 0):
+            found, end = its, its_end
+    return _name(found)
+
+
+def _name(its: dis.Instruction | None) -> str | None:
+    """The name of what an instruction puts on the stack."""
+    named = its is not None and its.opname.startswith("LOAD_") and isinstance(its.argval, str)
+    return its.argval if its is not None and named else None
+
+
+def _callee_on_stack(until: list[dis.Instruction], call: dis.Instruction) -> str | None:
+    """The same before Python 3.11, which knows lines only: what lies below the call's arguments."""
+    above = call.arg or 0
+    if call.opname == "CALL_FUNCTION_KW":
+        above += 1  # the names of the last arguments
+    elif call.opname == "CALL_FUNCTION_EX":
+        above = 1 + (above & 1)  # a tuple, and a dict if there is one
+    after = call
+    for its in reversed(until):
+        if after.is_jump_target or its.opcode in dis.hasjrel or its.opcode in dis.hasjabs:
+            return None  # a condition decides what lies there
+        if above == 0:
+            return _name(its)
+        above -= dis.stack_effect(its.opcode, its.arg)
+        after = its
+    return None

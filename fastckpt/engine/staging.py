@@ -1,0 +1,455 @@
+"""Staging resources of one process: the engine with its arena budget, its backends, and the step
+fence.
+
+Responsible for the threads staging may take, for choosing a backend, and for making an optimizer
+wait. It must not know formats or what a commit is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fastckpt import _engine
+from fastckpt.engine.budget import default_budget_bytes
+from fastckpt.engine.devices import Devices, Reads
+from fastckpt.engine.gds import BLOCKS, Direct, Gds
+from fastckpt.errors import BackendUnavailable, CheckpointError
+from fastckpt.handle import SaveHandle
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.storage.file_system import PATIENCE_S, Storage, reported
+
+log = logging.getLogger("fastckpt")
+
+# What the extension raises where address space is short (ulimit -v), or threads, whose stacks take
+# some of it (ulimit -u).
+_LIMITS = (MemoryError, RuntimeError)
+_RAISE_LIMITS = (
+    "raise the limits of the process (ulimit -v, ulimit -u), or set FASTCKPT_STAGING_BYTES to less"
+)
+
+QUEUE_DEPTH = 16
+WINDOW_BLOCKS = 16  # a load keeps so many blocks read ahead of torch
+IO_THREADS = 4
+STAGERS_MAX = 4
+_WARM_BYTES = 64 << 20  # populated at a time
+
+
+class Route(NamedTuple):
+    """How one file's bytes go: through which backend, directly or not, and why."""
+
+    backend: _engine.Backend
+    direct: bool
+    why: str
+    patience_s: float = 0.0  # how long a write is tried again that a server refused
+    bucket: _engine.TokenBucket | None = None  # limits the rate
+
+
+class ReadStream:
+    """The engine's stream, its descriptor, and the engine made for it, if any; close() ends all."""
+
+    def __init__(
+        self,
+        stream: _engine.ReadStream,
+        engine: _engine.Engine | None,
+        close_file: Callable[[], None],
+        device_text: Callable[[int], str],
+    ) -> None:
+        self._stream = stream
+        self._engine = engine
+        self._close_file = close_file
+        self.readinto = stream.readinto
+        self.read_runs = stream.read_runs
+        self.arrive = stream.arrive
+        self.device_text = device_text
+        self.nbytes_read = stream.nbytes_read
+        self.failure = stream.failure
+        self.corrupt_block = stream.corrupt_block
+
+    def peer_failure(self) -> tuple[str, tuple[int, ...]] | None:
+        """As exchange.Exchange's: nobody else takes part in this one."""
+        return None
+
+    def beside(self, other: ReadStream) -> None:
+        """The same reader asks both: what one waits for is no memory that the other holds."""
+        self._stream.beside(other._stream)
+
+    def abandon(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stream.close()
+        self._close_file()
+        if self._engine is not None:
+            self._engine.close()
+
+
+class Staging:
+    """The engine of one process and what hangs on it. close() frees all of it.
+
+    Args:
+        storage: the seam to the file system, asked for policies and probes; an attribute, too.
+        budget_bytes: hard limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of
+            the memory available when the first save begins.
+        devices: whose memory is copied beside compute.
+        gds: writes from there without the host, where that is wanted.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        budget_bytes: int | None = None,
+        devices: Devices | None = None,
+        gds: Gds | None = None,
+    ) -> None:
+        self.devices = devices or Devices()
+        self.gds = gds or Gds(self.devices)
+        self.storage = storage
+        self._budget_bytes = budget_bytes
+        self._lock = threading.Lock()
+        # State below is protected by _lock.
+        self._engine: _engine.Engine | None = None
+        self._backends: dict[str, _engine.Backend] = {}
+        self._uring_refusal: str | None = None
+        self._logged: set[tuple[str, str]] = set()
+        self._warm_bytes = 0
+        self._warms_pinned = False
+        self._abandoned = False
+        self._unstaged: dict[SaveHandle, None] = {}
+        self._hook: Any = None
+        self._transfers: dict[int, Callable[[str, int, memoryview, int], int]] = {}
+
+    def engine(self) -> _engine.Engine:
+        """The engine; made at the first call. Its arena takes address space now and memory when
+        used.
+        """
+        engine = self._engine
+        if engine is not None:
+            return engine
+        with self._lock:
+            if self._abandoned:
+                raise CheckpointError(
+                    "the interpreter is exiting, or has forked: nothing is staged"
+                )
+            if self._engine is None:
+                self._engine = self._new_engine()
+            return self._engine
+
+    def _new_engine(self) -> _engine.Engine:
+        """An engine with the whole budget, or with as much as the limits of the process allow."""
+        budget = self._budget_bytes or default_budget_bytes()
+        # Two at least: one may be asleep until a device has copied.
+        stagers = max(2, stager_count())
+        while True:
+            try:
+                return _engine.Engine(budget, BLOCK_BYTES, stagers)
+            except _LIMITS as error:
+                is_least = self._budget_bytes is not None or budget <= BLOCK_BYTES
+                if is_least and stagers == 2:
+                    raise CheckpointError(
+                        f"there are no {budget} bytes of address space for staging, or not the "
+                        f"{stagers} threads that copy ({error}): {_RAISE_LIMITS}"
+                    ) from error
+                stagers = max(2, stagers // 2)
+                if not is_least:
+                    budget //= 2
+
+    def blocks_limit(self, staging_bytes: int | None) -> int:
+        """How many blocks a save may hold for a limit in bytes (None: the whole budget)."""
+        blocks = self.engine().arena_blocks
+        return (
+            blocks if staging_bytes is None else max(1, min(blocks, staging_bytes // BLOCK_BYTES))
+        )
+
+    def route(
+        self,
+        fd: int,
+        path: str,
+        requested: str,
+        *,
+        writing: bool,
+        offset: int | None = 0,
+        nbytes: int | None = None,
+    ) -> Route:
+        """Decides backend and O_DIRECT for an open file by policy, by what was measured where that
+        leaves it open, by a probe and by what the caller asked for.
+
+        Args:
+            fd, path: the file; path is for messages.
+            requested: as fastckpt.save's backend.
+            writing: not reading.
+            offset: a page there is the probe, of zeros if `writing`; None: O_DIRECT is known to
+                work.
+            nbytes: so much is written at a stretch and then synced, which may be timed.
+
+        Raises:
+            BackendUnavailable: `requested` names a backend that does not work here.
+            StorageError: the probe met an error other than a refusal.
+        """
+        transfer = self.storage.transfer
+        if transfer is not None:
+            double = self._backend("callback", lambda: _engine.callback_backend(transfer))
+            return Route(double, False, "the storage double transfers the bytes", PATIENCE_S)
+        with reported("open", path):
+            name, policy = self.storage.policy(fd)
+        direct, why = policy.direct, f"{name}: {policy.text() if writing else policy.why}"
+        choice, device = self.storage.direct_choice, None
+        if writing and policy.measured and offset is not None:
+            device = self.storage.identity(fd)[0]
+            direct, found = choice.pick(device, policy.direct, nbytes)
+            why = f"{why}; {found}"
+        if direct and not writing and self.storage.cached_share(fd) > 0.5:
+            direct, why = False, f"{name}: most of the file is in the page cache"
+        elif direct:
+            with reported("write" if writing else "read", path, offset or 0):
+                refusal = self.storage.set_direct(fd, writing=writing, offset=offset)
+            if refusal is not None:
+                direct, why = False, f"{why}; {refusal}"
+                if device is not None and not policy.direct:
+                    choice.refused(device)
+        if device is not None and nbytes is not None:
+            choice.begin(fd, device, direct, policy.direct, nbytes)
+        patience_s = PATIENCE_S if policy.remote else 0.0
+        wanted = policy.backend if requested == "auto" else requested
+        if requested != "auto":
+            why = f"{why}; backend {requested!r} was asked for"
+        if requested == "auto" and not direct:
+            wanted = "threads"  # buffered io_uring transfers are punted to kernel workers
+        if wanted == "io_uring":
+            ring = self._uring_backend()
+            if isinstance(ring, _engine.Backend):
+                return self._decided(Route(ring, direct, why, patience_s), path)
+            if requested == "io_uring":
+                raise BackendUnavailable(f"backend 'io_uring' does not work here: {ring}")
+            why = f"{why}; but {ring}"
+        threads = self._backend("threads", lambda: _engine.threads_backend(IO_THREADS))
+        return self._decided(Route(threads, direct, why, patience_s), path)
+
+    @contextmanager
+    def through(
+        self, fd: int, transfer: Callable[[str, int, memoryview, int], int]
+    ) -> Iterator[Route]:
+        """The route by which blocks of fd are handed to a function while the body runs.
+
+        Args:
+            fd: the file.
+            transfer: (kind, fd, memory, offset) -> bytes moved; called by several threads at once,
+                for different blocks.
+        """
+        backend = self._backend(
+            "callback of many",
+            lambda: _engine.callback_backend(self._dispatch, stager_count()),
+        )
+        self._transfers[fd] = transfer
+        try:
+            yield Route(backend, False, "through a codec")
+        finally:
+            del self._transfers[fd]
+
+    def _dispatch(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        return self._transfers[fd](kind, fd, memory, offset)
+
+    def _decided(self, route: Route, path: str) -> Route:
+        """Tells of a route when it is taken for the first time."""
+        way = f"{route.backend.name}, {'direct' if route.direct else 'buffered'}"
+        with self._lock:
+            new = (way, route.why) not in self._logged
+            self._logged.add((way, route.why))
+        if new:
+            log.info("using %s, for %r and files like it: %s", way, path, route.why)
+        return route
+
+    def _uring_backend(self) -> _engine.Backend | str:
+        """The ring, or why there is none; asked of the kernel once."""
+        with self._lock:
+            if self._uring_refusal is None and "io_uring" not in self._backends:
+                try:
+                    self._backends["io_uring"] = _engine.uring_backend(QUEUE_DEPTH)
+                except (_engine.BackendUnavailable, *_LIMITS) as error:
+                    self._uring_refusal = str(error)
+                    log.warning("falling back to backend 'threads': %s", error)
+            return self._uring_refusal or self._backends["io_uring"]
+
+    def _backend(self, name: str, make: Callable[[], _engine.Backend]) -> _engine.Backend:
+        with self._lock:
+            if name not in self._backends:
+                try:
+                    self._backends[name] = make()
+                except _LIMITS as error:
+                    raise CheckpointError(
+                        f"there are no threads for reading and writing ({error}): {_RAISE_LIMITS}"
+                    ) from error
+            return self._backends[name]
+
+    def read(
+        self,
+        fd: int,
+        path: str,
+        nbytes: int,
+        block_bytes: int,
+        crcs: tuple[int, ...],
+        wanted: Sequence[int] = (),
+        route: Route | None = None,
+        direct: Direct | None = None,
+    ) -> ReadStream:
+        """Starts to read [0, nbytes) of fd, verifying blocks against crcs unless that is empty.
+
+        Args:
+            fd, path: the file; path is for messages.
+            nbytes, block_bytes: its size and that of its blocks.
+            crcs: of every block.
+            wanted: numbers of the blocks that will be asked for, ascending; default: all.
+            route: how its bytes come; default: decided here.
+            direct: reads all of them to its GPU. The blocks are of BLOCK_BYTES then.
+        """
+        # Through a description of its own, which O_DIRECT does not take from the caller's.
+        with reported("open", path):
+            own_fd = self.storage.open(f"/proc/self/fd/{fd}")
+        try:
+            if direct is not None:
+                return self._read_direct(own_fd, path, nbytes, crcs, wanted, direct)
+            if route is None:
+                fd, route = own_fd, self.route(own_fd, path, "auto", writing=False)
+            engine, own = self.engine(), None
+            if block_bytes != engine.block_bytes:  # written with another block size: staged apart
+                held = min(WINDOW_BLOCKS, -(-nbytes // block_bytes))
+                held = min(held, engine.arena_blocks * engine.block_bytes // block_bytes)
+                arena_bytes = max(1, held) * block_bytes
+                engine = own = _engine.Engine(arena_bytes, block_bytes, stager_count())
+            window = max(1, min(WINDOW_BLOCKS, engine.arena_blocks // 2))
+            stream = engine.read(
+                fd, nbytes, list(crcs), route.backend, route.direct, window, list(wanted)
+            )
+        except BaseException:
+            self._close(own_fd)
+            raise
+        return ReadStream(stream, own, lambda: self._close(own_fd), self.devices.text)
+
+    def _close(self, fd: int) -> None:
+        """Closes what was only read: an error of that must not hide what was, or was not, read."""
+        with suppress(OSError):  # as said
+            self.storage.close(fd)
+
+    def _read_direct(
+        self,
+        fd: int,
+        path: str,
+        nbytes: int,
+        crcs: tuple[int, ...],
+        wanted: Sequence[int],
+        direct: Direct,
+    ) -> ReadStream:
+        """A stream to a GPU, whose blocks there it shares with saves and one more stream."""
+        with reported("read", path):
+            refusal = self.storage.set_direct(fd, writing=False)
+
+        def close() -> None:
+            _nbytes, _through_host, reason = direct.end_file(fd)
+            if reason:
+                self.gds.warn(reason)
+            self._close(fd)
+
+        stream = None
+        try:
+            log.info("reading %r by %s", path, direct.begin_file(fd))
+            way = (direct.backend, refusal is None, BLOCKS // 2, list(wanted), direct.stage)
+            stream = self.engine().read(fd, nbytes, list(crcs), *way)
+            return ReadStream(stream, None, close, self.devices.text)
+        except BaseException:  # the number of the descriptor is soon another file's
+            if stream is not None:
+                stream.close()
+            direct.end_file(fd)
+            raise
+
+    def warm(self, nbytes: int, reads: Reads) -> None:
+        """Backs as much of the arena with memory, so that the next save need not wait for pages;
+        pinned, if it reads devices like this one.
+
+        The first save pays for pages as it goes; without this the second and third would too, since
+        blocks that come back early are used again before new ones are touched.
+        """
+        with self._lock:
+            engine = self._engine
+            if engine is None:
+                return  # closed meanwhile
+            end = min(nbytes, engine.arena_blocks * BLOCK_BYTES)
+            pinner = reads.ranges[0].queue if reads.ranges else None
+            if pinner is not None and not self._warms_pinned:
+                self._warm_bytes, self._warms_pinned = 0, True
+            begin, self._warm_bytes = self._warm_bytes, max(end, self._warm_bytes)
+        for at in range(begin, end, _WARM_BYTES):
+            # An exiting process saves no more, and a kernel that refuses once does so again.
+            exiting = not threading.main_thread().is_alive()
+            if exiting or not engine.prefault(at, min(end, at + _WARM_BYTES), 1, pinner):
+                return
+
+    def fence_next_step(self, handle: SaveHandle) -> None:
+        """Makes steps of any torch optimizer here pass the handle's fence first."""
+        # No lock: a signal handler may raise here, or save.
+        for earlier in self._unstaged.copy():
+            if earlier.done():
+                self._unstaged.pop(earlier, None)
+        self._unstaged[handle] = None
+        # Registered from the training thread and never removed by another one: torch iterates over
+        # its hooks without a lock.
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
+
+    def _wait_before_step(self, *_: object) -> None:
+        # Handles stay listed until staged: other optimizers may step on other threads.
+        for handle in self._unstaged.copy():
+            begin_s = handle.elapsed_s()
+            handle.pass_fence()
+            if handle.stats.stall_s is not None:
+                handle.stats.stall_s += handle.elapsed_s() - begin_s
+            if handle.is_staged():
+                self._unstaged.pop(handle, None)
+
+    def abandon(self) -> None:
+        """Forgets everything without freeing it: in a forked child its threads did not come along,
+        and at exit a daemon thread may be in it.
+        """
+        kept = [
+            self._engine,
+            *self._backends.values(),
+            *self.gds.abandon(),
+            *self.devices.abandon(),
+        ]
+        for thing in kept:  # a destructor would wait for threads that do not exist here
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+        self._engine, self._backends, self._unstaged = None, {}, {}
+        self._abandoned = True
+        if self._hook is not None:
+            self._hook.remove()
+
+    def close(self) -> None:
+        """Waits for transfers and frees threads, rings and the arena."""
+        with self._lock:
+            engine, self._engine = self._engine, None
+            backends, self._backends = self._backends, {}
+            hook, self._hook = self._hook, None
+            self._warm_bytes, self._warms_pinned = 0, False
+        if hook is not None:
+            hook.remove()
+        if engine is not None:
+            engine.close()
+        for backend in backends.values():
+            backend.close()
+        self.gds.close()
+        self.devices.close()
+
+
+combine_crcs = _engine.crc32_combine  # (crc of a, crc of b, len(b)) -> crc of a + b
+crc32_kernel = _engine.crc32_kernel  # () -> name of the one that this CPU is best at
+
+
+def stager_count() -> int:
+    """Threads that copy and checksum: one per CPU this process may use, at most STAGERS_MAX."""
+    return min(STAGERS_MAX, len(os.sched_getaffinity(0)))

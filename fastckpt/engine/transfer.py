@@ -1,0 +1,261 @@
+"""Images on their way from memory into files, and when their sources may change.
+
+Responsible for waiting on the engine and for turning its failures into errors; and for the little
+that goes into memory instead. It must not know
+what the image is of, nor how the file is named or committed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from fastckpt.engine.devices import Reads
+from fastckpt.engine.gds import Direct
+from fastckpt.engine.staging import Route, Staging
+from fastckpt.errors import DeviceError, StorageError
+from fastckpt.handle import SaveStats
+from fastckpt.plan.image import BLOCK_BYTES, Image
+from fastckpt.storage.file_system import Storage, reported
+
+_ON_HOST = "nothing lies on a GPU"
+_WAIT_S = 3600.0  # one wait on the engine, repeated: a slow disk is not an error
+
+
+class Fetch:
+    """Ranges of memory on their way to a copy of their own: those of the host at once, those of
+    devices in the order of their queues.
+
+    Args:
+        staging: whose engine is used.
+        storage: keeps what is on its way.
+        ranges: address, and what receives as many bytes as it has.
+        path: of the file that they are for, for messages.
+        reads: says which addresses are devices'.
+
+    Attributes:
+        transfer: what is still on its way.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        storage: Storage,
+        ranges: Sequence[tuple[int, bytearray]],
+        path: str,
+        reads: Reads,
+    ) -> None:
+        self._storage = storage
+        self._path = path
+        self._late: list[bytearray] = []
+        self._fd: int | None = None
+        image = Image.tailless()
+        for address, memory in ranges:
+            if address in reads:
+                image.append(address, len(memory))
+                self._late.append(memory)
+            else:
+                memory[:] = ctypes.string_at(address, len(memory))
+        self.transfer = Transfer(staging, image, path, 1, 1, reads)
+        if not self._late:
+            return
+        try:
+            with reported("open", path):
+                self._fd = storage.scratch()
+            route = staging.route(self._fd, path, "auto", writing=True)
+            self.transfer.write_to(self._fd, 0, route)
+        except BaseException:
+            self.__exit__()  # or what was staged would hold its blocks for ever
+            raise
+
+    def __enter__(self) -> Fetch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.transfer.__exit__()
+        if self._fd is not None:
+            self._storage.close(self._fd)
+
+    def fill(self) -> None:
+        """Waits until everything has been received."""
+        self.transfer.wait_written()
+        offset = 0
+        for memory in self._late:
+            assert self._fd is not None
+            with reported("read", self._path):
+                memory[:] = self._storage.read_at(self._fd, len(memory), offset)
+            offset += len(memory)
+        self._late.clear()
+
+
+class Transfer:
+    """An image that is being staged, and written once write_to() has said where to.
+
+    Leaving the context waits until nothing of it is in flight any more; what was not written by
+    then never is.
+
+    Args:
+        staging: whose engine and budget are used.
+        image: its body is moved; may be empty.
+        path: of the file, for messages.
+        blocks_limit: the most blocks of the budget it may hold, at least 1.
+        stagers: the most threads that copy.
+        reads: says which of its memory is on devices.
+        direct: writes what it can from a GPU straight to the file.
+
+    Raises:
+        StorageError, DeviceError: from any wait, when a write or a copy failed; the first failure.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        image: Image,
+        path: str,
+        blocks_limit: int,
+        stagers: int,
+        reads: Reads | None = None,
+        direct: Direct | None = None,
+    ) -> None:
+        self._path = path
+        self._devices = staging.devices
+        self._gds = staging.gds
+        self._storage = staging.storage
+        self._fd: int | None = None
+        self._direct = direct
+        self._direct_fd: int | None = None  # registered
+        self._way = ""
+        self._stats: SaveStats | None = None
+        self._image: Image | None = image  # keeps the sources until they were copied
+        self._nbytes = image.body_nbytes
+        self._job = None
+        if image.body_nbytes:
+            self._job = staging.engine().stage(
+                image.segments,
+                image.slots,
+                max(1, blocks_limit),
+                max(1, stagers),
+                [] if reads is None else reads.ranges,
+                None if direct is None else direct.stage,
+            )
+
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._job is not None:
+            self._job.cancel()
+            while not self._job.wait_written(_WAIT_S):
+                pass
+            self._end_file()
+        self._image = None
+
+    def write_to(self, fd: int, offset: int, route: Route) -> None:
+        """Says where the image goes; fd stays open until the context is left."""
+        if self._job is None:
+            return
+        backend, self._fd = route.backend, fd
+        if self._direct is not None:
+            self._way, self._direct_fd = self._direct.begin_file(fd), fd
+            backend = self._direct.backend
+        self._job.write_to(fd, offset, backend, route.direct, route.patience_s, route.bucket)
+
+    def _end_file(self) -> None:
+        """When nothing is in flight: gives the file back, and notes how its bytes went."""
+        fd, self._direct_fd = self._direct_fd, None
+        if fd is None or self._direct is None:
+            return
+        nbytes, through_host, reason = self._direct.end_file(fd)
+        if reason:
+            self._gds.warn(reason)
+            self._way = f"{reason}; {through_host} bytes of the GPU's went through the host"
+        if self._stats is not None:
+            self._stats.staging_why = self._way
+            if not nbytes:
+                self._stats.staging = "host"
+
+    def queued(self, timeout_s: float) -> bool:
+        """Whether all that was not copied is for devices to copy, after waiting so long for it."""
+        return self._job is None or self._job.wait_queued(timeout_s)
+
+    def wait_queued(self) -> None:
+        """Waits until only devices are left to copy; a failure is the later waits' to raise."""
+        while not self.queued(_WAIT_S):
+            pass
+
+    def staged(self, timeout_s: float) -> bool:
+        """Whether everything was copied, after waiting so long for it."""
+        if self._job is not None and not self._job.wait_staged(timeout_s):
+            return False
+        self._check()
+        self._image = None
+        return True
+
+    def wait_staged(self) -> None:
+        """Waits until everything was copied."""
+        while not self.staged(_WAIT_S):
+            pass
+
+    def written(self, timeout_s: float) -> bool:
+        """Whether nothing is left to be written, or it failed, after waiting so long for it."""
+        return self._job is None or self._job.wait_written(timeout_s)
+
+    def tokens_waited_s(self) -> float:
+        """How long what was ready to be written waited for its rate."""
+        return 0.0 if self._job is None else self._job.tokens_waited_s()
+
+    def wait_written(self) -> None:
+        """Waits until everything was written, and checks that it was everything."""
+        if self._job is None:
+            return
+        while not self._job.wait_written(_WAIT_S):
+            pass
+        self._end_file()
+        self._check()
+        assert self._job.nbytes_written() == self._nbytes, "bytes written differ from the plan"
+
+    def _check(self) -> None:
+        failure = None if self._job is None else self._job.failure()
+        if failure is not None:
+            op, offset, number = failure
+            if op == "copy":
+                raise DeviceError(
+                    f"copying from a GPU for {self._path!r}, at offset {offset}, failed: "
+                    f"{self._devices.text(number)}; nothing was committed"
+                )
+            detail = ""
+            if op == "write" and self._fd is not None:
+                detail = self._storage.refusal_text(self._fd, number)
+            raise StorageError(op, self._path, number, offset, detail)
+
+    def block_crcs(self) -> list[int]:
+        """CRC-32 of each block of the image; after wait_staged()."""
+        return [] if self._job is None else self._job.block_crcs()
+
+    def slot_crcs(self) -> list[int]:
+        """CRC-32 of each slot's segment; after wait_staged()."""
+        return [] if self._job is None else self._job.slot_crcs()
+
+    def account(self, stats: SaveStats) -> None:
+        """Adds what devices did to a save's clocks; after wait_staged()."""
+        nbytes, seconds = (0, 0.0) if self._job is None else self._job.device_copies()
+        if self._job is None or not nbytes:
+            stats.staging = stats.staging or "host"
+            stats.staging_why = stats.staging_why or _ON_HOST
+            return
+        pin_error = self._job.pin_error()
+        stats.staging, why = "pinned", "copied by GPUs to pinned host memory"
+        if self._direct is not None:
+            stats.staging, why, self._stats = "gds", self._way, stats
+        elif pin_error:
+            stats.staging, why = "pageable", self._devices.warn_unpinned(pin_error)
+        told = stats.staging_why in (_ON_HOST, "") or stats.staging_why in why
+        chosen = "" if told else f"; {stats.staging_why}"
+        stats.staging_why = why + chosen
+        before = (stats.d2h_s or 0.0) * (stats.d2h_gbps or 0.0)
+        stats.d2h_s = (stats.d2h_s or 0.0) + seconds
+        stats.d2h_gbps = (before + nbytes / 1e9) / stats.d2h_s if stats.d2h_s else None
+
+    def staged_bytes_max(self) -> int:
+        """An upper bound of the staging memory held at a time."""
+        return 0 if self._job is None else self._job.blocks_held_max() * BLOCK_BYTES

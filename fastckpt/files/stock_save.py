@@ -1,0 +1,74 @@
+"""Saves whose bytes torch.save itself writes, before the call returns.
+
+Responsible for the commit around it, and for the handle of a save that is over already. It must not
+know when torch has to write.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+from collections.abc import Callable
+from typing import IO, Any
+
+from fastckpt.handle import SaveHandle
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.storage import atomic
+from fastckpt.storage.atomic import close_quietly, settle
+
+log = logging.getLogger("fastckpt")
+
+
+def save_stock(
+    pipeline: Pipeline, write: Callable[[IO[bytes]], None], handle: SaveHandle, durable: bool
+) -> SaveHandle:
+    """Lets another library write the file now, with our commit around it. Raises what `write`
+    raises.
+    """
+    storage = pipeline.storage
+    pipeline.wait_for(handle.path)
+    with atomic.temporary(storage, handle.path) as (fd, name):
+        with os.fdopen(os.dup(fd), "wb") as file:
+            write(file)
+        handle.mark_staged()
+        handle.stats.written_s = handle.elapsed_s()
+        handle.stats.nbytes = storage.size(fd)
+        atomic.take_permissions(storage, fd, name, handle.path)
+        settle(storage, fd, handle.path, durable)
+        replaced = atomic.publish(storage, name, handle.path, durable, fd)
+    if replaced is not None:
+        close_quietly(storage, replaced)
+    return finish_stock(handle)
+
+
+def save_to_object(write: Callable[[Any], None], file: Any, handle: SaveHandle) -> SaveHandle:
+    """Lets another library write to a file-like object now. Raises what `write` raises.
+
+    What was written is counted by the object's own position: nothing is put between the two.
+    """
+    before = _position(file)
+    write(file)
+    after = _position(file)
+    if before is not None and after is not None:
+        handle.stats.nbytes = max(0, after - before)
+    return finish_stock(handle)
+
+
+def _position(file: Any) -> int | None:
+    """Where a file-like object is; None if it does not tell."""
+    try:
+        return operator.index(file.tell())
+    except Exception:  # whatever a class of others raises: the number is for messages alone
+        return None
+
+
+def finish_stock(handle: SaveHandle) -> SaveHandle:
+    """Completes the handle of a save that torch.save did by itself before returning."""
+    handle.mark_staged()
+    handle.stats.backend, handle.stats.why = "stock", "written by torch.save itself"
+    handle.stats.stall_s = handle.stats.committed_s = handle.elapsed_s()
+    handle.set_result(handle.stats)
+    if handle.path and handle.stats.nbytes:  # else nothing was committed: an object, or a device
+        log.info("saved %r: %s", handle.path, handle.stats)
+    return handle

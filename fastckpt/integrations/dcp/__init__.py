@@ -1,0 +1,317 @@
+"""torch.distributed.checkpoint on fastckpt's engine: save and async_save, and the Writer and Reader
+that torch's own save, async_save and load take.
+
+Responsible for DCP's signatures and contracts, and for taking a state apart by its planners. It
+must not know the bytes of the files, how a block moves, or how ranks talk.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+import threading
+import time
+import weakref
+from typing import Any
+
+from fastckpt.integrations import require
+
+require("torch", "2.9", "3", __name__)  # first: an older one lacks names that are imported below
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from fastckpt.arguments.checks import FENCES, ON_ERROR, Fence, OnError, check_choice, check_flag
+from fastckpt.directories import dcp_metadata
+from fastckpt.directories.items_save import ItemsSave, Places
+from fastckpt.errors import CheckpointError, fate
+from fastckpt.handle import SaveHandle
+from fastckpt.integrations.dcp import plans as dcp_plans
+from fastckpt.integrations.dcp.reader import Reader
+from fastckpt.integrations.dcp.writer import Writer, results_of
+from fastckpt.latch import Outcome
+from fastckpt.ranks.coordinator import Coordinator, warn_of_unknown_ranks
+from fastckpt.ranks.round import TIMEOUT_S, Round
+from fastckpt.saving import pipeline
+
+__all__ = ["Reader", "Saving", "Writer", "async_save", "save"]
+
+log = logging.getLogger("fastckpt")
+
+
+class Saving(SaveHandle):
+    """A checkpoint on its way: a Future of its Metadata, as torch's async_save returns one.
+
+    It is done, and its callbacks run (on a thread of fastckpt), as soon as the checkpoint was
+    committed or failed, whatever the process does meanwhile. Attributes and methods are those of
+    fastckpt.SaveHandle: stats, wait_staged(), ...
+    """
+
+    metadata: Metadata | None = None
+    _file = ""
+
+    def result(self, timeout: float | None = None) -> Metadata | None:  # type: ignore[override]
+        """Waits for the commit.
+
+        Returns:
+            The Metadata, which on other ranks than the first is read from the checkpoint then;
+                None there if the checkpoint was removed or replaced meanwhile, or holds what a
+                Reader refuses.
+
+        Raises:
+            CheckpointError: the checkpoint was not committed. TimeoutError.
+        """
+        super().result(timeout)
+        if self.metadata is None:
+            try:
+                storage = pipeline.current().storage
+                path = os.path.join(self.path, dcp_metadata.NAME)
+                metadata = dcp_metadata.read(storage, path, True)
+            except (OSError, CheckpointError, pickle.UnpicklingError):
+                return None
+            files = {info.relative_path for info in metadata.storage_data.values()}
+            self.metadata = metadata if not self._file or self._file in files else None
+        return self.metadata
+
+
+class _Staged(Outcome[None]):
+    """When a state may change: what AsyncSaveResponse calls staging_completion."""
+
+    def __init__(self, handle: SaveHandle) -> None:
+        super().__init__()
+        self._handle = handle
+        handle.add_done_callback(lambda _: self.set_result(None))
+
+    def done(self) -> bool:
+        return self._handle.is_staged()
+
+    def result(self, timeout: float | None = None) -> None:
+        self._handle.wait_staged(timeout)
+
+
+class _Shared:
+    """What this process shares with the ranks of one group."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self.plans = dcp_plans.Plans()
+        self.failed: SaveHandle | None = None  # the last one that nobody is to be told of again
+
+
+_alone = _Shared(Coordinator.alone())
+_groups: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
+_groups_lock = threading.Lock()
+
+
+def _shared(group: Any) -> _Shared:
+    if group is None:
+        return _alone
+    with _groups_lock:
+        if group not in _groups:
+            _groups[group] = _Shared(Coordinator.of_group(group, "dcp"))
+        return _groups[group]
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: Any = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    fence: Fence = "call",
+    durable: bool = True,
+    on_error: OnError = "raise",
+    timeout_s: float = TIMEOUT_S,
+) -> Any:
+    """Saves a state as torch.distributed.checkpoint.async_save does, with fastckpt's staging and in
+    one pass from the tensors to the file.
+
+    Ranks agree over the job's store: no collective runs, on no process group. The plans of all
+    ranks are exchanged only when one of them has changed. When every rank has written, the first
+    one commits, in the background: no rank has to come back for it.
+
+    Args:
+        state_dict, checkpoint_id, planner, process_group, no_dist, use_collectives: as torch's.
+        storage_writer: a Writer; default: Writer(checkpoint_id, durable=durable).
+        async_checkpointer_type: not used: there is no other process, and threads of fastckpt need
+            no GIL.
+        async_stager: not used. Where one is given that stages asynchronously, the result is an
+            AsyncSaveResponse, as torch's is.
+        fence: "call": the state may change when this returns. "step": this returns before all was
+            copied, and the next step() of any torch optimizer waits (see fastckpt.save).
+        durable: as fastckpt.save's.
+        on_error: "raise": a failure that nobody asked for by result() or exception() is raised by
+            the next save. "warn": it is logged when it happens and at the next save, and a
+            CheckpointError met within this call becomes the result's. The checkpoint before stays.
+        timeout_s: the longest that ranks wait for each other.
+
+    Returns:
+        A Saving: a Future whose result is the Metadata.
+
+    Raises:
+        CheckpointError: of an earlier save, or another rank failed to plan (PeerFailed).
+        Exception: what the planner raises.
+        TypeError, ValueError: a writer of another kind; an argument that is unknown; neither
+            storage_writer nor checkpoint_id.
+    """
+    started = time.perf_counter()
+    check_choice("fence", fence, FENCES)
+    check_choice("on_error", on_error, ON_ERROR)
+    check_flag("durable", durable)
+    writer = _writer(storage_writer, checkpoint_id, durable)
+    group, rank = _group(process_group, no_dist)
+    if group is None and not no_dist:
+        warn_of_unknown_ranks(f"the save to {writer.path!r}")
+    shared = _shared(group if use_collectives else None)
+    handle = Saving(writer.path, started)
+    if on_error == "warn":
+        handle.add_done_callback(lambda _: _warn(shared, handle))
+    try:
+        agreement = shared.coordinator.begin(f"dcp save to {writer.path!r}", timeout_s)
+        with agreement.failing():
+            if on_error == "raise":
+                pipeline.current().raise_unreported(writer.path)
+            if shared.failed is not None:
+                log.warning("saving on after the failure of %r", shared.failed.path)
+                shared.failed = None
+            state = {
+                k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()
+            }
+            writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=use_collectives)
+            planner = DefaultSavePlanner() if planner is None else planner
+            plan, metadata = _planned(shared, agreement, writer, planner, state, rank == 0)
+            conclude = _Conclusion(handle, writer, plan, metadata)
+            job = writer.job(handle, agreement, plan, planner, conclude, fence)
+        pipeline.current().save(job)
+    except CheckpointError as error:
+        if on_error == "raise":
+            raise
+        if not handle.done():
+            handle.mark_staged()
+            handle.set_exception(error)
+    if async_stager is None or isinstance(async_stager, BlockingAsyncStager):
+        return handle
+    upload: Any = handle  # whose result is the Metadata, as that of torch's is
+    return AsyncSaveResponse(staging_completion=_Staged(handle), upload_completion=upload)
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    durable: bool = True,
+    timeout_s: float = TIMEOUT_S,
+) -> Metadata | None:
+    """Saves as torch.distributed.checkpoint.save does: async_save(...).result(), which see."""
+    saving = async_save(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        use_collectives=use_collectives,
+        durable=durable,
+        timeout_s=timeout_s,
+    )
+    metadata: Metadata | None = saving.result()
+    return metadata
+
+
+def _writer(storage_writer: Any, checkpoint_id: Any, durable: bool) -> Writer:
+    if storage_writer is None:
+        if not checkpoint_id:
+            raise ValueError("checkpoint_id is needed where no storage_writer is given")
+        return Writer(checkpoint_id, durable=durable)
+    if not isinstance(storage_writer, Writer):
+        raise TypeError(
+            f"storage_writer is a {type(storage_writer).__name__}, must be a "
+            f"{__name__}.Writer: others are for torch.distributed.checkpoint.async_save"
+        )
+    if checkpoint_id is None:
+        checkpoint_id = storage_writer.path
+    writer = copy.copy(storage_writer)  # it may be used again while this save runs
+    writer.reset(checkpoint_id)
+    storage_writer.path, storage_writer.save_id = writer.path, writer.save_id
+    return writer
+
+
+def _group(process_group: Any, no_dist: bool) -> tuple[Any, int]:
+    """The group that saves together, None for this process alone, and the rank in it."""
+    if no_dist or not dist.is_available() or not dist.is_initialized():
+        return None, 0
+    group = dist.group.WORLD if process_group is None else process_group
+    return group, dist.get_rank(group)
+
+
+def _planned(
+    shared: _Shared,
+    agreement: Round,
+    writer: Writer,
+    planner: SavePlanner,
+    state: dict[str, Any],
+    is_coordinator: bool,
+) -> tuple[SavePlan, Metadata | None]:
+    """What this rank writes, and on the first one the metadata."""
+    settings = dcp_plans.settings_of(planner)
+    dcp_plans.set_up(planner, state, writer.storage_meta(), is_coordinator)
+    local = writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        central, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(central), metadata
+
+    central, metadata = shared.plans.central(agreement, settings, local, plan_all)
+    return planner.finish_plan(central), metadata
+
+
+class _Conclusion:
+    """The commit of what all ranks have written."""
+
+    def __init__(
+        self, handle: Saving, writer: Writer, plan: SavePlan, metadata: Metadata | None
+    ) -> None:
+        self._handle, self._writer, self._plan, self._metadata = handle, writer, plan, metadata
+
+    def __call__(self, job: ItemsSave, places: Places) -> None:
+        agreement, storage = job.agreement, pipeline.current().storage
+        own = results_of(self._plan, job.name, places)
+        self._handle._file = job.name if places else ""
+
+        def publish(records: list[bytes]) -> None:
+            metadata = copy.copy(self._metadata)  # planned once for many saves
+            assert metadata is not None
+            results = [
+                dcp_plans.get(agreement, "done", rank, record)
+                for rank, record in enumerate(records)
+            ]
+            job.replaced, job.unneeded = self._writer.commit(storage, metadata, results)
+            self._handle.metadata = metadata
+
+        job.conclude(dcp_plans.put(agreement, "done", own), publish)
+
+
+def _warn(shared: _Shared, handle: SaveHandle) -> None:
+    error = handle.failure()
+    if error is not None:
+        handle.reported = True
+        shared.failed = handle
+        log.warning("the checkpoint %r FAILED and %s: %s", handle.path, fate(error), error)

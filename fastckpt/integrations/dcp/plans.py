@@ -1,0 +1,167 @@
+"""Plans of torch.distributed.checkpoint made by several ranks over the job's store, no collectives.
+
+Responsible for exchanging local plans for central ones, and for not doing so when nothing changed
+since an earlier save. It must not know what is planned for, nor how it is written.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+import secrets
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from fastckpt.ranks.round import Round
+
+_PART_BYTES = 4_000_000  # of what one rank tells another, compressed
+_KNOWN_MAX = 4  # kinds of state that are saved in turn
+_ASK = b"?"  # rank 0 needs every plan
+
+
+def put(agreement: Round, key: str, value: object) -> bytes:
+    """Leaves what a value is made of for others, but for the first record, which is returned: the
+    caller puts it under key.
+    """
+    content = zlib.compress(pickle.dumps(value), 1)
+    parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
+    for number, part in enumerate(parts[1:], 1):
+        agreement.put(f"{key}.{number}", part)
+    return len(parts).to_bytes(4, "little") + parts[0]
+
+
+def get(agreement: Round, key: str, rank: int, first: bytes) -> Any:
+    """The value whose first record under key this is, of another rank of this job."""
+    count = int.from_bytes(first[:4], "little")
+    others = [agreement.get(f"{key}.{number}", rank) for number in range(1, count)]
+    return pickle.loads(zlib.decompress(b"".join((first[4:], *others))))
+
+
+@dataclass
+class _Known:
+    """What came of planning, once: the same id on every rank."""
+
+    identity: str
+    settings: object  # of the planner
+    local: SavePlan
+    central: SavePlan
+    metadata: Metadata | None  # on rank 0
+
+
+class Plans:
+    """What the ranks of one group have planned so far."""
+
+    def __init__(self) -> None:
+        self._known: list[_Known] = []  # newest last
+        self.exchanges = 0  # of plans, so far
+
+    def central(
+        self,
+        agreement: Round,
+        settings: object,
+        local: SavePlan,
+        plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
+    ) -> tuple[SavePlan, Metadata | None]:
+        """This rank's part of the central plan, and on rank 0 the metadata. All ranks call it.
+
+        Args:
+            settings: of the planner: plans made with other settings are not used again.
+            local: this rank's plan.
+            plan_all: called on rank 0 with the plans of all ranks, if any of them changed.
+
+        Raises:
+            PeerFailed: another rank failed or is missing. Whatever plan_all raises.
+        """
+        same = [known for known in self._known if _equal(known, settings, local)]
+        identities = [known.identity for known in same]
+        if not same:
+            agreement.put("plan", b"+" + put(agreement, "plan", local))
+        else:
+            agreement.put("plan", b"=" + json.dumps(identities).encode())
+        if agreement.rank == 0:
+            chosen = self._decide(agreement, settings, local, identities, plan_all)
+        else:
+            told = agreement.get("central")
+            if told == _ASK:
+                if same:
+                    agreement.put("plan again", put(agreement, "plan again", local))
+                told = agreement.get("central again")
+            chosen = told[1:].decode()
+            if told.startswith(b"+"):
+                key = f"central plan {agreement.rank}"
+                central = get(agreement, key, 0, agreement.get(key))
+                self._keep(_Known(chosen, settings, local, central, None))
+        known = next(known for known in self._known if known.identity == chosen)
+        self._known.remove(known)
+        self._known.append(known)
+        return known.central, known.metadata
+
+    def _decide(
+        self,
+        agreement: Round,
+        settings: object,
+        local: SavePlan,
+        identities: list[str],
+        plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
+    ) -> str:
+        """On rank 0: the identity of what is used, having told the others."""
+        records = agreement.gather("plan")
+        offers = [json.loads(record[1:]) for record in records if record.startswith(b"=")]
+        if len(offers) == len(records):
+            common = [name for name in identities if all(name in offer for offer in offers)]
+            if common:
+                agreement.put("central", b"=" + common[-1].encode())
+                return common[-1]
+        key = "central"
+        if any(record.startswith(b"=") for record in records[1:]):
+            agreement.put("central", _ASK)
+            key = "central again"
+        plans = [local]
+        for rank, record in enumerate(records[1:], 1):
+            if record.startswith(b"+"):
+                plans.append(get(agreement, "plan", rank, record[1:]))
+            else:
+                again = agreement.get("plan again", rank)
+                plans.append(get(agreement, "plan again", rank, again))
+        central, metadata = plan_all(plans)
+        self.exchanges += 1
+        known = _Known(secrets.token_hex(8), settings, local, central[0], metadata)
+        for rank in range(1, agreement.world_size):
+            name = f"central plan {rank}"
+            agreement.put(name, put(agreement, name, central[rank]))
+        agreement.put(key, b"+" + known.identity.encode())
+        self._keep(known)
+        return known.identity
+
+    def _keep(self, known: _Known) -> None:
+        self._known = [*self._known[1 - _KNOWN_MAX :], known]
+
+
+def _equal(known: _Known, settings: object, local: SavePlan) -> bool:
+    try:
+        return bool(known.settings == settings and known.local == local)
+    except Exception:  # plans hold whatever a planner puts there
+        return False
+
+
+def settings_of(planner: SavePlanner) -> object:
+    """What of a planner, before it was set up, tells it from others of its class."""
+    plain = (bool, int, float, str, bytes, type(None))
+    members = getattr(planner, "__dict__", {}).items()
+    return type(planner), {name: value for name, value in members if isinstance(value, plain)}
+
+
+def set_up(planner: SavePlanner, state: Any, storage_meta: Any, is_coordinator: bool) -> None:
+    """Calls set_up_planner, which planners of before torch 2.3 have without storage_meta."""
+    if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+        planner.set_up_planner(
+            state_dict=state, storage_meta=storage_meta, is_coordinator=is_coordinator
+        )
+    else:
+        planner.set_up_planner(state, is_coordinator)  # type: ignore[arg-type]

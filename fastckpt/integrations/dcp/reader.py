@@ -1,0 +1,342 @@
+"""Reading checkpoints of torch.distributed.checkpoint, fastckpt's and torch's: the StorageReader.
+
+Responsible for turning the items of a load plan into reads of files, and for handing what they hold
+to the planner. It must not know the bytes of the files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+
+from fastckpt.arguments.checks import check_path
+from fastckpt.directories import dcp_metadata
+from fastckpt.directories.items_load import OURS, ItemsFile, Request
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.formats import torch_pickle
+from fastckpt.formats.strict_json import shown
+from fastckpt.saving import pipeline
+from fastckpt.storage.file_system import reported
+
+_streams_lock = threading.Lock()
+
+
+class _Source(NamedTuple):
+    """What a rank's plan says of where it reads: what the plan said before, and of which save."""
+
+    given: Any
+    save_id: str | None
+
+
+class Reader(StorageReader):
+    """Reads checkpoints of torch.distributed.checkpoint, whether fastckpt or torch wrote them: for
+    torch's load().
+
+    Of each tensor only the blocks that hold what is wanted are read, in order of the file, many at
+    a time. In files of fastckpt every byte read is verified. torch's load() raises what goes wrong
+    as CheckpointException on all ranks, with our error for the rank concerned. A directory that is
+    overwritten meanwhile is read as it was, or is such an error.
+
+    Args:
+        path: the checkpoint's directory.
+        _extension_registry: as that of torch's FileSystemReader, which reads what went through
+            extensions.
+        weights_only: `.metadata` may name the classes that it has to have, no others, and objects
+            have to be such as torch.load(weights_only=True) takes (torch.serialization.safe_globals
+            extends that), or io.BytesIO. False: unpickle what is there, which runs code that the
+            files name.
+        follow_links: whether a file of the checkpoint may be a symbolic link to one that lies
+            outside of its directory; the directory itself may be one in any case.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: Any = None,
+        *,
+        weights_only: bool = True,
+        follow_links: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weights_only = weights_only
+        self.follow_links = follow_links
+        self._extensions = _extension_registry
+        self._metadata: Metadata | None = None
+        self.reset(check_path("path", path))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.path = os.path.abspath(check_path("path", checkpoint_id))
+        self._metadata = None
+        self._failure: Exception | None = None  # of reading what commits the checkpoint of all
+        self._name = dcp_metadata.NAME
+        # What files were when they were first looked at, by path. A file of ours has a name that no
+        # other save gives, and checksums; those of others may be written anew in place.
+        self._seen: dict[str, tuple[int, ...]] = {}
+        self.load_id = str(uuid.uuid4())
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's directory."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What `.metadata` says, or that of one rank.
+
+        Raises:
+            FileNotFoundError, CorruptCheckpoint, IncompatibleCheckpoint, pickle.UnpicklingError,
+                StorageError.
+        """
+        rank = kwargs.get("rank")
+        if rank is not None and self._failure is not None:
+            # torch asks for a rank's own after any failure; it would be of another checkpoint.
+            raise self._failure
+        self._failure = None
+        name = dcp_metadata.NAME if rank is None else f"__{rank}{dcp_metadata.NAME}"
+        path, storage = self._path(name), pipeline.current().storage
+        self._name = name
+        self._seen = {path: self._version(path)}
+        try:
+            metadata = dcp_metadata.read(storage, path, self.weights_only)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            self._failure = error
+            raise
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Notes which save this rank is about to read."""
+        self._look_at_files(plan)
+        return dataclasses.replace(plan, storage_data=_Source(plan.storage_data, self._save_id()))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuses to read what some ranks found before it was overwritten, and others after.
+
+        Raises:
+            CheckpointError: so it is; torch raises it on all ranks.
+        """
+        sources = [plan.storage_data for plan in plans]
+        found = {source.save_id for source in sources if isinstance(source, _Source)}
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{self.path!r} was overwritten while ranks began to load it: they found the saves "
+                f"{sorted(map(str, found))}; nothing was loaded, load it again"
+            )
+        return [
+            dataclasses.replace(plan, storage_data=source.given)
+            if isinstance(source, _Source)
+            else plan
+            for plan, source in zip(plans, sources, strict=True)
+        ]
+
+    def _save_id(self) -> str | None:
+        assert self._metadata is not None
+        return getattr(self._metadata.storage_meta, "save_id", None)
+
+    def _look_at_files(self, plan: LoadPlan) -> None:
+        for name in {self._info(item).relative_path for item in plan.items}:
+            path = self._path(name)
+            if not OURS.fullmatch(os.path.basename(path)) and path not in self._seen:
+                self._seen[path] = self._version(path)
+
+    def _version(self, path: str) -> tuple[int, ...]:
+        """Marks of a file that change when it is written anew; none if there is no file."""
+        with reported("stat", path):
+            status = pipeline.current().storage.status(path)
+        return () if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
+
+    @contextmanager
+    def _told_if_overwritten(self) -> Iterator[None]:
+        """Around the reads of a plan: says so if the directory was overwritten meanwhile, and what
+        was read may be of two saves, or is gone.
+        """
+        try:
+            yield
+        except (CorruptCheckpoint, AssertionError) as error:
+            metadata = self._path(self._name)
+            if self._seen.get(metadata) in (None, self._version(metadata)):
+                raise
+            raise self._overwritten() from error
+        if self._seen.keys() - {self._path(self._name)}:  # else a save's own files were read
+            for path, version in self._seen.items():
+                if version != self._version(path):
+                    raise self._overwritten()
+
+    def _overwritten(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path!r} was overwritten while it was loaded: load it again; the state may have "
+            "been partly overwritten"
+        )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Reads what a plan asks for; it has been read when this returns.
+
+        Raises:
+            CorruptCheckpoint: naming the file, and the tensors or objects that are damaged.
+            CheckpointError: the directory was overwritten meanwhile.
+            pickle.UnpicklingError: weights_only, and an object needs more.
+            StorageError, DeviceError, IncompatibleCheckpoint.
+        """
+        with self._told_if_overwritten():
+            self._look_at_files(plan)
+            self._read_plan(plan, planner)
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    def _read_plan(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        transformed: list[ReadItem] = []
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            info = self._info(item)
+            if getattr(info, "transform_descriptors", None):
+                transformed.append(item)
+            else:
+                by_file.setdefault(info.relative_path, []).append(item)
+        for name, items in by_file.items():
+            self._read_file(name, items, planner)
+        if transformed:
+            self._read_transformed(dataclasses.replace(plan, items=transformed), planner)
+
+    def _read_file(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
+        path, current = self._path(name), pipeline.current()
+        asked = [(self._request(item), item) for item in items]
+        asked.sort(key=lambda pair: pair[0].offset)
+        requests = [request for request, _ in asked]
+        # A planner that looks at a tensor when it is there must find it there.
+        looks = type(planner).commit_tensor is not DefaultLoadPlanner.commit_tensor
+        with ItemsFile(
+            current.storage, current.staging, path, requests, lambda: self._names(name)
+        ) as file:
+            for request, item in asked:
+                if item.type == LoadItemType.BYTE_IO:
+                    content = file.content(request)
+                    if self.weights_only:
+                        _check_weights_only(content, f"{shown(item.storage_index.fqn)} in {path!r}")
+                    planner.load_bytes(item, io.BytesIO(content))
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                if target.size() != item.lengths:
+                    raise AssertionError(
+                        f"{item.storage_index} is to be read into a tensor of sizes "
+                        f"{target.size()}, not {item.lengths}"
+                    )
+                file.read(request, target)
+                if looks:
+                    file.arrive()
+                planner.commit_tensor(item, target)
+            file.arrive()
+
+    def _path(self, name: str) -> str:
+        """The path of a file of the checkpoint."""
+        path = os.path.join(self.path, name)
+        if not dcp_metadata.is_within(name):
+            raise CorruptCheckpoint(f"the metadata of {self.path!r} names the file {shown(name)}")
+        directory, target = os.path.realpath(self.path), os.path.realpath(path)
+        if not self.follow_links and os.path.commonpath((directory, target)) != directory:
+            raise IncompatibleCheckpoint(
+                f"{path!r} is a link to {target!r}, which lies outside of the checkpoint: if you "
+                "trust whoever made it, read it with Reader(path, follow_links=True)"
+            )
+        return path
+
+    def _info(self, item: ReadItem) -> Any:
+        assert self._metadata is not None
+        index = item.storage_index
+        try:
+            return self._metadata.storage_data[index]
+        except KeyError:
+            part = "" if index.offset is None else f" at {tuple(index.offset)}"
+            raise CorruptCheckpoint(
+                f"the metadata of {self.path!r} does not say where {shown(index.fqn)}{part} lies"
+            ) from None
+
+    def _request(self, item: ReadItem) -> Request:
+        assert self._metadata is not None
+        info, index = self._info(item), item.storage_index
+        if item.type == LoadItemType.BYTE_IO:
+            return Request(info.offset, info.length)
+        stored: Any = self._metadata.state_dict_metadata[index.fqn]
+        sizes = _chunk_sizes(stored.chunks, index)
+        begin, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        return Request(info.offset, info.length, stored.properties.dtype, sizes, begin, lengths)
+
+    def _names(self, file: str) -> Mapping[int, str]:
+        assert self._metadata is not None
+        stored = self._metadata.storage_data.items()
+        return {info.offset: key.fqn for key, info in stored if info.relative_path == file}
+
+    def _read_transformed(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Leaves to torch what went through its extensions for streams."""
+        if self.weights_only and any(item.type == LoadItemType.BYTE_IO for item in plan.items):
+            raise pickle.UnpicklingError(
+                f"{self.path!r} holds objects that went through an extension of torch: to have "
+                "torch load them, which runs code that they name, pass weights_only=False to Reader"
+            )
+        for item in plan.items:
+            self._path(self._info(item).relative_path)
+        reader = FileSystemReader(self.path, self._extensions)
+        assert self._metadata is not None
+        reader.set_up_storage_reader(self._metadata, False)
+        reader.read_data(plan, planner).wait()
+
+
+def _chunk_sizes(chunks: list[Any], index: MetadataIndex) -> tuple[int, ...]:
+    if index.offset is None and len(chunks) == 1:
+        return tuple(chunks[0].sizes)
+    if index.index is not None and index.index < len(chunks):
+        hinted = chunks[index.index]
+        if hinted.offsets == index.offset:
+            return tuple(hinted.sizes)
+    for chunk in chunks:
+        if chunk.offsets == index.offset:
+            return tuple(chunk.sizes)
+    raise CorruptCheckpoint(f"the metadata has no chunk of {index.fqn!r} at {index.offset}")
+
+
+def _check_weights_only(content: bytes, what: str) -> None:
+    """Makes sure that unpickling an object, as planners do it, runs no code that it names."""
+    with _streams_allowed() if b"BytesIO" in content else nullcontext():
+        torch_pickle.unpickled(
+            io.BytesIO(content), True, what, "read it with Reader(path, weights_only=False)"
+        )
+
+
+@contextmanager
+def _streams_allowed() -> Iterator[None]:
+    """Lets torch.load take io.BytesIO, in which states such as torchtitan's keep what they pickled
+    themselves: it holds bytes, and runs nothing.
+    """
+    # What torch is told counts for all threads, and is taken back for all of them.
+    with _streams_lock, ExitStack() as told:
+        if io.BytesIO not in torch.serialization.get_safe_globals():
+            told.enter_context(torch.serialization.safe_globals([io.BytesIO]))
+        yield

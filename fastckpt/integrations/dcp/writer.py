@@ -1,0 +1,313 @@
+"""Writing checkpoints of torch.distributed.checkpoint: the StorageWriter.
+
+Responsible for taking items of a plan out of a state, and for the order of a commit as DCP asks for
+it. It must not know how ranks plan together, nor the bytes of the files.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    FileSystem,
+    _StorageInfo,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from fastckpt.arguments.checks import BackendName, Fence, StagingWay, check_flag, check_path
+from fastckpt.directories import dcp_metadata
+from fastckpt.directories.items_save import (
+    Content,
+    ItemsSave,
+    Options,
+    Places,
+    make_directory,
+    remove_all,
+    replace_file,
+)
+from fastckpt.engine.devices import Devices
+from fastckpt.errors import CheckpointError
+from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
+from fastckpt.handle import SaveHandle
+from fastckpt.ranks.groups import together
+from fastckpt.ranks.round import Round
+from fastckpt.saving import pipeline
+from fastckpt.saving.fence import Watched
+from fastckpt.state.dtensors import PLAIN_TENSORS
+from fastckpt.storage.file_system import Storage
+
+log = logging.getLogger("fastckpt")
+
+_COPY_AHEAD_BYTES = 10_000_000  # torch's default
+_ATOMS = (bool, int, float, str, type(None))
+
+
+class Writer(StorageWriter):
+    """Writes checkpoints that torch.distributed.checkpoint reads: for save() and async_save() of
+    this module, and for torch's own.
+
+    Each rank writes one file, `__RANK_TOKEN.distcp`, under a new name, by fastckpt's engine and
+    with a checksum for each block; the first one then replaces `.metadata`. Until that moment, and
+    if anything fails, an older checkpoint in the same directory stays loadable; afterwards data
+    files there (`__*_*.distcp`, of fastckpt or torch) that `.metadata` does not name are removed.
+
+    The positional arguments are those of torch's FileSystemWriter, in its order.
+
+    Args:
+        path: the checkpoint's directory, made when it is missing; a checkpoint_id replaces it.
+        sync_files: False is durable=False.
+        overwrite: False: a save to a directory that holds a checkpoint fails, and leaves that.
+        single_file_per_rank, thread_count, per_thread_copy_ahead, cache_staged_state_dict: not
+            used, and a line of the log says so: each rank writes one file, by threads of fastckpt,
+            and nothing is staged whole.
+        _extensions, serialization_format: must be none, and TORCH_SAVE: files are those of no
+            others.
+        backend, durable, staging_bytes, staging: as fastckpt.save's.
+
+    Attributes:
+        save_id: of the last save that was begun with this writer; on the first rank its metadata
+            has it in storage_meta.
+
+    Raises:
+        ValueError, TypeError: an argument is unknown or out of range, or path is no path.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = _COPY_AHEAD_BYTES,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
+        *,
+        backend: BackendName = "auto",
+        durable: bool = True,
+        staging_bytes: int | str | None = None,
+        staging: StagingWay = "host",
+    ) -> None:
+        super().__init__()
+        self.options = Options(
+            backend, check_flag("durable", durable) and bool(sync_files), staging_bytes, staging
+        )
+        self.overwrite = overwrite
+        self.rank: int | None = None
+        self.use_collectives = True
+        self._commits = True  # whether this rank does, of those that save together
+        if _extensions:
+            raise ValueError("_extensions are of torch's FileSystemWriter, this one applies none")
+        if getattr(serialization_format, "name", "TORCH_SAVE") != "TORCH_SAVE":
+            raise ValueError(f"serialization_format is {serialization_format}, must be TORCH_SAVE")
+        given = {
+            "single_file_per_rank": not single_file_per_rank,
+            "thread_count": thread_count != 1,
+            "per_thread_copy_ahead": per_thread_copy_ahead != _COPY_AHEAD_BYTES,
+            "cache_staged_state_dict": cache_staged_state_dict,
+        }
+        if unused := ", ".join(name for name, differs in given.items() if differs):
+            log.info("the Writer for %r does not use %s: its threads are fastckpt's", path, unused)
+        self.reset(check_path("path", path))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.path = os.path.abspath(check_path("path", checkpoint_id))
+        self.save_id = str(uuid.uuid4())
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's directory."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+        self._commits = is_coordinator or not self.use_collectives
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self._commits:
+            self._check_may_commit(pipeline.current().storage)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        first = 0 if self.use_collectives else self.rank or 0
+        return [
+            _with_storage_data(plan, _StoragePrefix(f"__{rank}_"))
+            for rank, plan in enumerate(plans, first)
+        ]
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        """Writes and syncs this rank's file; nothing is committed before finish()."""
+        future: Any = torch.futures.Future()
+        handle = SaveHandle(self.path, time.perf_counter())
+        results: list[WriteResult] = []
+
+        def keep(job: ItemsSave, places: Places) -> None:
+            results.extend(results_of(plan, job.name, places))
+
+        def tell(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is None:
+                future.set_result(results)
+            else:
+                future.set_exception(error)
+
+        agreement = together(None).coordinator.begin(f"dcp file in {self.path!r}")
+        with agreement.failing():
+            job = self.job(handle, agreement, plan, planner, keep, "call")
+        handle.add_done_callback(tell)
+        pipeline.current().save(job)
+        written: torch.futures.Future[list[WriteResult]] = future
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits, on the first rank."""
+        storage = pipeline.current().storage
+        replaced, unneeded = self.commit(storage, metadata, results)
+        if replaced is not None:
+            storage.close(replaced)
+        remove_all(storage, unneeded)
+
+    def commit(
+        self, storage: Storage, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> tuple[int | None, list[str]]:
+        """Completes the metadata and commits; what was replaced is the caller's to close and
+        remove: a descriptor, and paths.
+        """
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {
+            its.index: its.storage_data for of_rank in results for its in of_rank
+        }
+        metadata.storage_meta = self.storage_meta()
+        rank, path = self._metadata_rank(), self._metadata_path()
+        self._check_may_commit(storage)  # again: another save may have been there first
+        if not storage.is_directory(os.path.realpath(self.path)):  # no rank had anything to write
+            make_directory(storage, self.path, self.options.durable)
+        content = dcp_metadata.encode(metadata)
+        replaced = replace_file(storage, path, content, self.options.durable)
+        return replaced, dcp_metadata.unneeded(storage, self.path, metadata, rank)
+
+    def _metadata_rank(self) -> int | None:
+        """The rank that has metadata of its own; None where all have it in common."""
+        return None if self.use_collectives else self.rank
+
+    def _metadata_path(self) -> str:
+        rank = self._metadata_rank()
+        name = dcp_metadata.NAME if rank is None else f"__{rank}{dcp_metadata.NAME}"
+        return os.path.join(self.path, name)
+
+    def _check_may_commit(self, storage: Storage) -> None:
+        if not self.overwrite and storage.status(self._metadata_path()) is not None:
+            raise CheckpointError(
+                f"Checkpoint already exists in {self.path!r}, and overwrite=False: it stays as it "
+                "is, and this one was not committed"
+            )
+
+    def job(
+        self,
+        handle: SaveHandle,
+        agreement: Round,
+        plan: SavePlan,
+        planner: SavePlanner,
+        conclude: Any,
+        fence: Fence,
+    ) -> ItemsSave:
+        devices = pipeline.current().staging.devices
+        content = _content(plan, planner, devices, fence == "step")
+        prefix = getattr(plan.storage_data, "prefix", f"__{self.rank or 0}_")
+        rank = int(prefix.strip("_"))
+        return ItemsSave(handle, agreement, content, self.options, conclude, fence=fence, rank=rank)
+
+
+def _with_storage_data(plan: SavePlan, value: object) -> SavePlan:
+    plan = copy.copy(plan)  # which keeps members that a subclass added
+    object.__setattr__(plan, "storage_data", value)
+    return plan
+
+
+def results_of(plan: SavePlan, name: str, places: Places) -> list[WriteResult]:
+    return [
+        WriteResult(item.index, nbytes, _StorageInfo(name, offset, nbytes))
+        for item, (offset, nbytes) in zip(plan.items, places, strict=True)
+    ]
+
+
+def _content(plan: SavePlan, planner: SavePlanner, devices: Devices, watch: bool) -> Content:
+    """What a plan's items are: tensors where they lie, if they are contiguous there, and bytes."""
+    kinds, stock = devices.readable(), type(planner)
+    # Most objects are numbers, many alike: torch need not pickle each of them.
+    looks_up = stock.resolve_data is DefaultSavePlanner.resolve_data
+    looks_up &= getattr(stock, "transform_object", 0) is DefaultSavePlanner.transform_object
+    known: dict[tuple[type, str], bytes] = {}
+    items: list[torch.Tensor | bytes] = []
+    watched: list[tuple[torch.Tensor, int]] = []
+    names: dict[str, torch.Tensor] = {}
+    for item in plan.items:
+        if item.type == WriteItemType.BYTE_IO:
+            items.append(_pickled(item, planner, known if looks_up else None))
+            continue
+        tensor: Any = planner.resolve_data(item)
+        local = _readable(tensor.detach(), kinds)
+        if watch and isinstance(local, torch.Tensor):
+            if local.numel() * local.element_size() <= SMALL_BYTES:
+                local = local.clone()  # buffers, which a forward pass may change
+            elif not local.is_inference():
+                watched.append((local, local._version))
+                names[item.index.fqn] = local
+        items.append(local)
+    storages = [item.untyped_storage() for item in items if isinstance(item, torch.Tensor)]
+    guards = [Watched(watched, names)] if watched else []
+    return Content(items, devices.reads(storages), guards)
+
+
+def _pickled(item: WriteItem, planner: Any, known: dict[tuple[type, str], bytes] | None) -> bytes:
+    value = None if known is None else planner.lookup_object(item.index)
+    if known is None or type(value) not in _ATOMS:
+        content: bytes = planner.resolve_data(item).getvalue()
+        return content
+    key = type(value), repr(value)
+    if key not in known:
+        known[key] = planner.transform_object(item, value).getvalue()
+    return known[key]
+
+
+def _readable(tensor: torch.Tensor, kinds: frozenset[str]) -> torch.Tensor | bytes:
+    """A tensor whose memory can be copied as it lies, or what torch.save makes of it."""
+    if type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "wait"):
+        tensor = tensor.wait()  # of a collective that may still run
+    plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
+    if not plain or tensor.is_quantized or tensor.is_nested:
+        tensor = tensor.cpu()
+        file = io.BytesIO()
+        torch_save(tensor, file)
+        return file.getvalue()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.device.type not in kinds:
+        tensor = tensor.cpu()
+    return tensor.contiguous()

@@ -1,0 +1,370 @@
+"""Which piece of which tensor a rank writes, and which bytes of a stored piece a load moves where.
+
+Arithmetic on rectangles of row-major tensors, the same on every rank, so that ranks agree without
+speaking. Responsible for splitting, intersecting and covering; must not know torch, files, formats,
+or how ranks reach each other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, repeat
+from math import inf, nextafter, prod
+from operator import add, mul
+from random import SystemRandom
+from typing import NamedTuple
+from zlib import crc32
+
+from fastckpt.plan.runs import CopyRow, strided_copies
+
+# A tensor below this is written by one rank: cutting it would cost more in indexes than it saves.
+UNCUT_BYTES = 64 << 10
+# Cuts move by at most half of this fraction of what a rank writes, to end where a row ends.
+ROUNDING = 1000
+
+_FIELD = (1 << 127) - 1  # a prime
+
+
+class Box(NamedTuple):
+    """A rectangle of a tensor: one offset and one size for each dimension; () and () in 0-d."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 in 0-d."""
+        return prod(self.sizes)
+
+
+class Held(NamedTuple):
+    """What a rank holds of one tensor: a box, contiguous and row-major in its memory.
+
+    `itemsize` is in bytes and `shape` is the whole tensor's. `holders` are all ranks that hold this
+    very box, ascending, the rank itself among them; tensors with the same holders had better share
+    one tuple object, which is then hashed once.
+    """
+
+    key: str
+    itemsize: int
+    shape: tuple[int, ...]
+    box: Box
+    holders: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A rectangle that a rank writes: part of the held tensor with index `held`, never empty.
+
+    `box` is in coordinates of the whole tensor. In the memory of what is held it is one run, which
+    starts `begin` elements after the first.
+    """
+
+    held: int
+    box: Box
+    begin: int
+
+
+def shard_box(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[int | None],
+) -> Box:
+    """The part of a tensor that a rank of a device mesh holds.
+
+    Args:
+        shape: the whole tensor's, one size for each dimension.
+        mesh_shape: number of ranks along each dimension of the mesh.
+        coordinate: where in the mesh the rank is, one index for each dimension of the mesh.
+        placements: for each dimension of the mesh, the tensor dimension that is sharded along it
+            (negative ones count from the last), or None where the tensor is replicated.
+
+    Returns:
+        The box. Shards are those of torch.chunk, taken along the mesh's dimensions from left to
+        right: all of the same size but the last ones, which are smaller or empty.
+
+    Raises:
+        ValueError: the arguments' lengths differ, or a coordinate or placement is out of range.
+    """
+    _check_coordinate(mesh_shape, coordinate, placements)
+    offsets, sizes = [0] * len(shape), list(shape)
+    for ranks, position, dim in zip(mesh_shape, coordinate, placements, strict=True):
+        if dim is None:
+            continue
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(f"a tensor of shape {tuple(shape)} has no dimension {dim} to shard")
+        chunk = -(-sizes[dim] // ranks)
+        begin = min(position * chunk, sizes[dim])
+        offsets[dim] += begin
+        sizes[dim] = min(chunk, sizes[dim] - begin)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def mesh_holders(
+    mesh: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[int | None],
+) -> tuple[int, ...]:
+    """The ranks that hold the same shard as the rank at `coordinate`, ascending, it included.
+
+    The work grows with the answer and not with the mesh. Call it once for each distinct mesh and
+    placements and let the tensors share the answer.
+
+    Args:
+        mesh: ranks of the mesh, flat and row-major.
+        mesh_shape: number of ranks along each dimension of the mesh.
+        coordinate: where in the mesh the rank is, one index for each dimension of the mesh.
+        placements: as for shard_box().
+
+    Raises:
+        ValueError: the arguments' lengths differ, or a coordinate is out of range.
+    """
+    _check_coordinate(mesh_shape, coordinate, placements)
+    strides = row_major(mesh_shape)
+    if len(mesh) != prod(mesh_shape):
+        raise ValueError(f"{len(mesh)} ranks do not make a mesh of shape {tuple(mesh_shape)}")
+    places = [0]
+    for ranks, stride, position, dim in zip(
+        mesh_shape, strides, coordinate, placements, strict=True
+    ):
+        positions = range(ranks) if dim is None else (position,)
+        places = [place + stride * along for place in places for along in positions]
+    return tuple(sorted(mesh[place] for place in places))
+
+
+def plan(held: Sequence[Held], rank: int) -> list[Piece]:
+    """What a rank writes, so that all ranks together write every element exactly once.
+
+    Tensors with the same holders are laid end to end, and this line of bytes is cut into as many
+    intervals as there are holders. Holder number i takes interval i; where the tensors are fewer
+    than the holders, the intervals are rotated among the holders by a hash of the first key, lest
+    the same holder gets the only tensor of every line. Intervals are equal to within one element
+    (two, where item sizes are mixed), except that a tensor below UNCUT_BYTES is not cut, and that a
+    cut is rounded to a multiple of the largest subarray (a row of a matrix, or the whole tensor)
+    that is at most 1/ROUNDING of an interval. The work is O(len(held)), plus O(len(holders)) for
+    each distinct tuple of holders.
+
+    Args:
+        held: what this rank holds, with the tensors that have the same holders in the same order
+            on each of them.
+        rank: this rank.
+
+    Returns:
+        Pieces in order of `held` and memory: for each tensor of n dimensions at most 2n - 1, or one
+        if it has none; none for an empty box.
+
+    Raises:
+        ValueError: `rank` is not among the holders of a tensor.
+    """
+    lines: dict[tuple[int, ...], list[int]] = {}
+    line_of: dict[int, list[int]] = {}  # by identity: the hash of a tuple is computed each time
+    for index, item in enumerate(held):
+        if item.box.numel == 0:
+            continue
+        line = line_of.get(id(item.holders))
+        if line is None:
+            line = line_of[id(item.holders)] = lines.setdefault(item.holders, [])
+        line.append(index)
+    pieces: list[Piece] = []
+    for holders, line in lines.items():
+        pieces.extend(_share(held, line, holders, rank))
+    pieces.sort(key=lambda piece: (piece.held, piece.begin))
+    return pieces
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The elements that are in both boxes of one tensor, or None where there are none.
+
+    Raises:
+        ValueError: the boxes differ in their number of dimensions.
+    """
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    sizes = tuple(
+        min(a_offset + a_size, b_offset + b_size) - offset
+        for offset, a_offset, a_size, b_offset, b_size in zip(
+            offsets, a.offsets, a.sizes, b.offsets, b.sizes, strict=True
+        )
+    )
+    return None if sizes and min(sizes) <= 0 else Box(offsets, sizes)
+
+
+def copies(piece: Box, file_offset: int, target: Box, address: int, itemsize: int) -> list[CopyRow]:
+    """How what a stored piece and a tensor in memory have in common gets from one to the other.
+
+    Args:
+        piece: what is stored, contiguous and row-major.
+        file_offset: where in the file it begins, in bytes.
+        target: what the memory holds, contiguous and row-major, of the same tensor as the piece.
+        address: where in memory it begins.
+        itemsize: bytes of an element.
+
+    Returns:
+        Rows (file offset, address, nbytes, count, file stride, address stride): `count` runs of
+        `nbytes` each, every run the strides after the run before it. Runs are as long as they can
+        be and no two rows share a run. Rows ascend in the file and do not interleave. Empty if
+        piece and target do not meet.
+
+    Raises:
+        ValueError: the boxes differ in their number of dimensions.
+    """
+    common = intersect(piece, target)
+    if common is None:
+        return []
+    file_strides, address_strides = row_major(piece.sizes), row_major(target.sizes)
+    for dim, begin in enumerate(common.offsets):
+        file_offset += (begin - piece.offsets[dim]) * file_strides[dim] * itemsize
+        address += (begin - target.offsets[dim]) * address_strides[dim] * itemsize
+    return strided_copies(
+        common.sizes, file_offset, file_strides, address, address_strides, itemsize
+    )
+
+
+def covers(target: Box, parts: Sequence[Box]) -> bool:
+    """Whether every element of the target is in exactly one of the parts.
+
+    What parts have outside of the target is ignored; a part of another number of dimensions is an
+    answer too: False. Takes time in proportion to the number of parts and of dimensions. Numbers
+    are drawn for it: whoever chose the parts, the answer is wrong with a probability below 2^-100.
+    """
+    if any(len(part.sizes) != len(target.sizes) for part in parts):
+        return False
+    inside = [common for part in parts if (common := intersect(part, target)) is not None]
+    # A wrong volume is the cheapest sign of a gap.
+    if not inside or sum(box.numel for box in inside) != target.numel:
+        return target.numel == 0
+    divided = [
+        dim
+        for dim, size in enumerate(target.sizes)
+        if any(box.sizes[dim] != size for box in inside)
+    ]
+    # Cut every dimension at each bound of a part: then the parts and the target are sums of cells.
+    # Number the cuts of each dimension at random, and let a cell weigh the product of the
+    # differences between the numbers of its bounds; so weighs a box. Different sums of cells are
+    # different polynomials of these numbers, of a degree no higher than the number of dimensions
+    # is, and at a random point of a field polynomials hardly ever meet.
+    draw = SystemRandom().randrange
+    numbers: list[dict[int, int]] = [{} for _ in divided]
+    left = 0
+    for box, sign in chain([(target, -1)], zip(inside, repeat(1))):
+        weight = sign
+        for dim, number_of in zip(divided, numbers, strict=True):
+            begin = box.offsets[dim]
+            end = begin + box.sizes[dim]
+            for cut in (begin, end):
+                if cut not in number_of:
+                    number_of[cut] = draw(_FIELD)
+            weight = weight * (number_of[end] - number_of[begin]) % _FIELD
+        left += weight
+    return left % _FIELD == 0
+
+
+def span(box: Box, shape: Sequence[int]) -> tuple[float, float]:
+    """Bounds of a box in the row-major order of its tensor, as fractions of the elements.
+
+    Returns:
+        (low, high) within 0..1. What is rounded is rounded outwards, so two boxes of a tensor that
+        have an element in common always have spans with low < other high, both ways round. (0, 0)
+        for an empty box.
+    """
+    if box.numel == 0:
+        return 0.0, 0.0
+    strides = row_major(shape)
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    extent = sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+    numel, last = prod(shape), first + extent + 1
+    low, high = first / numel, last / numel
+    numerator, denominator = low.as_integer_ratio()
+    if numerator * numel > first * denominator:
+        low = nextafter(low, -inf)
+    numerator, denominator = high.as_integer_ratio()
+    if numerator * numel < last * denominator:
+        high = nextafter(high, inf)
+    return low, high
+
+
+def _check_coordinate(
+    mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[int | None]
+) -> None:
+    """Raises ValueError unless coordinate and placements fit the mesh."""
+    if not len(mesh_shape) == len(coordinate) == len(placements):
+        raise ValueError(
+            f"a mesh of shape {tuple(mesh_shape)} needs as many coordinates and placements as it"
+            f" has dimensions, not {tuple(coordinate)} and {tuple(placements)}"
+        )
+    if not all(0 <= at < ranks for at, ranks in zip(coordinate, mesh_shape, strict=True)):
+        raise ValueError(f"{tuple(coordinate)} is not in a mesh of shape {tuple(mesh_shape)}")
+
+
+def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next, for each dimension of a row-major array."""
+    return tuple(accumulate(reversed(sizes[1:]), mul, initial=1))[::-1] if sizes else ()
+
+
+def _grain(item: Held, interval_nbytes: int) -> int:
+    """The bytes to multiples of which cuts of a tensor are rounded; its size is one of these."""
+    rounding_nbytes = interval_nbytes // ROUNDING
+    nbytes = item.box.numel * item.itemsize
+    if nbytes < UNCUT_BYTES:
+        return nbytes
+    grain = item.itemsize
+    for size in reversed(item.box.sizes):
+        if grain * size > rounding_nbytes:
+            break
+        grain *= size
+    return grain
+
+
+def _share(
+    held: Sequence[Held], line: Sequence[int], holders: tuple[int, ...], rank: int
+) -> Iterator[Piece]:
+    """A rank's pieces of one line: the tensors `held[i] for i in line`, none of them empty."""
+    number = bisect_left(holders, rank)
+    first_key = held[line[0]].key
+    if number == len(holders) or holders[number] != rank:
+        raise ValueError(f"rank {rank} is not among the holders of {first_key!r}")
+    if len(line) < len(holders):
+        number = (number + crc32(first_key.encode())) % len(holders)
+    nbytes = (held[index].box.numel * held[index].itemsize for index in line)
+    starts = list(accumulate(nbytes, initial=0))
+    total = starts[-1]
+
+    def cut(interval: int) -> int:
+        exact = total * interval // len(holders)
+        at = bisect_right(starts, exact) - 1
+        if at == len(line):
+            return total
+        grain = _grain(held[line[at]], total // len(holders))
+        return starts[at] + (exact - starts[at] + grain // 2) // grain * grain
+
+    begin, end = cut(number), cut(number + 1)
+    for at in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
+        item = held[line[at]]
+        first = max(begin - starts[at], 0) // item.itemsize
+        last = (min(end, starts[at + 1]) - starts[at]) // item.itemsize
+        for box, offset in _rectangles(item.box, first, last):
+            yield Piece(line[at], box, offset)
+
+
+def _rectangles(box: Box, begin: int, end: int) -> Iterator[tuple[Box, int]]:
+    """Divides elements [begin, end) of a box, in row-major order, into at most 2n - 1 rectangles.
+
+    Each is given with the element of the box at which it begins. The first ones fill up the rows
+    that are begun, from the innermost dimension outwards; then come whole rows, then what is left.
+    """
+    if end - begin == box.numel:
+        yield box, begin
+        return
+    strides = row_major(box.sizes)
+    while begin < end:
+        dim = next(
+            dim
+            for dim, stride in enumerate(strides)
+            if begin % stride == 0 and begin + stride <= end
+        )
+        index = [begin // stride % size for stride, size in zip(strides, box.sizes, strict=True)]
+        count = min((end - begin) // strides[dim], box.sizes[dim] - index[dim])
+        offsets = tuple(map(add, box.offsets, index))
+        yield Box(offsets, (1,) * dim + (count,) + box.sizes[dim + 1 :]), begin
+        begin += count * strides[dim]

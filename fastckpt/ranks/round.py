@@ -1,0 +1,365 @@
+"""One agreement between the ranks of a group about one save or restore, over a c10d store.
+
+Responsible for records that ranks leave for each other, for one failure ending a round on all ranks
+with the same cause, and for waits that end. Must not know files, tensors, formats, or what a record
+says; never touches a process group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from fastckpt.errors import PeerFailed, is_visible
+from fastckpt.ranks.session import Session, name_of, numbers_in
+
+log = logging.getLogger("fastckpt")
+
+TIMEOUT_S, LINGER_S = 600.0, 5.0
+_LOOK_S, _GRACE_S = 1.0, 2.0  # how often to look where a missing rank is; its time to return
+_REJOIN_S, _REJOIN_POLL_S = (
+    10.0,
+    0.05,
+)  # a rank that was missed: how long for the others to be there
+_RANKS_LOOKED_AT, _RANKS_IN_BATCH, _CAUSE_CHARS = 16, 256, 4000
+_RECORD_BYTES = 8_000_000  # a TCPStore hangs up on more
+_DECIDED, _ABSENT = b"decided", b"absent"  # the latter makes compare_set a get that does not wait
+_IN_DOUBT = "the checkpoint may or may not be visible"
+COMMITTED_NOTHING = "nothing was committed"
+
+
+class Connection(Protocol):
+    """What a round needs of the Coordinator that began it."""
+
+    rank: int
+    world_size: int
+    session: Session
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the store has failed."""
+
+    def call(self, operation: str, key: str | list[str], *values: Any) -> Any:
+        """One operation of the store; ConnectionError once it has failed."""
+
+    def free(self, ended: list[Round]) -> None:
+        """Deletes this rank's keys of rounds that all have left."""
+
+
+class Round:
+    """One agreement as this rank takes part in it, on one thread at a time.
+
+    Every call but fail() and close() raises PeerFailed: for the first failure of any rank, for
+    ranks still missing when time is up, or for a store that is gone. All ranks that can be told
+    raise the same text; it says what is known of the checkpoint.
+
+    Attributes: rank and world_size as the Coordinator's; label as given to begin(); name, that with
+    the number of earlier rounds of the label; operations, how many the store was asked for so far.
+    """
+
+    def __init__(
+        self, coordinator: Connection, label: str, timeout_s: float, consequence: str
+    ) -> None:
+        self.rank, self.world_size = coordinator.rank, coordinator.world_size
+        self.label, self.operations = label, 0
+        self._coordinator, self._session = coordinator, coordinator.session
+        self._timeout_s, self._consequence = timeout_s, consequence
+        # Rank 0, which knows best who is missing, has the first word.
+        self._patience_s = timeout_s + (min(60.0, timeout_s / 10) if self.rank else 0.0)
+        self._set_number(self._session.begin(label))
+        self._keys: list[str] = []
+        self._end = b""  # once known: _DECIDED, or the failure
+        self._joined = self._closed = False
+
+    def _set_number(self, number: int) -> None:
+        self._number, self.name = number, name_of(self.label, number)
+        self._path = hashlib.sha256(self.name.encode(errors="surrogatepass")).hexdigest()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leaves this rank's record under key, once; ValueError if it has more than 8 MB."""
+        if len(value) > _RECORD_BYTES:
+            raise ValueError(f"record {key!r} has {len(value)} bytes, at most {_RECORD_BYTES}")
+        self._keys.append(self._at(key, self.rank))
+        self._call("set", self._keys[-1], value)
+
+    def get(self, key: str, rank: int = 0) -> bytes:
+        """Waits for the record that `rank` puts under key, and returns it."""
+        return self._records(key, [rank])[0]
+
+    def gather(self, key: str) -> list[bytes]:
+        """Waits for every rank's record under key; returns them in rank order."""
+        return self._records(key, range(self.world_size))
+
+    def poll(self, key: str, rank: int = 0) -> bytes | None:
+        """The record that `rank` put under key, None if it is not there yet."""
+        if self._call("check", [self._at(key, rank)]):
+            return self.get(key, rank)
+        self.check()
+        return None
+
+    def same(
+        self, key: str, digest: bytes, detail: Callable[[], bytes]
+    ) -> list[tuple[list[int], bytes]] | None:
+        """Finds out whether all ranks have the same digest; all call it, with keys of their own.
+
+        Returns None if so. Else, equal on every rank: for each digest the ranks that have it and
+        what detail(), called on the lowest of these alone, returned; in the order of these.
+        """
+        self.put(f"{key}.digest", digest)
+        if self.rank == 0:
+            ranks_of: dict[bytes, list[int]] = {}
+            for rank, record in enumerate(self.gather(f"{key}.digest")):
+                ranks_of.setdefault(record, []).append(rank)
+            unequal = [*ranks_of.values()] if len(ranks_of) > 1 else []
+            self.put(f"{key}.unequal", json.dumps(unequal).encode())
+        groups: list[list[int]] = json.loads(self.get(f"{key}.unequal"))
+        if self.rank in [ranks[0] for ranks in groups]:
+            self.put(f"{key}.detail", detail())
+        if self.rank == 0:  # passes on what others may delete when they close
+            for ranks in groups:
+                self.put(f"{key}.detail of {ranks[0]}", self.get(f"{key}.detail", ranks[0]))
+        return [(ranks, self.get(f"{key}.detail of {ranks[0]}")) for ranks in groups] or None
+
+    def fail(self, error: BaseException) -> None:
+        """Tells every rank that this one failed; without effect after decide(). Never raises."""
+        if isinstance(error, PeerFailed) and (self.failed or self._coordinator.is_gone):
+            return  # all know it, or none can be told
+        try:
+            self._join(0.0)
+            self._post(f"rank {self.rank} failed: {type(error).__name__}: {error}", [self.rank])
+        except Exception as unheard:
+            log.warning("other ranks could not be told of %r: %s", error, unheard)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """An error in the body is this rank's, so that nobody waits for it; then it has left."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            self.close()
+            raise
+
+    def decide(self) -> None:
+        """On rank 0, before it commits: unless one came first, no failure counts from here on."""
+        assert self.rank == 0, "rank 0 commits"
+        self._end = self._call("compare_set", self._at("end"), b"", _DECIDED)
+        self.check()
+
+    def tell_outcome(self, error: BaseException | None) -> None:
+        """On rank 0, after decide(): tells the others how its commit went."""
+        told: list[object] = []
+        if error is not None:
+            text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
+            told = [text.encode(errors="replace").decode(), is_visible(error)]
+        self.put("outcome", json.dumps(told).encode())
+
+    def hear_outcome(self) -> PeerFailed | None:
+        """On the others: waits for that. Returns the failure of the commit, `visible` or not."""
+        told = json.loads(self.get("outcome"))
+        return PeerFailed(told[0], (0,), visible=told[1]) if told else None
+
+    def check(self) -> None:
+        """Raises the failure, if there is one."""
+        if not self._end and self._call("check", [self._at("end")]):
+            self._end = self._call("get", self._at("end"))
+        if self.failed:
+            text, ranks, _missing = json.loads(self._end)
+            raise PeerFailed(text, tuple(ranks))
+
+    def close(self, linger_s: float = LINGER_S) -> None:
+        """Leaves the round and frees its keys. Idempotent, never raises.
+
+        Rank 0 waits, for linger_s seconds at most, until all have left, for its process may host
+        the store; what is left then, its next close frees. The others delete their records here,
+        so they close when rank 0 has told them that nobody needs these any more; or, after a
+        failure, which may find others reading them, by a later close.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._session.end(self.label, self._number)
+        try:
+            if self.rank and not self.failed:
+                self.delete()
+            self._call("add", self._at("left"), 1)
+            if self.rank == 0:
+                since = time.monotonic()
+                until = since if self.failed else since + linger_s
+                while not self.is_over() and time.monotonic() < until:
+                    pause(since, until)
+            if self.rank == 0 or self.failed:
+                self._coordinator.free([self])
+        except (RuntimeError, ValueError) as error:
+            log.debug("keys of %s stay in the store: %s", self.name, error)
+
+    @property
+    def failed(self) -> bool:
+        return self._end not in (b"", _DECIDED)
+
+    def is_over(self) -> bool:
+        """Whether every rank has closed this round; asked when this one has."""
+        return self._absent() <= 0
+
+    def is_awaited(self) -> bool:
+        """Whether a rank has yet to close this round, other than those whose absence it failed for,
+        which may be dead.
+        """
+        missing = len(json.loads(self._end)[2]) if self.failed else 0
+        return self._absent() > missing
+
+    def _absent(self) -> int:
+        """How many ranks have not closed this round."""
+        left = self._call("compare_set", self._at("left"), _ABSENT, _ABSENT)
+        # rank 0 deletes it after the last
+        return 0 if left == _ABSENT else self.world_size - int(left)
+
+    def delete(self) -> None:
+        """Deletes this rank's records; on rank 0 also what all ranks share."""
+        for key in self._keys + ([] if self.rank else [self._at("end"), self._at("left")]):
+            self._call("delete_key", key)
+
+    def _at(self, *names: object) -> str:
+        self._join(min(_REJOIN_S, self._timeout_s))
+        return "/".join([self._path, *map(str, names)])
+
+    def _call(self, operation: str, key: str | list[str], *values: Any) -> Any:
+        self.operations += 1
+        try:
+            return self._coordinator.call(operation, key, *values)
+        except ConnectionError as error:
+            undecided = self.rank == 0 and self._end != _DECIDED
+            raise PeerFailed(
+                f"{self.label}: the store that ranks agree through is unreachable ({error}): the "
+                "process that hosts it, likely rank 0's or the launcher's agent, is gone; "
+                + (self._consequence if undecided else _IN_DOUBT)
+            ) from None
+
+    def _join(self, patience_s: float) -> None:
+        """Takes this rank's place among the rounds of the label.
+
+        The others may have given up on this rank in the round that it comes to: then it has missed
+        a call of theirs, or is very late. If they are at a later round by now, that is the one
+        meant. If not, it is told what they were, and its next call is in step with theirs.
+        """
+        if self._joined:
+            return
+        self._joined = True
+        self._set_number(self._session.take(self.label, self._number))
+        self._announce()
+        until = time.monotonic() + patience_s
+        while self._is_missed():
+            later = self._later()
+            if later is not None:
+                self._session.move(self.label, self._number, later)
+                self._set_number(later)
+                self._end = b""
+                self._announce()
+            elif time.monotonic() >= until:
+                return
+            else:
+                time.sleep(_REJOIN_POLL_S)
+
+    def _announce(self) -> None:
+        self._call("set", f"last/{self.rank}", self._session.record())
+
+    def _is_missed(self) -> bool:
+        """Whether the others gave up on this rank, which has not said a word yet."""
+        if self.world_size == 1:
+            return False
+        if not self._end and self._call("check", [self._at("end")]):
+            self._end = self._call("get", self._at("end"))
+        return self.failed and self.rank in json.loads(self._end)[1]
+
+    def _later(self) -> int | None:
+        """The first round after this one that another rank has begun and this one has not."""
+        others = set(range(self.world_size)) - set(json.loads(self._end)[1])
+        told = self._call("compare_set", f"last/{min(others)}", _ABSENT, _ABSENT) if others else b""
+        if told in (b"", _ABSENT):
+            return None
+        for number in numbers_in(told, self.label):
+            if number > self._number and not self._session.is_taken(self.label, number):
+                return number
+        return None
+
+    def _records(self, key: str, ranks: Sequence[int]) -> list[bytes]:
+        records: list[bytes] = []
+        while missing := ranks[len(records) :]:
+            keys = [self._at(key, rank) for rank in missing[:_RANKS_IN_BATCH]]
+            self._wait(key, keys, missing)
+            records += self._call("multi_get", keys)
+        return records
+
+    def _wait(self, key: str, keys: list[str], ranks: Sequence[int]) -> None:
+        """Until `keys` are there, which are those of the first of `ranks`."""
+        since = looked = time.monotonic()
+        deadline = since + self._patience_s  # of this wait: what this rank did before is no wait
+        strayed: dict[int, float] = {}
+        while not self._call("check", keys):
+            try:
+                self.check()
+            except PeerFailed:
+                if not self._call("check", keys):  # what was there before the failure counts
+                    raise
+            now = time.monotonic()
+            if now >= deadline:
+                self._give_up(key, ranks)
+            elif now - looked >= _LOOK_S:
+                looked = now
+                paired = zip(ranks, keys, strict=False)
+                missing = (rank for rank, its in paired if not self._call("check", [its]))
+                for rank in itertools.islice(missing, _RANKS_LOOKED_AT):
+                    past, did = self._whereabouts(rank, key)
+                    if past and now - strayed.setdefault(rank, now) >= _GRACE_S:
+                        order = "all ranks must save, load and restore the same in the same order"
+                        self._post(f"rank {rank} {did}: {order}", [rank], [rank])
+            pause(since, deadline)
+
+    def _whereabouts(self, rank: int, key: str) -> tuple[bool, str]:
+        """Whether a rank can no longer join this round, and what it did instead, in words."""
+        told = self._call("compare_set", f"last/{rank}", _ABSENT, _ABSENT)
+        if told == _ABSENT:
+            return False, "did not join"
+        last, under_way = json.loads(told)
+        if self.name in under_way:
+            return False, f"joined but did not send {key!r}"
+        if last is None:
+            return True, f"has closed and never joined {self.label!r}"
+        label = last.rpartition("#")[0]
+        if self._session.is_past(self.name, last):
+            return True, f"is at {label!r} and never joined {self.label!r}"
+        return False, f"did not join (its last was {label!r})"
+
+    def _give_up(self, key: str, ranks: Sequence[int]) -> None:
+        """Blames the missing, unless somebody was faster, or rank 0 has decided."""
+        missing = [rank for rank in ranks if not self._call("check", [self._at(key, rank)])]
+        did = [f"rank {rank} {self._whereabouts(rank, key)[1]}" for rank in missing[:8]]
+        did += [f"{len(missing) - 8} more are missing"] if len(missing) > 8 else []
+        if missing:
+            self._post(f"{', '.join(did)} within {self._timeout_s:g} s", missing, missing)
+            self.check()
+            lost = f"rank 0 was committing and did not say how that went for {self._timeout_s:g} s"
+            raise PeerFailed(f"{self.label}: {lost}: {_IN_DOUBT}", (0,))
+
+    def _post(self, why: str, ranks: Sequence[int], missing: Sequence[int] = ()) -> None:
+        """Ends the round by a failure, unless it has ended.
+
+        Args:
+            why, ranks: what PeerFailed says.
+            missing: ranks that may never leave the round, for they have not come to it.
+        """
+        text = f"{self.label}: {why[:_CAUSE_CHARS]}; {self._consequence}"
+        failure = [text, [*ranks], [*missing]]
+        self._end = self._call("compare_set", self._at("end"), b"", json.dumps(failure).encode())
+
+
+def pause(since: float, until: float) -> None:
+    """Sleeps for 5% of the time waited, so that thousands who wait do not drown the store."""
+    now = time.monotonic()
+    time.sleep(max(0.0, min(max((now - since) / 20, 0.001), 1.0, until - now)))

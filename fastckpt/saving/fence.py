@@ -1,0 +1,293 @@
+"""The verdict on a step-fence save: whether what it copied was, all of it, as it was at the call.
+
+Responsible for comparing version counters and samples of memory, at a moment that proves something,
+and for naming the tensor. It must not know how tensors are copied or what happens to the save.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fastckpt.engine.running_calls import RunningCalls, positions
+from fastckpt.errors import StagingConflict
+from fastckpt.formats.torch_pickle import SMALL_BYTES
+
+log = logging.getLogger("fastckpt")
+
+PATIENCE_S = 60.0  # the longest wait for one call of another thread to end
+_NOTICE_S = 1.0
+_SAMPLED_TENSORS = 64
+_SAMPLE_BYTES = 64
+_SAMPLED_ELEMENTS = 8  # of a tensor whose memory is not one piece
+_OF_TORCH = (torch.Tensor, torch.nn.Parameter)
+_RANDOM = random.Random()  # not the user's, whose numbers stay what they are
+
+_ADVICE = 'update it in an optimizer step, call wait_staged() first, or save with fence="call"'
+
+
+class Verdict:
+    """Whether what a save watches stayed as it was until it was copied. It is given once: by the
+    thread that goes on to change it, or by the save when all was copied, whichever comes first.
+
+    An operation counts its change of a tensor when it ends. So the counters are compared when every
+    call has ended that some thread was inside of after the copy had: an operation that began before
+    the copy's end is in one of these calls, or has counted by then.
+
+    Args:
+        watched: what is watched, in parts.
+    """
+
+    def __init__(self, watched: Sequence[Watched]) -> None:
+        self._watched = watched
+        # Calls that began before the save did race with save() itself, as with torch.save.
+        self._before = positions() if any(part.is_open() for part in watched) else {}
+        self._lock = threading.Lock()
+        self._running = ""  # a call that did not end
+
+    def give(self) -> None:
+        """Called when everything was copied, or is in the order of the caller's streams. Waits for
+        calls that may be changing what was; when it returns, the tensors may change.
+        """
+        with self._lock:
+            parts = [part for part in self._watched if part.is_open()]
+            if not parts:
+                return
+            calls = RunningCalls(self._before)
+            try:
+                ended = calls.have_ended() or any([part.has_changed() for part in parts])
+                if not ended:
+                    self._wait(calls)
+            finally:
+                calls.forget()
+            # Not if a signal handler has ended the wait: then the save will give the verdict.
+            for part in parts:
+                part.look()
+
+    def _wait(self, calls: RunningCalls) -> None:
+        if calls.wait(_NOTICE_S):
+            return
+        log.info("a save waits for %s, which may be changing what is saved", calls.text())
+        if not calls.wait(PATIENCE_S):
+            self._running = calls.text()
+
+    def check(self, path: str) -> None:
+        """Gives the verdict if nobody has.
+
+        Raises:
+            StagingConflict: a tensor was changed in place before it was copied, or may have been.
+        """
+        self.give()
+        running, self._running = self._running, ""
+        for part in self._watched:
+            part.check(path)
+        if running:
+            raise StagingConflict(
+                f"{running} has been in one call for {PATIENCE_S:.0f} s, since before everything "
+                f"was copied that the save to {path!r} needs. It cannot be told whether that call "
+                f"changes a tensor of the state: {_ADVICE}"
+            )
+
+    def forget(self) -> None:
+        """Lets go of everything; nobody will ask any more."""
+        for part in self._watched:
+            part.forget()
+        self._watched = ()
+
+
+class Watched:
+    """Tensors that must not change before they were copied.
+
+    Args:
+        tensors: with the version counters (torch.Tensor._version) they had when they were captured;
+            emptied. Those whose storages have at most SMALL_BYTES were copied before save()
+            returned: they may change.
+        obj: what was saved; used to name a tensor.
+    """
+
+    def __init__(self, tensors: list[tuple[torch.Tensor, int]], obj: object) -> None:
+        self._lock = threading.Lock()
+        self._counters = [_Counter.of(*item) for item in tensors if not _is_copied(item[0])]
+        tensors.clear()  # in place: the pickler's class refers to this list, in a circle
+        self._samples = _samples(self._counters)
+        self._obj = obj
+        self._changed: tuple[torch.Tensor, object, str] | None = None
+
+    def is_open(self) -> bool:
+        """Whether there is something to look at."""
+        return bool(self._counters)
+
+    def has_changed(self) -> bool:
+        """Whether a change is to be seen already; the first one is kept for check()."""
+        with self._lock:
+            if self._changed is None:
+                self._changed = self._change()
+            return self._changed is not None
+
+    def _change(self) -> tuple[torch.Tensor, object, str] | None:
+        for counter in self._counters:
+            if counter.alias._version != counter.version:
+                return counter.tensor, self._obj, "changed in place"
+        for sample in self._samples:
+            if sample.differs():
+                return sample.tensor, self._obj, "written to in a way that torch does not count"
+        return None
+
+    def look(self) -> None:
+        """Looks for the last time; from now on the tensors may change."""
+        try:
+            self.has_changed()
+        finally:
+            with self._lock:
+                self._counters, self._samples, self._obj = [], [], None
+
+    def forget(self) -> None:
+        """Lets go of everything; nobody will ask any more."""
+        with self._lock:
+            self._counters, self._samples = [], []
+            self._obj = self._changed = None
+
+    def check(self, path: str) -> None:
+        """Tells of a change that was seen.
+
+        Raises:
+            StagingConflict: there was one.
+        """
+        changed, self._changed = self._changed, None
+        if changed is not None:
+            tensor, obj, how = changed
+            raise StagingConflict(
+                f"{name_of(tensor, obj)} was {how} before the save to {path!r} had "
+                f"copied it: {_ADVICE}"
+            )
+
+
+class _Counter(NamedTuple):
+    """A tensor and its version counter.
+
+    Attributes:
+        tensor: by which it is named. It may be given other memory, and another counter with it
+            (`set_`, `.data =`, torch.utils.swap_tensors).
+        alias: has the memory that is saved, and its counter, for as long as they are of interest.
+        version: of the alias at the call.
+    """
+
+    tensor: torch.Tensor
+    alias: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, version: int) -> _Counter:
+        """The counter of a tensor that was captured at this version."""
+        if type(tensor) not in _OF_TORCH or tensor.layout is not torch.strided:
+            return cls(tensor, tensor, version)
+        with torch._C._DisableTorchDispatch():  # a mode of the caller's is not concerned
+            return cls(tensor, tensor.detach(), version)
+
+
+class _Sample(NamedTuple):
+    """A few bytes of a tensor's memory, as they were at the call."""
+
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    offset: int
+    content: bytes
+
+    def differs(self) -> bool:
+        """Whether they are others now."""
+        if self.offset + len(self.content) > self.storage.nbytes():
+            return False  # freed by resizing it, which no check can make safe
+        now = ctypes.string_at(self.storage.data_ptr() + self.offset, len(self.content))
+        return now != self.content
+
+
+def _samples(counters: Sequence[_Counter]) -> list[_Sample]:
+    """Bytes at two places, others each time, of large tensors on the host."""
+    if len(counters) > _SAMPLED_TENSORS:
+        counters = _RANDOM.sample(counters, _SAMPLED_TENSORS)
+    found: list[_Sample] = []
+    for counter in counters:
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                found += _samples_of(counter)
+        except (NotImplementedError, RuntimeError):
+            continue  # it has no memory of its own
+    return found
+
+
+def _samples_of(counter: _Counter) -> Iterator[_Sample]:
+    tensor = counter.alias
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
+        return
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    address, count = storage.data_ptr(), tensor.numel()
+    if not address or not count:
+        return
+    begin = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous() and count * size > 4 * _SAMPLE_BYTES:
+        apart = int(_RANDOM.random() * (count * size // 4 - _SAMPLE_BYTES))
+        offsets = [begin + apart, begin + count * size - apart - _SAMPLE_BYTES]
+        nbytes = _SAMPLE_BYTES
+    else:  # what lies between its elements may be others'
+        offsets = [begin + size * _any_element(tensor) for _ in range(_SAMPLED_ELEMENTS)]
+        nbytes = size
+    for offset in offsets:
+        content = ctypes.string_at(address + offset, nbytes)
+        yield _Sample(counter.tensor, storage, offset, content)
+
+
+def _any_element(tensor: torch.Tensor) -> int:
+    """The place of some element, counted in elements from the first one."""
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum(_RANDOM.randrange(size) * stride for size, stride in axes)
+
+
+def _is_copied(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.untyped_storage().nbytes() <= SMALL_BYTES
+    except (NotImplementedError, RuntimeError):
+        return False  # sparse and other tensors without a storage of their own
+
+
+def named_tensors(obj: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a nest of dicts, lists, modules and other objects, each once, with names as
+    "obj['model'].weight". Equal nests give equal names in equal order.
+    """
+    seen: set[int] = set()
+    pending: list[tuple[str, object]] = [("obj", obj)]
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, dict):
+            pending += [(f"{name}[{key!r}]", item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            pending += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        elif isinstance(value, torch.nn.Module):
+            pending += [(f"{name}.{key}", item) for key, item in value.named_buffers()]
+            pending += [(f"{name}.{key}", item) for key, item in value.named_parameters()]
+        elif hasattr(value, "__dict__"):
+            pending.append((name, vars(value)))
+
+
+_LEAVES = (str, bytes, int, float, bool, type(None), type, torch.dtype)
+
+
+def name_of(tensor: torch.Tensor, obj: object) -> str:
+    """Where a tensor stands in obj, as "tensor obj['model'].weight"."""
+    try:
+        for name, value in named_tensors(obj):
+            if value is tensor:
+                return f"tensor {name}"
+    except Exception:
+        pass  # the object is being changed meanwhile: it goes without a name
+    return f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"

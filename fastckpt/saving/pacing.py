@@ -1,0 +1,229 @@
+"""How hard saves lean on storage that others use too: at which rate, when, and how many at once.
+
+Responsible for what may be asked, for this rank's share of it, and for the waits that come of it.
+It must not know what is written, nor where to. Everything here delays writing, never staging.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import isfinite
+from random import SystemRandom
+
+from fastckpt.arguments.checks import check_count, check_number, check_rate, optional
+from fastckpt.engine.rates import Rates
+from fastckpt.engine.staging import Route
+from fastckpt.engine.transfer import Transfer
+from fastckpt.errors import CheckpointError
+from fastckpt.handle import SaveStats
+from fastckpt.ranks import nodes
+from fastckpt.ranks.round import Round
+
+_LOOK_S = 2.0  # how often a paced write looks whether another rank has failed
+_JITTER_LOOK_S = 1.0
+_random = SystemRandom()  # the modules that the user seeds stay as they are
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """What was asked for: arguments of Checkpointer of the same names. None and 0: nothing.
+
+    Raises:
+        ValueError, TypeError: one of them is out of range, or of another type.
+    """
+
+    drain_rate: float | None = None
+    start_jitter_s: float = 0.0
+    max_writers: int | None = None
+    writers_per_node: int | None = None
+    timeout_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        jitter_s, timeout_s = self.start_jitter_s, self.timeout_s
+        check_number("start_jitter_s", jitter_s, "a number of seconds")
+        if not (isfinite(jitter_s) and jitter_s >= 0):
+            raise ValueError(f"start_jitter_s is {jitter_s}, must be seconds, 0 or more")
+        if jitter_s and jitter_s >= timeout_s:
+            raise ValueError(
+                f"start_jitter_s is {jitter_s}, must be below timeout_s ({timeout_s}): "
+                "after that the other ranks give up on one that has not written"
+            )
+        optional(check_rate, "drain_rate", self.drain_rate)
+        optional(check_count, "max_writers", self.max_writers)
+        optional(check_count, "writers_per_node", self.writers_per_node)
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.drain_rate or self.start_jitter_s or self.max_writers or self.writers_per_node
+        )
+
+    def text(self) -> str:
+        asked = []
+        if self.drain_rate is not None:
+            asked.append(f"drain_rate {self.drain_rate / 1e6:g} MB/s a node")
+        if self.start_jitter_s:
+            asked.append(f"start_jitter_s {self.start_jitter_s:g}")
+        if self.max_writers is not None:
+            asked.append(f"max_writers {self.max_writers}")
+        if self.writers_per_node is not None:
+            asked.append(f"writers_per_node {self.writers_per_node}")
+        return ", ".join(asked)
+
+
+class Pace:
+    """The pacing of one save on one rank. Without any, nothing here waits or says a word.
+
+    Args:
+        pacing: what was asked for.
+        agreement: the save's round.
+        rates: keeps the token bucket, which all saves of `owner` share.
+        owner: whose saves they are.
+        stats: are told.
+        whole: blocks go whole, because what writes them cannot take parts.
+    """
+
+    def __init__(
+        self,
+        pacing: Pacing,
+        agreement: Round,
+        rates: Rates,
+        owner: str,
+        stats: SaveStats,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self._pacing = pacing
+        self._agreement = agreement
+        self._rates = rates
+        self._owner = owner
+        self._stats = stats
+        self._whole = whole
+        self._rate: float | None = None  # of this rank
+        self._writers: dict[int, int] = {}  # of this node, and what each writes
+        self._held_s = 0.0
+        self._tokens_s: dict[Transfer, float] = {}
+        stats.pacing = pacing.text()
+
+    def heed(self, pacing: Pacing) -> None:
+        """From now on this is asked for; nothing was written yet."""
+        self._pacing = pacing
+        self._stats.pacing = pacing.text()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether shards of several ranks are to go into one file."""
+        return self._pacing.writers_per_node is not None and self._agreement.world_size > 1
+
+    @property
+    def files_per_node(self) -> int:
+        """Into how many they are to go."""
+        return self._pacing.writers_per_node or 1
+
+    @property
+    def meets(self) -> bool:
+        """Whether the ranks of a node share its rate, and have to tell each other of each save."""
+        return self._pacing.drain_rate is not None and self._agreement.world_size > 1
+
+    def meet(self, nbytes: int) -> list[nodes.Neighbour]:
+        """The ranks of this node, which learn how much each has to write. All ranks call it.
+
+        Raises:
+            PeerFailed: another rank failed, or is missing.
+        """
+        neighbours = nodes.neighbours(self._agreement, nbytes)
+        self._writers = {each.rank: each.nbytes for each in neighbours if each.nbytes}
+        return neighbours
+
+    def share(self, nbytes: int) -> None:
+        """Takes this rank's share of its node's rate, to write so much.
+
+        Raises:
+            CheckpointError: at that rate it would take longer than the others wait.
+        """
+        pacing, size = self._pacing, self._agreement.world_size
+        if pacing.drain_rate is None or not nbytes:
+            return
+        part, writers = 1.0, self._writers
+        if writers and pacing.max_writers is not None:
+            part = 1 / len({chain_of(rank, size, pacing.max_writers) for rank in writers})
+        elif writers:
+            part = min(1.0, nbytes / sum(writers.values()))
+        self._rate = pacing.drain_rate * part
+        seconds = nbytes / self._rate
+        if size > 1 and seconds > pacing.timeout_s:
+            raise CheckpointError(
+                f"drain_rate is {pacing.drain_rate:g} bytes/s, of which this rank has "
+                f"{self._rate:g}: its {nbytes} bytes would take {seconds:.0f} s, and ranks wait "
+                f"for each other no longer than timeout_s ({pacing.timeout_s:g} s)"
+            )
+        self._stats.pacing += f"; {self._rate / 1e6:g} MB/s of it here"
+
+    def route(self, route: Route) -> Route:
+        """The way to a file, at this rank's rate."""
+        if self._rate is None:
+            return route
+        bucket = self._rates.bucket(self._owner, self._rate, whole=self._whole)
+        return route._replace(bucket=bucket)
+
+    def begin(self, nbytes: int) -> None:
+        """Takes its share of the rate, and waits until this rank may begin to write so much; if
+        that is nothing, only for its turn, to pass it on.
+
+        Raises:
+            CheckpointError: as share(). PeerFailed: another rank failed, or the one whose turn it
+                is took too long.
+        """
+        if not self._pacing:
+            return
+        self.share(nbytes)
+        began = time.monotonic()
+        if nbytes and self._pacing.start_jitter_s:
+            until = began + _random.uniform(0, self._pacing.start_jitter_s)
+            while (left := until - time.monotonic()) > 0:
+                time.sleep(min(left, _JITTER_LOOK_S))
+                self._agreement.check()
+        most = self._pacing.max_writers
+        if most is not None:
+            # For each in its turn: who is late is blamed by all, and not who waits for it.
+            for rank in turns_before(self._agreement.rank, self._agreement.world_size, most):
+                self._agreement.get("wrote", rank)
+        self._held_s = self._stats.paced_s = time.monotonic() - began
+
+    def end(self, *transfers: Transfer) -> None:
+        """Lets the next rank write, if that had to wait, when this one has written these."""
+        if self._pacing.max_writers is not None:
+            for transfer in transfers:
+                self.wait_written(transfer)
+            self._agreement.put("wrote", b"")
+
+    def wait_written(self, transfer: Transfer) -> None:
+        """As the transfer's; ends early if another rank fails, since at its pace it may be long."""
+        self._watch(transfer)
+        self._tokens_s[transfer] = transfer.tokens_waited_s()
+        self._stats.paced_s = self._held_s + max(self._tokens_s.values())
+
+    def wait_one(self, transfer: Transfer) -> None:
+        """The same for one of many transfers that are written one after another."""
+        self._watch(transfer)
+        self._stats.paced_s += transfer.tokens_waited_s()
+
+    def _watch(self, transfer: Transfer) -> None:
+        while self._rate is not None and not transfer.written(_LOOK_S):
+            self._agreement.check()
+        transfer.wait_written()
+
+
+def chain_of(rank: int, world_size: int, chains: int) -> int:
+    """In which of so many runs of ranks, one after another, a rank is."""
+    return rank * min(chains, world_size) // world_size
+
+
+def turns_before(rank: int, world_size: int, writers: int) -> range:
+    """The ranks that write before a rank, so that no more than `writers` write at a time.
+
+    The ranks are cut into as many runs, and those of a run write one after the other: so the ones
+    that write at a time are spread over the nodes, as far as neighbours have neighbouring ranks.
+    """
+    chain, chains = chain_of(rank, world_size, writers), min(writers, world_size)
+    return range(-(-chain * world_size // chains), rank)

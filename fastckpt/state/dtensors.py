@@ -1,0 +1,231 @@
+"""DTensors: which part of a global tensor this rank holds, who else holds it, and what is refused.
+
+Responsible for everything that asks a DTensor about its mesh and its placements. It must not know
+where in a state it stands, nor what becomes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from fastckpt.formats import safetensors
+from fastckpt.plan.boxes import Box, mesh_holders, shard_box
+
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def is_sharded(value: object) -> bool:
+    """Whether a tensor is a DTensor, of which each rank holds a part."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
+
+
+def is_of_several_ranks(value: object) -> bool:
+    """Whether a tensor is one that several ranks hold parts of: a DTensor or a ShardedTensor."""
+    if type(value) in PLAIN_TENSORS or not isinstance(value, torch.Tensor):
+        return False
+    return is_sharded(value) or hasattr(value, "local_shards")
+
+
+class Part(NamedTuple):
+    """What a rank of a group holds of a DTensor.
+
+    Attributes:
+        local: its memory.
+        box: the part of the global tensor that this is.
+        holders: ranks of the group with the same part, ascending; equal ones are one object.
+        placement: in words, the same on all ranks.
+        identity: what DTensors that are one have in common; ranks come to the same conclusions.
+    """
+
+    local: torch.Tensor
+    box: Box
+    holders: tuple[int, ...]
+    placement: str
+    identity: tuple[Any, ...]
+
+
+class _Spread(NamedTuple):
+    """What follows from mesh, placements and shape: the same for many tensors of a model."""
+
+    box: Box
+    holders: tuple[int, ...]
+    placement: str
+    is_empty_somewhere: bool
+
+
+class Parts:
+    """Finds what this rank of a group holds of DTensors. It keeps them.
+
+    Args:
+        world_size: of the group.
+        rank_of: rank in the group of a global rank; None where they are the same.
+    """
+
+    def __init__(self, world_size: int, rank_of: Mapping[int, int] | None) -> None:
+        self.everybody = tuple(range(world_size))
+        self._rank_of = rank_of
+        self._ranks: dict[Any, tuple[int, ...]] = {}
+        self._holders: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        self._spreads: dict[tuple[Any, ...], _Spread] = {}
+        self._kept: list[Any] = []  # an id says nothing once its object is gone
+
+    def of(self, key: str, tensor: Any) -> Part:
+        """What this rank holds of a DTensor that messages call `key`.
+
+        Raises:
+            TypeError: as dtensor_part(); its elements are not what shards can hold; or the mesh has
+                not exactly the ranks of the group.
+        """
+        self._kept.append(tensor)
+        mesh, placements, shape = tensor.device_mesh, tuple(tensor.placements), tensor.shape
+        spread_by = (mesh, placements, shape, getattr(tensor._spec, "shard_order", None))
+        spread = self._spreads.get(spread_by)
+        if spread is None:
+            spread = self._spreads[spread_by] = self._spread(key, tensor)
+        local = _local(tensor)
+        _check_local(key, tensor, local, spread.box)
+        _check_storable(key, local)
+        if spread.is_empty_somewhere:
+            identity: tuple[Any, ...] = (id(tensor),)  # there, no memory would tell
+        else:
+            memory = (local.data_ptr(), local.shape, local.stride(), local.dtype, local.is_neg())
+            identity = (memory, spread_by)
+        return Part(local, spread.box, spread.holders, spread.placement, identity)
+
+    def _spread(self, key: str, tensor: Any) -> _Spread:
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+        box = _box(key, tensor)
+        if mesh not in self._ranks:
+            ranks = mesh.mesh.flatten().tolist()
+            if self._rank_of is not None:
+                ranks = [self._rank_of.get(rank, -1) for rank in ranks]
+            if sorted(ranks) != list(self.everybody):
+                raise TypeError(
+                    f"{key!r} is spread over a mesh of {len(ranks)} ranks that are not the "
+                    f"{len(self.everybody)} ranks of the group which saves it: distribute it over "
+                    "all dimensions of the mesh, as Replicate where ranks hold the same"
+                )
+            self._ranks[mesh] = tuple(ranks)
+        sizes = tuple(mesh.mesh.shape)
+        dims, order = _dims(key, tensor, sizes)
+        among = (mesh, tuple(dim is None for dim in dims))
+        if among not in self._holders:
+            found = mesh_holders(self._ranks[mesh], sizes, tuple(mesh.get_coordinate()), dims)
+            self._holders[among] = self.everybody if found == self.everybody else found
+        ends = [{size} for size in tensor.shape]  # sizes that occur along each dimension
+        for number in order:
+            dim = dims[number]
+            if dim is not None:
+                ends[dim] = {part for size in ends[dim] for part in _chunks(size, sizes[number])}
+        words = f"{placements} on a mesh {sizes}"
+        return _Spread(box, self._holders[among], words, any(0 in found for found in ends))
+
+
+def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:
+    """What a DTensor holds in this rank, and which part of the global tensor that is.
+
+    Raises:
+        TypeError: its placement is Partial, unknown or no rectangle; it holds something else than
+            its placement says; or this rank is not in its mesh.
+    """
+    box, local = _box(key, tensor), _local(tensor)
+    _check_local(key, tensor, local, box)
+    return local, box
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    with torch.no_grad():  # else each is a node of a graph
+        local: torch.Tensor = tensor.to_local()
+    if type(local) not in PLAIN_TENSORS and hasattr(local, "wait"):
+        arrived: torch.Tensor = local.wait()  # of a collective that may still run
+        return arrived
+    return local
+
+
+def _box(key: str, tensor: Any) -> Box:
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise TypeError(f"{key!r} is a DTensor on a mesh that lacks this rank")
+    sizes = tuple(mesh.mesh.shape)
+    dims, order = _dims(key, tensor, sizes)
+    return shard_box(
+        tuple(tensor.shape),
+        tuple(sizes[i] for i in order),
+        tuple(coordinate[i] for i in order),
+        tuple(dims[i] for i in order),
+    )
+
+
+def _check_local(key: str, tensor: Any, local: torch.Tensor, box: Box) -> None:
+    """Raises TypeError unless this is of the size that the placement means."""
+    if box.sizes != tuple(local.shape) and (local.numel() or 0 not in box.sizes):
+        raise TypeError(
+            f"{key!r} holds {tuple(local.shape)} here, but {tuple(tensor.placements)} of "
+            f"{tuple(tensor.shape)} on a mesh {tuple(tensor.device_mesh.mesh.shape)} means "
+            f"{box.sizes}: this placement cannot be saved or restored"
+        )
+
+
+def _check_storable(key: str, local: torch.Tensor) -> None:
+    """Raises TypeError unless the elements are what shards can hold."""
+    kind = None
+    if not safetensors.supported(local.dtype):
+        kind = f"of {local.dtype}"
+    elif local.layout != torch.strided:
+        kind = f"of layout {local.layout}"
+    elif local.device.type == "meta":
+        kind = "on the meta device"
+    if kind is not None:
+        raise TypeError(
+            f"{key!r} is a DTensor {kind}, which shards cannot hold: convert it first, for example "
+            "by view_as_real() if it is complex"
+        )
+
+
+def _chunks(size: int, ranks: int) -> set[int]:
+    """The sizes into which shard_box() cuts a dimension: full ones, a smaller one, empty ones."""
+    chunk = -(-size // ranks)
+    positions = (0, min(size // max(1, chunk), ranks - 1), ranks - 1)
+    return {max(0, min(chunk, size - position * chunk)) for position in positions}
+
+
+def _dims(key: str, tensor: Any, sizes: Sequence[int]) -> tuple[tuple[int | None, ...], list[int]]:
+    """The tensor dimension that each mesh dimension shards, and in which order they apply."""
+    dims: list[int | None] = []
+    late = []
+    for number, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            dims.append(None)
+        elif hasattr(placement, "dim") and not placement.is_partial():
+            dim = int(placement.dim)
+            dims.append(dim + tensor.dim() if dim < 0 else dim)
+            # FSDP over TP shards what TP has sharded: the mesh dimension on its left applies last.
+            if type(placement).__name__ == "_StridedShard":
+                late.append(number)
+        else:
+            raise TypeError(
+                f"{key!r} is a DTensor with placement {placement!r}: reduce it first, "
+                "for example by redistribute() to Replicate or Shard"
+            )
+    for number in late:
+        # Any other number of parts means that a rank holds every so many rows and no rectangle.
+        parts = prod(sizes[i] for i in range(number + 1, len(dims)) if dims[i] == dims[number])
+        if tensor.placements[number].split_factor != parts:
+            _refuse_placement(key, tensor, "in which a rank holds no rectangle of it")
+    orders = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
+    if not late and any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in orders):
+        _refuse_placement(key, tensor, f"applied in the order {orders}")
+    order = [number for number in range(len(dims)) if number not in late]
+    return tuple(dims), order + late[::-1]
+
+
+def _refuse_placement(key: str, tensor: Any, why: str) -> None:
+    raise TypeError(
+        f"{key!r} is a DTensor with placements {tuple(tensor.placements)}, {why}: this cannot be "
+        "saved or restored; redistribute() it to Shard or Replicate first"
+    )

@@ -1,0 +1,384 @@
+"""A training state as a tree: which of its leaves are tensors of the shards, which are objects.
+
+Responsible for taking a state apart into named tensors with their place in a global tensor, values
+of single ranks, and a nest of the rest; and for putting restored values back. It must not know
+files, who writes what, or how ranks talk.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.formats import safetensors
+from fastckpt.formats.arrangement import SMALL_BYTES, SMALL_SUM_BYTES_MAX
+from fastckpt.formats.strict_json import check_text
+from fastckpt.formats.torch_pickle import pickles
+from fastckpt.plan.boxes import Box
+from fastckpt.state.dtensors import PLAIN_TENSORS, Parts, is_of_several_ranks, is_sharded
+
+TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.escaped"
+_PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})
+DEPTH_MAX = 200
+ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # of which long lists are made
+
+
+class PerRank:
+    """A value that each rank has its own of, such as the state of a random generator.
+
+    Anything picklable; of an object with state_dict and load_state_dict, what these give and take.
+    restore() puts back what this very rank saved; on a rank that the saving job did not have,
+    `value` stays as it is and `found` is False.
+
+    Attributes:
+        value: the value.
+        found: after restore() or load(): whether the checkpoint holds a value of this rank; None
+            before.
+    """
+
+    __module__ = "fastckpt"  # what pickles name, wherever the class lies
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+        self.found: bool | None = None
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+class Stored(NamedTuple):
+    """A tensor of the shards, as its placeholder tells."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def stored_of(value: object) -> Stored | None:
+    """What a placeholder stands for; None if the value is none.
+
+    Raises:
+        CorruptCheckpoint: it is one that flatten() does not make.
+    """
+    if type(value) is not dict or TENSOR not in value:
+        return None
+    key, dtype, shape = value[TENSOR], value.get("dtype"), value.get("shape")
+    try:
+        if not isinstance(key, str):
+            raise ValueError("its key is no string")
+        check_text(key)
+        safetensors.nbytes_of(dtype, shape, key)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"a placeholder for a tensor is malformed: {error}") from None
+    return Stored(key, safetensors.DTYPES[str(dtype)], tuple(shape or ()))
+
+
+def _placeholder(leaf: Leaf) -> dict[str, Any]:
+    dtype = safetensors.NAMES[leaf.local.dtype]
+    return {TENSOR: leaf.key, "dtype": dtype, "shape": list(leaf.shape)}
+
+
+class Leaf(NamedTuple):
+    """One tensor of the shards, as this rank holds it.
+
+    Attributes:
+        key: its name, unique in the state: path components joined by "/".
+        local: the part in this rank's memory; its size is the box's.
+        shape: of the global tensor.
+        box: the part of the global tensor that `local` is.
+        holders: ranks that hold the same part, ascending; shared between leaves.
+        placement: how the global tensor is spread, in words; equal on all ranks.
+    """
+
+    key: str
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box
+    holders: tuple[int, ...]
+    placement: str
+
+
+class Kind(NamedTuple):
+    """What has to be the same on all ranks about a tensor of which the first rank's is stored."""
+
+    path: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def text(self) -> tuple[str, str]:
+        """Its name, and the rest in words."""
+        return _joined(self.path), f"{str(self.dtype)[6:]} {list(self.shape)}"
+
+
+@dataclass
+class Flat:
+    """A state taken apart.
+
+    Attributes:
+        leaves: tensors for the shards, in the order of the state.
+        objects: the state with placeholders where leaves and values of single ranks were.
+        per_rank: values of this rank, by name.
+        kinds: of the tensors that stay in `objects`, but for those inside other objects.
+    """
+
+    leaves: list[Leaf] = field(default_factory=list)
+    objects: Any = None
+    per_rank: dict[str, PerRank] = field(default_factory=dict)
+    kinds: list[Kind] = field(default_factory=list)
+
+
+class Stateful(Protocol):
+    """An object that is saved by its state_dict() and restored by its load_state_dict()."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+State: TypeAlias = dict[Any, Any] | list[Any] | Stateful  # what a Checkpointer can restore in place
+
+
+def is_stateful(value: object) -> bool:
+    """Whether an object is saved by its state_dict() and restored by its load_state_dict()."""
+    if isinstance(value, type):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def unwrapped(value: Any) -> Any:
+    """The module inside a DistributedDataParallel, whose state has no prefix then."""
+    if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+        return value.module
+    return value
+
+
+def flatten(
+    state: object,
+    rank: int,
+    world_size: int,
+    *,
+    first_rank: frozenset[str] = frozenset(),
+    rank_of: Mapping[int, int] | None = None,
+) -> Flat:
+    """Takes a state apart.
+
+    Args:
+        state: nested dicts, lists and tuples of tensors, DTensors, PerRank, objects with state_dict
+            and load_state_dict, and anything picklable.
+        rank, world_size: in the group that saves; plain tensors are the same on all its ranks.
+        first_rank: keys of tensors of which only the first rank's copy counts.
+        rank_of: rank in the group of a global rank; None where they are the same.
+
+    Raises:
+        TypeError: a DTensor with a placement or a dtype that cannot be saved, on a mesh that lacks
+            ranks of the group or has others, or inside of something that is pickled as it is; or a
+            ShardedTensor.
+        ValueError: it is nested too deeply, or contains itself; or the path to a tensor is no
+            Unicode text.
+    """
+    return _Flattening(rank, world_size, first_rank, rank_of).run(state)
+
+
+class _Small(NamedTuple):
+    """A tensor too small for the shards, unless there are too many of them."""
+
+    tensor: torch.Tensor
+    path: tuple[str, ...]
+
+
+class _Flattening:
+    """The state of one flatten()."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        first_rank: frozenset[str],
+        rank_of: Mapping[int, int] | None,
+    ) -> None:
+        self.rank = rank
+        self.first_rank = first_rank
+        self.parts = Parts(world_size, rank_of)
+        self.flat = Flat()
+        self.keys: set[str] = set()
+        self.small: list[_Small] = []
+        self.leaf_of: dict[tuple[Any, ...], Leaf] = {}
+        self.searched: dict[int, Any] = {}  # kept, for an id says nothing once its object is gone
+
+    def run(self, state: object) -> Flat:
+        nest = self.visit(state, (), 0)
+        sizes = [item.tensor.numel() * item.tensor.element_size() for item in self.small]
+        left, moved = sum(sizes), set()
+        for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+            if left <= SMALL_SUM_BYTES_MAX:
+                break
+            left -= sizes[number]
+            moved.add(id(self.small[number]))
+        self.flat.kinds += [
+            Kind(item.path, item.tensor.dtype, item.tensor.shape)
+            for item in self.small
+            if id(item) not in moved
+        ]
+        self.flat.objects = self.settled(nest, moved)
+        return self.flat
+
+    def settled(self, value: Any, moved: set[int]) -> Any:
+        """The nest with each small tensor in its place: here, or in the shards."""
+        if type(value) is _Small:
+            if id(value) in moved:
+                return _placeholder(self._leaf(value.tensor, value.path))
+            return _apart(value.tensor)
+        if type(value) is dict:
+            return {k: self.settled(v, moved) for k, v in value.items()}
+        if type(value) is list:
+            return [v if type(v) in ATOMS else self.settled(v, moved) for v in value]
+        if type(value) is tuple:
+            return tuple(self.settled(v, moved) for v in value)
+        return value
+
+    def visit(self, value: Any, path: tuple[str, ...], depth: int) -> Any:
+        if depth > DEPTH_MAX:
+            raise ValueError(f"state is nested more than {DEPTH_MAX} deep at {_joined(path)!r}")
+        if isinstance(value, PerRank):
+            name = self._unique(path)
+            self.flat.per_rank[name] = value
+            return {PER_RANK: name}
+        if isinstance(value, torch.Tensor):
+            if not is_sharded(value) and not (
+                type(value) in PLAIN_TENSORS and safetensors.fits(value)
+            ):
+                return self._as_it_is(value, path)
+            if is_sharded(value) or value.numel() * value.element_size() >= SMALL_BYTES:
+                return _placeholder(self._leaf(value, path))
+            self.small.append(_Small(value, path))
+            return self.small[-1]
+        if is_stateful(value):
+            return self.visit(unwrapped(value).state_dict(), path, depth + 1)
+        if type(value) in (dict, OrderedDict):
+            nest = {k: self.visit(v, (*path, str(k)), depth + 1) for k, v in value.items()}
+            return {ESCAPED: nest} if nest.keys() & _PLACEHOLDERS else nest
+        if type(value) in (list, tuple):
+            items = [
+                v if type(v) in ATOMS else self.visit(v, (*path, str(i)), depth + 1)
+                for i, v in enumerate(value)
+            ]
+            return items if type(value) is list else tuple(items)
+        return self._as_it_is(value, path)
+
+    def _as_it_is(self, value: Any, path: tuple[str, ...]) -> Any:
+        """What is pickled whole, by the first rank: nothing of other ranks may be inside."""
+        if type(value) in PLAIN_TENSORS:
+            if not value.is_nested:
+                self.flat.kinds.append(Kind(path, value.dtype, value.shape))
+        elif type(value) not in _WITHOUT_TENSORS and id(value) not in self.searched:
+            self.searched[id(value)] = value
+            found = pickles(value, is_of_several_ranks)
+            if found is not None:
+                where = repr(_joined(path)) if path else "the state"
+                inside = "" if found is value else f" inside of a {type(value).__name__}"
+                raise TypeError(
+                    f"{where} is a {type(found).__name__}{inside}, of which only this rank's part "
+                    "would be saved: put DTensors into plain dicts, lists and tuples"
+                )
+        return value
+
+    def _unique(self, path: tuple[str, ...]) -> str:
+        key = base = _joined(path)
+        check_text(key)  # ValueError now, rather than when it is written
+        number = 1
+        while key in self.keys:  # 0 and "0" are two keys of a dict
+            number += 1
+            key = f"{base}#{number}"
+        self.keys.add(key)
+        return key
+
+    def _leaf(self, tensor: Any, path: tuple[str, ...]) -> Leaf:
+        """Adds a leaf; a tensor that stands in the state twice is saved once."""
+        shape, everybody = tuple(tensor.shape), self.parts.everybody
+        if is_sharded(tensor):
+            local, box, holders, placement, identity = self.parts.of(_joined(path), tensor)
+        else:
+            local, box, placement = tensor, Box((0,) * len(shape), shape), "replicated"
+            holders = everybody
+            identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if identity in self.leaf_of:
+            return self.leaf_of[identity]
+        key = self._unique(path)
+        if holders is everybody and key in self.first_rank:
+            holders = (0,)
+        leaf = Leaf(key, local.detach().resolve_neg(), shape, box, holders, placement)
+        self.flat.leaves.append(leaf)
+        self.leaf_of[identity] = leaf
+        return leaf
+
+
+# Types that are common in states and hold no tensor, whatever they are.
+_WITHOUT_TENSORS = ATOMS | {complex, type, torch.dtype, torch.device, torch.Size}
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A small tensor without the large storage it may be a view of: pickle would write all that."""
+    if tensor.untyped_storage().nbytes() < SMALL_BYTES:
+        return tensor
+    return tensor.detach().clone()
+
+
+def _joined(path: Sequence[str]) -> str:
+    return "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
+
+
+def fill(
+    objects: Any,
+    tensor: Callable[[Stored], Any],
+    per_rank: Callable[[str], Any],
+    done: dict[int, Any] | None = None,
+) -> Any:
+    """Puts values back where flatten() left placeholders.
+
+    Args:
+        objects: as in Flat, from a file.
+        tensor, per_rank: give the value of a tensor, or of this rank under a name.
+        done: containers that were filled before, by identity; one that stands in `objects` many
+            times is filled once, or a small file could ask for any amount of memory.
+
+    Raises:
+        IncompatibleCheckpoint: the nest is deeper than flatten() makes them.
+        CorruptCheckpoint: a placeholder is malformed.
+    """
+    filled: dict[int, Any] = {} if done is None else done
+
+    def visit(value: Any, depth: int) -> Any:
+        if depth > 2 * DEPTH_MAX:
+            raise IncompatibleCheckpoint("objects are nested too deeply")
+        if type(value) not in (dict, list, tuple):
+            return value
+        if id(value) in filled:
+            return filled[id(value)]
+        new: Any
+        if type(value) is not dict:
+            new = [v if type(v) in ATOMS else visit(v, depth + 1) for v in value]
+            new = new if type(value) is list else tuple(new)
+        elif (stored := stored_of(value)) is not None:
+            new = tensor(stored)
+        elif isinstance(value.get(PER_RANK), str):
+            new = per_rank(value[PER_RANK])
+        else:
+            new = {k: visit(v, depth + 1) for k, v in unescaped(value).items()}
+        filled[id(value)] = new
+        return new
+
+    return visit(objects, 0)
+
+
+def unescaped(value: Any) -> Any:
+    """A user's dict that looked like a placeholder, as it was."""
+    if type(value) is dict and len(value) == 1 and type(value.get(ESCAPED)) is dict:
+        return value[ESCAPED]
+    return value

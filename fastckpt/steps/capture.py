@@ -1,0 +1,105 @@
+"""What a save of a step takes of a state before the caller may go on: references to tensors, and
+everything else by value.
+
+It must not know how a step is written, nor how ranks talk.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastckpt.engine.devices import Devices
+from fastckpt.formats import torch_pickle
+from fastckpt.formats.torch_pickle import torch_save
+from fastckpt.ranks.same_state import Description
+from fastckpt.saving.fence import Watched
+from fastckpt.state.tree import Flat, Leaf, flatten, is_stateful
+from fastckpt.steps.save import Content
+
+
+def captured(
+    state: Any,
+    rank: int,
+    world_size: int,
+    rank_of: dict[int, int] | None,
+    devices: Devices,
+    *,
+    differing: frozenset[str],
+    watch: bool,
+) -> Content:
+    """Takes a state apart; copies no tensor that is contiguous, on the host or a GPU.
+
+    Args:
+        state: as Checkpointer.save's.
+        rank, world_size, rank_of: see flatten().
+        devices: whose memory may be read later.
+        differing: keys of tensors whose contents count on the first rank only.
+        watch: note tensors, for a save that goes on while training does, and copy what is small.
+
+    Raises:
+        Exception: as Checkpointer.save.
+    """
+    flat = flatten(state, rank, world_size, first_rank=differing, rank_of=rank_of)
+    readable = devices.readable()
+    objects = None
+    if rank == 0:
+        protocol = torch.serialization.DEFAULT_PROTOCOL
+        objects = torch_pickle.capture(flat.objects, pickle, protocol, False, watch, readable)
+    leaves = [_readable(leaf, readable, watch) for leaf in flat.leaves]
+    watched = []
+    if watch:
+        versions = [(leaf.local, leaf.local._version) for leaf in leaves]
+        watched.append(Watched(versions, {leaf.key: leaf.local for leaf in leaves}))
+    storages = [leaf.local.untyped_storage() for leaf in leaves]
+    if objects is not None:
+        watched.append(Watched(objects.tensors, flat.objects if watch else None))
+        storages += objects.storages()
+    return Content(
+        leaves,
+        objects,
+        _pickled(flat),
+        Description(_texts(flat), differing),
+        devices.reads(storages),
+        watched,
+    )
+
+
+def _readable(leaf: Leaf, types: frozenset[str], is_late: bool) -> Leaf:
+    """A leaf whose memory can be copied as it lies, on devices of these types; and late, too."""
+    local = leaf.local
+    if local.device.type not in types or not local.is_contiguous():
+        return leaf._replace(local=local.cpu().contiguous())
+    if is_late and local.numel() * local.element_size() <= torch_pickle.SMALL_BYTES:
+        return leaf._replace(local=local.clone())  # buffers, which a forward pass may change
+    return leaf
+
+
+def _texts(flat: Flat) -> Callable[[], list[tuple[str, str]]]:
+    """What all ranks must have in common, in words; made when they are asked for, if that can
+    wait.
+    """
+    kinds = flat.kinds
+    texts = [
+        (leaf.key, f"{str(leaf.local.dtype)[6:]} {list(leaf.shape)}, {leaf.placement}")
+        for leaf in flat.leaves
+    ]
+    texts += [(name, "a value of each rank") for name in flat.per_rank]
+    return lambda: texts + sorted(kind.text() for kind in kinds)
+
+
+def _pickled(flat: Flat) -> bytes:
+    """This rank's own values as a torch zip; nothing if there are none."""
+    if not flat.per_rank:
+        return b""
+    values = {
+        name: own.value.state_dict() if is_stateful(own.value) else own.value
+        for name, own in flat.per_rank.items()
+    }
+    buffer = io.BytesIO()
+    torch_save(values, buffer)
+    return buffer.getvalue()

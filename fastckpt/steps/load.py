@@ -1,0 +1,393 @@
+"""Reading a committed step: only the ranges that are needed, every byte verified.
+
+Responsible for finding which files hold what, for reading it into memory, and for saying what is
+damaged. It must not know which step is chosen, nor what becomes of the values.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fastckpt.engine.codec import FrameReader
+from fastckpt.engine.devices import Reads
+from fastckpt.engine.gds import Direct
+from fastckpt.engine.gds_stream import Divided, whole_blocks
+from fastckpt.engine.staging import ReadStream, Staging
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    DeviceError,
+    IncompatibleCheckpoint,
+    StorageError,
+)
+from fastckpt.formats import safetensors, torch_pickle
+from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_have_values, may_hold
+from fastckpt.formats.shard_index import ShardIndex
+from fastckpt.plan.boxes import Box, copies, covers, intersect, span
+from fastckpt.plan.image import BLOCK_BYTES, address_of
+from fastckpt.plan.runs import CopyRow, blocks_of
+from fastckpt.reading.verified_file import VerifiedFile, open_verified
+from fastckpt.state.dtensors import PLAIN_TENSORS
+from fastckpt.state.targets import Place, Target
+from fastckpt.steps.copies import Copies
+from fastckpt.steps.root import Steps
+from fastckpt.storage.file_system import Storage, reported
+
+_NAMED_MAX = 5  # keys in one message
+_PART_BYTES = 64 << 20  # of the values of one rank
+# A copy to a device takes some microseconds to begin, however small it is.
+_RUNS_MAX = 64
+_RUN_ITEMS_MIN = 8192
+
+
+class StepReader:
+    """One committed step, opened for reading.
+
+    Args:
+        storage, staging: what reads.
+        steps: the root.
+        name: of the step's directory.
+        manifest: of the step.
+        copies: where its files are read from; default: that directory.
+
+    Attributes:
+        path: of the step.
+        nbytes_read: bytes of its files read so far, but for manifest and indexes.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        staging: Staging,
+        steps: Steps,
+        name: str,
+        manifest: Manifest,
+        copies: Copies | None = None,
+    ) -> None:
+        self._storage = storage
+        self._staging = staging
+        self._steps = steps
+        self._name = name
+        self.path = steps.path(name)
+        self.manifest = manifest
+        self.copies = copies or Copies(storage, [steps.path(name)])
+        self._indexes: dict[int, ShardIndex] = {}
+        self.nbytes_read = 0
+
+    def _path(self, file: str) -> str:
+        return self.copies.path(file) if file else self.path
+
+    def objects(self, weights_only: bool) -> Any:
+        """The nest of what is not in shards.
+
+        Raises:
+            CorruptCheckpoint: it is damaged, or of another save.
+            pickle.UnpicklingError: weights_only, and it holds more than that allows.
+        """
+        file = self.manifest.objects.file
+        return self.copies.whole(file, lambda: self._objects(weights_only))
+
+    def _objects(self, weights_only: bool) -> Any:
+        file, nbytes, crc = self.manifest.objects
+        path = self._path(file)
+        with self.copies.opened(file, nbytes) as fd:
+            opened = open_verified(self._storage, self._staging, fd, path, True)
+            if opened is None:
+                raise CorruptCheckpoint(f"{path!r} was not written by fastckpt")
+            with _closed_quietly(opened):
+                if opened.closing_crc != crc:
+                    raise CorruptCheckpoint(f"{path!r} is of another save than the manifest")
+                try:
+                    nest = torch_pickle.unpickled(opened, weights_only, repr(path))
+                except Exception:
+                    if opened.error is not None:
+                        raise opened.error from None
+                    raise
+                if opened.error is not None:
+                    raise opened.error
+                opened.verify_end()
+                self.nbytes_read += nbytes
+                return nest
+
+    def per_rank(self, rank: int, weights_only: bool) -> dict[str, Any] | None:
+        """The values of one rank, by name; None if the saving job had no such rank.
+
+        Raises:
+            CorruptCheckpoint: they are damaged.
+            StorageError: they need more memory than there is.
+            pickle.UnpicklingError: weights_only, and a value holds more than that allows.
+        """
+        if rank >= self.manifest.world_size:
+            return None
+        for writer in may_have_values(self.manifest.writers, rank):
+            index = self._index(writer)
+            place = index.values_of(rank)
+            if place is not None:
+                what = f"the values of rank {rank} in {self._path(index.file)!r}"
+                content = io.BytesIO(self._read_bytes(index, *place))
+                values = torch_pickle.unpickled(content, weights_only, what)
+                return values if isinstance(values, dict) else {}
+        return {}
+
+    def _read_bytes(self, index: ShardIndex, begin: int, nbytes: int) -> bytearray:
+        """A range of a shard. No more memory is taken than what was read and verified, twice."""
+        content = bytearray()
+        try:
+            while len(content) < nbytes:
+                part = bytearray(min(_PART_BYTES, nbytes - len(content)))
+                row = (begin + len(content), address_of(part), len(part), 1, 0, 0)
+                self._read_file(index, [row])
+                content += part
+        except MemoryError:
+            op = f"allocate {nbytes} bytes for values from"
+            raise StorageError(op, self._path(index.file), errno.ENOMEM) from None
+        return content
+
+    def find(self, targets: Sequence[Place]) -> dict[str, torch.dtype]:
+        """Dtypes of tensors that parts are wanted of.
+
+        Raises:
+            IncompatibleCheckpoint: a tensor is not in this step, or has another shape.
+            CorruptCheckpoint: the step lacks a part of one, or has one twice.
+        """
+        parts: dict[str, list[Box]] = {}
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        wanted = {key for key, _shape, _box in targets}
+        for index in self._needed(targets):
+            for piece in index.pieces:
+                if piece.key in wanted:
+                    stored = (safetensors.DTYPES[piece.dtype], piece.shape)
+                    if found.setdefault(piece.key, stored) != stored:
+                        raise CorruptCheckpoint(
+                            f"{self._path(index.file)!r} holds {piece.key!r} as {stored}, "
+                            f"another file as {found[piece.key]}"
+                        )
+                    parts.setdefault(piece.key, []).append(piece.box)
+        missing = sorted({key for key, _shape, box in targets if key not in found and box.numel})
+        if missing:
+            raise IncompatibleCheckpoint(
+                f"{self._path('')!r} holds no tensor {_listed(missing)}: the state to be restored "
+                "has others than the one that was saved"
+            )
+        for key, shape, box in targets:
+            if box.numel and found[key][1] != shape:
+                raise IncompatibleCheckpoint(
+                    f"{key!r} has shape {list(found[key][1])} in {self._path('')!r}, "
+                    f"must have {list(shape)}"
+                )
+            inside = (intersect(part, box) for part in parts.get(key, ()))
+            if box.numel and not covers(box, [part for part in inside if part is not None]):
+                raise CorruptCheckpoint(f"{self._path('')!r} does not hold all of {key!r} once")
+        return {key: dtype for key, (dtype, _shape) in found.items()}
+
+    def read(self, targets: Sequence[Target], staging: str = "host") -> int:
+        """Reads parts of tensors into their memory, converting dtypes where they differ.
+
+        Args:
+            targets: what goes where.
+            staging: how to a GPU: "host", "gds" or "auto", as fastckpt.save's.
+
+        Returns:
+            How many bytes were needed. Raises what find() does, and CorruptCheckpoint or
+                StorageError for what is damaged or cannot be read; some targets are then partly
+                overwritten.
+        """
+        places = [(target.key, target.shape, target.box) for target in targets]
+        found = self.find(places)
+        buffers: dict[str, list[tuple[Target, torch.Tensor]]] = {}
+        needed = 0
+        readable = self._staging.devices.readable()
+        for target in targets:
+            if target.box.numel == 0:
+                continue
+            dtype = found[target.key]
+            tensor = target.tensor.detach()
+            as_it_lies = tensor.dtype == dtype and _is_plain_memory(tensor, readable)
+            if not as_it_lies or (tensor.device.type != "cpu" and self._in_bits(target)):
+                tensor = torch.empty(target.box.sizes, dtype=dtype, device="cpu")
+            assert tuple(tensor.shape) == target.box.sizes
+            buffers.setdefault(target.key, []).append((target, tensor))
+            needed += tensor.numel() * tensor.element_size()
+        reads = self._staging.devices.reads(
+            tensor.untyped_storage() for pairs in buffers.values() for _, tensor in pairs
+        )
+        direct = self._direct(staging, reads)
+        # What is read goes past torch. Autograd is to notice, and so is a save with the step fence
+        # that still copies: so it is counted before the first byte.
+        increment_version([t.tensor for t in targets if not t.tensor.is_inference()])
+        for index in self._needed(places):
+            rows: list[CopyRow] = []
+            for piece in index.pieces:
+                for target, tensor in buffers.get(piece.key, ()):
+                    rows += copies(
+                        piece.box, piece.begin, target.box, tensor.data_ptr(), tensor.element_size()
+                    )
+            if rows:
+                self._read_file(index, sorted(rows), reads, direct)
+        with torch.no_grad():
+            for pairs in buffers.values():
+                for target, tensor in pairs:
+                    if tensor.data_ptr() != target.tensor.data_ptr():
+                        target.tensor.copy_(tensor)
+        return needed
+
+    def _direct(self, staging: str, reads: Reads) -> Direct | None:
+        if staging == "host" or not reads.ranges:
+            return None
+        with reported("stat", self._path("")):
+            status = self._storage.status(self._path(""))
+        queue, number = reads.ranges[0].queue, 0 if status is None else status.st_dev
+        return self._staging.gds.way(staging, queue, number)[0]
+
+    def _in_bits(self, target: Target) -> bool:
+        """Whether a part comes in so many small runs that a device is better given it whole."""
+        for index in self._needed([(target.key, target.shape, target.box)]):
+            for piece in index.pieces:
+                if piece.key == target.key:
+                    for _, _, nbytes, count, _, _ in copies(piece.box, 0, target.box, 0, 1):
+                        if count > _RUNS_MAX and nbytes < _RUN_ITEMS_MIN:
+                            return True
+        return False
+
+    def _needed(self, targets: Iterable[Place]) -> Iterator[ShardIndex]:
+        """Indexes of the files that may hold something of the targets, by rank."""
+        spans: dict[int, tuple[float, float]] = {}
+        for key, shape, box in targets:
+            if box.numel:
+                low, high = span(box, shape)
+                known = spans.get(key_hash(key), (low, high))
+                spans[key_hash(key)] = (min(known[0], low), max(known[1], high))
+        if not spans:
+            return
+        whole = min(low for low, _ in spans.values()), max(high for _, high in spans.values())
+        for writer in self.manifest.writers:
+            low, high = whole
+            if writer.keys is not None:
+                shared = [spans[key] for key in writer.keys if key in spans]
+                low = min((low for low, _ in shared), default=low)
+                high = max((high for _, high in shared), default=high)
+            if may_hold(writer, spans.keys(), low, high):
+                yield self._index(writer)
+
+    def _index(self, writer: Writer) -> ShardIndex:
+        if writer.rank not in self._indexes:
+            read = partial(self.copies.index, writer, self.manifest.nonce)
+            self._indexes[writer.rank] = self.copies.whole(writer.index, read)[0]
+        return self._indexes[writer.rank]
+
+    def _read_file(
+        self,
+        index: ShardIndex,
+        rows: Sequence[CopyRow],
+        reads: Reads | None = None,
+        direct: Direct | None = None,
+    ) -> None:
+        """Moves rows of a shard, ascending, to memory; of devices, where `reads` says so, and
+        through the host unless `direct` can.
+        """
+        self.copies.whole(index.file, lambda: self._read_rows(index, rows, reads, direct))
+
+    def _read_rows(
+        self, index: ShardIndex, rows: Sequence[CopyRow], reads: Reads | None, direct: Direct | None
+    ) -> None:
+        devices = [] if reads is None else reads.ranges
+        path = self._path(index.file)
+        with self.copies.opened(index.file, index.file_nbytes) as fd:
+            nbytes, block_bytes, crcs = index.nbytes, index.block_bytes, index.block_crcs
+            wanted = blocks_of(rows, block_bytes)
+            if index.codec is None:
+
+                def opened(wanted: Sequence[int], direct: Direct | None = None) -> ReadStream:
+                    file = (fd, path, nbytes, block_bytes, crcs)
+                    return self._staging.read(*file, wanted, direct=direct)
+
+                stream: ReadStream | Divided
+                if direct is None or block_bytes != BLOCK_BYTES:
+                    stream = opened(wanted)
+                else:
+                    whole = whole_blocks(rows, block_bytes, direct.queue, devices)
+                    stream = Divided(opened, wanted, block_bytes, whole, direct)
+                return self._run(stream, index, path, rows, devices)
+            frames = FrameReader(self._storage, fd, path, nbytes, block_bytes, index.frames)
+            with self._staging.through(fd, frames.transfer) as route:
+                stream = self._staging.read(fd, path, nbytes, block_bytes, crcs, wanted, route)
+                self._run(stream, index, path, rows, devices)
+
+    def _run(
+        self,
+        stream: ReadStream | Divided,
+        index: ShardIndex,
+        path: str,
+        rows: Sequence[CopyRow],
+        devices: list[Any],
+    ) -> None:
+        try:
+            columns = array("Q", [value for row in rows for value in row])
+            whole = stream.read_runs(columns, devices) and stream.arrive()
+            self.nbytes_read += stream.nbytes_read()
+            if not whole:
+                raise self._failure(stream, index, path)
+        finally:
+            with suppress(OSError):  # what was read has been verified, or has its own error
+                stream.close()
+
+    def _failure(
+        self, stream: ReadStream | Divided, index: ShardIndex, path: str
+    ) -> CheckpointError:
+        failure = stream.failure()
+        if failure is not None:
+            op, offset, number = failure
+            if op == "copy":
+                return DeviceError(
+                    f"copying {path!r} to a GPU, at offset {offset}, failed: "
+                    f"{stream.device_text(number)}; the state may have been partly overwritten"
+                )
+            return StorageError(op, path, number, offset)
+        begin = stream.corrupt_block() * index.block_bytes
+        end = min(begin + index.block_bytes, index.nbytes)
+        keys = [
+            piece.key
+            for piece in index.pieces
+            if piece.begin < end
+            and piece.begin + piece.box.numel * safetensors.DTYPES[piece.dtype].itemsize > begin
+        ]
+        what = _listed(sorted(set(keys))) if keys else "its header"
+        return CorruptCheckpoint(
+            f"{path!r} is damaged: CRC-32 mismatch in bytes {begin} to {end}, in {what}"
+        )
+
+
+@contextmanager
+def _closed_quietly(file: VerifiedFile) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # as in StepReader._run()
+            file.close()
+
+
+def _is_plain_memory(tensor: torch.Tensor, types: frozenset[str]) -> bool:
+    """Whether bytes that are put where a tensor lies, on a device of these types, become its
+    elements.
+    """
+    return (
+        type(tensor) in PLAIN_TENSORS
+        and tensor.device.type in types
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _NAMED_MAX} more" if len(keys) > _NAMED_MAX else ""
+    return ", ".join(map(repr, keys[:_NAMED_MAX])) + more

@@ -1,0 +1,76 @@
+"""Which committed steps go when another one has been committed.
+
+Responsible for the choice. It must not know how a step is removed, or what it holds.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from fastckpt.errors import StorageError
+from fastckpt.steps.root import Committed, Steps
+
+log = logging.getLogger("fastckpt")
+
+
+def tidy(steps: Steps, keep: str, step: int, keep_last: int | None, keep_every: int | None) -> None:
+    """Removes what a commit has made needless, with a warning of what cannot be removed; looks at
+    the root only if there may be something.
+
+    Args:
+        steps, keep, keep_every: as retain()'s.
+        step: number of the step just committed.
+        keep_last: as retain()'s; None: all steps stay.
+    """
+    if keep_last is None and not steps.has_another(keep, step):
+        return
+    try:
+        found, _faults = steps.committed()
+        supersede(steps, found, keep, step)
+        if keep_last is not None:
+            retain(steps, found, keep, keep_last, keep_every)
+        steps.remove_left()
+    except (StorageError, OSError) as error:
+        log.warning("old steps could not be removed: %s", error)
+
+
+def retain(
+    steps: Steps, found: list[Committed], keep: str, keep_last: int, keep_every: int | None
+) -> list[str]:
+    """Removes committed steps that are no longer kept; returns their names.
+
+    Args:
+        steps: the root.
+        found: what is committed there, the one committed last first.
+        keep: name of the step just committed. Neither it nor what was committed later is removed.
+        keep_last: so many steps stay, those committed last, not counting those that are known to
+            be damaged or may not be durable.
+        keep_every: multiples of this stay.
+
+    A step that is being read (see Steps.hold) stays until a later call. One that could not be read
+    here stays as long as that is all that is known: it may be the newest that is whole.
+    """
+    own = next((item.manifest.sequence for item in found if item.name == keep), 0)
+    whole: set[int] = set()  # attempts at a step count once, however saves overlap
+    removed = []
+    for item in found:
+        if steps.is_unread(item):
+            continue
+        again = item.manifest.step in whole
+        kept = (len(whole) < keep_last and not again) or item.manifest.sequence >= own
+        if not (steps.is_damaged(item) or steps.is_doubtful(item)):
+            whole.add(item.manifest.step)
+        if kept or (keep_every and item.manifest.step % keep_every == 0):
+            continue
+        if steps.remove_unread(item.name):
+            removed.append(item.name)
+    return removed
+
+
+def supersede(steps: Steps, found: list[Committed], keep: str, step: int) -> None:
+    """Removes earlier attempts at a step that was just committed as `keep`."""
+    own = next((item.manifest.sequence for item in found if item.name == keep), 0)
+    for name, manifest in found:
+        is_earlier = name != keep and manifest.sequence < own
+        if manifest.step == step and is_earlier and not steps.is_unread(Committed(name, manifest)):
+            steps.remove_unread(name)

@@ -1,0 +1,396 @@
+"""Saves of one step: a directory in which each rank writes its pieces, committed by a manifest.
+
+Responsible for the order of the stages: pieces are planned and staged, the first rank makes the
+directory, every rank writes and syncs its shard and index, the first one the objects, and then the
+manifest. It must not know the bytes of the formats, how a block moves, or how ranks talk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any, NamedTuple
+
+from fastckpt.engine.codec import FrameWriter
+from fastckpt.engine.devices import Reads
+from fastckpt.engine.gds_trial import Choice
+from fastckpt.engine.staging import Route, stager_count
+from fastckpt.engine.transfer import Fetch, Transfer
+from fastckpt.formats import torch_pickle, torch_zip
+from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
+from fastckpt.formats.shard_index import index_name, shard_name
+from fastckpt.handle import SaveHandle
+from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
+from fastckpt.ranks.round import Round
+from fastckpt.ranks.same_state import Description, disagreement
+from fastckpt.saving.fence import Watched
+from fastckpt.saving.new_file import new_file, note_route
+from fastckpt.saving.pacing import Pace, Pacing
+from fastckpt.saving.pipeline import Job, Pipeline
+from fastckpt.state.tree import Leaf
+from fastckpt.steps.rank_files import StepFiles
+from fastckpt.steps.retention import tidy
+from fastckpt.steps.root import Begun, Steps
+from fastckpt.steps.shard import Shard, comparable
+from fastckpt.steps.shard_parts import part_of
+from fastckpt.steps.shared_shard import AnyShard, Gathered, Gathering, Guest, Pool, is_small
+from fastckpt.storage.atomic import close_quietly, cut, settle
+from fastckpt.storage.lustre_layout import Purpose, Stripe
+
+
+@dataclass
+class Content:
+    """What one rank has of a state to be saved; nothing of it changes until it was staged.
+
+    Attributes:
+        leaves: tensors of the shards; every rank has the same keys in the same order.
+        objects: on the first rank, what was pickled of the rest; None on the others.
+        per_rank: a torch zip of this rank's own values, or nothing.
+        description: what ranks compare.
+        reads: what of it lies on devices.
+        watched: what must not change before it was copied.
+    """
+
+    leaves: list[Leaf]
+    objects: torch_pickle.Capture | None
+    per_rank: bytes
+    description: Description
+    reads: Reads
+    watched: list[Watched]
+
+
+@dataclass
+class Options:
+    """How steps are written: as Checkpointer's arguments of the same names."""
+
+    backend: str
+    durable: bool
+    staging_bytes: int | None
+    codec: str | None
+    staging: str
+    keep_last: int | None
+    keep_every: int | None
+    stripe: Stripe = "auto"
+    pacing: Pacing = field(default_factory=Pacing)
+    pool: Pool = field(default_factory=Pool)
+
+
+class StepSave(Job):
+    """One step. Each rank runs its own, for the same directory.
+
+    Args:
+        handle, agreement, fence: as Job's.
+        steps: where to.
+        step: its number.
+        content: what this rank has of it.
+        options: how.
+        differing: called with the keys of tensors whose contents differ between ranks.
+    """
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        agreement: Round,
+        steps: Steps,
+        step: int,
+        content: Content,
+        options: Options,
+        differing: Callable[[set[str]], None],
+        *,
+        fence: str,
+    ) -> None:
+        super().__init__(
+            handle, agreement, content.reads, content.watched, fence=fence, lane=steps.root
+        )
+        self.steps = steps
+        self.step = step
+        self.content: Content | None = content
+        self.options = options
+        self.differing = differing
+        self.made: Begun | None = None
+        self.files: StepFiles | None = None  # once its directory is known
+        self.name = ""
+
+    def release(self) -> None:
+        self.content = None
+
+    def commit(self, pipeline: Pipeline) -> None:
+        try:
+            self._write(pipeline)
+        except BaseException as error:
+            self.agreement.fail(error)
+            # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
+            if not self.may_be_visible or self.agreement.failed:
+                self._remove()
+            raise
+        finally:
+            if self.made is not None:
+                close_quietly(pipeline.storage, self.made.manifest_fd)
+
+    def _remove(self) -> None:
+        """Removes what this rank has made."""
+        made, self.made = self.made, None
+        if made is not None:
+            self.steps.abandon(made)
+        if self.files is not None:
+            self.files.remove()
+
+    def _write(self, pipeline: Pipeline) -> None:
+        agreement, content = self.agreement, self.content
+        assert content is not None
+        own = Shard(content.leaves, content.per_rank, agreement.rank)
+        pace = self._paced(pipeline)
+        body = part_of(own.image) if pace.gathers and is_small(own) else own.image
+        limit = pipeline.staging.blocks_limit(self.options.staging_bytes)
+        blocks = block_count(body.body_nbytes, BLOCK_BYTES) + 1
+        self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
+        stagers = stager_count() - (self.fence == "step")
+        compared = comparable(content.leaves, agreement.world_size)
+        content.description.sample(compared, zlib.crc32(agreement.label.encode()))
+        # Whatever happens, blocks in flight arrive before the files they go to are closed.
+        with ExitStack() as files, self.telling(), ExitStack() as moving:
+            samples = content.description.samples()
+            fetch = moving.enter_context(
+                Fetch(pipeline.staging, pipeline.storage, samples, self.handle.path, self.reads)
+            )
+            way = "host" if self.options.codec or pace.gathers else self.options.staging
+            self.choice = Choice(pipeline.storage, pipeline.staging, way, self.reads)
+            direct = self.choice.direct(self.steps.root, self.handle.stats)
+            size = (max(1, limit - 1), stagers)
+            transfer = Transfer(pipeline.staging, body, self.handle.path, *size, self.reads, direct)
+            moving.enter_context(transfer)
+            self.copying.transfers += [fetch.transfer, transfer]
+            objects = self._stage_objects(pipeline, moving) if limit > 1 else None
+            if limit > 1 and agreement.rank != 0:
+                self.copying.watch()
+            nbytes = body.body_nbytes + (0 if objects is None else objects.image.nbytes)
+            gathering = Gathering(self.options.pool, pipeline.storage, agreement, self.handle)
+            if pace.gathers:
+                gathering.lend(own)
+            place = self._place(pace)
+            self.name, nonce = place["name"], place["nonce"]
+            if limit > 1 and agreement.rank == 0:  # saves make their directories in order
+                self.copying.watch()
+            self.handle.path = self.steps.path(self.name)
+            self.files = StepFiles(pipeline.storage, self.steps, self.name, agreement)
+            if place["meet"]:
+                self.options.pool.neighbours = pace.meet(nbytes)
+            shard = gathering.place(own, body, pace.files_per_node) if pace.gathers else own
+            file = self._open_shard(pipeline, files, shard)
+            self.handle.stats.nbytes += shard.head.body_nbytes + body.body_nbytes
+            pace.begin(nbytes)
+            if file is not None:
+                transfer.write_to(file.fd, shard.begin, pace.route(file.route))
+            if limit == 1:  # of which the objects need that one block
+                pace.wait_written(transfer)
+                objects = self._stage_objects(pipeline, moving)
+            objects_fd = self._write_objects(pipeline, files, objects, pace)
+            pace.end(transfer, *([] if objects is None else [objects.transfer]))
+            self.copying.wait()
+            fetch.fill()
+            if not isinstance(shard, Shard):
+                shard.describe(transfer.slot_crcs())
+            written = self._finish_objects(pipeline, objects, objects_fd, pace)
+            self._compare(content)
+            pace.wait_written(transfer)
+            staged = transfer.staged_bytes_max() + BLOCK_BYTES
+            self.handle.stats.staged_bytes_max = min(staged, limit * BLOCK_BYTES)
+            self.handle.stats.written_s = self.handle.elapsed_s()
+            record = b""
+            if file is not None:
+                record = self._finish_shard(pipeline, file, shard, transfer, nonce)
+        self.conclude(record, lambda records: self._publish(nonce, written, records))
+
+    def _paced(self, pipeline: Pipeline) -> Pace:
+        rates, root, stats = pipeline.rates, self.steps.root, self.handle.stats
+        whole = self.options.codec is not None  # a frame is of a block
+        return Pace(self.options.pacing, self.agreement, rates, root, stats, whole=whole)
+
+    def _place(self, pace: Pace) -> dict[str, Any]:
+        """The directory and the nonce of this save, which the first rank decides on, and whether
+        ranks of a node meet first.
+        """
+        if self.agreement.rank != 0:
+            place: dict[str, Any] = json.loads(self.agreement.get("place"))
+            return place
+        self.made = self.steps.begin(self.step)
+        self.name = self.made.name
+        meet = pace.meets or (pace.gathers and not self.options.pool.is_settled)
+        place = {"name": self.made.name, "nonce": secrets.token_hex(16), "meet": meet}
+        self.agreement.put("place", json.dumps(place).encode())
+        return place
+
+    @property
+    def _own(self) -> StepFiles:
+        assert self.files is not None, "the directory is known by then"
+        return self.files
+
+    def _path(self, name: str) -> str:
+        return self.steps.path(self.name, name)
+
+    def _shard_name(self) -> str:
+        return shard_name(self.agreement.rank, self.options.codec)
+
+    def _open_shard(
+        self, pipeline: Pipeline, files: ExitStack, shard: AnyShard
+    ) -> ShardFile | None:
+        """Makes the shard's file, or opens that it goes to, and decides how it is written."""
+        if shard.is_empty:
+            return None
+        name, options, storage = self._shard_name(), self.options, pipeline.storage
+        path, made = self._path(name), partial(self._own.made, name)
+        if isinstance(shard, Guest):
+            path = self._path(shard_name(shard.host, options.codec))
+            files.callback(close_quietly, storage, fd := shard.open())
+            at = None if shard.is_direct else shard.begin
+            route = pipeline.staging.route(fd, path, options.backend, writing=True, offset=at)
+            note_route(self.handle.stats, route)
+            return ShardFile(fd, route, None)
+        plain = options.codec is None
+        purpose = Purpose(shard.nbytes, 1, options.stripe, self.steps.root)
+        timed = plain and isinstance(shard, Shard) and not options.pacing
+        fd, _name, route = new_file(
+            pipeline, files, made, purpose, path, options.backend, allocates=plain, timed=timed
+        )
+        note_route(self.handle.stats, route)
+        if isinstance(shard, Gathered):
+            shard.announce(fd, route.direct)
+        if plain:
+            return ShardFile(fd, route, None)
+        writer = FrameWriter(storage, fd, path, shard.nbytes, BLOCK_BYTES)
+        coded = files.enter_context(pipeline.staging.through(fd, writer.transfer))
+        return ShardFile(fd, coded, writer)
+
+    def _finish_shard(
+        self, pipeline: Pipeline, file: ShardFile, shard: AnyShard, transfer: Transfer, nonce: str
+    ) -> bytes:
+        """Makes shard and index durable. Returns what the manifest will say of this writer."""
+        if isinstance(shard, Guest):
+            shard.written()
+            return b""
+        path = self._path(self._shard_name())
+        if isinstance(shard, Gathered):
+            with Transfer(pipeline.staging, shard.head, path, 1, 1) as head:
+                head.write_to(file.fd, 0, file.route)
+                head.wait_written()
+            shard.wait_written()
+            index = shard.index(nonce, self._shard_name())
+        else:
+            frames = None if file.writer is None else file.writer.frames()
+            index = shard.index(nonce, self._shard_name(), transfer.block_crcs(), frames)
+        if file.route.direct:
+            cut(pipeline.storage, file.fd, path, shard.nbytes)
+        settle(pipeline.storage, file.fd, path, self.options.durable)
+        name, content = index_name(self.agreement.rank), index.to_bytes()
+        self._own.write(name, content, file.fd, self.options.durable)
+        if self.options.durable:
+            self._own.sync_own_directory()
+        return Writer.of(index, name, content).to_bytes()
+
+    def forget(self) -> None:
+        assert self.content is not None
+        self.content.leaves.clear()
+
+    def _stage_objects(self, pipeline: Pipeline, moving: ExitStack) -> Objects | None:
+        """On the first rank, begins to stage what is not in shards."""
+        assert self.content is not None
+        captured, self.content.objects = self.content.objects, None
+        if captured is None:
+            return None
+        image, path = torch_zip.layout(captured), os.path.join(self.handle.path, OBJECTS)
+        transfer = Transfer(pipeline.staging, image, path, 1, 1, self.reads)
+        self.copying.transfers.append(moving.enter_context(transfer))
+        return Objects(image, transfer)
+
+    def _write_objects(
+        self, pipeline: Pipeline, files: ExitStack, objects: Objects | None, pace: Pace
+    ) -> _ObjectsFile:
+        """Makes their file, and writes to it what has been staged."""
+        if objects is None:
+            return None
+        path = self._path(OBJECTS)
+        fd = self._own.create(OBJECTS)
+        files.callback(close_quietly, pipeline.storage, fd)
+        route = pipeline.staging.route(fd, path, self.options.backend, writing=True)
+        route = pace.route(route)
+        objects.transfer.write_to(fd, 0, route)
+        return fd, route
+
+    def _finish_objects(
+        self, pipeline: Pipeline, objects: Objects | None, file: _ObjectsFile, pace: Pace
+    ) -> ObjectsFile | None:
+        """Writes what depends on their checksums, when they were staged."""
+        if objects is None or file is None:
+            return None
+        (image, transfer), (fd, route), path = objects, file, self._path(OBJECTS)
+        tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
+        pace.wait_written(transfer)
+        with Transfer(pipeline.staging, Image.of_bytes(tail), path, 1, 1) as end:
+            end.write_to(fd, image.body_nbytes, route)
+            pace.wait_written(end)
+        if route.direct:
+            cut(pipeline.storage, fd, path, image.nbytes)
+        self.handle.stats.nbytes += image.nbytes
+        settle(pipeline.storage, fd, path, self.options.durable)
+        return ObjectsFile(OBJECTS, image.nbytes, torch_zip.closing_crc(tail))
+
+    def _compare(self, content: Content) -> None:
+        description = content.description
+        groups = self.agreement.same("state", description.digest(), description.detail)
+        if groups is not None:
+            error, unequal = disagreement(groups, self.handle.path)
+            self.differing(unequal)
+            raise error
+
+    def _publish(self, nonce: str, objects: ObjectsFile | None, records: list[bytes]) -> None:
+        assert objects is not None
+        manifest = Manifest(
+            step=self.step,
+            nonce=nonce,
+            sequence=self._next_sequence(),
+            world_size=self.agreement.world_size,
+            created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            objects=objects,
+            writers=tuple(Writer.from_bytes(record) for record in records if record),
+        )
+        self._make_visible(manifest)
+        self._own.keep()
+
+    def _next_sequence(self) -> int:
+        return self.steps.next_sequence()
+
+    def _make_visible(self, manifest: Manifest) -> None:
+        assert self.made is not None
+        self.steps.publish(self.made, manifest, self.options.durable)
+
+    def end(self, pipeline: Pipeline) -> None:
+        super().end(pipeline)
+        if self.agreement.rank == 0 and self.made is not None and self.handle.failure() is None:
+            self.options.pool.is_settled = self.options.pacing.writers_per_node is not None
+            keep_last, keep_every = self.options.keep_last, self.options.keep_every
+            tidy(self.steps, self.name, self.step, keep_last, keep_every)
+
+
+class ShardFile(NamedTuple):
+    """A shard's file while it is written: through a codec, if there is one."""
+
+    fd: int
+    route: Route
+    writer: FrameWriter | None
+
+
+_ObjectsFile = tuple[int, Route] | None
+
+
+class Objects(NamedTuple):
+    """What is not in shards, while it is staged and written."""
+
+    image: Image
+    transfer: Transfer

@@ -1,0 +1,119 @@
+"""The shard of one writer: the pieces it writes, laid out as a file, and the index of that file.
+
+Responsible for choosing pieces and naming them. It must not know files, other ranks' shards, or
+how anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fastckpt.formats import safetensors
+from fastckpt.formats.shard_index import PER_RANK, Piece, ShardIndex, entry_name
+from fastckpt.plan.boxes import Held, plan
+from fastckpt.plan.image import BLOCK_BYTES, Image
+from fastckpt.ranks.same_state import Sampled
+from fastckpt.state.tree import Leaf
+
+
+class Shard:
+    """The file of one writer, laid out; and its index, when it was written.
+
+    Args:
+        leaves: tensors of the shards; every rank has the same keys in the same order.
+        per_rank: a torch zip of this rank's own values, or nothing.
+        rank: this rank.
+
+    Attributes:
+        image: of the file; without a byte if the shard is empty.
+        nbytes: of the file.
+        begin, head: where the image goes in the file, and what this rank writes before it.
+    """
+
+    begin = 0
+
+    def __init__(self, leaves: Sequence[Leaf], per_rank: bytes, rank: int) -> None:
+        self._rank = rank
+        entries: list[safetensors.Entry] = []
+        owners: list[object] = []
+        is_holder: dict[int, bool] = {}  # holders are shared between leaves
+        held = []
+        for leaf in leaves:
+            if is_holder.setdefault(id(leaf.holders), rank in leaf.holders):
+                held.append(leaf)
+        pieces = plan([held_of(leaf) for leaf in held], rank)
+        for piece in pieces:
+            leaf = held[piece.held]
+            local = leaf.local
+            address = local.data_ptr() + piece.begin * local.element_size()
+            name = entry_name(leaf.key, leaf.shape, piece.box)
+            entries.append(safetensors.Entry(name, local.dtype, piece.box.sizes, address))
+            owners.append(local)
+        self._pieces = [(held[piece.held], piece.box) for piece in pieces]
+        self._per_rank_nbytes = len(per_rank)
+        if per_rank:
+            values = bytearray(per_rank)
+            tensor = torch.frombuffer(values, dtype=torch.uint8)
+            owners.append(tensor)
+            entries.append(
+                safetensors.Entry(PER_RANK, torch.uint8, (len(values),), tensor.data_ptr())
+            )
+        self.is_empty = not entries
+        self.image, self._offsets = safetensors.layout(entries, owners, {"format": "pt"})
+        if self.is_empty:
+            self.image = Image.tailless()
+        self.nbytes = self.image.body_nbytes
+        self.head = Image.tailless()
+
+    def index(
+        self, nonce: str, name: str, block_crcs: list[int], frames: tuple[int, ...] | None
+    ) -> ShardIndex:
+        """What the file holds, for the index beside it."""
+        pieces = [
+            Piece(leaf.key, safetensors.NAMES[leaf.local.dtype], leaf.shape, box, begin)
+            for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False)
+        ]
+        own = (self._offsets[-1], self._per_rank_nbytes) if self._per_rank_nbytes else None
+        return index_of(self._rank, self.nbytes, nonce, name, block_crcs, frames, pieces, own)
+
+
+def index_of(
+    rank: int,
+    nbytes: int,
+    nonce: str,
+    name: str,
+    block_crcs: list[int],
+    frames: tuple[int, ...] | None,
+    pieces: Sequence[Piece],
+    per_rank: tuple[int, int] | None,
+) -> ShardIndex:
+    """The index of a file of so many bytes, by this rank, when it was written."""
+    return ShardIndex(
+        nonce=nonce,
+        rank=rank,
+        file=name,
+        file_nbytes=nbytes if frames is None else sum(frames),
+        nbytes=nbytes,
+        block_bytes=BLOCK_BYTES,
+        block_crcs=tuple(block_crcs),
+        codec=None if frames is None else "zstd",
+        frames=frames or (),
+        pieces=tuple(pieces),
+        per_rank=per_rank,
+    )
+
+
+def held_of(leaf: Leaf) -> Held:
+    """A leaf as the planner sees it."""
+    return Held(leaf.key, leaf.local.element_size(), leaf.shape, leaf.box, leaf.holders)
+
+
+def comparable(leaves: Sequence[Leaf], world_size: int) -> list[Sampled]:
+    """Tensors that all ranks hold whole, or say so."""
+    return [
+        Sampled(leaf.key, leaf.local.data_ptr(), leaf.local.numel() * leaf.local.element_size())
+        for leaf in leaves
+        if len(leaf.holders) == world_size > 1
+    ]

@@ -1,0 +1,224 @@
+"""The layout of a file on Lustre: over which storage targets (OSTs) its bytes are striped.
+
+Responsible for the bytes of the layout attribute, as `lustre_user.h` (include/uapi/linux/lustre) of
+Lustre declares them, and for the decision which layout a new file gets. It must not know files,
+system calls or ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import NamedTuple
+
+from fastckpt.arguments.checks import check_count, check_size
+from fastckpt.errors import CorruptCheckpoint
+from fastckpt.plan.image import BLOCK_BYTES
+
+# lustre_user.h: struct lov_user_md_v1, _v3, lov_user_ost_data_v1, lov_comp_md_v1 and its entries,
+# all packed.
+MAGIC_V1 = 0x0BD10BD0
+MAGIC_V3 = 0x0BD30BD0
+MAGIC_SPECIFIC = 0x0BD50BD0  # v3 that lists its OSTs
+MAGIC_COMPOSITE = 0x0BD60BD0  # LOV_USER_MAGIC_COMP_V1: progressive layouts (PFL) and mirrors
+_HEAD = struct.Struct("<II16sIHH")  # magic, pattern, oi, stripe_size, stripe_count, stripe_offset
+_POOL = struct.Struct("<16s")  # v3 goes on with the pool's name: LOV_MAXPOOLNAME + 1
+_OBJECT = struct.Struct("<16sII")  # oi, generation, index of the OST
+_COMPOSITE = struct.Struct("<IIIHHH6xQ")  # magic, size, generation, flags, entries, mirrors
+_PATTERN_RAID0 = 1  # LOV_PATTERN_RAID0
+_OFFSET_ANY = 0xFFFF  # the metadata server chooses the first OST
+ALL_STRIPES = 0xFFFF
+STRIPE_SIZE_UNIT = 1 << 16  # LOV_MIN_STRIPE_SIZE
+STRIPE_SIZE_MAX = (1 << 32) - STRIPE_SIZE_UNIT  # of 32 bits
+STRIPE_COUNT_MAX = 2000  # LOV_MAX_STRIPE_COUNT
+
+OWN_BIG_BYTES = 4 << 30  # a file of one rank that is longer gets several stripes
+OWN_BYTES_PER_STRIPE = 8 << 30
+OWN_STRIPES_MAX = 8
+SHARED_BIG_BYTES = 1 << 30
+SHARED_STRIPES_MAX = 48
+SHARED_SIZES = (32 << 20, 16 << 20, 8 << 20)
+SHARED_STRIPES_PER_RANK = 64  # at least, or stripes are of the smallest size
+
+Stripe = str | tuple[int, int]  # "auto", "keep", or (count, size in bytes)
+
+
+class Layout(NamedTuple):
+    """Over how many OSTs, in pieces of how many bytes.
+
+    Attributes:
+        stripes: over how many OSTs; ALL_STRIPES for all there are, 0 for the file system's default.
+        stripe_bytes: size of a stripe; 0 for the file system's default.
+        pool: OSTs are of this pool; "" for any.
+        osts: their numbers, in order; empty where the server chooses, or has not yet.
+        is_composite: it has several parts, of which nothing else is told here.
+    """
+
+    stripes: int
+    stripe_bytes: int
+    pool: str = ""
+    osts: tuple[int, ...] = ()
+    is_composite: bool = False
+
+    def text(self) -> str:
+        if self.is_composite:
+            return "a progressive layout"
+        many = {0: "the default of", ALL_STRIPES: "all"}.get(self.stripes, str(self.stripes))
+        noun = "stripe" if self.stripes == 1 else "stripes"
+        size = f" of {self.stripe_bytes >> 10} KiB" if self.stripe_bytes else ""
+        return f"{many} {noun}{size}"
+
+
+class Purpose(NamedTuple):
+    """What a new file is for, as far as that decides on its layout.
+
+    Attributes:
+        nbytes: how long it will be.
+        writers: how many ranks write it.
+        stripe: as fastckpt.save's.
+        directory: whose default layout counts; "" for the one that the file is made in.
+        instead: the very layout, after another one had no room.
+    """
+
+    nbytes: int
+    writers: int = 1
+    stripe: Stripe = "auto"
+    directory: str = ""
+    instead: Layout | None = None
+
+
+def check_stripe(stripe: object) -> Stripe:
+    """The argument as it is.
+
+    Raises:
+        ValueError, TypeError: it is neither "auto", "keep" nor a count and a size that can be.
+    """
+    if stripe in ("auto", "keep"):
+        return str(stripe)
+    if not isinstance(stripe, tuple | list) or len(stripe) != 2:
+        raise ValueError(f'stripe is {stripe!r}, must be "auto", "keep" or (count, size)')
+    count, size = stripe
+    count = check_count("the stripe count", count)
+    size = check_size("the stripe size", size)
+    if count > STRIPE_COUNT_MAX:
+        raise ValueError(f"the stripe count is {count}, must be at most {STRIPE_COUNT_MAX}")
+    if size % STRIPE_SIZE_UNIT or size > STRIPE_SIZE_MAX:
+        raise ValueError(
+            f"the stripe size is {size}, must be a positive multiple of {STRIPE_SIZE_UNIT} bytes, "
+            f"for Lustre's pages are as long, and at most {STRIPE_SIZE_MAX}"
+        )
+    return count, size
+
+
+def encoded(layout: Layout) -> bytes:
+    """The bytes by which a new file is given a layout."""
+    assert not layout.is_composite and (not layout.osts or len(layout.osts) == layout.stripes)
+    magic = MAGIC_SPECIFIC if layout.osts else MAGIC_V3 if layout.pool else MAGIC_V1
+    first = layout.osts[0] if layout.osts else _OFFSET_ANY
+    head = _HEAD.pack(magic, _PATTERN_RAID0, bytes(16), layout.stripe_bytes, layout.stripes, first)
+    if magic == MAGIC_V1:
+        return head
+    objects = b"".join(_OBJECT.pack(bytes(16), 0, ost) for ost in layout.osts)
+    return head + _POOL.pack(layout.pool.encode("ascii")) + objects
+
+
+def parsed(content: bytes) -> Layout:
+    """The layout that a file or a directory has.
+
+    Raises:
+        CorruptCheckpoint: these are no bytes of a layout.
+    """
+    try:
+        (magic,) = struct.unpack_from("<I", content)
+        if magic == MAGIC_COMPOSITE:
+            _COMPOSITE.unpack_from(content)
+            return Layout(0, 0, is_composite=True)
+        if magic not in (MAGIC_V1, MAGIC_V3, MAGIC_SPECIFIC):
+            raise ValueError(f"of magic {magic:#x}")
+        _magic, _pattern, _oi, size, count, _offset = _HEAD.unpack_from(content)
+        at, pool = _HEAD.size, ""
+        if magic != MAGIC_V1:
+            pool = _POOL.unpack_from(content, at)[0].split(b"\0")[0].decode("ascii")
+            at += _POOL.size
+        there = (len(content) - at) // _OBJECT.size  # a directory's has none
+        objects = [_OBJECT.unpack_from(content, at + i * _OBJECT.size) for i in range(there)]
+        osts = tuple(ost for _oi, _generation, ost in objects) if there == count else ()
+    except (struct.error, ValueError) as error:
+        raise CorruptCheckpoint(f"a layout of Lustre that is none: {error}") from None
+    return Layout(count, size, pool, osts)
+
+
+def shared_stripe_bytes(nbytes: int, ranks: int) -> int:
+    """Size of a stripe of a file that several ranks write; they cut it along multiples of that.
+
+    The largest that leaves each rank stripes enough for equal parts.
+    """
+    share = nbytes // max(1, ranks)
+    fitting = (size for size in SHARED_SIZES if share >= SHARED_STRIPES_PER_RANK * size)
+    return next(fitting, SHARED_SIZES[-1])
+
+
+def grain_bytes(nbytes: int, ranks: int, stripe: Stripe) -> int:
+    """Along multiples of what ranks cut a file: of whole blocks, and of whole stripes where it has
+    them. Every rank comes to the same, for it follows from what all of them know.
+    """
+    if isinstance(stripe, str):
+        return shared_stripe_bytes(nbytes, ranks)
+    grain = math.lcm(BLOCK_BYTES, stripe[1])
+    # Beyond that, parts would be too unequal.
+    return grain if grain * 8 * ranks <= nbytes or grain == BLOCK_BYTES else BLOCK_BYTES
+
+
+def decide(default: Layout, purpose: Purpose, osts: int | None) -> tuple[Layout | None, str]:
+    """Which layout a new file gets.
+
+    Args:
+        default: what it would have.
+        purpose: what it is for.
+        osts: how many there are; None: nobody knows.
+
+    Returns:
+        The layout, or None for the default; and the reason.
+    """
+    if purpose.instead is not None:
+        return purpose.instead, "another layout was full"
+    if isinstance(purpose.stripe, tuple):
+        return Layout(*purpose.stripe, default.pool), "as asked for"
+    if purpose.stripe == "keep":
+        return None, "the default layout, as asked for"
+    if default.is_composite:
+        return None, "the directory's progressive layout is kept"
+    if default.stripes > 1:
+        return None, f"the directory's layout of {default.text()} is kept"
+    known = STRIPE_COUNT_MAX if osts is None else max(1, osts)
+    if purpose.writers > 1:
+        if purpose.nbytes <= SHARED_BIG_BYTES:
+            return None, "a small file keeps the default layout"
+        size = shared_stripe_bytes(purpose.nbytes, purpose.writers)
+        count = min(known, SHARED_STRIPES_MAX, -(-purpose.nbytes // size))
+        return Layout(count, size, default.pool), f"{purpose.writers} ranks write it"
+    if purpose.nbytes <= OWN_BIG_BYTES:
+        return None, "a small file keeps the default layout"
+    count = min(known, OWN_STRIPES_MAX, max(2, purpose.nbytes // OWN_BYTES_PER_STRIPE))
+    return Layout(count, BLOCK_BYTES, default.pool), f"{purpose.nbytes >> 30} GiB in one stripe"
+
+
+def elsewhere(full: Layout, free: dict[int, int]) -> Layout:
+    """The layout to try when there was no room for a file in this one.
+
+    Args:
+        full: with its OSTs, as far as known.
+        free: bytes free on each OST, as far as known.
+    """
+    size = full.stripe_bytes or BLOCK_BYTES
+    if full.pool:  # which OSTs are of it is not known
+        free = {}
+    count = max(1, len(full.osts) or (len(free) if full.stripes == ALL_STRIPES else full.stripes))
+    others = sorted((ost for ost in free if ost not in full.osts), key=lambda o: (-free[o], o))
+    if len(others) >= count:
+        return Layout(count, size, full.pool, tuple(others[:count]))
+    if free:  # the ones that have most, were they in it or not
+        roomy = sorted(free, key=lambda o: (-free[o], o))[: min(count, len(free))]
+        return Layout(len(roomy), size, full.pool, tuple(roomy))
+    # Nobody knows: less on each, wherever the server finds room.
+    return Layout(min(2 * count, STRIPE_COUNT_MAX), size, full.pool)

@@ -1,0 +1,367 @@
+"""A step that the local tier holds on its way into the root: copied, verified, and committed there.
+
+Responsible for the order: every rank copies what is its to copy, all agree, and the first rank
+publishes the same manifest in the root. It must not know how a step came into the local tier.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import TypeVar
+
+from fastckpt.engine.codec import FrameReader
+from fastckpt.engine.devices import Reads
+from fastckpt.engine.staging import ReadStream
+from fastckpt.engine.transfer import Transfer
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, PeerFailed, StorageError, is_visible
+from fastckpt.formats.manifest import Manifest, Writer
+from fastckpt.formats.shard_index import ShardIndex
+from fastckpt.handle import SaveHandle
+from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
+from fastckpt.ranks.round import Round
+from fastckpt.reading.verified_file import VerifiedFile, open_verified
+from fastckpt.saving.new_file import new_file
+from fastckpt.saving.pacing import Pace
+from fastckpt.saving.pipeline import Job, Pipeline
+from fastckpt.steps.copies import Copies
+from fastckpt.steps.rank_files import StepFiles
+from fastckpt.steps.retention import tidy
+from fastckpt.steps.root import Begun
+from fastckpt.steps.save import Options
+from fastckpt.storage.atomic import close_quietly, cut, settle
+from fastckpt.storage.file_system import patiently, reported
+from fastckpt.storage.lustre_layout import Purpose
+from fastckpt.storage.vanishing import Vanished
+from fastckpt.tiers.local_tier import OBJECTS_PART, LocalTier
+
+log = logging.getLogger("fastckpt")
+
+Source = TypeVar("Source", ReadStream, VerifiedFile)
+
+_CHUNK_BYTES = 32 << 20  # read at a time, while those before are written
+DRAIN_BLOCKS_MIN = 2  # of staging memory, or the one that was read would wait for its own write
+_PART_BYTES = 4 << 20  # of a record in the store
+
+
+class Drain(Job):
+    """One step. Each rank runs its own, for the same directory in the root.
+
+    Args:
+        handle: of the save, or of this alone; takes the step's path when the root has it.
+        agreement: a round of its own.
+        tier: from where and where to.
+        options: how the root is written and what stays there.
+        names: of the step's directory on each node that has it, by the node's first rank.
+        parts: what this rank copies: ranks of writers, OBJECTS_PART.
+
+    Attributes:
+        copied_s: how long copying took.
+    """
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        agreement: Round,
+        tier: LocalTier,
+        options: Options,
+        names: dict[int, str],
+        parts: Sequence[int],
+    ) -> None:
+        super().__init__(handle, agreement, Reads(), (), fence="call", lane=tier.root.root)
+        self._tier = tier
+        self._options = options
+        self._names = names
+        self._parts = parts
+        self._made: Begun | None = None
+        self._files: StepFiles | None = None
+        self._step: int | None = None
+        self.copied_s = 0.0
+
+    def forget(self) -> None:
+        """Nothing of the caller's is held."""
+
+    def release(self) -> None:
+        """As forget()."""
+
+    def commit(self, pipeline: Pipeline) -> None:
+        try:
+            self.wait_for_previous()  # one after the other: the root is no faster for two
+            self._copy(pipeline)
+        except BaseException as error:
+            self.agreement.fail(error)
+            if not self.may_be_visible or self.agreement.failed:
+                made, self._made = self._made, None
+                if made is not None:
+                    self._tier.root.abandon(made)
+                if self._files is not None:
+                    self._files.remove()
+            raise
+        finally:
+            if self._made is not None:
+                close_quietly(pipeline.storage, self._made.manifest_fd)
+
+    def _copy(self, pipeline: Pipeline) -> None:
+        root, begun = self._tier.root, time.monotonic()
+        manifest = self._manifest()
+        if self.agreement.rank == 0:
+            assert manifest is not None
+            self._made = root.begin(manifest.step)
+            self.agreement.put("place", self._made.name.encode())
+        name = self.agreement.get("place").decode()
+        files = self._files = StepFiles(pipeline.storage, root, name, self.agreement)
+        pace = Pace(
+            self._options.pacing, self.agreement, pipeline.rates, root.root, self.handle.stats
+        )
+        nbytes = 0 if manifest is None else _nbytes_of(manifest, self._parts)
+        if pace.meets:
+            pace.meet(nbytes)
+        pace.begin(nbytes)
+        if manifest is not None:
+            source = self._tier.steps.path(self._own_name)
+            copying = _Copying(pipeline, self._tier, self._options, files, manifest, source, pace)
+            for part in self._parts:
+                copying.copy(part)
+        pace.end()
+        if self._options.durable:
+            files.sync_own_directory()
+        self.copied_s = time.monotonic() - begun
+        self.conclude(b"", lambda _records: self._publish(manifest))
+        self._step = None if manifest is None else manifest.step
+        self.handle.path = root.path(name)
+
+    @property
+    def _own_name(self) -> str:
+        """Of the directory on this node; "" if it has none."""
+        return self._names.get(self._tier.nodes().first(self.agreement.rank), "")
+
+    def _manifest(self) -> Manifest | None:
+        """From this node, if it has one; the first rank else from the first node that has."""
+        source, rank, steps = min(self._names), self.agreement.rank, self._tier.steps
+        travels = self._tier.nodes().first(0) not in self._names
+        if not self._own_name:
+            if rank != 0:
+                return None
+            return Manifest.from_bytes(receive(self.agreement, "manifest", source))
+        try:
+            manifest = steps.read(self._own_name)
+        except Vanished as error:  # nothing removes it before the root has it
+            raise CorruptCheckpoint(f"{steps.path(self._own_name)!r} is missing: {error}") from None
+        if travels and rank == source:
+            send(self.agreement, "manifest", manifest.to_bytes())
+        return manifest
+
+    def _publish(self, manifest: Manifest | None) -> None:
+        assert self._made is not None and self._files is not None and manifest is not None
+        self._tier.root.publish(self._made, manifest, self._options.durable)
+        self._files.keep()
+
+    def end(self, pipeline: Pipeline) -> None:
+        super().end(pipeline)
+        tier, rank, failure = self._tier, self.agreement.rank, self.handle.failure()
+        if is_visible(failure):
+            log.warning("%s stays in the local tier as well: %s", self._own_name, failure)
+        elif failure is not None and not isinstance(failure, PeerFailed):
+            log.warning("%s stays in the local tier alone: %s", self._own_name, failure)
+        elif failure is None and self._own_name and tier.nodes().first(rank) == rank:
+            tier.note_drained(self._own_name)
+            tier.evict()
+        if self._made is not None and self._step is not None:
+            keep_last, keep_every = self._options.keep_last, self._options.keep_every
+            tidy(tier.root, self._made.name, self._step, keep_last, keep_every)
+
+
+def _nbytes_of(manifest: Manifest, parts: Sequence[int]) -> int:
+    """Bytes of the files of these parts, without their indexes."""
+    shards = sum(each.nbytes for each in manifest.writers if each.rank in parts)
+    return shards + (manifest.objects.nbytes if OBJECTS_PART in parts else 0)
+
+
+class _Copying:
+    """Copies files of one step from this node's directory into one of the root."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tier: LocalTier,
+        options: Options,
+        files: StepFiles,
+        manifest: Manifest,
+        source: str,
+        pace: Pace,
+    ) -> None:
+        self._pace = pace
+        self._pipeline = pipeline
+        self._storage, self._staging = pipeline.storage, pipeline.staging
+        self._tier = tier
+        self._options = options
+        self._files = files
+        self._manifest = manifest
+        self._source = Copies(self._storage, [source])
+
+    def copy(self, part: int) -> None:
+        """Copies what one writer wrote, or the objects.
+
+        Raises:
+            CorruptCheckpoint: the local copy is damaged. StorageError.
+        """
+        if part == OBJECTS_PART:
+            self._copy_objects()
+            return
+        writer = next(each for each in self._manifest.writers if each.rank == part)
+        index, content = self._source.index(writer, self._manifest.nonce)
+        self._copy_shard(index)
+        self._copy_index(writer, content)
+
+    def _copy_objects(self) -> None:
+        file, nbytes, crc = self._manifest.objects
+        path = self._source.path(file)
+        with self._source.opened(file, nbytes) as fd:
+            opened = open_verified(self._storage, self._staging, fd, path, True)
+            if opened is None or opened.closing_crc != crc:
+                raise CorruptCheckpoint(f"{path!r} is not what the manifest says")
+            with _closing(opened):
+                self._write(file, nbytes, _octets(opened, nbytes))
+
+    def _copy_shard(self, index: ShardIndex) -> None:
+        path = self._source.path(index.file)
+        sizes = (index.nbytes, index.block_bytes)
+        with self._source.opened(index.file, index.file_nbytes) as fd, ExitStack() as reading:
+            route, kept = None, None
+            if index.codec is not None:
+                kept = dict[int, bytes]()
+                frames = FrameReader(self._storage, fd, path, *sizes, index.frames, kept=kept)
+                route = reading.enter_context(self._staging.through(fd, frames.transfer))
+
+            def opened(wanted: range) -> ReadStream:
+                crcs = index.block_crcs
+                return self._staging.read(fd, path, *sizes, crcs, wanted, route)
+
+            self._write(index.file, index.file_nbytes, _stored(opened, index, path, kept))
+
+    def _write(self, name: str, nbytes: int, content: Iterator[bytearray]) -> None:
+        """Writes a file of the root, a chunk at a time, while the next one is read."""
+        path, options = self._files.path(name), self._options
+        purpose = Purpose(nbytes, 1, options.stripe, self._tier.root.root)
+        with ExitStack() as files, _UnderWay(self._pace) as moving:
+            made = partial(self._files.made, name)
+            fd, _name, route = new_file(self._pipeline, files, made, purpose, path, options.backend)
+            offset = 0
+            for chunk in content:
+                image = Image.of_bytes(chunk)
+                transfer = Transfer(self._staging, image, path, _CHUNK_BYTES // BLOCK_BYTES, 1)
+                transfer.write_to(fd, offset, self._pace.route(route))
+                moving.follow(transfer)
+                offset += len(chunk)
+            moving.follow(None)
+            if route.direct:
+                cut(self._storage, fd, path, nbytes)
+            settle(self._storage, fd, path, options.durable)
+
+    def _copy_index(self, writer: Writer, content: bytes) -> None:
+        path = self._files.path(writer.index)
+        with self._files.made(writer.index) as (fd, _name):
+            with reported("write", path):
+                patiently(self._storage, fd, lambda: self._storage.write_at(fd, content, 0))
+            settle(self._storage, fd, path, self._options.durable)
+
+
+class _UnderWay:
+    """The chunk that is being written. Leaving the context waits until nothing of it is."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._transfer: Transfer | None = None
+
+    def __enter__(self) -> _UnderWay:
+        return self
+
+    def follow(self, transfer: Transfer | None) -> None:
+        """Waits for the chunk before, whose memory is free then; another one has been begun."""
+        before, self._transfer = self._transfer, transfer
+        if before is not None:
+            with before:
+                self._pace.wait_one(before)
+
+    def __exit__(self, *_: object) -> None:
+        if self._transfer is not None:
+            self._transfer.__exit__()
+
+
+@contextmanager
+def _closing(source: Source) -> Iterator[Source]:
+    try:
+        yield source
+    finally:
+        with suppress(OSError):  # what was read of it has been verified
+            source.close()
+
+
+def _chunks(nbytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[bytearray]:
+    """Memory for one chunk of blocks after the other; a chunk's is used again two later."""
+    size = max(1, _CHUNK_BYTES // block_bytes) * block_bytes
+    turns = [bytearray(size) for _ in range(min(2, nbytes // size))]
+    for number in range(nbytes // size):
+        yield turns[number % 2]
+    if nbytes % size:
+        yield bytearray(nbytes % size)
+
+
+def _octets(file: VerifiedFile, nbytes: int) -> Iterator[bytearray]:
+    """All of a file, verified, in chunks."""
+    for chunk in _chunks(nbytes):
+        view = memoryview(chunk)
+        while view:
+            view = view[file.readinto(view) :]
+        yield chunk
+
+
+def _stored(
+    opened: Callable[[range], ReadStream],
+    index: ShardIndex,
+    path: str,
+    frames: dict[int, bytes] | None,
+) -> Iterator[bytearray]:
+    """All of a shard as it is stored, verified, in chunks.
+
+    Args:
+        opened: reads blocks, and no others ahead, whose memory later saves may need.
+        index: of the shard.
+        path: for messages.
+        frames: with a codec, has the frames of blocks that were read.
+    """
+    begin, number = 0, 0
+    for chunk in _chunks(index.nbytes, index.block_bytes):
+        wanted = range(number, number + block_count(len(chunk), index.block_bytes))
+        with _closing(opened(wanted)) as stream:
+            if not stream.readinto(chunk, begin):
+                raise _failure(stream, index, path)
+        begin, number = begin + len(chunk), wanted.stop
+        yield chunk if frames is None else bytearray().join(map(frames.pop, wanted))
+
+
+def _failure(stream: ReadStream, index: ShardIndex, path: str) -> CheckpointError:
+    failure = stream.failure()
+    if failure is not None:
+        op, offset, number = failure
+        return StorageError(op, path, number, offset)
+    at = stream.corrupt_block() * index.block_bytes
+    return CorruptCheckpoint(f"{path!r} is damaged: CRC-32 mismatch from byte {at} on")
+
+
+def send(agreement: Round, key: str, content: bytes) -> None:
+    """Leaves a record of any size for other ranks."""
+    parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
+    agreement.put(key, json.dumps(len(parts)).encode())
+    for number, part in enumerate(parts):
+        agreement.put(f"{key} {number}", part)
+
+
+def receive(agreement: Round, key: str, rank: int) -> bytes:
+    """Waits for what `rank` sends."""
+    parts = range(json.loads(agreement.get(key, rank)))
+    return b"".join(agreement.get(f"{key} {number}", rank) for number in parts)

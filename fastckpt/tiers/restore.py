@@ -1,0 +1,93 @@
+"""Which step is restored where there is a local tier, and what of it comes from there.
+
+Responsible for draining first what ranks could not read otherwise. It must not know what is read of
+a step, nor how one is drained.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from fastckpt.errors import StorageError
+from fastckpt.formats.step_names import step_name
+from fastckpt.handle import SaveHandle
+from fastckpt.ranks.round import Round
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.steps.choice import first_whole
+from fastckpt.steps.load import StepReader
+from fastckpt.steps.save import Options
+from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
+from fastckpt.tiers.local_tier import LocalTier, Undrained
+
+log = logging.getLogger("fastckpt")
+
+T = TypeVar("T")
+
+
+def first_whole_of_tiers(
+    agreement: Round,
+    current: Pipeline,
+    tier: LocalTier,
+    options: Options,
+    step: int | None,
+    read: Callable[[StepReader], T],
+    required: bool,
+) -> tuple[int, T] | None:
+    """What `read` makes of the newest step that is whole in either tier; all ranks call it.
+
+    Steps of the local tier that the root lacks are drained now, in the background. Where all ranks
+    see one local directory, they can be read from there meanwhile. Where they do not, ranks need
+    what other nodes have, so a step has to be in the root first. A file of which this node has a
+    copy is read from there in any case, if that is not damaged.
+
+    Args, returns and raises as step_choice.first_whole, for the root of the tier; and
+        options: how what is drained is written.
+    """
+    begun = _resumed(agreement, current, tier, options)
+    shelves = [tier.root, tier.steps]
+    if len(tier.nodes().firsts) > 1:
+        shelves = [tier.root]
+        for each, handle in begun:
+            if each.is_newer if step is None else each.step == step:
+                handle.wait_done()
+                failure = handle.failure()
+                if failure is None:
+                    break
+                if isinstance(failure, StorageError):
+                    raise failure  # it may be whole: nothing older is taken in its place
+    taken: dict[str, str] = {}
+
+    def noting(reader: StepReader) -> T:
+        found = read(reader)
+        taken.update(reader.copies.taken)
+        return found
+
+    found = first_whole(agreement, current, shelves, step, noting, tier.near, required)
+    if found is not None:
+        own = os.path.join(tier.steps.root, "")
+        local = sum(path.startswith(own) for path in taken.values())
+        rest = len(taken) - local
+        log.info("step %d: %d files read from %s, %d from the root", found[0], local, own, rest)
+    return found
+
+
+def _resumed(
+    agreement: Round, current: Pipeline, tier: LocalTier, options: Options
+) -> list[tuple[Undrained, SaveHandle]]:
+    """Begins to drain what the nodes hold together and the root lacks, newest first."""
+    nodes, rank, begun = tier.nodes(), agreement.rank, []
+    beside = nodes.beside(rank)
+    is_able = current.staging.blocks_limit(None) >= DRAIN_BLOCKS_MIN
+    for each in tier.survey(agreement, is_able):
+        handle = SaveHandle(tier.root.path(step_name(each.step)), time.perf_counter())
+        handle.reported = True  # a failure is logged, and no later save's to raise
+        handle.mark_staged()
+        handle.mark_local()
+        mine = each.parts.get(beside[0], [])[beside.index(rank) :: len(beside)]
+        drain = Drain(handle, tier.begin_drain(each.step), tier, options, each.names, mine)
+        begun.append((each, current.save(drain)))
+    return begun
