@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -29,18 +30,16 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.engine.devices import Reads
 from fastckpt.engine.gds_trial import Choice
-from fastckpt.engine.staging import Route, stager_count
-from fastckpt.engine.transfer import Transfer
 from fastckpt.formats import distcp
 from fastckpt.handle import SaveHandle
-from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
+from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
 from fastckpt.saving.fence import Watched
-from fastckpt.saving.new_file import new_file, note_route
+from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.storage import atomic
-from fastckpt.storage.atomic import close_quietly, cut, settle
-from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.atomic import close_quietly, settle
+from fastckpt.storage.file_system import Storage, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 
 log = logging.getLogger("fastckpt")
@@ -122,7 +121,7 @@ class ItemsSave(Job):
         self.replaced: int | None = None  # a descriptor that keeps what the commit replaced
         self.unneeded: list[str] = []  # paths that nothing names any more
         self._conclude: Callable[[ItemsSave, Places], None] | None = conclude
-        self._made = False
+        self._is_made = False
 
     def release(self) -> None:
         self.content = self._conclude = None
@@ -140,7 +139,7 @@ class ItemsSave(Job):
         except BaseException as error:
             self.agreement.fail(error)
             # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
-            if self._made and (not self.may_be_visible or self.agreement.failed):
+            if self._is_made and (not self.may_be_visible or self.agreement.failed):
                 remove_all(pipeline.storage, [self.path])
             raise
 
@@ -159,43 +158,33 @@ class ItemsSave(Job):
         image, places = distcp.layout(self.content.items)
         sources, image.sources = image.sources, []  # kept by the content until they were copied
         staging, stats = pipeline.staging, self.handle.stats
-        limit = staging.blocks_limit(self.options.limit_bytes())
-        blocks = block_count(image.body_nbytes, BLOCK_BYTES) + 1
-        self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
-        # With the step fence one CPU is left to the training that goes on meanwhile.
-        stagers = stager_count() - (self.fence == "step")
+        limit_bytes = self.options.limit_bytes()
+        limit, stagers = self.take_budget(staging, image.body_nbytes, limit_bytes)
         # Whatever happens, blocks in flight arrive before the file they go to is closed.
         with ExitStack() as files, ExitStack() as moving:
             self.choice = Choice(pipeline.storage, staging, self.options.staging, self.reads)
             direct = self.choice.direct(self.handle.path, stats)
-            # One block of the budget is the tail's, which is staged before the body is written.
-            transfer = moving.enter_context(
-                Transfer(staging, image, self.path, limit - 1, stagers, self.reads, direct)
+            file = moving.enter_context(
+                ImageFile(pipeline, image, self.path, limit - 1, stagers, self.reads, direct)
             )
-            self.copying.transfers.append(transfer)
+            self.copying.transfers.append(file.transfer)
             self.copying.watch()
-            fd, route = self._open(pipeline, files, image)
-            transfer.write_to(fd, 0, route)
+            make, purpose = partial(self._made, pipeline.storage), Purpose(image.nbytes)
+            file.make(files, make, purpose, self.options.backend, stats)
+            stats.nbytes = image.nbytes
+            file.begin()
             self.copying.wait()
             sources.clear()
-            if limit == 1:
-                transfer.wait_written()
-            tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
-            end = moving.enter_context(Transfer(staging, Image.of_bytes(tail), self.path, 1, 1))
-            end.write_to(fd, image.body_nbytes, route)
-            end.wait_written()
-            transfer.wait_written()
-            held = transfer.staged_bytes_max() + BLOCK_BYTES
+            file.complete(self.options.durable)
+            held = file.transfer.staged_bytes_max() + BLOCK_BYTES
             stats.staged_bytes_max = min(held, limit * BLOCK_BYTES)
             stats.written_s = self.handle.elapsed_s()
-            if route.direct:
-                cut(pipeline.storage, fd, self.path, image.nbytes)
-            settle(pipeline.storage, fd, self.path, self.options.durable)
         return places
 
-    def _open(self, pipeline: Pipeline, files: ExitStack, image: Image) -> tuple[int, Route]:
-        """Makes the file, with its directory where that is missing, and decides on the route."""
-        storage, path = pipeline.storage, self.path
+    @contextmanager
+    def _made(self, storage: Storage, purpose: Purpose) -> Iterator[tuple[int, str]]:
+        """The file, and its directory where that is missing."""
+        path = self.path
 
         def create(purpose: Purpose) -> int:
             try:
@@ -204,26 +193,18 @@ class ItemsSave(Job):
                 storage.remove(path)
                 return storage.create(path, 0o666, purpose)
 
-        @contextmanager
-        def made(purpose: Purpose) -> Iterator[tuple[int, str]]:
-            with reported("open", path):
-                try:
-                    fd = create(purpose)
-                except FileNotFoundError:
-                    self.agreement.check()  # if the save has failed meanwhile, that is why
-                    make_directory(storage, self.handle.path, self.options.durable)
-                    fd = create(purpose)
-            self._made = True
+        with reported("open", path):
             try:
-                yield fd, path
-            finally:
-                close_quietly(storage, fd)
-
-        purpose = Purpose(image.nbytes)
-        file = new_file(pipeline, files, made, purpose, path, self.options.backend)
-        note_route(self.handle.stats, file.route)
-        self.handle.stats.nbytes = image.nbytes
-        return file.fd, file.route
+                fd = create(purpose)
+            except FileNotFoundError:
+                self.agreement.check()  # if the save has failed meanwhile, that is why
+                make_directory(storage, self.handle.path, self.options.durable)
+                fd = create(purpose)
+        self._is_made = True
+        try:
+            yield fd, path
+        finally:
+            close_quietly(storage, fd)
 
 
 def make_directory(storage: Storage, path: str, durable: bool) -> None:
@@ -254,7 +235,7 @@ def replace_file(storage: Storage, path: str, content: bytes, durable: bool) -> 
     directory = os.path.dirname(path)
     with atomic.temporary(storage, path) as (fd, name):
         with reported("write", path):
-            storage.write_at(fd, content, 0)
+            patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
         atomic.take_permissions(storage, fd, name, path)
         settle(storage, fd, path, durable)
         if durable:

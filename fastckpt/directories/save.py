@@ -13,9 +13,10 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastckpt.arguments.checks import (
     FENCES,
@@ -28,20 +29,21 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.directories.check import crc32_of, list_of
 from fastckpt.directories.draft import Draft, Pending
-from fastckpt.engine.staging import Route, combine_crcs, stager_count
-from fastckpt.engine.transfer import Transfer
+from fastckpt.engine.staging import combine_crcs
 from fastckpt.errors import CheckpointError, fate
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
 from fastckpt.handle import SaveHandle
-from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Image, block_count
+from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.ranks import groups
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
+from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly, settle
-from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.file_system import Storage, patiently, reported
+from fastckpt.storage.lustre_layout import Purpose
 
 log = logging.getLogger("fastckpt")
 
@@ -139,15 +141,6 @@ def _warn(handle: SaveHandle) -> None:
         log.warning("%r %s: %s: %s", handle.path, what, type(error).__name__, error)
 
 
-class _Moving(NamedTuple):
-    """A file on its way."""
-
-    name: str
-    path: str
-    image: Image
-    transfer: Transfer
-
-
 class DirectorySave(Job):
     """One directory. Each rank runs its own, for the same one.
 
@@ -214,67 +207,53 @@ class DirectorySave(Job):
 
     def _written(self, pipeline: Pipeline) -> dict[str, File]:
         """Stages and writes what fill() left to the background."""
-        staging = pipeline.staging
-        limit = staging.blocks_limit(None)
-        # With the step fence one CPU is left to the training that goes on meanwhile.
-        stagers = max(1, stager_count() - (self.fence == "step"))
         # Whatever happens, blocks in flight arrive before the files they go to are closed.
         with ExitStack() as files, ExitStack() as moving:
-            way: list[_Moving] = []
-            for pending in self._pending:
-                image, path = pending.layout(), os.path.join(self.draft.directory, pending.name)
-                self._sources.append(image.sources)
-                transfer = Transfer(staging, image, path, max(1, limit - 1), stagers, self.reads)
-                way.append(_Moving(pending.name, path, image, moving.enter_context(transfer)))
-            nbytes = sum(item.image.nbytes for item in way)
-            self.staging_nbytes = min(limit, block_count(nbytes, BLOCK_BYTES) + 1) * BLOCK_BYTES
-            self.copying.transfers += [item.transfer for item in way]
+            images = {pending.name: pending.layout() for pending in self._pending}
+            self._sources = [image.sources for image in images.values()]
+            nbytes = sum(image.nbytes for image in images.values())
+            limit, stagers = self.take_budget(pipeline.staging, nbytes, None)
+            begun = {}
+            for name, image in images.items():
+                path = os.path.join(self.draft.directory, name)
+                file = ImageFile(pipeline, image, path, limit - 1, stagers, self.reads)
+                begun[name] = moving.enter_context(file)
+            self.copying.transfers += [file.transfer for file in begun.values()]
             self.copying.watch()
-            opened = [self._opened(pipeline, files, item) for item in way]
+            for name, file in begun.items():
+                make = partial(self._made, pipeline.storage, name)
+                file.make(files, make, Purpose(file.nbytes), "auto", self.handle.stats)
+                file.begin()
             self.copying.wait()
-            found = {
-                item.name: self._finished(pipeline, item, *target)
-                for item, target in zip(way, opened, strict=True)
-            }
-            held = sum(item.transfer.staged_bytes_max() for item in way)
+            found = {name: self._finished(file, images[name]) for name, file in begun.items()}
+            held = sum(file.transfer.staged_bytes_max() for file in begun.values())
             self.handle.stats.staged_bytes_max = min(held, limit * BLOCK_BYTES)
             return found
 
-    def _opened(self, pipeline: Pipeline, files: ExitStack, item: _Moving) -> tuple[int, Route]:
-        """Makes a file, decides how it is written, and lets what was staged go there."""
-        storage, nbytes = pipeline.storage, item.image.nbytes
-        with reported("open", item.path):
-            storage.make_directories(os.path.dirname(item.path))
-            fd = storage.create(item.path, 0o666)
-        files.callback(close_quietly, storage, fd)
-        route = pipeline.staging.route(fd, item.path, "auto", writing=True)
-        stats = self.handle.stats
-        stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
-        padded = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        with reported("allocate", item.path):
-            pipeline.allocate(fd, padded if route.direct else nbytes, item.path)
-        item.transfer.write_to(fd, 0, route)
-        return fd, route
+    @contextmanager
+    def _made(self, storage: Storage, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
+        """A file of the draft."""
+        path = os.path.join(self.draft.directory, name)
+        with reported("open", path):
+            storage.make_directories(os.path.dirname(path))
+            fd = storage.create(path, 0o666, purpose)
+        try:
+            yield fd, path
+        except BaseException:
+            with suppress(OSError):  # it is removed with the draft then
+                storage.remove(path)
+            raise
+        finally:
+            close_quietly(storage, fd)
 
-    def _finished(self, pipeline: Pipeline, item: _Moving, fd: int, route: Route) -> File:
+    def _finished(self, file: ImageFile, image: Image) -> File:
         """Writes what depends on checksums; returns when the file is durable."""
-        image, transfer = item.image, item.transfer
-        blocks, left, crc = transfer.block_crcs(), image.body_nbytes, 0
-        for block in blocks:
+        tail = file.complete(self.durable)
+        left, crc = image.body_nbytes, 0
+        for block in file.transfer.block_crcs():
             crc = combine_crcs(crc, block, min(left, BLOCK_BYTES))
             left -= BLOCK_BYTES
-        transfer.wait_written()
-        if image.tail_nbytes:
-            tail = bytearray(image.tail(blocks, transfer.slot_crcs()))
-            with Transfer(pipeline.staging, Image.of_bytes(tail), item.path, 1, 1) as end:
-                end.write_to(fd, image.body_nbytes, route)
-                end.wait_written()
-            crc = combine_crcs(crc, zlib.crc32(tail), len(tail))
-        if route.direct:
-            with reported("truncate", item.path):
-                pipeline.storage.truncate(fd, image.nbytes)
-        settle(pipeline.storage, fd, item.path, self.durable)
-        return File(image.nbytes, crc)
+        return File(image.nbytes, combine_crcs(crc, zlib.crc32(tail), len(tail)))
 
     def _settled(self, storage: Storage, name: str) -> File:
         """Makes a file durable that fill() has written by itself."""
@@ -320,7 +299,8 @@ class DirectorySave(Job):
                 storage.remove(listed)
             fd = storage.create(listed, 0o666)
             try:
-                storage.write_at(fd, file_list.to_bytes(merged), 0)
+                content = file_list.to_bytes(merged)
+                patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
                 settle(storage, fd, listed, self.durable)
             finally:
                 close_quietly(storage, fd)

@@ -46,7 +46,7 @@ WAITING = frozenset(_NAMES.split())
 # Of this library, by which threads of its own call the kernel and the engine: nothing in them
 # changes a tensor.
 _OWN = """
-engine/codec engine/staging engine/transfer saving/new_file
+engine/codec engine/staging engine/transfer saving/image_file
 storage/atomic storage/file_system storage/lustre storage/policies
 """
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))

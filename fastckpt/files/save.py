@@ -20,23 +20,23 @@ import torch
 from fastckpt.arguments.environment import launched_rank
 from fastckpt.engine.devices import Devices
 from fastckpt.engine.gds_trial import Choice
-from fastckpt.engine.staging import Route, combine_crcs, stager_count
-from fastckpt.engine.transfer import Fetch, Transfer
+from fastckpt.engine.staging import combine_crcs
+from fastckpt.engine.transfer import Fetch
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.arrangement import arrange, nbytes_of
 from fastckpt.handle import SaveHandle
-from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
+from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.plan.intervals import Checksums, Part, bounds
 from fastckpt.ranks.groups import Together
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import Description, Sampled, disagreement
 from fastckpt.saving.fence import Watched, named_tensors
-from fastckpt.saving.new_file import new_file, note_route
+from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace, Pacing
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.state.dtensors import is_sharded
 from fastckpt.storage import atomic
-from fastckpt.storage.atomic import close_quietly, cut, settle
+from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.lustre_layout import Purpose, Stripe, grain_bytes
 
@@ -224,11 +224,8 @@ class FileSave(Job):
         self._sources = image.sources
         part = Part(image, cuts[agreement.rank], cuts[agreement.rank + 1])
         checksums = Checksums(image, cuts, combine_crcs)
-        limit = staging.blocks_limit(self.staging_bytes)
-        blocks = block_count(part.end - part.begin, BLOCK_BYTES) + 1
-        self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
-        # With the step fence one CPU is left to the training that goes on meanwhile.
-        stagers = stager_count() - (self.fence == "step")
+        nbytes = part.end - part.begin
+        limit, stagers = self.take_budget(staging, nbytes, self.staging_bytes)
         # Whatever happens, blocks in flight arrive before the file they go to is closed.
         with ExitStack() as files, self.telling(), ExitStack() as moving:
             fetch = moving.enter_context(
@@ -236,34 +233,29 @@ class FileSave(Job):
             )
             self.choice = Choice(pipeline.storage, staging, self.staging, self.reads)
             direct = self.choice.direct(os.path.dirname(path), self.handle.stats)
-            # One block of the budget is the tail's, which is staged before the body is written.
-            transfer = moving.enter_context(
-                Transfer(staging, part.image, path, max(1, limit - 1), stagers, self.reads, direct)
+            file = moving.enter_context(
+                ImageFile(pipeline, part.image, path, limit - 1, stagers, self.reads, direct)
             )
+            transfer = file.transfer
             self.copying.transfers += [fetch.transfer, transfer]
             self.copying.watch()
             pace = Pace(self.pacing, agreement, pipeline.rates, path, self.handle.stats)
-            fd, name, route = self._open(pipeline, files, image, part)
+            name = self._open(pipeline, files, image, part, file)
             if pace.meets:
-                pace.meet(part.end - part.begin)
-            pace.begin(part.end - part.begin)
-            route = pace.route(route)
-            transfer.write_to(fd, part.begin, route)
+                pace.meet(nbytes)
+            pace.begin(nbytes)
+            file.begin(part.begin, pace)
             self.copying.wait()
             fetch.fill()
             self._compare()
             agreement.put("crc", _packed(transfer.block_crcs(), transfer.slot_crcs()))
             if agreement.rank == 0:
-                if limit == 1:
-                    pace.wait_written(transfer)
                 for rank, record in enumerate(agreement.gather("crc")):
                     checksums.add(rank, *_unpacked(record))
                 tail = bytearray(image.tail(*checksums.joined()))
-                end = moving.enter_context(Transfer(staging, Image.of_bytes(tail), path, 1, 1))
-                end.write_to(fd, image.body_nbytes, route)
-                pace.wait_written(end)
-            pace.wait_written(transfer)
-            self._patch(pipeline.storage, fd, checksums)
+                file.add(Image.of_bytes(tail), image.body_nbytes)
+            file.wait_written()
+            self._patch(pipeline.storage, file.fd, checksums)
             stats = self.handle.stats
             stats.staged_bytes_max = min(
                 transfer.staged_bytes_max() + (agreement.rank == 0) * BLOCK_BYTES,
@@ -271,29 +263,24 @@ class FileSave(Job):
             )
             stats.written_s = self.handle.elapsed_s()
             if agreement.rank == 0:
-                atomic.take_permissions(pipeline.storage, fd, name, path)
-            if agreement.rank == 0 and route.direct:
-                cut(pipeline.storage, fd, path, image.nbytes)
-            settle(pipeline.storage, fd, path, self.durable)
-            self.conclude(b"", lambda _records: self._publish(pipeline, fd, name, image.nbytes))
+                atomic.take_permissions(pipeline.storage, file.fd, name, path)
+            file.end(self.durable, image.nbytes if agreement.rank == 0 else None)
+            self.conclude(
+                b"", lambda _records: self._publish(pipeline, file.fd, name, image.nbytes)
+            )
 
     def _open(
-        self, pipeline: Pipeline, files: ExitStack, image: Image, part: Part
-    ) -> tuple[int, str, Route]:
-        """Makes the file, or opens it where another rank has made it; decides on the route."""
+        self, pipeline: Pipeline, files: ExitStack, image: Image, part: Part, file: ImageFile
+    ) -> str:
+        """Makes the file, or opens it where another rank has made it; returns its name."""
         agreement, storage, path = self.agreement, pipeline.storage, self.handle.path
+        stats = self.handle.stats
         assert self.plan is not None
         if agreement.rank == 0:
             purpose = Purpose(image.nbytes, agreement.world_size, self.plan.stripe)
-            fd, name, route = new_file(
-                pipeline,
-                files,
-                partial(atomic.temporary, storage, path),
-                purpose,
-                path,
-                self.backend,
-                timed=agreement.world_size == 1 and not self.pacing,
-            )
+            timed = agreement.world_size == 1 and not self.pacing
+            make = partial(atomic.temporary, storage, path)
+            name = file.make(files, make, purpose, self.backend, stats, timed=timed)
             agreement.put("file", os.fsencode(os.path.basename(name)))
             if agreement.world_size == 1:
                 warn_of_ranks_alone(storage, path)
@@ -313,10 +300,9 @@ class FileSave(Job):
             route = pipeline.staging.route(
                 fd, path, self.backend, writing=writes, offset=part.begin
             )
-        stats = self.handle.stats
-        note_route(stats, route)
+            file.join(fd, route, stats)
         stats.nbytes = part.end - part.begin + (agreement.rank == 0) * image.tail_nbytes
-        return fd, name, route
+        return name
 
     def forget(self) -> None:
         assert self.plan is not None

@@ -27,10 +27,11 @@ from fastckpt.engine.devices import Devices, Reads
 from fastckpt.engine.gds import Gds
 from fastckpt.engine.gds_trial import Choice
 from fastckpt.engine.rates import Rates
-from fastckpt.engine.staging import Staging
+from fastckpt.engine.staging import Staging, stager_count
 from fastckpt.errors import CheckpointError, fate, is_visible, retold
 from fastckpt.handle import SaveHandle
 from fastckpt.latch import Latch, start_thread
+from fastckpt.plan.image import BLOCK_BYTES, block_count
 from fastckpt.ranks.round import Round
 from fastckpt.saving.copying import Copying
 from fastckpt.saving.fence import Watched
@@ -324,6 +325,18 @@ class Job:
         except IndexError:
             return False
         return True
+
+    def take_budget(
+        self, staging: Staging, nbytes: int, staging_bytes: int | None
+    ) -> tuple[int, int]:
+        """How many blocks this save may hold to write so much, and how many threads copy for it.
+
+        One block of the budget is for what depends on checksums, which is staged beside the body.
+        """
+        limit = staging.blocks_limit(staging_bytes)
+        self.staging_nbytes = min(limit, block_count(nbytes, BLOCK_BYTES) + 1) * BLOCK_BYTES
+        # With the step fence one CPU is left to the training that goes on meanwhile.
+        return limit, max(1, stager_count() - (self.fence == "step"))
 
     def commit(self, pipeline: Pipeline) -> None:
         """Writes and commits, or raises having removed what was begun."""

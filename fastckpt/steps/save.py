@@ -16,22 +16,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastckpt.engine.codec import FrameWriter
 from fastckpt.engine.devices import Reads
 from fastckpt.engine.gds_trial import Choice
-from fastckpt.engine.staging import Route, stager_count
-from fastckpt.engine.transfer import Fetch, Transfer
+from fastckpt.engine.transfer import Fetch
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import index_name, shard_name
 from fastckpt.handle import SaveHandle
-from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
+from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import Description, disagreement
 from fastckpt.saving.fence import Watched
-from fastckpt.saving.new_file import new_file, note_route
+from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace, Pacing
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.state.tree import Leaf
@@ -41,7 +40,7 @@ from fastckpt.steps.root import Begun, Steps
 from fastckpt.steps.shard import Shard, comparable
 from fastckpt.steps.shard_parts import part_of
 from fastckpt.steps.shared_shard import AnyShard, Gathered, Gathering, Guest, Pool, is_small
-from fastckpt.storage.atomic import close_quietly, cut, settle
+from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.lustre_layout import Purpose, Stripe
 
 
@@ -148,10 +147,8 @@ class StepSave(Job):
         own = Shard(content.leaves, content.per_rank, agreement.rank)
         pace = self._paced(pipeline)
         body = part_of(own.image) if pace.gathers and is_small(own) else own.image
-        limit = pipeline.staging.blocks_limit(self.options.staging_bytes)
-        blocks = block_count(body.body_nbytes, BLOCK_BYTES) + 1
-        self.staging_nbytes = min(limit, blocks) * BLOCK_BYTES
-        stagers = stager_count() - (self.fence == "step")
+        staging_bytes = self.options.staging_bytes
+        limit, stagers = self.take_budget(pipeline.staging, body.body_nbytes, staging_bytes)
         compared = comparable(content.leaves, agreement.world_size)
         content.description.sample(compared, zlib.crc32(agreement.label.encode()))
         # Whatever happens, blocks in flight arrive before the files they go to are closed.
@@ -163,14 +160,15 @@ class StepSave(Job):
             way = "host" if self.options.codec or pace.gathers else self.options.staging
             self.choice = Choice(pipeline.storage, pipeline.staging, way, self.reads)
             direct = self.choice.direct(self.steps.root, self.handle.stats)
-            size = (max(1, limit - 1), stagers)
-            transfer = Transfer(pipeline.staging, body, self.handle.path, *size, self.reads, direct)
-            moving.enter_context(transfer)
-            self.copying.transfers += [fetch.transfer, transfer]
+            size = (limit - 1, stagers)
+            file = moving.enter_context(
+                ImageFile(pipeline, body, self.handle.path, *size, self.reads, direct)
+            )
+            self.copying.transfers += [fetch.transfer, file.transfer]
             objects = self._stage_objects(pipeline, moving) if limit > 1 else None
             if limit > 1 and agreement.rank != 0:
                 self.copying.watch()
-            nbytes = body.body_nbytes + (0 if objects is None else objects.image.nbytes)
+            nbytes = body.body_nbytes + (0 if objects is None else objects.nbytes)
             gathering = Gathering(self.options.pool, pipeline.storage, agreement, self.handle)
             if pace.gathers:
                 gathering.lend(own)
@@ -183,29 +181,30 @@ class StepSave(Job):
             if place["meet"]:
                 self.options.pool.neighbours = pace.meet(nbytes)
             shard = gathering.place(own, body, pace.files_per_node) if pace.gathers else own
-            file = self._open_shard(pipeline, files, shard)
+            writer = self._open_shard(pipeline, files, shard, file)
             self.handle.stats.nbytes += shard.head.body_nbytes + body.body_nbytes
             pace.begin(nbytes)
-            if file is not None:
-                transfer.write_to(file.fd, shard.begin, pace.route(file.route))
+            if file.is_open:
+                file.begin(shard.begin, pace)
             if limit == 1:  # of which the objects need that one block
-                pace.wait_written(transfer)
+                file.wait_written()
                 objects = self._stage_objects(pipeline, moving)
-            objects_fd = self._write_objects(pipeline, files, objects, pace)
-            pace.end(transfer, *([] if objects is None else [objects.transfer]))
+            if objects is not None:
+                self._write_objects(files, objects, pace)
+            pace.end(*(each.transfer for each in (file, objects) if each is not None))
             self.copying.wait()
             fetch.fill()
             if not isinstance(shard, Shard):
-                shard.describe(transfer.slot_crcs())
-            written = self._finish_objects(pipeline, objects, objects_fd, pace)
+                shard.describe(file.transfer.slot_crcs())
+            written = None if objects is None else self._finish_objects(objects)
             self._compare(content)
-            pace.wait_written(transfer)
-            staged = transfer.staged_bytes_max() + BLOCK_BYTES
+            file.wait_written()
+            staged = file.transfer.staged_bytes_max() + BLOCK_BYTES
             self.handle.stats.staged_bytes_max = min(staged, limit * BLOCK_BYTES)
             self.handle.stats.written_s = self.handle.elapsed_s()
             record = b""
-            if file is not None:
-                record = self._finish_shard(pipeline, file, shard, transfer, nonce)
+            if file.is_open:
+                record = self._finish_shard(file, writer, shard, nonce)
         self.conclude(record, lambda records: self._publish(nonce, written, records))
 
     def _paced(self, pipeline: Pipeline) -> Pace:
@@ -239,11 +238,14 @@ class StepSave(Job):
         return shard_name(self.agreement.rank, self.options.codec)
 
     def _open_shard(
-        self, pipeline: Pipeline, files: ExitStack, shard: AnyShard
-    ) -> ShardFile | None:
-        """Makes the shard's file, or opens that it goes to, and decides how it is written."""
+        self, pipeline: Pipeline, files: ExitStack, shard: AnyShard, file: ImageFile
+    ) -> FrameWriter | None:
+        """Makes the shard's file, or opens the shared file that the shard is part of; where it goes
+        through a codec, returns what writes its frames.
+        """
         if shard.is_empty:
             return None
+        stats = self.handle.stats
         name, options, storage = self._shard_name(), self.options, pipeline.storage
         path, made = self._path(name), partial(self._own.made, name)
         if isinstance(shard, Guest):
@@ -251,43 +253,36 @@ class StepSave(Job):
             files.callback(close_quietly, storage, fd := shard.open())
             at = None if shard.is_direct else shard.begin
             route = pipeline.staging.route(fd, path, options.backend, writing=True, offset=at)
-            note_route(self.handle.stats, route)
-            return ShardFile(fd, route, None)
+            file.join(fd, route, stats)
+            return None
         plain = options.codec is None
         purpose = Purpose(shard.nbytes, 1, options.stripe, self.steps.root)
         timed = plain and isinstance(shard, Shard) and not options.pacing
-        fd, _name, route = new_file(
-            pipeline, files, made, purpose, path, options.backend, allocates=plain, timed=timed
-        )
-        note_route(self.handle.stats, route)
+        how = (purpose, options.backend, stats, path)
+        file.make(files, made, *how, allocates=plain, timed=timed)
         if isinstance(shard, Gathered):
-            shard.announce(fd, route.direct)
+            shard.announce(file.fd, file.route.direct)
         if plain:
-            return ShardFile(fd, route, None)
-        writer = FrameWriter(storage, fd, path, shard.nbytes, BLOCK_BYTES)
-        coded = files.enter_context(pipeline.staging.through(fd, writer.transfer))
-        return ShardFile(fd, coded, writer)
+            return None
+        writer = FrameWriter(storage, file.fd, path, shard.nbytes, BLOCK_BYTES)
+        file.route = files.enter_context(pipeline.staging.through(file.fd, writer.transfer))
+        return writer
 
     def _finish_shard(
-        self, pipeline: Pipeline, file: ShardFile, shard: AnyShard, transfer: Transfer, nonce: str
+        self, file: ImageFile, writer: FrameWriter | None, shard: AnyShard, nonce: str
     ) -> bytes:
         """Makes shard and index durable. Returns what the manifest will say of this writer."""
         if isinstance(shard, Guest):
             shard.written()
             return b""
-        path = self._path(self._shard_name())
         if isinstance(shard, Gathered):
-            with Transfer(pipeline.staging, shard.head, path, 1, 1) as head:
-                head.write_to(file.fd, 0, file.route)
-                head.wait_written()
+            file.add(shard.head, 0)
             shard.wait_written()
             index = shard.index(nonce, self._shard_name())
         else:
-            frames = None if file.writer is None else file.writer.frames()
-            index = shard.index(nonce, self._shard_name(), transfer.block_crcs(), frames)
-        if file.route.direct:
-            cut(pipeline.storage, file.fd, path, shard.nbytes)
-        settle(pipeline.storage, file.fd, path, self.options.durable)
+            frames = None if writer is None else writer.frames()
+            index = shard.index(nonce, self._shard_name(), file.transfer.block_crcs(), frames)
+        file.end(self.options.durable, shard.nbytes)
         name, content = index_name(self.agreement.rank), index.to_bytes()
         self._own.write(name, content, file.fd, self.options.durable)
         if self.options.durable:
@@ -298,48 +293,30 @@ class StepSave(Job):
         assert self.content is not None
         self.content.leaves.clear()
 
-    def _stage_objects(self, pipeline: Pipeline, moving: ExitStack) -> Objects | None:
+    def _stage_objects(self, pipeline: Pipeline, moving: ExitStack) -> ImageFile | None:
         """On the first rank, begins to stage what is not in shards."""
         assert self.content is not None
         captured, self.content.objects = self.content.objects, None
         if captured is None:
             return None
         image, path = torch_zip.layout(captured), os.path.join(self.handle.path, OBJECTS)
-        transfer = Transfer(pipeline.staging, image, path, 1, 1, self.reads)
-        self.copying.transfers.append(moving.enter_context(transfer))
-        return Objects(image, transfer)
+        objects = moving.enter_context(ImageFile(pipeline, image, path, 1, 1, self.reads))
+        self.copying.transfers.append(objects.transfer)
+        return objects
 
-    def _write_objects(
-        self, pipeline: Pipeline, files: ExitStack, objects: Objects | None, pace: Pace
-    ) -> _ObjectsFile:
+    def _write_objects(self, files: ExitStack, objects: ImageFile, pace: Pace) -> None:
         """Makes their file, and writes to it what has been staged."""
-        if objects is None:
-            return None
-        path = self._path(OBJECTS)
-        fd = self._own.create(OBJECTS)
-        files.callback(close_quietly, pipeline.storage, fd)
-        route = pipeline.staging.route(fd, path, self.options.backend, writing=True)
-        route = pace.route(route)
-        objects.transfer.write_to(fd, 0, route)
-        return fd, route
+        options, path = self.options, self._path(OBJECTS)
+        purpose = Purpose(objects.nbytes, 1, options.stripe, self.steps.root)
+        made = partial(self._own.made, OBJECTS)
+        objects.make(files, made, purpose, options.backend, None, path)
+        objects.begin(0, pace)
 
-    def _finish_objects(
-        self, pipeline: Pipeline, objects: Objects | None, file: _ObjectsFile, pace: Pace
-    ) -> ObjectsFile | None:
+    def _finish_objects(self, objects: ImageFile) -> ObjectsFile:
         """Writes what depends on their checksums, when they were staged."""
-        if objects is None or file is None:
-            return None
-        (image, transfer), (fd, route), path = objects, file, self._path(OBJECTS)
-        tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
-        pace.wait_written(transfer)
-        with Transfer(pipeline.staging, Image.of_bytes(tail), path, 1, 1) as end:
-            end.write_to(fd, image.body_nbytes, route)
-            pace.wait_written(end)
-        if route.direct:
-            cut(pipeline.storage, fd, path, image.nbytes)
-        self.handle.stats.nbytes += image.nbytes
-        settle(pipeline.storage, fd, path, self.options.durable)
-        return ObjectsFile(OBJECTS, image.nbytes, torch_zip.closing_crc(tail))
+        tail = objects.complete(self.options.durable)
+        self.handle.stats.nbytes += objects.nbytes
+        return ObjectsFile(OBJECTS, objects.nbytes, torch_zip.closing_crc(tail))
 
     def _compare(self, content: Content) -> None:
         description = content.description
@@ -376,21 +353,3 @@ class StepSave(Job):
             self.options.pool.is_settled = self.options.pacing.writers_per_node is not None
             keep_last, keep_every = self.options.keep_last, self.options.keep_every
             tidy(self.steps, self.name, self.step, keep_last, keep_every)
-
-
-class ShardFile(NamedTuple):
-    """A shard's file while it is written: through a codec, if there is one."""
-
-    fd: int
-    route: Route
-    writer: FrameWriter | None
-
-
-_ObjectsFile = tuple[int, Route] | None
-
-
-class Objects(NamedTuple):
-    """What is not in shards, while it is staged and written."""
-
-    image: Image
-    transfer: Transfer

@@ -25,7 +25,7 @@ from fastckpt.handle import SaveHandle
 from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
 from fastckpt.ranks.round import Round
 from fastckpt.reading.verified_file import VerifiedFile, open_verified
-from fastckpt.saving.new_file import new_file
+from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.steps.copies import Copies
@@ -33,7 +33,7 @@ from fastckpt.steps.rank_files import StepFiles
 from fastckpt.steps.retention import tidy
 from fastckpt.steps.root import Begun
 from fastckpt.steps.save import Options
-from fastckpt.storage.atomic import close_quietly, cut, settle
+from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.vanishing import Vanished
@@ -248,19 +248,18 @@ class _Copying:
         path, options = self._files.path(name), self._options
         purpose = Purpose(nbytes, 1, options.stripe, self._tier.root.root)
         with ExitStack() as files, _UnderWay(self._pace) as moving:
-            made = partial(self._files.made, name)
-            fd, _name, route = new_file(self._pipeline, files, made, purpose, path, options.backend)
+            file = ImageFile(self._pipeline, Image.tailless(), path, 1)
+            file.make(files, partial(self._files.made, name), purpose, options.backend, None)
+            file.begin(0, self._pace)
             offset = 0
             for chunk in content:
                 image = Image.of_bytes(chunk)
                 transfer = Transfer(self._staging, image, path, _CHUNK_BYTES // BLOCK_BYTES, 1)
-                transfer.write_to(fd, offset, self._pace.route(route))
+                transfer.write_to(file.fd, offset, file.route)
                 moving.follow(transfer)
                 offset += len(chunk)
             moving.follow(None)
-            if route.direct:
-                cut(self._storage, fd, path, nbytes)
-            settle(self._storage, fd, path, options.durable)
+            file.end(options.durable, nbytes)
 
     def _copy_index(self, writer: Writer, content: bytes) -> None:
         path = self._files.path(writer.index)

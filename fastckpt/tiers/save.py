@@ -14,14 +14,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from fastckpt.engine.codec import FrameWriter
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.formats.manifest import Manifest, ObjectsFile
 from fastckpt.handle import SaveHandle
 from fastckpt.ranks.round import Round
+from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace, Pacing
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.rank_files import StepFiles
-from fastckpt.steps.save import Objects, ShardFile, StepSave
+from fastckpt.steps.save import StepSave
 from fastckpt.steps.shared_shard import AnyShard
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain, receive, send
 from fastckpt.tiers.local_tier import OBJECTS_PART, SLOW_S, LocalTier
@@ -134,23 +136,23 @@ class TieredSave(StepSave):
         nonce = json.loads(agreement.get("local place"))["nonce"]
         return {"name": name, "nonce": nonce, "meet": False}
 
-    def _stage_objects(self, pipeline: Pipeline, moving: ExitStack) -> Objects | None:
+    def _stage_objects(self, pipeline: Pipeline, moving: ExitStack) -> ImageFile | None:
         objects = super()._stage_objects(pipeline, moving)
-        self._objects_nbytes = 0 if objects is None else objects.image.nbytes
+        self._objects_nbytes = 0 if objects is None else objects.nbytes
         return objects
 
     def _open_shard(
-        self, pipeline: Pipeline, files: ExitStack, shard: AnyShard
-    ) -> ShardFile | None:
+        self, pipeline: Pipeline, files: ExitStack, shard: AnyShard, file: ImageFile
+    ) -> FrameWriter | None:
         """In the local tier where every rank has room; before the first byte is written, for what
         was written is no longer in memory.
         """
         with ExitStack() as trial:
-            file = None
+            writer = None
             self._trouble = self._trouble or self._tier.refusal()
             try:
                 if self.name and not self._trouble:
-                    file = super()._open_shard(pipeline, trial, shard)
+                    writer = super()._open_shard(pipeline, trial, shard, file)
                     coded = shard.nbytes if self.options.codec is not None else 0
                     beside = self._tier.nodes().beside(self.agreement.rank)
                     self._tier.check_room(self._objects_nbytes + coded * len(beside))
@@ -159,11 +161,11 @@ class TieredSave(StepSave):
             why = self._agreed()
             if not why:
                 self._opened_s = self.handle.elapsed_s()
-                self._wrote_shard = file is not None
+                self._wrote_shard = file.is_open
                 files.push(trial.pop_all())
-                return file
+                return writer
         self._go_past(pipeline, why, shard.nbytes + self._objects_nbytes)
-        return super()._open_shard(pipeline, files, shard)
+        return super()._open_shard(pipeline, files, shard, file)
 
     def _agreed(self) -> str:
         """Why some rank cannot write to the local tier; "" if all can."""
