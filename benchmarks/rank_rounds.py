@@ -25,7 +25,8 @@ from fastckpt.ranks.same_state import Description
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.state.tree import Leaf
 from fastckpt.steps.root import Steps
-from fastckpt.steps.save import Content, Options, StepSave
+from fastckpt.steps.save import Content, StepOptions, StepSave
+from fastckpt.steps.shared_shard import Pool
 
 TIMEOUT_S = 120.0
 BUDGET_BYTES = 1 << 30
@@ -74,7 +75,8 @@ def one_save(ranks: int, directory: Path) -> list[dict[str, int]]:
             Steps(pipeline.storage, str(directory)),
             0,
             content,
-            Options("auto", False, None, None, "host", None, None),
+            StepOptions(durable=False),
+            Pool(),
             lambda _keys: None,
             fence="call",
         )

@@ -22,7 +22,6 @@ import safetensors.torch
 import torch
 
 from fastckpt.arguments.checks import (
-    BACKENDS,
     FENCES,
     STAGINGS,
     BackendName,
@@ -32,10 +31,7 @@ from fastckpt.arguments.checks import (
     check_choice,
     check_flag,
     check_path,
-    check_rate,
     check_seconds,
-    check_size,
-    optional,
 )
 from fastckpt.arguments.quantities import shown_time, shown_transfer
 from fastckpt.engine.gds import Direct
@@ -46,11 +42,11 @@ from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_load, torch_save
 from fastckpt.handle import SaveHandle
+from fastckpt.options import Pacing, WriteOptions
 from fastckpt.ranks import groups
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.reading.verified_file import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.saving import pipeline
-from fastckpt.saving.pacing import Pacing
 from fastckpt.steps.no_steps import hint_for_load
 from fastckpt.storage.atomic import check_directory, close_quietly, real_path
 from fastckpt.storage.file_system import (
@@ -60,7 +56,6 @@ from fastckpt.storage.file_system import (
     is_written_through,
     reported,
 )
-from fastckpt.storage.lustre_layout import check_stripe
 
 log = logging.getLogger("fastckpt")
 
@@ -150,11 +145,10 @@ def save(
             ranks; PeerFailed if another rank failed, is missing or saves something else.
     """
     started = time.perf_counter()
-    _check_choices(fence, backend, staging, durable)
+    check_choice("fence", fence, FENCES)
     check_seconds("timeout_s", timeout_s)
-    limit = optional(check_size, "staging_bytes", staging_bytes)
-    rate = optional(check_rate, "drain_rate", drain_rate)
-    checked, pacing = check_stripe(stripe), Pacing(rate, timeout_s=timeout_s)
+    pacing = Pacing(drain_rate, timeout_s=timeout_s)
+    options = WriteOptions(backend, durable, staging_bytes, staging, stripe, pacing)
     target = _checked_path(f)
     shared, current = groups.together(group), pipeline.current()
     if group is None:
@@ -181,32 +175,17 @@ def save(
             check_directory(current.storage, path)
         try:
             devices = current.staging.devices
-            options = (pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step")
-            captured = torch_pickle.capture(obj, *options, devices.readable())
+            how = (pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step")
+            captured = torch_pickle.capture(obj, *how, devices.readable())
         except torch_pickle.SkipData:
             _refuse_group(group, "under skip_data()")
             agreement.close()
             return save_stock(current, save_by_torch, handle, durable)
-        job = file_save.FileSave(
-            handle,
-            agreement,
-            file_save.Plan(captured, obj, None if group is None else shared, devices, checked),
-            fence=fence,
-            backend=backend,
-            durable=durable,
-            staging_bytes=limit,
-            staging=staging,
-            pacing=pacing,
-        )
+        agreed = None if group is None else shared
+        plan = file_save.Plan(captured, obj, agreed, devices, options.striping)
+        job = file_save.FileSave(handle, agreement, plan, options, fence=fence)
     del captured
     return current.save(job)
-
-
-def _check_choices(fence: str, backend: str, staging: str, durable: bool) -> None:
-    check_choice("fence", fence, FENCES)
-    check_choice("backend", backend, BACKENDS)
-    check_choice("staging", staging, STAGINGS)
-    check_flag("durable", durable)
 
 
 class _NoPath(StorageError, FileNotFoundError):

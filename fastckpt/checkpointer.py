@@ -18,33 +18,27 @@ from typing import Any, TypeVar
 import torch
 
 from fastckpt.arguments.checks import (
-    BACKENDS,
-    CODECS,
     FENCES,
-    STAGINGS,
     BackendName,
     Codec,
     Fence,
     StagingWay,
     Stripe,
     check_choice,
-    check_count,
     check_flag,
     check_integer,
     check_path,
-    check_rate,
     check_seconds,
-    check_size,
     optional,
 )
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle
+from fastckpt.options import Pacing
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
-from fastckpt.saving.pacing import Pacing
 from fastckpt.state.targets import Target
 from fastckpt.state.template import Template, whole
 from fastckpt.state.tree import PerRank, State, Stored, fill
@@ -53,9 +47,9 @@ from fastckpt.steps.choice import first_whole
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.no_steps import is_step, it_is_a_step
 from fastckpt.steps.root import Steps
-from fastckpt.steps.save import Options, StepSave
+from fastckpt.steps.save import StepOptions, StepSave
 from fastckpt.steps.shared_reads import Spread
-from fastckpt.storage.lustre_layout import check_stripe
+from fastckpt.steps.shared_shard import Pool
 from fastckpt.tiers.local_tier import local_tier
 from fastckpt.tiers.restore import first_whole_of_tiers
 from fastckpt.tiers.save import TieredSave
@@ -153,26 +147,15 @@ class Checkpointer:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         check_choice("fence", fence, FENCES)
-        check_choice("backend", backend, BACKENDS)
-        check_choice("codec", codec, CODECS)
-        check_choice("staging", staging, STAGINGS)
-        check_flag("durable", durable)
         check_seconds("timeout_s", timeout_s)
-        keep_last = optional(_check_kept, "keep_last", keep_last)
-        keep_every = optional(check_count, "keep_every", keep_every)
-        limit = optional(check_size, "staging_bytes", staging_bytes)
-        rate = optional(check_rate, "drain_rate", drain_rate)
-        if keep_every is not None and keep_last is None:
-            raise ValueError("keep_every without keep_last: all steps are kept anyway")
-        if codec is not None and writers_per_node is not None:
-            raise ValueError("writers_per_node with codec: what is compressed has its own file")
+        pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
+        how = (backend, durable, staging_bytes, staging, stripe, pacing)
+        self._options = StepOptions(*how, codec, keep_last, keep_every)
+        self._pool = Pool()
         self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
         self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
         self._rank_of = ranks_within(self.group)
-        pacing = Pacing(rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
-        kept = (keep_last, keep_every, check_stripe(stripe), pacing)
-        self._options = Options(backend, durable, limit, codec, staging, *kept)
         self._fence = fence
         self._timeout_s = timeout_s
         self._steps = Steps(pipeline.current().storage, self.root)
@@ -240,6 +223,7 @@ class Checkpointer:
                     watch=self._fence == "step",
                 ),
                 self._options,
+                self._pool,
                 self._note_differing,
                 fence=self._fence,
             )
@@ -396,7 +380,7 @@ class Checkpointer:
         if self._tier is not None:
             self._tier.close()
         self._coordinator.close()
-        self._options.pool.close()
+        self._pool.close()
         self._ended = True
         failed = [h for h in self._handles if h.failure() is not None and not h.reported]
         self._handles = []
@@ -467,10 +451,6 @@ class Checkpointer:
             return first_whole(agreement, current, [self._steps], step, noting, required=required)
         options = self._options
         return first_whole_of_tiers(agreement, current, tier, options, step, noting, required)
-
-
-def _check_kept(name: str, value: object) -> int:
-    return check_count(name, value, ", or None to keep all")
 
 
 def _own(values: dict[str, Any] | None, name: str) -> PerRank:

@@ -18,20 +18,11 @@ from functools import partial
 
 import torch
 
-from fastckpt.arguments.checks import (
-    BACKENDS,
-    STAGINGS,
-    BackendName,
-    StagingWay,
-    check_choice,
-    check_flag,
-    check_size,
-    optional,
-)
 from fastckpt.engine.devices import Reads
 from fastckpt.engine.gds_trial import Choice
 from fastckpt.formats import distcp
 from fastckpt.handle import SaveHandle
+from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
 from fastckpt.saving.fence import Watched
@@ -45,30 +36,6 @@ from fastckpt.storage.lustre_layout import Purpose
 log = logging.getLogger("fastckpt")
 
 Places = list[tuple[int, int]]  # offset and size of each item
-
-
-@dataclass(frozen=True)
-class Options:
-    """How files are written: as fastckpt.save's arguments of the same names.
-
-    Raises:
-        ValueError, TypeError: one of them is none.
-    """
-
-    backend: BackendName = "auto"
-    durable: bool = True
-    staging_bytes: int | str | None = None
-    staging: StagingWay = "host"
-
-    def __post_init__(self) -> None:
-        check_choice("backend", self.backend, BACKENDS)
-        check_choice("staging", self.staging, STAGINGS)
-        check_flag("durable", self.durable)
-        self.limit_bytes()
-
-    def limit_bytes(self) -> int | None:
-        """staging_bytes as a number."""
-        return optional(check_size, "staging_bytes", self.staging_bytes)
 
 
 @dataclass
@@ -105,7 +72,7 @@ class ItemsSave(Job):
         handle: SaveHandle,
         agreement: Round,
         content: Content,
-        options: Options,
+        options: WriteOptions,
         conclude: Callable[[ItemsSave, Places], None],
         *,
         fence: str,
@@ -158,7 +125,7 @@ class ItemsSave(Job):
         image, places = distcp.layout(self.content.items)
         sources, image.sources = image.sources, []  # kept by the content until they were copied
         staging, stats = pipeline.staging, self.handle.stats
-        limit_bytes = self.options.limit_bytes()
+        limit_bytes = self.options.limit_bytes
         limit, stagers = self.take_budget(staging, image.body_nbytes, limit_bytes)
         # Whatever happens, blocks in flight arrive before the file they go to is closed.
         with ExitStack() as files, ExitStack() as moving:
@@ -169,7 +136,8 @@ class ItemsSave(Job):
             )
             self.copying.transfers.append(file.transfer)
             self.copying.watch()
-            make, purpose = partial(self._made, pipeline.storage), Purpose(image.nbytes)
+            make = partial(self._made, pipeline.storage)
+            purpose = Purpose(image.nbytes, 1, self.options.striping)
             file.make(files, make, purpose, self.options.backend, stats)
             stats.nbytes = image.nbytes
             file.begin()

@@ -21,10 +21,10 @@ from typing import Any
 from fastckpt.arguments.checks import (
     FENCES,
     ON_ERROR,
+    BackendName,
     Fence,
     OnError,
     check_choice,
-    check_flag,
     check_path,
 )
 from fastckpt.directories.check import crc32_of, list_of
@@ -34,6 +34,7 @@ from fastckpt.errors import CheckpointError, fate
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
 from fastckpt.handle import SaveHandle
+from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.ranks import groups
 from fastckpt.ranks.round import TIMEOUT_S, Round
@@ -55,7 +56,9 @@ def save_directory(
     group: Any = None,
     beside: str | None = None,
     fence: Fence = "call",
+    backend: BackendName = "auto",
     durable: bool = True,
+    staging_bytes: int | str | None = None,
     on_error: OnError = "raise",
     timeout_s: float = TIMEOUT_S,
     retain: Callable[[], None] | None = None,
@@ -74,7 +77,7 @@ def save_directory(
             over the job's store; no collective runs. None: this process alone.
         beside: a directory of the same file system where it is put together, under a hidden name;
             default: the one that path lies in.
-        fence, durable, timeout_s: as fastckpt.save's.
+        fence, backend, durable, staging_bytes, timeout_s: as fastckpt.save's.
         on_error: "raise": an error before this returns is raised, and one that comes later by
             result(), or else by the next save. "warn": both are logged; the handle has them.
         retain: called in the background on the first rank once this has been committed; removes
@@ -84,18 +87,19 @@ def save_directory(
         A SaveHandle; result() returns its SaveStats when the directory is committed on all ranks.
 
     Raises:
-        ValueError: an unknown fence or on_error; a group that this process is not in.
+        ValueError, TypeError: an unknown fence, backend or on_error; staging_bytes < 1 or no size;
+            a group that this process is not in.
         CheckpointError: with on_error="raise", of an earlier save whose failure nobody asked for.
         Exception: with on_error="raise", what fill() raises, or of what cannot be pickled.
     """
     check_choice("fence", fence, FENCES)
     check_choice("on_error", on_error, ON_ERROR)
-    check_flag("durable", durable)
+    options = WriteOptions(backend, durable, staging_bytes)
     path = os.path.realpath(check_path("path", path))
     handle = SaveHandle(path, time.perf_counter())
     agreement = groups.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
     try:
-        job = _begun(handle, agreement, fill, beside, fence, durable, on_error, retain)
+        job = _begun(handle, agreement, fill, beside, fence, options, on_error, retain)
     except Exception as error:
         if on_error == "raise":
             raise
@@ -114,7 +118,7 @@ def _begun(
     fill: Callable[[Draft], None],
     beside: str | None,
     fence: str,
-    durable: bool,
+    options: WriteOptions,
     on_error: str,
     retain: Callable[[], None] | None,
 ) -> DirectorySave:
@@ -128,7 +132,7 @@ def _begun(
             fill(draft)
             if not current.storage.is_directory(draft.directory):
                 raise CheckpointError(f"nothing was put into {draft.directory!r}")
-            return DirectorySave(handle, agreement, draft, durable, retain, fence)
+            return DirectorySave(handle, agreement, draft, options, retain, fence)
         except BaseException:
             draft.discard()
             raise
@@ -147,7 +151,8 @@ class DirectorySave(Job):
     Args:
         handle, agreement, fence: as Job's.
         draft: what this rank puts into it.
-        durable, retain: as save_directory's.
+        options: how its files are written.
+        retain: as save_directory's.
     """
 
     def __init__(
@@ -155,14 +160,14 @@ class DirectorySave(Job):
         handle: SaveHandle,
         agreement: Round,
         draft: Draft,
-        durable: bool,
+        options: WriteOptions,
         retain: Callable[[], None] | None,
         fence: str,
     ) -> None:
         lane = os.path.dirname(handle.path)
         super().__init__(handle, agreement, draft.reads(), draft.watched, fence=fence, lane=lane)
         self.draft = draft
-        self.durable = durable
+        self.options = options
         self.retain = retain
         self.committed = False
         self._pending: list[Pending] = draft.pending
@@ -212,7 +217,8 @@ class DirectorySave(Job):
             images = {pending.name: pending.layout() for pending in self._pending}
             self._sources = [image.sources for image in images.values()]
             nbytes = sum(image.nbytes for image in images.values())
-            limit, stagers = self.take_budget(pipeline.staging, nbytes, None)
+            limit_bytes = self.options.limit_bytes
+            limit, stagers = self.take_budget(pipeline.staging, nbytes, limit_bytes)
             begun = {}
             for name, image in images.items():
                 path = os.path.join(self.draft.directory, name)
@@ -222,7 +228,8 @@ class DirectorySave(Job):
             self.copying.watch()
             for name, file in begun.items():
                 make = partial(self._made, pipeline.storage, name)
-                file.make(files, make, Purpose(file.nbytes), "auto", self.handle.stats)
+                purpose = Purpose(file.nbytes, 1, self.options.striping)
+                file.make(files, make, purpose, self.options.backend, self.handle.stats)
                 file.begin()
             self.copying.wait()
             found = {name: self._finished(file, images[name]) for name, file in begun.items()}
@@ -248,7 +255,7 @@ class DirectorySave(Job):
 
     def _finished(self, file: ImageFile, image: Image) -> File:
         """Writes what depends on checksums; returns when the file is durable."""
-        tail = file.complete(self.durable)
+        tail = file.complete(self.options.durable)
         left, crc = image.body_nbytes, 0
         for block in file.transfer.block_crcs():
             crc = combine_crcs(crc, block, min(left, BLOCK_BYTES))
@@ -261,7 +268,7 @@ class DirectorySave(Job):
         with reported("open", path):
             fd = storage.open(path)
         try:
-            settle(storage, fd, path, self.durable)
+            settle(storage, fd, path, self.options.durable)
         finally:
             close_quietly(storage, fd)
         return crc32_of(storage, path, name)
@@ -284,7 +291,7 @@ class DirectorySave(Job):
                 self.agreement.check()  # if the save has failed meanwhile, that is why
                 raise
             brought[name] = file
-        if self.durable:
+        if self.options.durable:
             atomic.sync_directories(storage, target)
         return brought
 
@@ -301,14 +308,16 @@ class DirectorySave(Job):
             try:
                 content = file_list.to_bytes(merged)
                 patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
-                settle(storage, fd, listed, self.durable)
+                settle(storage, fd, listed, self.options.durable)
             finally:
                 close_quietly(storage, fd)
-        if self.durable:
+        if self.options.durable:
             atomic.sync_directories(storage, directory)
         self._refuse_others(storage, merged)
         changed = {os.path.dirname(path), self.draft.beside, *self.draft.grown}
-        with atomic.naming_in(storage, changed if self.durable else (), path) as make_durable:
+        with atomic.naming_in(
+            storage, changed if self.options.durable else (), path
+        ) as make_durable:
             with reported("rename", path):
                 storage.touch(directory)  # so that times are in the order of the commits
                 aside = os.path.join(self.draft.root, "replaced")

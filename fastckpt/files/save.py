@@ -25,6 +25,7 @@ from fastckpt.engine.transfer import Fetch
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.arrangement import arrange, nbytes_of
 from fastckpt.handle import SaveHandle
+from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.plan.intervals import Checksums, Part, bounds
 from fastckpt.ranks.groups import Together
@@ -32,7 +33,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import Description, Sampled, disagreement
 from fastckpt.saving.fence import Watched, named_tensors
 from fastckpt.saving.image_file import ImageFile
-from fastckpt.saving.pacing import Pace, Pacing
+from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.state.dtensors import is_sharded
 from fastckpt.storage import atomic
@@ -179,8 +180,7 @@ class FileSave(Job):
     Args:
         handle, agreement, fence: as Job's.
         plan: what is written.
-        backend, durable, staging_bytes, staging: as fastckpt.save's.
-        pacing: of fastckpt.save's drain_rate.
+        options: how.
     """
 
     def __init__(
@@ -188,21 +188,13 @@ class FileSave(Job):
         handle: SaveHandle,
         agreement: Round,
         plan: Plan,
+        options: WriteOptions,
         *,
         fence: str,
-        backend: str,
-        durable: bool,
-        staging_bytes: int | None,
-        staging: str,
-        pacing: Pacing,
     ) -> None:
         super().__init__(handle, agreement, plan.reads, plan.watched, fence=fence, lane=handle.path)
         self.plan: Plan | None = plan
-        self.backend = backend
-        self.durable = durable
-        self.staging_bytes = staging_bytes
-        self.staging = staging
-        self.pacing = pacing
+        self.options = options
         self.replaced: int | None = None
         self._sources: list[object] = []
 
@@ -225,13 +217,13 @@ class FileSave(Job):
         part = Part(image, cuts[agreement.rank], cuts[agreement.rank + 1])
         checksums = Checksums(image, cuts, combine_crcs)
         nbytes = part.end - part.begin
-        limit, stagers = self.take_budget(staging, nbytes, self.staging_bytes)
+        limit, stagers = self.take_budget(staging, nbytes, self.options.limit_bytes)
         # Whatever happens, blocks in flight arrive before the file they go to is closed.
         with ExitStack() as files, self.telling(), ExitStack() as moving:
             fetch = moving.enter_context(
                 Fetch(staging, pipeline.storage, gathered, path, self.reads)
             )
-            self.choice = Choice(pipeline.storage, staging, self.staging, self.reads)
+            self.choice = Choice(pipeline.storage, staging, self.options.staging, self.reads)
             direct = self.choice.direct(os.path.dirname(path), self.handle.stats)
             file = moving.enter_context(
                 ImageFile(pipeline, part.image, path, limit - 1, stagers, self.reads, direct)
@@ -239,7 +231,7 @@ class FileSave(Job):
             transfer = file.transfer
             self.copying.transfers += [fetch.transfer, transfer]
             self.copying.watch()
-            pace = Pace(self.pacing, agreement, pipeline.rates, path, self.handle.stats)
+            pace = Pace(self.options.pacing, agreement, pipeline.rates, path, self.handle.stats)
             name = self._open(pipeline, files, image, part, file)
             if pace.meets:
                 pace.meet(nbytes)
@@ -264,7 +256,7 @@ class FileSave(Job):
             stats.written_s = self.handle.elapsed_s()
             if agreement.rank == 0:
                 atomic.take_permissions(pipeline.storage, file.fd, name, path)
-            file.end(self.durable, image.nbytes if agreement.rank == 0 else None)
+            file.end(self.options.durable, image.nbytes if agreement.rank == 0 else None)
             self.conclude(
                 b"", lambda _records: self._publish(pipeline, file.fd, name, image.nbytes)
             )
@@ -278,9 +270,9 @@ class FileSave(Job):
         assert self.plan is not None
         if agreement.rank == 0:
             purpose = Purpose(image.nbytes, agreement.world_size, self.plan.stripe)
-            timed = agreement.world_size == 1 and not self.pacing
+            timed = agreement.world_size == 1 and not self.options.pacing
             make = partial(atomic.temporary, storage, path)
-            name = file.make(files, make, purpose, self.backend, stats, timed=timed)
+            name = file.make(files, make, purpose, self.options.backend, stats, timed=timed)
             agreement.put("file", os.fsencode(os.path.basename(name)))
             if agreement.world_size == 1:
                 warn_of_ranks_alone(storage, path)
@@ -298,7 +290,7 @@ class FileSave(Job):
             # written.
             writes = part.begin < part.end
             route = pipeline.staging.route(
-                fd, path, self.backend, writing=writes, offset=part.begin
+                fd, path, self.options.backend, writing=writes, offset=part.begin
             )
             file.join(fd, route, stats)
         stats.nbytes = part.end - part.begin + (agreement.rank == 0) * image.tail_nbytes
@@ -335,7 +327,7 @@ class FileSave(Job):
         storage, path = pipeline.storage, self.handle.path
         with reported("write", path):
             assert storage.size(fd) == nbytes, "the file is not as long as its image"
-        self.replaced = atomic.publish(storage, name, path, self.durable, fd)
+        self.replaced = atomic.publish(storage, name, path, self.options.durable, fd)
 
 
 def _packed(block_crcs: list[int], slot_crcs: list[int]) -> bytes:

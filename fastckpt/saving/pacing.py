@@ -1,74 +1,26 @@
 """How hard saves lean on storage that others use too: at which rate, when, and how many at once.
 
-Responsible for what may be asked, for this rank's share of it, and for the waits that come of it.
+Responsible for this rank's share of what was asked for, and for the waits that come of it.
 It must not know what is written, nor where to. Everything here delays writing, never staging.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from math import isfinite
 from random import SystemRandom
 
-from fastckpt.arguments.checks import check_count, check_number, check_rate, optional
 from fastckpt.engine.rates import Rates
 from fastckpt.engine.staging import Route
 from fastckpt.engine.transfer import Transfer
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveStats
+from fastckpt.options import Pacing
 from fastckpt.ranks import nodes
 from fastckpt.ranks.round import Round
 
 _LOOK_S = 2.0  # how often a paced write looks whether another rank has failed
 _JITTER_LOOK_S = 1.0
 _random = SystemRandom()  # the modules that the user seeds stay as they are
-
-
-@dataclass(frozen=True)
-class Pacing:
-    """What was asked for: arguments of Checkpointer of the same names. None and 0: nothing.
-
-    Raises:
-        ValueError, TypeError: one of them is out of range, or of another type.
-    """
-
-    drain_rate: float | None = None
-    start_jitter_s: float = 0.0
-    max_writers: int | None = None
-    writers_per_node: int | None = None
-    timeout_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        jitter_s, timeout_s = self.start_jitter_s, self.timeout_s
-        check_number("start_jitter_s", jitter_s, "a number of seconds")
-        if not (isfinite(jitter_s) and jitter_s >= 0):
-            raise ValueError(f"start_jitter_s is {jitter_s}, must be seconds, 0 or more")
-        if jitter_s and jitter_s >= timeout_s:
-            raise ValueError(
-                f"start_jitter_s is {jitter_s}, must be below timeout_s ({timeout_s}): "
-                "after that the other ranks give up on one that has not written"
-            )
-        optional(check_rate, "drain_rate", self.drain_rate)
-        optional(check_count, "max_writers", self.max_writers)
-        optional(check_count, "writers_per_node", self.writers_per_node)
-
-    def __bool__(self) -> bool:
-        return bool(
-            self.drain_rate or self.start_jitter_s or self.max_writers or self.writers_per_node
-        )
-
-    def text(self) -> str:
-        asked = []
-        if self.drain_rate is not None:
-            asked.append(f"drain_rate {self.drain_rate / 1e6:g} MB/s a node")
-        if self.start_jitter_s:
-            asked.append(f"start_jitter_s {self.start_jitter_s:g}")
-        if self.max_writers is not None:
-            asked.append(f"max_writers {self.max_writers}")
-        if self.writers_per_node is not None:
-            asked.append(f"writers_per_node {self.writers_per_node}")
-        return ", ".join(asked)
 
 
 class Pace:
@@ -123,7 +75,7 @@ class Pace:
     @property
     def meets(self) -> bool:
         """Whether the ranks of a node share its rate, and have to tell each other of each save."""
-        return self._pacing.drain_rate is not None and self._agreement.world_size > 1
+        return self._pacing.rate is not None and self._agreement.world_size > 1
 
     def meet(self, nbytes: int) -> list[nodes.Neighbour]:
         """The ranks of this node, which learn how much each has to write. All ranks call it.
@@ -142,18 +94,18 @@ class Pace:
             CheckpointError: at that rate it would take longer than the others wait.
         """
         pacing, size = self._pacing, self._agreement.world_size
-        if pacing.drain_rate is None or not nbytes:
+        if pacing.rate is None or not nbytes:
             return
         part, writers = 1.0, self._writers
         if writers and pacing.max_writers is not None:
             part = 1 / len({chain_of(rank, size, pacing.max_writers) for rank in writers})
         elif writers:
             part = min(1.0, nbytes / sum(writers.values()))
-        self._rate = pacing.drain_rate * part
+        self._rate = pacing.rate * part
         seconds = nbytes / self._rate
         if size > 1 and seconds > pacing.timeout_s:
             raise CheckpointError(
-                f"drain_rate is {pacing.drain_rate:g} bytes/s, of which this rank has "
+                f"drain_rate is {pacing.rate:g} bytes/s, of which this rank has "
                 f"{self._rate:g}: its {nbytes} bytes would take {seconds:.0f} s, and ranks wait "
                 f"for each other no longer than timeout_s ({pacing.timeout_s:g} s)"
             )

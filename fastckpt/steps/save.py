@@ -13,11 +13,12 @@ import secrets
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
+from fastckpt.arguments.checks import CODECS, Codec, check_choice, check_count, optional
 from fastckpt.engine.codec import FrameWriter
 from fastckpt.engine.devices import Reads
 from fastckpt.engine.gds_trial import Choice
@@ -26,12 +27,13 @@ from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import index_name, shard_name
 from fastckpt.handle import SaveHandle
+from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import Description, disagreement
 from fastckpt.saving.fence import Watched
 from fastckpt.saving.image_file import ImageFile
-from fastckpt.saving.pacing import Pace, Pacing
+from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.state.tree import Leaf
 from fastckpt.steps.rank_files import StepFiles
@@ -41,7 +43,7 @@ from fastckpt.steps.shard import Shard, comparable
 from fastckpt.steps.shard_parts import part_of
 from fastckpt.steps.shared_shard import AnyShard, Gathered, Gathering, Guest, Pool, is_small
 from fastckpt.storage.atomic import close_quietly
-from fastckpt.storage.lustre_layout import Purpose, Stripe
+from fastckpt.storage.lustre_layout import Purpose
 
 
 @dataclass
@@ -65,20 +67,28 @@ class Content:
     watched: list[Watched]
 
 
-@dataclass
-class Options:
-    """How steps are written: as Checkpointer's arguments of the same names."""
+@dataclass(frozen=True)
+class StepOptions(WriteOptions):
+    """How steps are written, and how many stay: arguments of Checkpointer of the same names.
 
-    backend: str
-    durable: bool
-    staging_bytes: int | None
-    codec: str | None
-    staging: str
-    keep_last: int | None
-    keep_every: int | None
-    stripe: Stripe = "auto"
-    pacing: Pacing = field(default_factory=Pacing)
-    pool: Pool = field(default_factory=Pool)
+    Raises:
+        ValueError, TypeError: one of them is none that can be, or does not go with another one.
+    """
+
+    codec: Codec | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("codec", self.codec, CODECS)
+        if self.keep_last is not None:
+            check_count("keep_last", self.keep_last, ", or None to keep all")
+        optional(check_count, "keep_every", self.keep_every)
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError("keep_every without keep_last: all steps are kept anyway")
+        if self.codec is not None and self.pacing.writers_per_node is not None:
+            raise ValueError("writers_per_node with codec: what is compressed has its own file")
 
 
 class StepSave(Job):
@@ -90,6 +100,7 @@ class StepSave(Job):
         step: its number.
         content: what this rank has of it.
         options: how.
+        pool: what ranks of a node lend each other, for shards that share a file.
         differing: called with the keys of tensors whose contents differ between ranks.
     """
 
@@ -100,7 +111,8 @@ class StepSave(Job):
         steps: Steps,
         step: int,
         content: Content,
-        options: Options,
+        options: StepOptions,
+        pool: Pool,
         differing: Callable[[set[str]], None],
         *,
         fence: str,
@@ -112,6 +124,7 @@ class StepSave(Job):
         self.step = step
         self.content: Content | None = content
         self.options = options
+        self.pool = pool
         self.differing = differing
         self.made: Begun | None = None
         self.files: StepFiles | None = None  # once its directory is known
@@ -147,8 +160,8 @@ class StepSave(Job):
         own = Shard(content.leaves, content.per_rank, agreement.rank)
         pace = self._paced(pipeline)
         body = part_of(own.image) if pace.gathers and is_small(own) else own.image
-        staging_bytes = self.options.staging_bytes
-        limit, stagers = self.take_budget(pipeline.staging, body.body_nbytes, staging_bytes)
+        limit_bytes = self.options.limit_bytes
+        limit, stagers = self.take_budget(pipeline.staging, body.body_nbytes, limit_bytes)
         compared = comparable(content.leaves, agreement.world_size)
         content.description.sample(compared, zlib.crc32(agreement.label.encode()))
         # Whatever happens, blocks in flight arrive before the files they go to are closed.
@@ -169,7 +182,7 @@ class StepSave(Job):
             if limit > 1 and agreement.rank != 0:
                 self.copying.watch()
             nbytes = body.body_nbytes + (0 if objects is None else objects.nbytes)
-            gathering = Gathering(self.options.pool, pipeline.storage, agreement, self.handle)
+            gathering = Gathering(self.pool, pipeline.storage, agreement, self.handle)
             if pace.gathers:
                 gathering.lend(own)
             place = self._place(pace)
@@ -179,7 +192,7 @@ class StepSave(Job):
             self.handle.path = self.steps.path(self.name)
             self.files = StepFiles(pipeline.storage, self.steps, self.name, agreement)
             if place["meet"]:
-                self.options.pool.neighbours = pace.meet(nbytes)
+                self.pool.neighbours = pace.meet(nbytes)
             shard = gathering.place(own, body, pace.files_per_node) if pace.gathers else own
             writer = self._open_shard(pipeline, files, shard, file)
             self.handle.stats.nbytes += shard.head.body_nbytes + body.body_nbytes
@@ -221,7 +234,7 @@ class StepSave(Job):
             return place
         self.made = self.steps.begin(self.step)
         self.name = self.made.name
-        meet = pace.meets or (pace.gathers and not self.options.pool.is_settled)
+        meet = pace.meets or (pace.gathers and not self.pool.is_settled)
         place = {"name": self.made.name, "nonce": secrets.token_hex(16), "meet": meet}
         self.agreement.put("place", json.dumps(place).encode())
         return place
@@ -256,7 +269,7 @@ class StepSave(Job):
             file.join(fd, route, stats)
             return None
         plain = options.codec is None
-        purpose = Purpose(shard.nbytes, 1, options.stripe, self.steps.root)
+        purpose = Purpose(shard.nbytes, 1, options.striping, self.steps.root)
         timed = plain and isinstance(shard, Shard) and not options.pacing
         how = (purpose, options.backend, stats, path)
         file.make(files, made, *how, allocates=plain, timed=timed)
@@ -307,7 +320,10 @@ class StepSave(Job):
     def _write_objects(self, files: ExitStack, objects: ImageFile, pace: Pace) -> None:
         """Makes their file, and writes to it what has been staged."""
         options, path = self.options, self._path(OBJECTS)
-        purpose = Purpose(objects.nbytes, 1, options.stripe, self.steps.root)
+        # A number of stripes is meant for shards: this file is small, and a layout costs the
+        # metadata server a word.
+        stripe = "keep" if options.stripe == "keep" else "auto"
+        purpose = Purpose(objects.nbytes, 1, stripe, self.steps.root)
         made = partial(self._own.made, OBJECTS)
         objects.make(files, made, purpose, options.backend, None, path)
         objects.begin(0, pace)
@@ -350,6 +366,6 @@ class StepSave(Job):
     def end(self, pipeline: Pipeline) -> None:
         super().end(pipeline)
         if self.agreement.rank == 0 and self.made is not None and self.handle.failure() is None:
-            self.options.pool.is_settled = self.options.pacing.writers_per_node is not None
+            self.pool.is_settled = self.options.pacing.writers_per_node is not None
             keep_last, keep_every = self.options.keep_last, self.options.keep_every
             tidy(self.steps, self.name, self.step, keep_last, keep_every)

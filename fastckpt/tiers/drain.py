@@ -32,7 +32,7 @@ from fastckpt.steps.copies import Copies
 from fastckpt.steps.rank_files import StepFiles
 from fastckpt.steps.retention import tidy
 from fastckpt.steps.root import Begun
-from fastckpt.steps.save import Options
+from fastckpt.steps.save import StepOptions
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
@@ -68,7 +68,7 @@ class Drain(Job):
         handle: SaveHandle,
         agreement: Round,
         tier: LocalTier,
-        options: Options,
+        options: StepOptions,
         names: dict[int, str],
         parts: Sequence[int],
     ) -> None:
@@ -188,7 +188,7 @@ class _Copying:
         self,
         pipeline: Pipeline,
         tier: LocalTier,
-        options: Options,
+        options: StepOptions,
         files: StepFiles,
         manifest: Manifest,
         source: str,
@@ -246,7 +246,7 @@ class _Copying:
     def _write(self, name: str, nbytes: int, content: Iterator[bytearray]) -> None:
         """Writes a file of the root, a chunk at a time, while the next one is read."""
         path, options = self._files.path(name), self._options
-        purpose = Purpose(nbytes, 1, options.stripe, self._tier.root.root)
+        purpose = Purpose(nbytes, 1, options.striping, self._tier.root.root)
         with ExitStack() as files, _UnderWay(self._pace) as moving:
             file = ImageFile(self._pipeline, Image.tailless(), path, 1)
             file.make(files, partial(self._files.made, name), purpose, options.backend, None)

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from fastckpt.arguments.checks import check_count, check_path, optional
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
+from fastckpt.options import Pacing
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
-from fastckpt.saving.pacing import Pacing
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import NEW_MODE, Storage, reported, room_text
 

@@ -19,7 +19,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.choice import first_whole
 from fastckpt.steps.load import StepReader
-from fastckpt.steps.save import Options
+from fastckpt.steps.save import StepOptions
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
 from fastckpt.tiers.local_tier import LocalTier, Undrained
 
@@ -32,7 +32,7 @@ def first_whole_of_tiers(
     agreement: Round,
     current: Pipeline,
     tier: LocalTier,
-    options: Options,
+    options: StepOptions,
     step: int | None,
     read: Callable[[StepReader], T],
     required: bool,
@@ -76,7 +76,7 @@ def first_whole_of_tiers(
 
 
 def _resumed(
-    agreement: Round, current: Pipeline, tier: LocalTier, options: Options
+    agreement: Round, current: Pipeline, tier: LocalTier, options: StepOptions
 ) -> list[tuple[Undrained, SaveHandle]]:
     """Begins to drain what the nodes hold together and the root lacks, newest first."""
     nodes, rank, begun = tier.nodes(), agreement.rank, []

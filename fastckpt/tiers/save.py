@@ -18,9 +18,10 @@ from fastckpt.engine.codec import FrameWriter
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.formats.manifest import Manifest, ObjectsFile
 from fastckpt.handle import SaveHandle
+from fastckpt.options import Pacing
 from fastckpt.ranks.round import Round
 from fastckpt.saving.image_file import ImageFile
-from fastckpt.saving.pacing import Pace, Pacing
+from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.rank_files import StepFiles
 from fastckpt.steps.save import StepSave

@@ -24,8 +24,9 @@ import torch
 import fastckpt
 from fastckpt import Checkpointer, _engine
 from fastckpt.engine.rates import grain_bytes
+from fastckpt.options import Pacing
 from fastckpt.plan.image import BLOCK_BYTES, address_of
-from fastckpt.saving.pacing import Pacing, chain_of, turns_before
+from fastckpt.saving.pacing import chain_of, turns_before
 from tests.crews import pacing_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 

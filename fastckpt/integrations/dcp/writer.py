@@ -33,7 +33,6 @@ from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_save import (
     Content,
     ItemsSave,
-    Options,
     Places,
     make_directory,
     remove_all,
@@ -43,6 +42,7 @@ from fastckpt.engine.devices import Devices
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
 from fastckpt.handle import SaveHandle
+from fastckpt.options import WriteOptions
 from fastckpt.ranks.groups import together
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
@@ -104,9 +104,8 @@ class Writer(StorageWriter):
         staging: StagingWay = "host",
     ) -> None:
         super().__init__()
-        self.options = Options(
-            backend, check_flag("durable", durable) and bool(sync_files), staging_bytes, staging
-        )
+        durable = check_flag("durable", durable) and bool(sync_files)
+        self.options = WriteOptions(backend, durable, staging_bytes, staging)
         self.overwrite = overwrite
         self.rank: int | None = None
         self.use_collectives = True

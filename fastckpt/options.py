@@ -1,0 +1,114 @@
+"""How checkpoints are written, as callers ask for it: arguments of fastckpt.save, of Checkpointer
+and of the DCP writer that have the same names, checked once.
+
+Nothing in here is open, and nothing changes. It must not know how any of it is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from fastckpt.arguments.checks import (
+    BACKENDS,
+    STAGINGS,
+    BackendName,
+    StagingWay,
+    Stripe,
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    check_rate,
+    check_size,
+    optional,
+)
+from fastckpt.storage import lustre_layout
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """How hard saves lean on storage that others use too. None and 0: as hard as they can.
+
+    Args:
+        drain_rate: bytes/s of a node, as a number or a text such as "2GB/s".
+        start_jitter_s, max_writers, writers_per_node, timeout_s: as Checkpointer's.
+
+    Raises:
+        ValueError, TypeError: one of them is out of range, or of another type.
+    """
+
+    drain_rate: float | str | None = None
+    start_jitter_s: float = 0.0
+    max_writers: int | None = None
+    writers_per_node: int | None = None
+    timeout_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        jitter_s, timeout_s = self.start_jitter_s, self.timeout_s
+        check_number("start_jitter_s", jitter_s, "a number of seconds")
+        if not (isfinite(jitter_s) and jitter_s >= 0):
+            raise ValueError(f"start_jitter_s is {jitter_s}, must be seconds, 0 or more")
+        if jitter_s and jitter_s >= timeout_s:
+            raise ValueError(
+                f"start_jitter_s is {jitter_s}, must be below timeout_s ({timeout_s}): "
+                "after that the other ranks give up on one that has not written"
+            )
+        optional(check_count, "max_writers", self.max_writers)
+        optional(check_count, "writers_per_node", self.writers_per_node)
+        _ = self.rate
+
+    @property
+    def rate(self) -> float | None:
+        """drain_rate as a number."""
+        return optional(check_rate, "drain_rate", self.drain_rate)
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.drain_rate or self.start_jitter_s or self.max_writers or self.writers_per_node
+        )
+
+    def text(self) -> str:
+        """What was asked for, for people to read; "" if nothing was."""
+        asked = []
+        if self.rate is not None:
+            asked.append(f"drain_rate {self.rate / 1e6:g} MB/s a node")
+        if self.start_jitter_s:
+            asked.append(f"start_jitter_s {self.start_jitter_s:g}")
+        if self.max_writers is not None:
+            asked.append(f"max_writers {self.max_writers}")
+        if self.writers_per_node is not None:
+            asked.append(f"writers_per_node {self.writers_per_node}")
+        return ", ".join(asked)
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How files are written. Each argument is as fastckpt.save's of the same name.
+
+    Raises:
+        ValueError, TypeError: one of them is none that can be.
+    """
+
+    backend: BackendName = "auto"
+    durable: bool = True
+    staging_bytes: int | str | None = None
+    staging: StagingWay = "host"
+    stripe: Stripe = "auto"
+    pacing: Pacing = Pacing()
+
+    def __post_init__(self) -> None:
+        check_choice("backend", self.backend, BACKENDS)
+        check_choice("staging", self.staging, STAGINGS)
+        check_flag("durable", self.durable)
+        _ = self.striping, self.limit_bytes
+
+    @property
+    def striping(self) -> lustre_layout.Stripe:
+        """stripe, with its size as a number."""
+        return lustre_layout.check_stripe(self.stripe)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """staging_bytes as a number."""
+        return optional(check_size, "staging_bytes", self.staging_bytes)
