@@ -97,18 +97,15 @@ class ItemsSave(Job):
         assert self.content is not None
         self.content.items.clear()
 
-    def commit(self, pipeline: Pipeline) -> None:
+    def write(self, pipeline: Pipeline) -> None:
         self.wait_for_previous()  # what they leave is known before anything new is made
-        try:
-            places = self._write(pipeline)
-            assert self._conclude is not None
-            self._conclude(self, places)
-        except BaseException as error:
-            self.agreement.fail(error)
-            # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
-            if self._is_made and (not self.may_be_visible or self.agreement.failed):
-                remove_all(pipeline.storage, [self.path])
-            raise
+        places = self._write_items(pipeline)
+        assert self._conclude is not None
+        self._conclude(self, places)
+
+    def abandon(self, storage: Storage) -> None:
+        if self._is_made:
+            remove_all(storage, [self.path])
 
     def end(self, pipeline: Pipeline) -> None:
         if self.replaced is not None:
@@ -116,7 +113,7 @@ class ItemsSave(Job):
         remove_all(pipeline.storage, self.unneeded)
         super().end(pipeline)
 
-    def _write(self, pipeline: Pipeline) -> Places:
+    def _write_items(self, pipeline: Pipeline) -> Places:
         assert self.content is not None
         if not self.content.items:
             self.copying.wait()

@@ -192,7 +192,7 @@ class DirectorySave(Job):
                 log.warning("after %r nothing older was removed: %s", self.handle.path, error)
         super().end(pipeline)
 
-    def commit(self, pipeline: Pipeline) -> None:
+    def write(self, pipeline: Pipeline) -> None:
         storage, directory = pipeline.storage, self.draft.directory
         files = self._written(pipeline)
         with reported("list", directory):

@@ -207,7 +207,7 @@ class FileSave(Job):
             close_quietly(pipeline.storage, self.replaced)
         super().end(pipeline)
 
-    def commit(self, pipeline: Pipeline) -> None:
+    def write(self, pipeline: Pipeline) -> None:
         agreement, staging, path = self.agreement, pipeline.staging, self.handle.path
         assert self.plan is not None
         seed = zlib.crc32(agreement.name.encode())

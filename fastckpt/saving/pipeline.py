@@ -281,7 +281,7 @@ def raise_earlier(handle: SaveHandle, not_begun: str | None = None) -> None:
 
 
 class Job:
-    """One save of this process. A subclass says in commit() what is written, where, and how.
+    """One save of this process. A subclass says in write() what is written, where, and how.
 
     Args:
         handle: tells the path and takes the clocks; its result is set by the pipeline.
@@ -340,7 +340,21 @@ class Job:
 
     def commit(self, pipeline: Pipeline) -> None:
         """Writes and commits, or raises having removed what was begun."""
+        try:
+            self.write(pipeline)
+        except BaseException as error:
+            self.agreement.fail(error)
+            # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
+            if not self.may_be_visible or self.agreement.failed:
+                self.abandon(pipeline.storage)
+            raise
+
+    def write(self, pipeline: Pipeline) -> None:
+        """Writes, and commits by conclude()."""
         raise NotImplementedError
+
+    def abandon(self, storage: Storage) -> None:
+        """Removes what this rank has made of a save that failed, beyond what write() has."""
 
     def forget(self) -> None:
         """Drops references to what was copied; called when all was."""

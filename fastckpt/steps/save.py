@@ -43,6 +43,7 @@ from fastckpt.steps.shard import Shard, comparable
 from fastckpt.steps.shard_parts import part_of
 from fastckpt.steps.shared_shard import AnyShard, Gathered, Gathering, Guest, Pool, is_small
 from fastckpt.storage.atomic import close_quietly
+from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
 
 
@@ -135,26 +136,19 @@ class StepSave(Job):
 
     def commit(self, pipeline: Pipeline) -> None:
         try:
-            self._write(pipeline)
-        except BaseException as error:
-            self.agreement.fail(error)
-            # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
-            if not self.may_be_visible or self.agreement.failed:
-                self._remove()
-            raise
+            super().commit(pipeline)
         finally:
             if self.made is not None:
                 close_quietly(pipeline.storage, self.made.manifest_fd)
 
-    def _remove(self) -> None:
-        """Removes what this rank has made."""
+    def abandon(self, storage: Storage) -> None:
         made, self.made = self.made, None
         if made is not None:
             self.steps.abandon(made)
         if self.files is not None:
             self.files.remove()
 
-    def _write(self, pipeline: Pipeline) -> None:
+    def write(self, pipeline: Pipeline) -> None:
         agreement, content = self.agreement, self.content
         assert content is not None
         own = Shard(content.leaves, content.per_rank, agreement.rank)

@@ -34,7 +34,7 @@ from fastckpt.steps.retention import tidy
 from fastckpt.steps.root import Begun
 from fastckpt.steps.save import StepOptions
 from fastckpt.storage.atomic import close_quietly, settle
-from fastckpt.storage.file_system import patiently, reported
+from fastckpt.storage.file_system import Storage, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.vanishing import Vanished
 from fastckpt.tiers.local_tier import OBJECTS_PART, LocalTier
@@ -90,22 +90,20 @@ class Drain(Job):
 
     def commit(self, pipeline: Pipeline) -> None:
         try:
-            self.wait_for_previous()  # one after the other: the root is no faster for two
-            self._copy(pipeline)
-        except BaseException as error:
-            self.agreement.fail(error)
-            if not self.may_be_visible or self.agreement.failed:
-                made, self._made = self._made, None
-                if made is not None:
-                    self._tier.root.abandon(made)
-                if self._files is not None:
-                    self._files.remove()
-            raise
+            super().commit(pipeline)
         finally:
             if self._made is not None:
                 close_quietly(pipeline.storage, self._made.manifest_fd)
 
-    def _copy(self, pipeline: Pipeline) -> None:
+    def abandon(self, storage: Storage) -> None:
+        made, self._made = self._made, None
+        if made is not None:
+            self._tier.root.abandon(made)
+        if self._files is not None:
+            self._files.remove()
+
+    def write(self, pipeline: Pipeline) -> None:
+        self.wait_for_previous()  # one after the other: the root is no faster for two
         root, begun = self._tier.root, time.monotonic()
         manifest = self._manifest()
         if self.agreement.rank == 0:

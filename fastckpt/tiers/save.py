@@ -81,9 +81,9 @@ class TieredSave(StepSave):
             self._draining.fail(error)
             raise
 
-    def _write(self, pipeline: Pipeline) -> None:
+    def write(self, pipeline: Pipeline) -> None:
         try:
-            super()._write(pipeline)
+            super().write(pipeline)
         except StorageError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if self._is_local and error.path.startswith(self.steps.root) and not is_full:
@@ -182,7 +182,7 @@ class TieredSave(StepSave):
         """Leaves the local tier as it was, and turns to the root, to write so much there."""
         if self.agreement.rank == 0 or self._trouble:
             self._tier.warn(self.step, why)
-        self._remove()
+        self.abandon(pipeline.storage)
         self.steps = self._tier.root
         stats = self.handle.stats
         stats.local_why, stats.nbytes = f"the local tier {why}", 0
