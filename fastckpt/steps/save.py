@@ -36,9 +36,9 @@ from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.state.tree import Leaf
-from fastckpt.steps.rank_files import StepFiles
+from fastckpt.steps.place import StepPlace
 from fastckpt.steps.retention import tidy
-from fastckpt.steps.root import Begun, Steps
+from fastckpt.steps.root import Steps
 from fastckpt.steps.shard import Shard, comparable
 from fastckpt.steps.shard_parts import part_of
 from fastckpt.steps.shared_shard import AnyShard, Gathered, Gathering, Guest, Pool, is_small
@@ -121,15 +121,12 @@ class StepSave(Job):
         super().__init__(
             handle, agreement, content.reads, content.watched, fence=fence, lane=steps.root
         )
-        self.steps = steps
+        self.place = StepPlace(steps, agreement)
         self.step = step
         self.content: Content | None = content
         self.options = options
         self.pool = pool
         self.differing = differing
-        self.made: Begun | None = None
-        self.files: StepFiles | None = None  # once its directory is known
-        self.name = ""
 
     def release(self) -> None:
         self.content = None
@@ -138,15 +135,10 @@ class StepSave(Job):
         try:
             super().commit(pipeline)
         finally:
-            if self.made is not None:
-                close_quietly(pipeline.storage, self.made.manifest_fd)
+            self.place.close()
 
     def abandon(self, storage: Storage) -> None:
-        made, self.made = self.made, None
-        if made is not None:
-            self.steps.abandon(made)
-        if self.files is not None:
-            self.files.remove()
+        self.place.abandon()
 
     def write(self, pipeline: Pipeline) -> None:
         agreement, content = self.agreement, self.content
@@ -166,7 +158,7 @@ class StepSave(Job):
             )
             way = "host" if self.options.codec or pace.gathers else self.options.staging
             self.choice = Choice(pipeline.storage, pipeline.staging, way, self.reads)
-            direct = self.choice.direct(self.steps.root, self.handle.stats)
+            direct = self.choice.direct(self.place.steps.root, self.handle.stats)
             size = (limit - 1, stagers)
             file = moving.enter_context(
                 ImageFile(pipeline, body, self.handle.path, *size, self.reads, direct)
@@ -179,13 +171,12 @@ class StepSave(Job):
             gathering = Gathering(self.pool, pipeline.storage, agreement, self.handle)
             if pace.gathers:
                 gathering.lend(own)
-            place = self._place(pace)
-            self.name, nonce = place["name"], place["nonce"]
+            agreed = self._begin(pace)
+            self.place.name, nonce = agreed["name"], agreed["nonce"]
             if limit > 1 and agreement.rank == 0:  # saves make their directories in order
                 self.copying.watch()
-            self.handle.path = self.steps.path(self.name)
-            self.files = StepFiles(pipeline.storage, self.steps, self.name, agreement)
-            if place["meet"]:
+            self.handle.path = self.place.path()
+            if agreed["meet"]:
                 self.pool.neighbours = pace.meet(nbytes)
             shard = gathering.place(own, body, pace.files_per_node) if pace.gathers else own
             writer = self._open_shard(pipeline, files, shard, file)
@@ -215,31 +206,22 @@ class StepSave(Job):
         self.conclude(record, lambda records: self._publish(nonce, written, records))
 
     def _paced(self, pipeline: Pipeline) -> Pace:
-        rates, root, stats = pipeline.rates, self.steps.root, self.handle.stats
+        rates, root, stats = pipeline.rates, self.place.steps.root, self.handle.stats
         whole = self.options.codec is not None  # a frame is of a block
         return Pace(self.options.pacing, self.agreement, rates, root, stats, whole=whole)
 
-    def _place(self, pace: Pace) -> dict[str, Any]:
+    def _begin(self, pace: Pace) -> dict[str, Any]:
         """The directory and the nonce of this save, which the first rank decides on, and whether
         ranks of a node meet first.
         """
         if self.agreement.rank != 0:
-            place: dict[str, Any] = json.loads(self.agreement.get("place"))
-            return place
-        self.made = self.steps.begin(self.step)
-        self.name = self.made.name
+            agreed: dict[str, Any] = json.loads(self.agreement.get("place"))
+            return agreed
+        name = self.place.begin(self.step)
         meet = pace.meets or (pace.gathers and not self.pool.is_settled)
-        place = {"name": self.made.name, "nonce": secrets.token_hex(16), "meet": meet}
-        self.agreement.put("place", json.dumps(place).encode())
-        return place
-
-    @property
-    def _own(self) -> StepFiles:
-        assert self.files is not None, "the directory is known by then"
-        return self.files
-
-    def _path(self, name: str) -> str:
-        return self.steps.path(self.name, name)
+        agreed = {"name": name, "nonce": secrets.token_hex(16), "meet": meet}
+        self.agreement.put("place", json.dumps(agreed).encode())
+        return agreed
 
     def _shard_name(self) -> str:
         return shard_name(self.agreement.rank, self.options.codec)
@@ -254,16 +236,16 @@ class StepSave(Job):
             return None
         stats = self.handle.stats
         name, options, storage = self._shard_name(), self.options, pipeline.storage
-        path, made = self._path(name), partial(self._own.made, name)
+        path, made = self.place.path(name), partial(self.place.made, name)
         if isinstance(shard, Guest):
-            path = self._path(shard_name(shard.host, options.codec))
+            path = self.place.path(shard_name(shard.host, options.codec))
             files.callback(close_quietly, storage, fd := shard.open())
             at = None if shard.is_direct else shard.begin
             route = pipeline.staging.route(fd, path, options.backend, writing=True, offset=at)
             file.join(fd, route, stats)
             return None
         plain = options.codec is None
-        purpose = Purpose(shard.nbytes, 1, options.striping, self.steps.root)
+        purpose = Purpose(shard.nbytes, 1, options.striping, self.place.steps.root)
         timed = plain and isinstance(shard, Shard) and not options.pacing
         how = (purpose, options.backend, stats, path)
         file.make(files, made, *how, allocates=plain, timed=timed)
@@ -291,9 +273,9 @@ class StepSave(Job):
             index = shard.index(nonce, self._shard_name(), file.transfer.block_crcs(), frames)
         file.end(self.options.durable, shard.nbytes)
         name, content = index_name(self.agreement.rank), index.to_bytes()
-        self._own.write(name, content, file.fd, self.options.durable)
+        self.place.write(name, content, file.fd, self.options.durable)
         if self.options.durable:
-            self._own.sync_own_directory()
+            self.place.sync_own_directory()
         return Writer.of(index, name, content).to_bytes()
 
     def forget(self) -> None:
@@ -313,12 +295,12 @@ class StepSave(Job):
 
     def _write_objects(self, files: ExitStack, objects: ImageFile, pace: Pace) -> None:
         """Makes their file, and writes to it what has been staged."""
-        options, path = self.options, self._path(OBJECTS)
+        options, path = self.options, self.place.path(OBJECTS)
         # A number of stripes is meant for shards: this file is small, and a layout costs the
         # metadata server a word.
         stripe = "keep" if options.stripe == "keep" else "auto"
-        purpose = Purpose(objects.nbytes, 1, stripe, self.steps.root)
-        made = partial(self._own.made, OBJECTS)
+        purpose = Purpose(objects.nbytes, 1, stripe, self.place.steps.root)
+        made = partial(self.place.made, OBJECTS)
         objects.make(files, made, purpose, options.backend, None, path)
         objects.begin(0, pace)
 
@@ -348,18 +330,16 @@ class StepSave(Job):
             writers=tuple(Writer.from_bytes(record) for record in records if record),
         )
         self._make_visible(manifest)
-        self._own.keep()
 
     def _next_sequence(self) -> int:
-        return self.steps.next_sequence()
+        return self.place.steps.next_sequence()
 
     def _make_visible(self, manifest: Manifest) -> None:
-        assert self.made is not None
-        self.steps.publish(self.made, manifest, self.options.durable)
+        self.place.publish(manifest, self.options.durable)
 
     def end(self, pipeline: Pipeline) -> None:
         super().end(pipeline)
-        if self.agreement.rank == 0 and self.made is not None and self.handle.failure() is None:
+        if self.agreement.rank == 0 and self.place.is_begun and self.handle.failure() is None:
             self.pool.is_settled = self.options.pacing.writers_per_node is not None
             keep_last, keep_every = self.options.keep_last, self.options.keep_every
-            tidy(self.steps, self.name, self.step, keep_last, keep_every)
+            tidy(self.place.steps, self.place.name, self.step, keep_last, keep_every)

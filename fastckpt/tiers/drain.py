@@ -29,11 +29,10 @@ from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.steps.copies import Copies
-from fastckpt.steps.rank_files import StepFiles
+from fastckpt.steps.place import StepPlace
 from fastckpt.steps.retention import tidy
-from fastckpt.steps.root import Begun
 from fastckpt.steps.save import StepOptions
-from fastckpt.storage.atomic import close_quietly, settle
+from fastckpt.storage.atomic import settle
 from fastckpt.storage.file_system import Storage, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.vanishing import Vanished
@@ -77,8 +76,7 @@ class Drain(Job):
         self._options = options
         self._names = names
         self._parts = parts
-        self._made: Begun | None = None
-        self._files: StepFiles | None = None
+        self._place = StepPlace(tier.root, agreement)
         self._step: int | None = None
         self.copied_s = 0.0
 
@@ -92,15 +90,10 @@ class Drain(Job):
         try:
             super().commit(pipeline)
         finally:
-            if self._made is not None:
-                close_quietly(pipeline.storage, self._made.manifest_fd)
+            self._place.close()
 
     def abandon(self, storage: Storage) -> None:
-        made, self._made = self._made, None
-        if made is not None:
-            self._tier.root.abandon(made)
-        if self._files is not None:
-            self._files.remove()
+        self._place.abandon()
 
     def write(self, pipeline: Pipeline) -> None:
         self.wait_for_previous()  # one after the other: the root is no faster for two
@@ -108,10 +101,8 @@ class Drain(Job):
         manifest = self._manifest()
         if self.agreement.rank == 0:
             assert manifest is not None
-            self._made = root.begin(manifest.step)
-            self.agreement.put("place", self._made.name.encode())
-        name = self.agreement.get("place").decode()
-        files = self._files = StepFiles(pipeline.storage, root, name, self.agreement)
+            self.agreement.put("place", self._place.begin(manifest.step).encode())
+        self._place.name = self.agreement.get("place").decode()
         pace = Pace(
             self._options.pacing, self.agreement, pipeline.rates, root.root, self.handle.stats
         )
@@ -121,16 +112,18 @@ class Drain(Job):
         pace.begin(nbytes)
         if manifest is not None:
             source = self._tier.steps.path(self._own_name)
-            copying = _Copying(pipeline, self._tier, self._options, files, manifest, source, pace)
+            copying = _Copying(
+                pipeline, self._tier, self._options, self._place, manifest, source, pace
+            )
             for part in self._parts:
                 copying.copy(part)
         pace.end()
         if self._options.durable:
-            files.sync_own_directory()
+            self._place.sync_own_directory()
         self.copied_s = time.monotonic() - begun
         self.conclude(b"", lambda _records: self._publish(manifest))
         self._step = None if manifest is None else manifest.step
-        self.handle.path = root.path(name)
+        self.handle.path = self._place.path()
 
     @property
     def _own_name(self) -> str:
@@ -154,9 +147,8 @@ class Drain(Job):
         return manifest
 
     def _publish(self, manifest: Manifest | None) -> None:
-        assert self._made is not None and self._files is not None and manifest is not None
-        self._tier.root.publish(self._made, manifest, self._options.durable)
-        self._files.keep()
+        assert manifest is not None
+        self._place.publish(manifest, self._options.durable)
 
     def end(self, pipeline: Pipeline) -> None:
         super().end(pipeline)
@@ -168,9 +160,9 @@ class Drain(Job):
         elif failure is None and self._own_name and tier.nodes().first(rank) == rank:
             tier.note_drained(self._own_name)
             tier.evict()
-        if self._made is not None and self._step is not None:
+        if self._place.is_begun and self._step is not None:
             keep_last, keep_every = self._options.keep_last, self._options.keep_every
-            tidy(tier.root, self._made.name, self._step, keep_last, keep_every)
+            tidy(tier.root, self._place.name, self._step, keep_last, keep_every)
 
 
 def _nbytes_of(manifest: Manifest, parts: Sequence[int]) -> int:
@@ -187,7 +179,7 @@ class _Copying:
         pipeline: Pipeline,
         tier: LocalTier,
         options: StepOptions,
-        files: StepFiles,
+        place: StepPlace,
         manifest: Manifest,
         source: str,
         pace: Pace,
@@ -197,7 +189,7 @@ class _Copying:
         self._storage, self._staging = pipeline.storage, pipeline.staging
         self._tier = tier
         self._options = options
-        self._files = files
+        self._place = place
         self._manifest = manifest
         self._source = Copies(self._storage, [source])
 
@@ -243,11 +235,11 @@ class _Copying:
 
     def _write(self, name: str, nbytes: int, content: Iterator[bytearray]) -> None:
         """Writes a file of the root, a chunk at a time, while the next one is read."""
-        path, options = self._files.path(name), self._options
+        path, options = self._place.path(name), self._options
         purpose = Purpose(nbytes, 1, options.striping, self._tier.root.root)
         with ExitStack() as files, _UnderWay(self._pace) as moving:
             file = ImageFile(self._pipeline, Image.tailless(), path, 1)
-            file.make(files, partial(self._files.made, name), purpose, options.backend, None)
+            file.make(files, partial(self._place.made, name), purpose, options.backend, None)
             file.begin(0, self._pace)
             offset = 0
             for chunk in content:
@@ -260,8 +252,8 @@ class _Copying:
             file.end(options.durable, nbytes)
 
     def _copy_index(self, writer: Writer, content: bytes) -> None:
-        path = self._files.path(writer.index)
-        with self._files.made(writer.index) as (fd, _name):
+        path = self._place.path(writer.index)
+        with self._place.made(writer.index) as (fd, _name):
             with reported("write", path):
                 patiently(self._storage, fd, lambda: self._storage.write_at(fd, content, 0))
             settle(self._storage, fd, path, self._options.durable)

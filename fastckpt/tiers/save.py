@@ -23,7 +23,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.steps.rank_files import StepFiles
+from fastckpt.steps.place import StepPlace
 from fastckpt.steps.save import StepSave
 from fastckpt.steps.shared_shard import AnyShard
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain, receive, send
@@ -49,7 +49,7 @@ class TieredSave(StepSave):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self.steps = tier.steps
+        self.place = StepPlace(tier.steps, self.agreement)
         self._tier = tier
         self._draining = draining
         # That has to be in the root before this one is written, or too much would be in the tier.
@@ -64,7 +64,7 @@ class TieredSave(StepSave):
 
     @property
     def _is_local(self) -> bool:
-        return self.steps is self._tier.steps
+        return self.place.steps is self._tier.steps
 
     def commit(self, pipeline: Pipeline) -> None:
         try:
@@ -86,7 +86,7 @@ class TieredSave(StepSave):
             super().write(pipeline)
         except StorageError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if self._is_local and error.path.startswith(self.steps.root) and not is_full:
+            if self._is_local and error.path.startswith(self.place.steps.root) and not is_full:
                 self._tier.refuse(f"failed: {error}")
             raise
 
@@ -98,7 +98,7 @@ class TieredSave(StepSave):
         stats, rank, nodes = self.handle.stats, self.agreement.rank, self._tier.nodes()
         wrote = [rank] if self._wrote_shard else []
         parts = [*wrote, OBJECTS_PART] if rank == 0 else wrote
-        names = {0: self.name, nodes.first(rank): self.name}
+        names = {0: self.place.name, nodes.first(rank): self.place.name}
         drain = Drain(self.handle, self._draining, self._tier, self.options, names, parts)
         drain.previous, self._drain = self.previous, drain
         drain.commit(pipeline)
@@ -119,7 +119,7 @@ class TieredSave(StepSave):
         self._pace = Pace(Pacing(), self.agreement, rates, root, stats, whole=whole)
         return self._pace
 
-    def _place(self, pace: Pace) -> dict[str, Any]:
+    def _begin(self, pace: Pace) -> dict[str, Any]:
         """A directory on each node, which its first rank makes; the nonce of rank 0."""
         nodes, agreement = self._tier.nodes(), self.agreement
         first = nodes.first(agreement.rank)
@@ -127,11 +127,10 @@ class TieredSave(StepSave):
             self._trouble = self._tier.refusal()
             if not self._trouble:
                 try:
-                    self.made = self.steps.begin(self.step)
+                    self.place.begin(self.step)
                 except StorageError as error:
                     self._trouble = f"failed: {error}"
-            name = "" if self.made is None else self.made.name
-            own = {"name": name, "nonce": secrets.token_hex(16)}
+            own = {"name": self.place.name, "nonce": secrets.token_hex(16)}
             agreement.put("local place", json.dumps(own).encode())
         name = json.loads(agreement.get("local place", first))["name"]
         nonce = json.loads(agreement.get("local place"))["nonce"]
@@ -152,7 +151,7 @@ class TieredSave(StepSave):
             writer = None
             self._trouble = self._trouble or self._tier.refusal()
             try:
-                if self.name and not self._trouble:
+                if self.place.name and not self._trouble:
                     writer = super()._open_shard(pipeline, trial, shard, file)
                     coded = shard.nbytes if self.options.codec is not None else 0
                     beside = self._tier.nodes().beside(self.agreement.rank)
@@ -183,15 +182,14 @@ class TieredSave(StepSave):
         if self.agreement.rank == 0 or self._trouble:
             self._tier.warn(self.step, why)
         self.abandon(pipeline.storage)
-        self.steps = self._tier.root
+        self.place = StepPlace(self._tier.root, self.agreement)
         stats = self.handle.stats
         stats.local_why, stats.nbytes = f"the local tier {why}", 0
         pace = self._pace
         assert pace is not None
         pace.heed(self.options.pacing)
-        self.name = super()._place(pace)["name"]
-        self.handle.path = self.steps.path(self.name)
-        self.files = StepFiles(pipeline.storage, self.steps, self.name, self.agreement)
+        self.place.name = super()._begin(pace)["name"]
+        self.handle.path = self.place.path()
         if pace.meets:
             pace.meet(nbytes)
 
@@ -205,7 +203,7 @@ class TieredSave(StepSave):
             super().wait_turn()
 
     def _next_sequence(self) -> int:
-        return self._tier.next_sequence(self.steps)
+        return self._tier.next_sequence(self.place.steps)
 
     def _publish(self, nonce: str, objects: ObjectsFile | None, records: list[bytes]) -> None:
         try:
@@ -245,7 +243,7 @@ class TieredSave(StepSave):
         if not self._is_local:
             self.wait_for_previous()  # as rank 0 does
             return
-        if self.made is None:
+        if not self.place.is_begun:
             return
         content = receive(self.agreement, "manifest", 0)
         if not content:
