@@ -206,21 +206,13 @@ class Tag:
             for file in self._files:
                 if not (named and file.name):
                     self._publish(file.handle.path, file.path)
-            agreement.put("named", b"")
-            if make_durable is None:
-                failure = agreement.hear_outcome()
-                if failure is not None:
-                    raise failure
-                return
-            agreement.gather("named")
-            agreement.decide()
-            try:
+
+            def publish_all(_records: list[bytes]) -> None:
+                assert make_durable is not None
                 make_durable()
                 self._write_latest()
-            except BaseException as error:
-                agreement.tell_outcome(error)
-                raise
-            agreement.tell_outcome(None)
+
+            agreement.conclude(b"", publish_all)
 
     def _name_draft(self, names: set[str]) -> bool:
         """On the first rank, when all ranks' files are durable: gives the draft the tag's name, if

@@ -60,7 +60,9 @@ class Round:
     raise the same text; it says what is known of the checkpoint.
 
     Attributes: rank and world_size as the Coordinator's; label as given to begin(); name, that with
-    the number of earlier rounds of the label; operations, how many the store was asked for so far.
+    the number of earlier rounds of the label; operations, how many the store was asked for so far;
+    may_be_visible, whether conclude() may have committed for all that is known here, unless the
+    round has failed.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Round:
         self._set_number(self._session.begin(label))
         self._keys: list[str] = []
         self._end = b""  # once known: _DECIDED, or the failure
-        self._joined = self._closed = False
+        self._joined = self._closed = self.may_be_visible = False
 
     def _set_number(self, number: int) -> None:
         self._number, self.name = number, name_of(self.label, number)
@@ -152,7 +154,48 @@ class Round:
         self._end = self._call("compare_set", self._at("end"), b"", _DECIDED)
         self.check()
 
-    def tell_outcome(self, error: BaseException | None) -> None:
+    def conclude(
+        self,
+        record: bytes,
+        publish: Callable[[list[bytes]], None],
+        *,
+        turn: Callable[[], None] = lambda: None,
+        follow: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Commits once every rank is done, or nowhere: the same outcome on every rank.
+
+        Args:
+            record: what this rank tells the first one, when all that it brings is durable.
+            publish: makes the checkpoint visible; called on the first rank, with all records.
+            turn: on the first rank, returns when it may do so.
+            follow: what the other ranks do meanwhile.
+
+        Raises:
+            PeerFailed: another rank failed or is missing. If rank 0's error is `visible`, so is
+                this one. Exception: what publish() raises, on the first rank.
+        """
+        self.may_be_visible = self.rank != 0
+        self.put("done", record)
+        if self.rank != 0:
+            follow()
+            failure = self._hear_outcome()
+            self.may_be_visible = failure is None or failure.visible
+            if failure is not None:
+                raise failure
+            return
+        records = self.gather("done")
+        turn()
+        self.decide()
+        try:
+            publish(records)
+        except BaseException as error:
+            self.may_be_visible = is_visible(error)
+            self._tell_outcome(error)
+            raise
+        self.may_be_visible = True
+        self._tell_outcome(None)
+
+    def _tell_outcome(self, error: BaseException | None) -> None:
         """On rank 0, after decide(): tells the others how its commit went."""
         told: list[object] = []
         if error is not None:
@@ -160,7 +203,7 @@ class Round:
             told = [text.encode(errors="replace").decode(), is_visible(error)]
         self.put("outcome", json.dumps(told).encode())
 
-    def hear_outcome(self) -> PeerFailed | None:
+    def _hear_outcome(self) -> PeerFailed | None:
         """On the others: waits for that. Returns the failure of the commit, `visible` or not."""
         told = json.loads(self.get("outcome"))
         return PeerFailed(told[0], (0,), visible=told[1]) if told else None

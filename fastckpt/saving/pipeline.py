@@ -28,7 +28,7 @@ from fastckpt.engine.gds import Gds
 from fastckpt.engine.gds_trial import Choice
 from fastckpt.engine.rates import Rates
 from fastckpt.engine.staging import Staging, stager_count
-from fastckpt.errors import CheckpointError, fate, is_visible, retold
+from fastckpt.errors import CheckpointError, fate, retold
 from fastckpt.handle import SaveHandle
 from fastckpt.latch import Latch, start_thread
 from fastckpt.plan.image import BLOCK_BYTES, block_count
@@ -314,7 +314,6 @@ class Job:
         self.begun = Latch()  # its thread has it, in its lane
         self._claims = [None]
         self.staging_nbytes = 0  # what it would have used of the arena, had all pages been there
-        self.may_be_visible = False  # for all that is known here; not if the agreement failed
 
     def claim(self) -> bool:
         """Whether the caller of this is the one, of the save's thread and an interrupted save(), to
@@ -345,7 +344,7 @@ class Job:
         except BaseException as error:
             self.agreement.fail(error)
             # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
-            if not self.may_be_visible or self.agreement.failed:
+            if not self.agreement.may_be_visible or self.agreement.failed:
                 self.abandon(pipeline.storage)
             raise
 
@@ -415,38 +414,16 @@ class Job:
         """On the other ranks: what they do while the first one commits."""
 
     def conclude(self, record: bytes, publish: Callable[[list[bytes]], None]) -> None:
-        """Commits once every rank is done, or nowhere: the same outcome on every rank.
+        """Commits, as Round.conclude() does, in its turn in its lane; adds up what ranks wrote."""
+        stats = self.handle.stats
 
-        Args:
-            record: what this rank tells the first one, whose bytes are durable by now.
-            publish: makes the checkpoint visible; called on the first rank, with all records.
-
-        Raises:
-            PeerFailed: another rank failed or is missing. If rank 0's error is `visible`, so is
-                this one.
-        """
-        agreement, stats = self.agreement, self.handle.stats
-        self.may_be_visible = agreement.rank != 0
-        agreement.put("done", stats.nbytes.to_bytes(_SIZE_BYTES, "little") + record)
-        if agreement.rank != 0:
-            self.follow()
-            failure = agreement.hear_outcome()
-            self.may_be_visible = failure is None or failure.visible
-            if failure is not None:
-                raise failure
-            return
-        records = agreement.gather("done")
-        stats.total_nbytes = sum(int.from_bytes(its[:_SIZE_BYTES], "little") for its in records)
-        self.wait_turn()
-        agreement.decide()
-        try:
+        def publish_all(records: list[bytes]) -> None:
+            sizes = (int.from_bytes(its[:_SIZE_BYTES], "little") for its in records)
+            stats.total_nbytes = sum(sizes)
             publish([its[_SIZE_BYTES:] for its in records])
-        except BaseException as error:
-            self.may_be_visible = is_visible(error)
-            agreement.tell_outcome(error)
-            raise
-        self.may_be_visible = True
-        agreement.tell_outcome(None)
+
+        told = stats.nbytes.to_bytes(_SIZE_BYTES, "little") + record
+        self.agreement.conclude(told, publish_all, turn=self.wait_turn, follow=self.follow)
 
 
 _lock = threading.Lock()
