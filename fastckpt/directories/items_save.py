@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +29,8 @@ from fastckpt.saving.fence import Watched
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.storage import atomic
-from fastckpt.storage.atomic import close_quietly, settle
-from fastckpt.storage.file_system import Storage, patiently, reported
+from fastckpt.storage.atomic import close_quietly
+from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.lustre_layout import Purpose
 
 log = logging.getLogger("fastckpt")
@@ -105,12 +105,12 @@ class ItemsSave(Job):
 
     def abandon(self, storage: Storage) -> None:
         if self._is_made:
-            remove_all(storage, [self.path])
+            atomic.remove_files(storage, [self.path])
 
     def end(self, pipeline: Pipeline) -> None:
         if self.replaced is not None:
             close_quietly(pipeline.storage, self.replaced)
-        remove_all(pipeline.storage, self.unneeded)
+        atomic.remove_files(pipeline.storage, self.unneeded)
         super().end(pipeline)
 
     def _write_items(self, pipeline: Pipeline) -> Places:
@@ -163,58 +163,10 @@ class ItemsSave(Job):
                 fd = create(purpose)
             except FileNotFoundError:
                 self.agreement.check()  # if the save has failed meanwhile, that is why
-                make_directory(storage, self.handle.path, self.options.durable)
+                atomic.make_directory(storage, self.handle.path, self.options.durable)
                 fd = create(purpose)
         self._is_made = True
         try:
             yield fd, path
         finally:
             close_quietly(storage, fd)
-
-
-def make_directory(storage: Storage, path: str, durable: bool) -> None:
-    """Makes a directory and those it lies in, where they are missing, each durably.
-
-    Raises:
-        StorageError: of op "make directory" or "sync directory".
-    """
-    missing = [path]
-    with reported("make directory", path):
-        while (parent := os.path.dirname(missing[-1])) and storage.status(parent) is None:
-            missing.append(parent)
-        storage.make_directories(path)
-    for made in reversed(missing if durable else []):
-        with reported("sync directory", os.path.dirname(made)):
-            storage.sync_directory(os.path.dirname(made))
-
-
-def replace_file(storage: Storage, path: str, content: bytes, durable: bool) -> int | None:
-    """Commits: gives a path new content at once, when all other names in its directory are durable.
-
-    Returns:
-        A descriptor that keeps the file replaced, or None; closing it takes a while.
-
-    Raises:
-        StorageError.
-    """
-    directory = os.path.dirname(path)
-    with atomic.temporary(storage, path) as (fd, name):
-        with reported("write", path):
-            patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
-        atomic.take_permissions(storage, fd, name, path)
-        settle(storage, fd, path, durable)
-        if durable:
-            with reported("sync directory", directory):
-                storage.sync_directory(directory)
-        return atomic.publish(storage, name, path, durable, fd)
-
-
-def remove_all(storage: Storage, paths: Sequence[str]) -> None:
-    """Removes files that nothing needs; one that stays costs space, and the next save tries."""
-    for path in paths:
-        try:
-            storage.remove(path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            log.warning("%r could not be removed: %s", path, error)

@@ -15,7 +15,7 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from fastckpt.errors import StorageError
@@ -387,6 +387,63 @@ def naming_in(
                     ) from error
 
         yield make_durable
+
+
+def replace_file(
+    storage: Storage, path: str, content: bytes, durable: bool, *, commits: bool = True
+) -> int | None:
+    """Gives a path new content at once: after a crash it has the old or the new one, whole.
+
+    Args:
+        storage, path, content: what is written where.
+        durable: the content is synced before the path has it.
+        commits: this makes a checkpoint visible: all names in the directory are durable before, and
+            this one afterwards. False: another file does that later.
+
+    Returns:
+        A descriptor that keeps the file replaced, or None; closing it takes a while.
+
+    Raises:
+        StorageError: the path has what it had; or if the error is `visible`, the new content, but
+            perhaps not durably.
+    """
+    directory = os.path.dirname(path)
+    with temporary(storage, path) as (fd, name):
+        with reported("write", path):
+            patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
+        take_permissions(storage, fd, name, path)
+        settle(storage, fd, path, durable)
+        if durable and commits:
+            with reported("sync directory", directory):
+                storage.sync_directory(directory)
+        return publish(storage, name, path, durable and commits, fd)
+
+
+def make_directory(storage: Storage, path: str, durable: bool) -> None:
+    """Makes a directory and those it lies in, where they are missing, each durably.
+
+    Raises:
+        StorageError: of op "make directory" or "sync directory".
+    """
+    missing = [path]
+    with reported("make directory", path):
+        while (parent := os.path.dirname(missing[-1])) and storage.status(parent) is None:
+            missing.append(parent)
+        storage.make_directories(path)
+    for made in reversed(missing if durable else []):
+        with reported("sync directory", os.path.dirname(made)):
+            storage.sync_directory(os.path.dirname(made))
+
+
+def remove_files(storage: Storage, paths: Sequence[str]) -> None:
+    """Removes files that nothing needs; one that stays costs space, and the next save tries."""
+    for path in paths:
+        try:
+            storage.remove(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("%r could not be removed: %s", path, error)
 
 
 def publish_directory(storage: Storage, directory: str, path: str, aside: str) -> None:

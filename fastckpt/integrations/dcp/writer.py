@@ -34,9 +34,6 @@ from fastckpt.directories.items_save import (
     Content,
     ItemsSave,
     Places,
-    make_directory,
-    remove_all,
-    replace_file,
 )
 from fastckpt.engine.devices import Devices
 from fastckpt.errors import CheckpointError
@@ -48,6 +45,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.fence import Watched
 from fastckpt.state.dtensors import PLAIN_TENSORS
+from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 
 log = logging.getLogger("fastckpt")
@@ -190,7 +188,7 @@ class Writer(StorageWriter):
         replaced, unneeded = self.commit(storage, metadata, results)
         if replaced is not None:
             storage.close(replaced)
-        remove_all(storage, unneeded)
+        atomic.remove_files(storage, unneeded)
 
     def commit(
         self, storage: Storage, metadata: Metadata, results: list[list[WriteResult]]
@@ -206,9 +204,9 @@ class Writer(StorageWriter):
         rank, path = self._metadata_rank(), self._metadata_path()
         self._check_may_commit(storage)  # again: another save may have been there first
         if not storage.is_directory(os.path.realpath(self.path)):  # no rank had anything to write
-            make_directory(storage, self.path, self.options.durable)
+            atomic.make_directory(storage, self.path, self.options.durable)
         content = dcp_metadata.encode(metadata)
-        replaced = replace_file(storage, path, content, self.options.durable)
+        replaced = atomic.replace_file(storage, path, content, self.options.durable)
         return replaced, dcp_metadata.unneeded(storage, self.path, metadata, rank)
 
     def _metadata_rank(self) -> int | None:

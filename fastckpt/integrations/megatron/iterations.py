@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from fastckpt.directories import items_save as distcp_save
 from fastckpt.saving import pipeline
+from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.vanishing import Vanished, listed_anew
 
@@ -141,28 +139,9 @@ def track(root: str, iteration: int) -> None:
             but a crash may bring back what it named before.
     """
     storage, path = pipeline.current().storage, os.path.join(root, TRACKER)
-    replaced = distcp_save.replace_file(storage, path, str(iteration).encode(), durable=True)
+    replaced = atomic.replace_file(storage, path, str(iteration).encode(), durable=True)
     if replaced is not None:
         close_quietly(storage, replaced)
-
-
-def replace_file(path: str, content: bytes) -> None:
-    """Gives a file its content so that after a crash it has the old or the new one, whole.
-
-    Which one is certain when its directory is synced.
-    """
-    directory, name = os.path.split(path)
-    temporary = os.path.join(directory, f".{name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-        raise
 
 
 def retain(
@@ -191,7 +170,7 @@ def retain(
     kept |= {number for number in complete if every and number % every == 0}
     if retention.superseded_only:
         kept |= {number for number, _ in known} - {*superseded}
-    removed = []
+    removed, storage = [], pipeline.current().storage
     for number, _is_whole in known:
         path = os.path.join(root, directory_name(number))
         if number >= newest or number in kept or os.path.islink(path):
@@ -199,8 +178,8 @@ def retain(
         try:
             # First what makes it complete, so that nobody takes the rest for a checkpoint.
             if is_complete(path):
-                os.unlink(os.path.join(path, METADATA))
-            shutil.rmtree(path)
+                storage.remove(os.path.join(path, METADATA))
+            storage.remove_tree(path)
             removed.append(number)
         except OSError as error:
             log.warning("old iteration %d stays: %s", number, error)

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -34,8 +35,10 @@ from fastckpt.arguments.checks import Fence, OnError
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.integrations import dcp
 from fastckpt.integrations.megatron.division import Division, Holdings, may_write
-from fastckpt.integrations.megatron.iterations import COMMON, CONFIG, replace_file
+from fastckpt.integrations.megatron.iterations import COMMON, CONFIG
 from fastckpt.integrations.megatron.ranges import read, read_objects, unpickled
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import Storage, reported
 
 BACKEND, VERSION = "torch_dist", 1
 _COMMON_CRC = "fastckpt.common.pt.crc32"
@@ -67,26 +70,43 @@ class Writer(dcp.Writer):
         super().__init__(path)
         self._common, self._after_commit = common, after_commit
 
-    def commit(self, storage: Any, metadata: Metadata, results: Any) -> Any:
+    def commit(self, storage: Storage, metadata: Metadata, results: Any) -> Any:
         """Called in the background of the first rank, when all data is durable."""
-        os.makedirs(self.path, exist_ok=True)  # no rank may have had data to write
+        # No rank may have had data to write.
+        atomic.make_directory(storage, self.path, self.options.durable)
         path, common = os.path.join(self.path, COMMON), self._common
         if common is not None:
-            replace_file(path, common)
+            self._replace(storage, COMMON, common)
         elif _COMMON_KEY in metadata.state_dict_metadata:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # of an older save, which would be taken for this one's
-        elif os.path.exists(path):
-            with open(path, "rb") as file:
-                common = file.read()
-                os.fsync(file.fileno())
-        replace_file(os.path.join(self.path, CONFIG), json.dumps(_CONFIG).encode())
+            with reported("remove", path), contextlib.suppress(FileNotFoundError):
+                storage.remove(path)  # of an older save, which would be taken for this one's
+        elif storage.status(path) is not None:
+            with reported("read", path):
+                common = storage.read_file(path, sys.maxsize)
+            self._settle(storage, path)
+        self._replace(storage, CONFIG, json.dumps(_CONFIG).encode())
         if common is not None:
             metadata.planner_data = {_COMMON_CRC: zlib.crc32(common)}
         committed = super().commit(storage, metadata, results)
         if self._after_commit is not None:
             self._after_commit()
         return committed
+
+    def _replace(self, storage: Storage, name: str, content: bytes) -> None:
+        """Writes a file that counts once `.metadata` is written, which comes last."""
+        path, durable = os.path.join(self.path, name), self.options.durable
+        replaced = atomic.replace_file(storage, path, content, durable, commits=False)
+        if replaced is not None:
+            atomic.close_quietly(storage, replaced)
+
+    def _settle(self, storage: Storage, path: str) -> None:
+        """Makes a file durable that Megatron has written."""
+        with reported("open", path):
+            fd = storage.open(path)
+        try:
+            atomic.settle(storage, fd, path, self.options.durable)
+        finally:
+            atomic.close_quietly(storage, fd)
 
 
 class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
