@@ -17,6 +17,7 @@ from fastckpt import CheckpointError, SaveHandle
 from fastckpt.arguments.checks import ON_ERROR, OnError, check_choice, check_flag
 from fastckpt.errors import fate
 from fastckpt.latch import Latch
+from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import raise_earlier
 from fastckpt.storage.file_system import reported
 
@@ -88,7 +89,7 @@ class BackgroundFiles:
         links, directory = False, os.path.dirname(path)
         try:
             with reported("make directory", directory):
-                os.makedirs(directory, exist_ok=True)
+                pipeline.current().storage.make_directories(directory)
             with reported("list", directory):
                 links = _has_links(directory)
             _unlink_softly(path)
@@ -251,10 +252,11 @@ def _unlink_softly(path: str) -> None:
     link, and replace another checkpoint.
     """
     if os.path.islink(path):
+        storage = pipeline.current().storage
         spare = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
         try:
-            os.link(os.path.realpath(path), spare)
-            os.rename(spare, path)
+            storage.link(os.path.realpath(path), spare)
+            storage.rename(spare, path)
         except OSError:
             with suppress(FileNotFoundError):
-                os.unlink(path)  # it names nothing, or what can have one name only
+                storage.remove(path)  # it names nothing, or what can have one name only

@@ -405,7 +405,7 @@ def test_any_operation_of_a_commit_may_be_the_last(tmp_path: Path) -> None:
     owner, complete = dead_pid(), 0
     for count in range(len(recorder.log) + 1):
         storage = Crash(fresh("run"), count)
-        with contextlib.suppress(PowerCut):
+        with contextlib.suppress(PowerCut):  # what it is for
             commit(storage)
         for label, image in storage.images(SUITE_SEED + count):
             after = fresh("after")

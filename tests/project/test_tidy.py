@@ -245,6 +245,18 @@ def environment_reads(source: Source) -> Iterator[Fault]:
             yield taken.lineno, message
 
 
+def raw_file_changes(source: Source) -> Iterator[Fault]:
+    """What changes names or contents goes through the seam, so that crash tests reach it."""
+    if not source.path.startswith("fastckpt/integrations/"):
+        return
+    changing = {"link", "makedirs", "mkdir", "remove", "rename", "replace", "rmdir", "symlink"}
+    changing |= {"fsync", "truncate", "unlink", "write", "rmtree", "move", "copytree"}
+    for call in source.walk(ast.Call):
+        module, _, name = ast.unparse(call.func).rpartition(".")
+        if module in ("os", "shutil") and name in changing:
+            yield call.lineno, f"{module}.{name}: files are changed through storage/"
+
+
 def tensors_without_device(source: Source) -> Iterator[Fault]:
     """The library's own tensors lie where it says, whatever the process's default device is."""
     if not source.path.startswith("fastckpt/"):
@@ -328,6 +340,10 @@ FAULTS: dict[Rule, list[tuple[str, str]]] = {
         ("fastckpt/a.py", "import os\na = os.environ.get('A')\n"),
         ("fastckpt/cli/a.py", "from os import getenv\n"),
         ("csrc/a.cc", 'auto a = std::getenv("A");\n'),
+    ],
+    raw_file_changes: [
+        ("fastckpt/integrations/a.py", "import os\nos.replace(a, b)\n"),
+        ("fastckpt/integrations/a/b.py", "import shutil\nshutil.rmtree(a)\n"),
     ],
     tensors_without_device: [("fastckpt/a.py", "import torch\na = torch.empty(3)\n")],
     late_bound_torch_io: [
