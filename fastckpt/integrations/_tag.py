@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import fastckpt
@@ -145,15 +146,19 @@ class Tag:
         self.handle.stats.stall_s = self.handle.elapsed_s()
         name = f"fastckpt-tag-{os.path.basename(self.handle.path)}"
         self._gone = Latch()
-        if not start_thread(self._run, name):  # the interpreter is exiting, say
-            self._run()
+        begun = Latch()
+        if not start_thread(partial(self._run, begun), name):  # the interpreter is exiting, say
+            self._run(begun)
+        # The interpreter waits, as it ends, for threads that have begun, and for no others.
+        begun.wait()
 
     def join(self) -> None:
         """Waits until nothing is left to do."""
         if self._gone is not None:
             self._gone.wait()
 
-    def _run(self) -> None:
+    def _run(self, begun: Latch) -> None:
+        begun.set()
         try:
             try:
                 self._commit()

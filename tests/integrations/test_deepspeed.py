@@ -7,8 +7,10 @@ in ranks/deepspeed_bodies.py.
 
 from __future__ import annotations
 
+import _thread
 import errno
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,10 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from fastckpt import CorruptCheckpoint, PeerFailed, StorageError
+from fastckpt import CorruptCheckpoint, PeerFailed, StorageError, latch
+from fastckpt.integrations._tag import Tag
+from fastckpt.latch import Latch
+from fastckpt.ranks.coordinator import Coordinator
 from tests.crews import deepspeed_bodies as bodies
 from tests.crews.group_crew import Nursery, RankDied
 
@@ -193,6 +198,34 @@ def test_the_end_of_the_process_waits(nursery: Nursery, disk: Path) -> None:
         crew(bodies.save_and_end, str(disk))
     assert (disk / "latest").read_text() == "only"
     assert len(list((disk / "only").glob("*.pt"))) == 3
+
+
+def test_the_end_of_the_process_knows_of_a_tag_at_once(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread has begun when the call returns, however late the system lets threads begin."""
+    asked = threading.Event()
+    start, wait = _thread.start_new_thread, Latch.wait
+
+    def late(function: Callable[..., None], args: tuple[Any, ...]) -> int:
+        def run(*given: Any) -> None:
+            assert asked.wait(60)
+            function(*given)
+
+        return start(run, args)
+
+    def asking(self: Latch, timeout: float | None = None) -> bool:
+        asked.set()
+        return wait(self, timeout)
+
+    tag = Tag(str(disk), "a", Coordinator.alone().begin("a"), True, {"durable": False})
+    monkeypatch.setattr(latch._thread, "start_new_thread", late)
+    monkeypatch.setattr(Latch, "wait", asking)
+    tag.conclude(None)
+    known = "fastckpt-tag-a" in [thread.name for thread in threading.enumerate()]
+    assert known or tag.handle.done()
+    tag.join()
+    assert (disk / "latest").read_text() == "a"
 
 
 @pytest.mark.parametrize("durable", [False, True])
