@@ -110,7 +110,7 @@ class Divided:
         return next((s.device_text(code) for s in self._streams.values()), str(code))
 
     def peer_failure(self) -> tuple[str, tuple[int, ...]] | None:
-        """As exchange.Exchange's: nobody else takes part in this one."""
+        """As shared_stream.Exchange's: nobody else takes part in this one."""
         return None
 
     def abandon(self) -> None:

@@ -74,7 +74,7 @@ class ReadStream:
         self.corrupt_block = stream.corrupt_block
 
     def peer_failure(self) -> tuple[str, tuple[int, ...]] | None:
-        """As exchange.Exchange's: nobody else takes part in this one."""
+        """As shared_stream.Exchange's: nobody else takes part in this one."""
         return None
 
     def beside(self, other: ReadStream) -> None:

@@ -465,7 +465,7 @@ class Steps:
         try:
             self.storage.remove_directory(self.path(name))
         except OSError as error:
-            # Some process has a file open that was removed: see filesystems.LINGERING.
+            # Some process has a file open that was removed: see policies.LINGERING.
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and all(map(OURS.fullmatch, entries)):
                 self._left.add(name)
             raise

@@ -342,7 +342,7 @@ class Storage:
             if error.errno != errno.ESTALE:  # by which NFS says the same
                 raise
             return True
-        # A client that keeps it under another name (filesystems.LINGERING) counts that as a link.
+        # A client that keeps it under another name (policies.LINGERING) counts that as a link.
         return self.status(path) is None
 
     def open_regular(self, path: str) -> int:

@@ -44,7 +44,7 @@ def first_whole_of_tiers(
     what other nodes have, so a step has to be in the root first. A file of which this node has a
     copy is read from there in any case, if that is not damaged.
 
-    Args, returns and raises as step_choice.first_whole, for the root of the tier; and
+    Args, returns and raises as choice.first_whole, for the root of the tier; and
         options: how what is drained is written.
     """
     begun = _resumed(agreement, current, tier, options)
