@@ -369,7 +369,7 @@ def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int
 def _direct(
     current: pipeline.Pipeline, staging: str, path: str, map_location: Any
 ) -> Direct | None:
-    """What reads from a file to a GPU by itself, if that is the way."""
+    """Returns what reads from a file to a GPU by itself, if that is chosen."""
     if staging == "host":
         return None
     queue = Placing.queue(current.staging.devices, map_location)

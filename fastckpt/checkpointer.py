@@ -440,7 +440,7 @@ class Checkpointer:
     def _first_whole(
         self, agreement: Round, step: int | None, read: Callable[[StepReader], T], required: bool
     ) -> tuple[int, T] | None:
-        """What `read` makes of the newest step for which no rank met damage."""
+        """Returns what `read` makes of the newest step for which no rank met damage."""
 
         def noting(reader: StepReader) -> T:
             self.restored_from, self._reader = reader.copies.taken, reader

@@ -156,7 +156,7 @@ def is_visible(error: BaseException | None) -> bool:
 
 
 def fate(error: BaseException | None, otherwise: str = "was not committed") -> str:
-    """What became of a checkpoint whose save failed with this error, to follow its name."""
+    """Says, to follow its name, what became of a checkpoint whose save failed with this error."""
     return "is visible, but perhaps not durable" if is_visible(error) else otherwise
 
 

@@ -1,4 +1,4 @@
-"""What a caller holds of a save in flight: SaveHandle and its clocks, SaveStats.
+"""A caller holds a SaveHandle of each save in flight; its clocks are SaveStats.
 
 Responsible for states and waiting. It must not know how a save is done.
 """

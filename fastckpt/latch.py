@@ -1,4 +1,4 @@
-"""What a caller's thread waits with, and what it begins threads by: none of it can stay locked.
+"""A caller's thread waits with these, and begins threads by them: none can stay locked.
 
 Responsible for waits, futures and beginnings of threads that a signal handler may break off. Python
 runs handlers on the main thread between bytecodes, and what one raises there can leave the lock of
@@ -173,7 +173,7 @@ class Outcome(futures.Future[T], Generic[T]):
         return self._state == _FINISHED
 
     def subject(self) -> str:
-        """What it is the outcome of, for messages."""
+        """Returns what it is the outcome of, for messages."""
         return repr(self)
 
     def wait(self, timeout: float | None = None) -> bool:

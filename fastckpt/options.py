@@ -28,7 +28,7 @@ from fastckpt.storage import lustre_layout
 
 @dataclass(frozen=True)
 class Pacing:
-    """How hard saves lean on storage that others use too. None and 0: as hard as they can.
+    """Limits on how hard saves lean on storage that others use too. None and 0: no limit.
 
     Args:
         drain_rate: bytes/s of a node, as a number or a text such as "2GB/s".
@@ -69,7 +69,7 @@ class Pacing:
         )
 
     def text(self) -> str:
-        """What was asked for, for people to read; "" if nothing was."""
+        """Says, for people to read, what was asked for; "" if nothing was."""
         asked = []
         if self.rate is not None:
             asked.append(f"drain_rate {self.rate / 1e6:g} MB/s a node")

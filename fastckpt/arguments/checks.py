@@ -1,4 +1,4 @@
-"""What callers may pass: choices with their types, numbers, sizes and paths, checked in one place.
+"""Arguments of callers are checked here: choices with their types, numbers, sizes and paths.
 
 Each function takes the argument's name and value, and raises TypeError or ValueError with the name,
 the value, and what was expected. It must not know what any argument is used for.
@@ -116,7 +116,7 @@ def check_rate(name: str, value: object) -> float:
 
 
 def optional(check: Callable[[str, object], T], name: str, value: object) -> T | None:
-    """What a check makes of a value, or None where that is the value."""
+    """Returns what a check makes of a value, or None where that is the value."""
     return None if value is None else check(name, value)
 
 

@@ -38,6 +38,6 @@ def launched_rank() -> tuple[int, int] | None:
 
 
 def launched_on_machine() -> int:
-    """How many ranks a launcher has started on this machine; 1 where none says so."""
+    """Returns how many ranks a launcher has started on this machine; 1 where none says so."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(ranks)) if ranks.isdigit() else 1

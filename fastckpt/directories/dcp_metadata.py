@@ -68,7 +68,7 @@ class _Enumeration:
 
 
 def _member(named: Any, name: Any) -> enum.Enum:
-    """What some versions of Python pickle a member of an enumeration as."""
+    """Returns a member of an enumeration, which some versions of Python pickle as this call."""
     maker = named.make if isinstance(named, Callee) else None
     if isinstance(maker, _Enumeration) and name in maker.kind.__members__:
         return maker.kind[name]
@@ -194,7 +194,7 @@ def our_files(content: bytes) -> list[str]:
 
 
 def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
-    """What a `.metadata` file says.
+    """Returns what a `.metadata` file says.
 
     Args:
         weights_only: refuse what needs other classes than such a file has to have. Time and memory
@@ -241,7 +241,7 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
 
 
 def _unpickled(content: bytes, path: str, weights_only: bool) -> tuple[Any, int]:
-    """What a pickle holds, and where it ends."""
+    """Returns what a pickle holds, and where it ends."""
     try:
         if weights_only:
             return plain_pickle.loads(content, _find)

@@ -34,7 +34,7 @@ class Pending:
         self.name = name
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """What is copied."""
+        """Returns what is copied."""
         raise NotImplementedError
 
     def layout(self) -> Image:
@@ -188,7 +188,7 @@ class Draft:
         return tensor
 
     def reads(self) -> Reads:
-        """What is read of devices, as it is for whoever uses the current streams."""
+        """Returns what is read of devices, as users of the current streams see it."""
         return self._devices.reads(
             storage for pending in self.pending for storage in pending.storages()
         )

@@ -142,7 +142,7 @@ class ItemsFile:
         return offset
 
     def _locate(self, request: Request) -> _Found | None:
-        """Where its elements lie in one run; None where only torch can tell."""
+        """Returns where its elements lie in one run; None where only torch can tell."""
         if request.dtype is None:
             return None
         if self._contents is None:
@@ -164,7 +164,7 @@ class ItemsFile:
         return _Found(item.data, dtype, b"")
 
     def _front(self, request: Request) -> bytes | None:
-        """What has to stand before the elements in a file that torch wrote."""
+        """Returns what has to stand before the elements in a file that torch wrote."""
         assert request.dtype is not None
         fronts = [*distcp.fronts(request.dtype, request.sizes)]
         if not fronts:
@@ -373,7 +373,7 @@ def _on_the_host(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _rows(request: Request, found: _Found, address: int, strides: Sequence[int]) -> list[CopyRow]:
-    """How the part of a stored tensor gets to memory of these strides, in elements."""
+    """Returns how a part of a stored tensor is copied to memory of these strides, in elements."""
     if not prod(request.lengths):
         return []
     stored, itemsize = row_major(request.sizes), found.dtype.itemsize

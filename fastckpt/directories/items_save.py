@@ -40,7 +40,7 @@ Places = list[tuple[int, int]]  # offset and size of each item
 
 @dataclass
 class Content:
-    """What one rank writes; nothing of it changes until it was staged.
+    """The items that one rank writes; nothing of them changes until they were staged.
 
     Attributes:
         items: contiguous tensors, and bytes.

@@ -122,7 +122,7 @@ def _begun(
     on_error: str,
     retain: Callable[[], None] | None,
 ) -> DirectorySave:
-    """What is done before the caller may go on: everything by which state is captured."""
+    """Captures the state, before the caller may go on and change it."""
     with agreement.failing():
         current = pipeline.current()
         if on_error == "raise":

@@ -31,7 +31,7 @@ def _memory_available_bytes() -> int:
 
 
 def _cgroup_headroom_bytes() -> int:
-    """What the memory cgroup still grants, v2 or v1; a huge number where no limit can be read."""
+    """Returns what the memory cgroup, v2 or v1, still grants; a huge number if none can be read."""
     unlimited = 1 << 62
     for limit_path, usage_path in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -63,11 +63,11 @@ class Reads:
         return True
 
     def forget_waits(self) -> None:
-        """What stall_s() would tell is not wanted."""
+        """Gives up what stall_s() would tell."""
         self._waits.clear()
 
     def stall_s(self) -> float | None:
-        """How long streams were kept waiting, in seconds; None while one still waits."""
+        """Returns how long streams were kept waiting, in seconds; None while one still waits."""
         seconds = [wait.seconds() for wait in list(self._waits)]
         return None if any(value < 0 for value in seconds) else sum(seconds, 0.0)
 
@@ -141,7 +141,7 @@ class Devices:
             return self._driver is not None
 
     def reads(self, storages: Iterable[torch.UntypedStorage]) -> Reads:
-        """What a save reads of these storages, as they are for whoever uses the current streams.
+        """Returns what a save reads of these storages, as users of the current streams see them.
 
         Raises:
             DeviceError: the device refuses, or its current stream is being captured into a graph.
@@ -172,7 +172,7 @@ class Devices:
         return Reads(self._runtime, queues, kept, torch.device(self._kind, first))
 
     def queue(self, device: torch.device) -> _engine.DeviceQueue:
-        """What copies for a device that target() gave.
+        """Returns what copies for a device that target() gave.
 
         Raises:
             DeviceError: the device refuses.
@@ -195,7 +195,7 @@ class Devices:
         return self._driver
 
     def text(self, code: int) -> str:
-        """What the driver says to one of its codes."""
+        """Returns the driver's text for one of its codes."""
         return str(code) if self._driver is None else self._driver.text(code)
 
     def warn_unpinned(self, code: int) -> str:

@@ -54,7 +54,7 @@ class Direct:
 
 
 class Gds:
-    """What a process knows of GPUDirect Storage. Nothing is loaded before it is asked for.
+    """One process's knowledge of GPUDirect Storage. Nothing is loaded before it is asked for.
 
     Args:
         devices: the GPUs.
@@ -82,7 +82,7 @@ class Gds:
     def way(
         self, staging: str, queue: _engine.DeviceQueue | None, file_system: int
     ) -> tuple[Direct | None, str]:
-        """How bytes go between a GPU and a file: None for through the host; and why.
+        """Returns how bytes go between a GPU and a file, None for through the host; and why.
 
         Args:
             staging: "host", "gds" or "auto".

@@ -28,7 +28,7 @@ _NAME = "fastckpt-trial"
 
 
 class Choice:
-    """How one save goes from GPUs to files.
+    """A choice between pinned staging and GPUDirect for one save.
 
     Args:
         storage, staging: what writes.
@@ -44,7 +44,7 @@ class Choice:
         self._undecided: tuple[str, int] | None = None  # a directory, and its file system
 
     def direct(self, directory: str, stats: SaveStats) -> Direct | None:
-        """What writes from a GPU straight to files of a directory, if that is the way.
+        """Returns what writes from a GPU straight to files of a directory, if that is chosen.
 
         Raises:
             StorageError: the directory cannot be looked at.
@@ -63,7 +63,7 @@ class Choice:
         return direct
 
     def learn(self) -> None:
-        """When the save is over: measures what later ones go by, if nobody has."""
+        """Measures, when the save is over, what later ones go by, if nobody has."""
         undecided, device = self._undecided, self._reads.device
         self._undecided, self._reads = None, Reads()
         if undecided is None or device is None or not threading.main_thread().is_alive():
@@ -93,7 +93,7 @@ class _Trial:
             self._image.append(content.data_ptr(), BLOCK_BYTES)
 
     def seconds(self, direct: Direct | None) -> float:
-        """How long one way takes until all is durable."""
+        """Returns how many seconds one of the two takes until all is durable."""
         storage, staging, path, image = self._storage, self._staging, self._path, self._image
         with atomic.temporary(storage, path) as (fd, name):
             route = staging.route(fd, path, "auto", writing=True)

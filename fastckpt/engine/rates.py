@@ -40,6 +40,6 @@ class Rates:
 
 
 def grain_bytes(bytes_per_s: float) -> int:
-    """What is written at a time at this rate: a multiple of _GRAIN_BYTES_MIN, a block at most."""
+    """Returns how much is written at a time: a multiple of _GRAIN_BYTES_MIN, a block at most."""
     grain = int(min(bytes_per_s * _GRAIN_S, BLOCK_BYTES))
     return max(1, grain // _GRAIN_BYTES_MIN) * _GRAIN_BYTES_MIN

@@ -60,7 +60,7 @@ Stack = list[tuple[FrameType, int]]  # the innermost frame first, with the instr
 
 
 class Position(NamedTuple):
-    """Where a thread stands, without holding its frame.
+    """A thread's position, told without holding its frame.
 
     Attributes:
         place: the innermost frame, its code and the instruction.
@@ -83,7 +83,7 @@ class Position(NamedTuple):
 
 
 def positions() -> dict[int, Position]:
-    """Where each other thread stands, by its ident."""
+    """Returns where each other thread stands, by its ident."""
     return _positions(_engine.thread_stacks())
 
 
@@ -155,7 +155,7 @@ class RunningCalls:
         return True
 
     def text(self) -> str:
-        """Which thread stands where, of one that has not left its call."""
+        """Says which thread stands where, of one that has not left its call."""
         ident, call = next(iter(self._left.items()))
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         code = call.frame.f_code
@@ -179,7 +179,7 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, stack: Stack) -> _Call:
-        """What a thread with these frames is in.
+        """Returns the call that a thread with these frames is in.
 
         An operation of torch may have its kernel in Python (a dispatch mode, a tensor's subclass, a
         library); it counts its change when Python has returned to it. So of several such the

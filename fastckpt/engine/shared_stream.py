@@ -75,7 +75,7 @@ class Exchange:
 
     @property
     def device(self) -> torch.device:
-        """Where blocks are when they have been broadcast."""
+        """The device on whose memory blocks are when they have been broadcast."""
         return self._device
 
     def read_to(self, target: torch.Tensor, offset: int) -> bool:
@@ -137,7 +137,7 @@ class Exchange:
         return max([-1, *(stream.corrupt_block() for stream in self._own_streams.values())])
 
     def peer_failure(self) -> tuple[str, tuple[int, ...]] | None:
-        """What became of other ranks, and of which as far as known; None if all take part."""
+        """Returns what became of other ranks, and of which, if known; None if all take part."""
         kind, rank, _offset, _number = self._status
         if kind == _STOPPED:
             return f"rank {rank} gave up; its own error tells why", (rank,)
@@ -229,7 +229,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Where tensors have to lie that the group broadcasts."""
+    """Returns the device on which tensors have to lie that the group broadcasts."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

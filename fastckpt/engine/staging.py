@@ -43,7 +43,7 @@ _WARM_BYTES = 64 << 20  # populated at a time
 
 
 class Route(NamedTuple):
-    """How one file's bytes go: through which backend, directly or not, and why."""
+    """A route says how one file's bytes go: through which backend, directly or not, and why."""
 
     backend: _engine.Backend
     direct: bool
@@ -162,7 +162,7 @@ class Staging:
                     budget //= 2
 
     def blocks_limit(self, staging_bytes: int | None) -> int:
-        """How many blocks a save may hold for a limit in bytes (None: the whole budget)."""
+        """Returns how many blocks a save may hold for a limit in bytes (None: the whole budget)."""
         blocks = self.engine().arena_blocks
         return (
             blocks if staging_bytes is None else max(1, min(blocks, staging_bytes // BLOCK_BYTES))

@@ -161,7 +161,7 @@ class Transfer:
         self._job.write_to(fd, offset, backend, route.direct, route.patience_s, route.bucket)
 
     def _end_file(self) -> None:
-        """When nothing is in flight: gives the file back, and notes how its bytes went."""
+        """Gives the file back when nothing is in flight, and notes how its bytes went."""
         fd, self._direct_fd = self._direct_fd, None
         if fd is None or self._direct is None:
             return
@@ -201,7 +201,7 @@ class Transfer:
         return self._job is None or self._job.wait_written(timeout_s)
 
     def tokens_waited_s(self) -> float:
-        """How long what was ready to be written waited for its rate."""
+        """Returns how long what was ready to be written waited for its rate."""
         return 0.0 if self._job is None else self._job.tokens_waited_s()
 
     def wait_written(self) -> None:

@@ -70,7 +70,7 @@ def warn_of_ranks_alone(storage: Storage, path: str) -> None:
 
 
 class Plan:
-    """What one rank knows of a file before anything is written.
+    """One rank's plan of a file, made before anything is written.
 
     Args:
         captured: what was pickled.
@@ -147,7 +147,7 @@ class Plan:
 
 
 class _Named(NamedTuple):
-    """What is compared of a tensor that ranks hold in common, and where it lies, 0 for nowhere."""
+    """A tensor that all ranks hold: what they compare of it, and its address (0 if it has none)."""
 
     name: str
     dtype: torch.dtype

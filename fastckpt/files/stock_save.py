@@ -56,7 +56,7 @@ def save_to_object(write: Callable[[Any], None], file: Any, handle: SaveHandle) 
 
 
 def _position(file: Any) -> int | None:
-    """Where a file-like object is; None if it does not tell."""
+    """Returns the position of a file-like object; None if it does not tell."""
     try:
         return operator.index(file.tell())
     except Exception:  # whatever a class of others raises: the number is for messages alone

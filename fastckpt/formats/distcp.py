@@ -275,7 +275,7 @@ class _Builder:
 
 
 class _Tail:
-    """What stands behind the body: checksums, the list of items, and how the file ends."""
+    """Returns the bytes behind the body: checksums, the list of items, and the file's end."""
 
     def __init__(self, body_nbytes: int, items: list[Item], slot_of: dict[int, int]) -> None:
         self._body_nbytes = body_nbytes

@@ -84,10 +84,10 @@ def validate(value: object) -> None:
 
 
 def to_record(files: Mapping[str, File]) -> bytes:
-    """What a rank tells the first one of the files that it has written."""
+    """Returns what a rank tells the first one of the files that it has written."""
     return json.dumps({name: [*file] for name, file in files.items()}).encode()
 
 
 def from_record(record: bytes) -> dict[str, File]:
-    """What another rank of the same job has told by to_record()."""
+    """Returns what another rank of the same job has told by to_record()."""
     return {name: File(*numbers) for name, numbers in json.loads(record).items()}

@@ -124,7 +124,7 @@ class _Machine:
             raise ValueError("it copies the same values over and over")
 
     def _marked(self) -> list[Any]:
-        """What was pushed since the last mark."""
+        """Returns what was pushed since the last mark."""
         items, self._stack = self._stack, self._below.pop()
         return items
 

@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What one writer stored, and how to verify it.
+    """An index says what one writer stored, and how to verify it.
 
     Attributes:
         nonce: 16 to 64 hex digits, the same in every file of one save.
@@ -313,7 +313,7 @@ def is_per_rank(piece: Piece) -> bool:
 
 
 def entry_name(key: str, shape: Sequence[int], box: Box) -> str:
-    """What a piece is called in its safetensors file; different pieces have different names."""
+    """Returns a piece's name in its safetensors file; different pieces have different names."""
     if box.sizes != tuple(shape):
         return f"{key}@{','.join(map(str, box.offsets))}"
     # An empty list of offsets keeps a key from looking like a piece of another, or being reserved.

@@ -1,4 +1,4 @@
-"""What torch's pickler makes of an object: the records of a torch zip, tensors by reference.
+"""Objects go through torch's pickler here, into records of a torch zip, tensors by reference.
 
 Responsible for the only private entry point of torch that saving needs, for noting which tensors
 were met, and for what torch makes of such records once they are verified. It must not know the
@@ -38,7 +38,7 @@ class SkipData(Exception):
 
 @dataclass
 class Capture:
-    """What torch's pickler made of an object: the records of the zip, in their order.
+    """A capture holds what torch's pickler made of an object: the records of the zip, in order.
 
     Attributes:
         records: name and content; content is bytes, or a storage that the record is copied from.
@@ -100,7 +100,7 @@ class Capture:
         return bool(types & self.readable - _CPU)
 
     def finish(self) -> None:
-        """What torch was told is taken back."""
+        """Takes back what torch was told."""
         self._leaving_out.close()
         self.met.clear()
         self.uncounted.clear()
@@ -300,7 +300,7 @@ def _capture_by_copy(obj: object, pickle_module: Any, pickle_protocol: int) -> C
 def unpickled(
     source: Any, weights_only: bool, what: str, how: str = "pass that to restore() or load()"
 ) -> Any:
-    """What torch.load makes of verified bytes.
+    """Returns what torch.load makes of verified bytes.
 
     Args:
         what: names the bytes in messages.

@@ -56,7 +56,7 @@ def container_version() -> bytes:
 
 
 def _end_offset(records: Iterable[tuple[str, Any]], alignment: int) -> int:
-    """Where the last record ends if all are aligned so."""
+    """Returns where the last record ends if all are aligned so."""
     offset = 0
     for name, content in records:
         full_name = f"{ARCHIVE}/{name}".encode()
@@ -249,7 +249,7 @@ class _Tail:
         return b"".join(parts)
 
     def _closing(self, entries: Sequence[bytes], identity: bytes, offset: int) -> bytes:
-        """What stands behind the other records: the id, the directory, the end records."""
+        """Returns the bytes behind the other records: the id, the directory, the end records."""
         identity, identity_entry = whole_record(b".data/serialization_id", identity, offset)
         entries = [*entries, identity_entry]
         directory = b"".join(entries)

@@ -1,4 +1,4 @@
-"""Which records lie where in the body of a torch zip of ours, from its verified directory.
+"""The verified directory of a torch zip of ours says which records lie where in its body.
 
 Responsible for names of what is damaged, and for what of the body is large. It must not know how
 bytes are read, nor what the records hold.

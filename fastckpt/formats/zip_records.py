@@ -69,7 +69,7 @@ def local_header(name: bytes, offset: int, nbytes: int, alignment: int, mark: by
 
 
 def descriptor(offset: int, nbytes: int, crc: int) -> bytes:
-    """What follows a record's data; torch computes the next record's offset from its size."""
+    """Returns what follows a record's data; torch computes the next offset from its size."""
     if not nbytes:
         return b""
     wide = offset >= _U32 or nbytes >= _U32
@@ -106,7 +106,7 @@ def central_header(name: bytes, offset: int, nbytes: int, crc: int) -> bytes:
 
 
 def end_offset(name: bytes, offset: int, nbytes: int, alignment: int) -> int:
-    """Where a record that begins at offset ends: header, data and descriptor."""
+    """Returns where a record that begins at offset ends: header, data and descriptor."""
     zip64_nbytes = len(_zip64_extra(offset, nbytes, nbytes))
     header_nbytes = _LOCAL.size + len(name) + zip64_nbytes + 4
     header_nbytes += _padding(offset, len(name), zip64_nbytes, alignment)
@@ -124,7 +124,7 @@ def with_crc(central: bytes, crc: int) -> bytes:
 
 
 def end_records(offset: int, nbytes: int, entries: int, comment_nbytes: int) -> bytes:
-    """What closes a zip with such a directory at offset; the comment follows it."""
+    """Returns what closes a zip with such a directory at offset; the comment follows it."""
     end = offset + nbytes
     end64 = _END64.pack(0x06064B50, 44, 0x031E, 45, 0, 0, entries, entries, nbytes, offset)
     locator = _LOCATOR64.pack(0x07064B50, 0, end, 1)

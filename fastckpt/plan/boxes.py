@@ -39,7 +39,7 @@ class Box(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a rank holds of one tensor: a box, contiguous and row-major in its memory.
+    """A rank's part of one tensor: a box, contiguous and row-major in its memory.
 
     `itemsize` is in bytes and `shape` is the whole tensor's. `holders` are all ranks that hold this
     very box, ascending, the rank itself among them; tensors with the same holders had better share
@@ -135,7 +135,7 @@ def mesh_holders(
 
 
 def plan(held: Sequence[Held], rank: int) -> list[Piece]:
-    """What a rank writes, so that all ranks together write every element exactly once.
+    """Returns what a rank writes, so that all ranks together write every element exactly once.
 
     Tensors with the same holders are laid end to end, and this line of bytes is cut into as many
     intervals as there are holders. Holder number i takes interval i; where the tensors are fewer
@@ -191,7 +191,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def copies(piece: Box, file_offset: int, target: Box, address: int, itemsize: int) -> list[CopyRow]:
-    """How what a stored piece and a tensor in memory have in common gets from one to the other.
+    """Returns how the common part of a stored piece and a tensor in memory is copied.
 
     Args:
         piece: what is stored, contiguous and row-major.

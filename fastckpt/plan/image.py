@@ -114,7 +114,7 @@ class Index:
 
 
 def address_of(memory: bytearray) -> int:
-    """Where a bytearray's content lies. Valid while it is neither resized nor freed."""
+    """Returns the address of a bytearray's content, valid while it is neither resized nor freed."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 

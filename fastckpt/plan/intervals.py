@@ -117,7 +117,7 @@ class Checksums:
         return sorted(needed)
 
     def patches(self, rank: int) -> list[Patch]:
-        """What this rank fills in at the edges of its interval once the checksums are known."""
+        """Yields what this rank fills in at the edges of its interval when checksums are known."""
         return [self._patch(rank, number) for number in self._cut_slots(rank)]
 
     def joined(self) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""What this process shares with the ranks of a group, from one save to the next.
+"""A process keeps here what it shares with the ranks of a group, from one save to the next.
 
 Responsible for one connection to the store for each group. It must not know what is saved.
 """
@@ -16,7 +16,7 @@ log = logging.getLogger("fastckpt")
 
 
 class Together:
-    """What the ranks of one group have agreed on so far, for the files they save together.
+    """Ranks of one group keep what they have agreed on, for the files that they save together.
 
     Args:
         coordinator: speaks to the other ranks.
@@ -48,7 +48,7 @@ _groups_lock = threading.Lock()
 
 
 def together(group: Any) -> Together:
-    """What this process shares with the ranks of a torch.distributed group (None: nobody)."""
+    """Returns what this process shares with the ranks of a group (None: with nobody)."""
     if group is None:
         return _alone
     with _groups_lock:

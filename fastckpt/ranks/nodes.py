@@ -1,4 +1,4 @@
-"""Which ranks of one save share a machine, and how much each of them has to write.
+"""The ranks of one save learn which of them share a machine, and how much each has to write.
 
 Responsible for ranks finding that out from each other: each tells the first one, which answers once
 for each machine. It must not know what is written, nor what is made of the answer.
@@ -71,7 +71,7 @@ def neighbours(agreement: Round, nbytes: int) -> list[Neighbour]:
 
 
 def _machine() -> str:
-    """What tells this machine from others: the same in all of its containers."""
+    """Returns what tells this machine from others, the same in all of its containers."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()

@@ -35,7 +35,7 @@ COMMITTED_NOTHING = "nothing was committed"
 
 
 class Connection(Protocol):
-    """What a round needs of the Coordinator that began it."""
+    """The part of a Coordinator that a round which it began needs."""
 
     rank: int
     world_size: int
@@ -258,7 +258,7 @@ class Round:
         return self._absent() > missing
 
     def _absent(self) -> int:
-        """How many ranks have not closed this round."""
+        """Returns how many ranks have not closed this round."""
         left = self._call("compare_set", self._at("left"), _ABSENT, _ABSENT)
         # rank 0 deletes it after the last
         return 0 if left == _ABSENT else self.world_size - int(left)

@@ -31,7 +31,7 @@ class Sampled(NamedTuple):
 
 
 class Description:
-    """What one rank tells of the state it saves.
+    """A description of the state that one rank saves, for the others.
 
     Args:
         texts: name of every tensor, and what has to be the same about it; or what makes that, not
@@ -74,7 +74,7 @@ class Description:
             self._samples.append((name, taken))
 
     def samples(self) -> list[tuple[int, bytearray]]:
-        """What was chosen, and where it is to be copied before descriptions are compared."""
+        """Returns what was chosen, and where it is copied before descriptions are compared."""
         return [part for _, taken in self._samples for part in taken]
 
     def detail(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What this process has begun in one group under one name: which rounds, and in which order.
+"""A session numbers the rounds that this process has begun in one group under one name.
 
 Responsible for numbering the rounds of a label and for what others are told of them. It must not
 know the store, nor what a round is for.
@@ -91,7 +91,7 @@ class Session:
             self._last = None
 
     def record(self) -> bytes:
-        """What others are told: the round that was begun last, and those that are under way."""
+        """Returns what others are told: the round that was begun last, and those under way."""
         last = self._last  # read first: rounds begun before it are among the following
         return json.dumps([last, sorted(self._under_way.copy())]).encode()
 

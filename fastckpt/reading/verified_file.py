@@ -74,7 +74,7 @@ class VerifiedFile(io.RawIOBase):
 
     @property
     def closing_crc(self) -> int:
-        """What tells this file from another: the CRC-32 that it ends in."""
+        """The CRC-32 that the file ends in, which tells this file from another."""
         return torch_zip.closing_crc(self._index.tail)
 
     def readable(self) -> bool:

@@ -1,4 +1,4 @@
-"""What of a save is still read, and when the state may change.
+"""This module knows what a save still reads of the state, and when the state may change.
 
 Responsible for waiting until everything was copied, and for telling those who wait for that.
 It must not know what is copied, nor where to.
@@ -18,7 +18,7 @@ from fastckpt.saving.fence import Verdict, Watched
 
 
 class Copying:
-    """What of one save is still read, and who may go on meanwhile.
+    """It follows what one save still reads of the state, and lets the caller go on when it may.
 
     Args:
         handle: is told.

@@ -283,7 +283,7 @@ _LEAVES = (str, bytes, int, float, bool, type(None), type, torch.dtype)
 
 
 def name_of(tensor: torch.Tensor, obj: object) -> str:
-    """Where a tensor stands in obj, as "tensor obj['model'].weight"."""
+    """Returns the place of a tensor in obj, as "tensor obj['model'].weight"."""
     try:
         for name, value in named_tensors(obj):
             if value is tensor:

@@ -1,4 +1,4 @@
-"""How hard saves lean on storage that others use too: at which rate, when, and how many at once.
+"""Pacing limits how hard saves lean on shared storage: their rate, their moment, their number.
 
 Responsible for this rank's share of what was asked for, and for the waits that come of it.
 It must not know what is written, nor where to. Everything here delays writing, never staging.

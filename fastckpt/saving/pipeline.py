@@ -364,7 +364,7 @@ class Job:
         raise NotImplementedError
 
     def end(self, pipeline: Pipeline) -> None:
-        """What is left to do when the result has been told."""
+        """Does what is left to do when the result has been told."""
         self.agreement.close()
 
     def run(self, pipeline: Pipeline) -> BaseException | None:

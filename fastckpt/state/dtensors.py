@@ -31,7 +31,7 @@ def is_of_several_ranks(value: object) -> bool:
 
 
 class Part(NamedTuple):
-    """What a rank of a group holds of a DTensor.
+    """A rank's part of a DTensor.
 
     Attributes:
         local: its memory.
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 class _Spread(NamedTuple):
-    """What follows from mesh, placements and shape: the same for many tensors of a model."""
+    """The part that follows from mesh, placements and shape, alike for many tensors of a model."""
 
     box: Box
     holders: tuple[int, ...]
@@ -74,7 +74,7 @@ class Parts:
         self._kept: list[Any] = []  # an id says nothing once its object is gone
 
     def of(self, key: str, tensor: Any) -> Part:
-        """What this rank holds of a DTensor that messages call `key`.
+        """Returns what this rank holds of a DTensor that messages call `key`.
 
         Raises:
             TypeError: as dtensor_part(); its elements are not what shards can hold; or the mesh has
@@ -126,7 +126,7 @@ class Parts:
 
 
 def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:
-    """What a DTensor holds in this rank, and which part of the global tensor that is.
+    """Returns what a DTensor holds in this rank, and which part of the global tensor that is.
 
     Raises:
         TypeError: its placement is Partial, unknown or no rectangle; it holds something else than

@@ -1,4 +1,4 @@
-"""Where stored values are to go in a state that exists.
+"""Targets say where stored values are to go in a state that exists.
 
 Responsible for saying which part of which tensor a rank wants, and into which memory. It must not
 know files, nor who reads them.
@@ -14,7 +14,7 @@ from fastckpt.plan.boxes import Box
 
 
 class Target(NamedTuple):
-    """Where a part of a stored tensor is wanted.
+    """A target: where a part of a stored tensor is wanted.
 
     Attributes:
         key: of the tensor.

@@ -97,7 +97,7 @@ class Template:
             action()
 
     def _visit(self, value: Any, saved: Any, path: str, depth: int) -> Any:
-        """What stands at this place afterwards; in place where it can be."""
+        """Returns what stands at this place afterwards; in place where it can be."""
         if depth > DEPTH_MAX:
             raise self._misfit(f"{path} is nested more than {DEPTH_MAX} deep")
         if isinstance(value, PerRank):

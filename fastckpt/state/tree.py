@@ -60,7 +60,7 @@ class Stored(NamedTuple):
 
 
 def stored_of(value: object) -> Stored | None:
-    """What a placeholder stands for; None if the value is none.
+    """Returns what a placeholder stands for; None if the value is none.
 
     Raises:
         CorruptCheckpoint: it is one that flatten() does not make.
@@ -104,7 +104,7 @@ class Leaf(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What has to be the same on all ranks about a tensor of which the first rank's is stored."""
+    """Says what all ranks must have alike of a tensor of which the first rank's is stored."""
 
     path: tuple[str, ...]
     dtype: torch.dtype

@@ -167,7 +167,7 @@ class _Trial:
         return verdict, found
 
     def _tried(self, read: Callable[[StepReader], T]) -> tuple[str, tuple[int, T] | None]:
-        """What is wrong with the step here, or its number and what was read."""
+        """Returns what is wrong with the step here, or its number and what was read."""
         steps, name, storage = self._steps, self._name, self._current.storage
         manifest: Manifest | None = None
         try:
@@ -206,7 +206,7 @@ class _Trial:
 def _candidates(
     agreement: Round, shelves: Sequence[Steps], step: int | None, listing: int, required: bool
 ) -> list[tuple[int, str]]:
-    """What the first rank lists; every rank raises what it raised."""
+    """Returns what the first rank lists; every rank raises what it raised."""
     key = f"candidates {listing}"
     if agreement.rank == 0:
         try:

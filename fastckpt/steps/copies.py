@@ -1,4 +1,4 @@
-"""Where the files of one step are read from: one directory, or several that hold copies.
+"""The files of one step are read from one directory, or from several that hold copies.
 
 Responsible for opening a file at the nearest place that has it, for going on to the next one where
 a copy is damaged or cannot be read, and for trying again what could not be read. It must not know
@@ -44,7 +44,7 @@ class Copies:
         self.taken: dict[str, str] = {}
 
     def path(self, file: str) -> str:
-        """Where a file is read from now."""
+        """Returns where a file is read from now."""
         if file not in self._number:
             self._number[file] = self._numbers(file)[0]
         return self._path(file, self._number[file])

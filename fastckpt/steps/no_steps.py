@@ -1,4 +1,4 @@
-"""What a directory is that is not what it was given for, in words: it may be mistyped.
+"""These texts say what a directory is that was given for another thing: it may be mistyped.
 
 Responsible for saying what a root without committed steps holds, for warning of it once, and for
 what a directory is that was given as a file, or a step that was given as a root. It must not know
@@ -24,7 +24,7 @@ _ENTRIES_TRIED = 50  # of a directory without steps: whether these have some
 
 
 def what_is_there(steps: Steps) -> str:
-    """What the root holds, where no step is committed.
+    """Says what the root holds, where no step is committed.
 
     Raises:
         StorageError: it cannot be listed.

@@ -20,7 +20,7 @@ from fastckpt.storage.lustre_layout import Purpose
 
 
 class StepPlace:
-    """Where one rank writes its files of a step; they are a step once a manifest says so.
+    """One rank writes its files of a step here; they are a step once a manifest says so.
 
     Args:
         steps: under whose root the directory is.

@@ -1,4 +1,4 @@
-"""Which committed steps go when another one has been committed.
+"""Retention decides which committed steps go when another one has been committed.
 
 Responsible for the choice. It must not know how a step is removed, or what it holds.
 """

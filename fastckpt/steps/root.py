@@ -61,7 +61,7 @@ class Fault(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """What one listing of a root holds, as Steps.committed() returns it.
+    """One listing of a root, as Steps.committed() returns it.
 
     Attributes:
         found, faults: that.
@@ -594,7 +594,7 @@ class Steps:
 
 
 def _unreadable(op: str, path: str, error: OSError) -> CheckpointError:
-    """What an OSError says of a manifest: that it is no file, which is damage, or nothing."""
+    """Returns the error that an OSError means for a manifest: damage, where it is no file."""
     if error.errno in NO_FILE:
         return CorruptCheckpoint(f"{path!r} is not a regular file")
     return StorageError(op, path, error.errno or errno.EIO)

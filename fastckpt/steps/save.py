@@ -49,7 +49,7 @@ from fastckpt.storage.lustre_layout import Purpose
 
 @dataclass
 class Content:
-    """What one rank has of a state to be saved; nothing of it changes until it was staged.
+    """One rank's part of a state to be saved; nothing of it changes until it was staged.
 
     Attributes:
         leaves: tensors of the shards; every rank has the same keys in the same order.

@@ -70,7 +70,7 @@ class Shard:
     def index(
         self, nonce: str, name: str, block_crcs: list[int], frames: tuple[int, ...] | None
     ) -> ShardIndex:
-        """What the file holds, for the index beside it."""
+        """Returns what the file holds, for the index beside it."""
         pieces = [
             Piece(leaf.key, safetensors.NAMES[leaf.local.dtype], leaf.shape, box, begin)
             for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False)

@@ -99,7 +99,7 @@ class Entry(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank writes, behind the header, where `begin` and `end` are counted from."""
+    """One rank's part of the file, behind the header, from which `begin` and `end` are counted."""
 
     rank: int
     begin: int

@@ -51,7 +51,7 @@ class Spread:
         targets: Sequence[Target],
         find: Callable[[Sequence[Place]], dict[str, torch.dtype]],
     ) -> list[Target]:
-        """Which of these this rank reads.
+        """Returns those of them that this rank reads.
 
         Args:
             targets: of one step; equal on all ranks where they are shared.

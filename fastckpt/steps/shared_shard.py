@@ -72,7 +72,7 @@ class Pool:
 
 
 class Lent(NamedTuple):
-    """Where a rank says what it writes: an index of a file of its own, without checksums yet."""
+    """A rank says here what it writes: an index of a file of its own, without checksums yet."""
 
     pid: int
     fd: int

@@ -245,7 +245,7 @@ def cut(storage: Storage, fd: int, path: str, nbytes: int) -> None:
 
 
 def real_path(path: str) -> str:
-    """Where a path leads to."""
+    """Returns where a path leads to."""
     real = os.path.realpath(path)
     # realpath drops the claim to be a directory
     return os.path.join(real, "") if path.endswith(os.sep) else real

@@ -27,7 +27,7 @@ class _Running(NamedTuple):
 
 
 class _Known:
-    """What was found out of one file system.
+    """The findings about one file system.
 
     Attributes:
         since_s: when its first file was timed.

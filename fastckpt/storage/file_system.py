@@ -329,7 +329,7 @@ class Storage:
         return _locked(fd, fcntl.LOCK_SH)
 
     def identity(self, fd: int) -> tuple[int, int]:
-        """What tells an open file from every other one, whatever its name."""
+        """Returns what tells an open file from every other one, whatever its name."""
         status = os.fstat(fd)
         return status.st_dev, status.st_ino
 
@@ -465,11 +465,11 @@ class Storage:
         os.unlink(path)
 
     def names(self, directory: str) -> list[str]:
-        """What is in a directory, but for files that are removed and not gone yet."""
+        """Returns what is in a directory, but for files that are removed and not gone yet."""
         return [name for name in os.listdir(directory) if not LINGERING.fullmatch(name)]
 
     def free_bytes(self, path: str) -> int:
-        """How much may still be written to the file system that a path lies on."""
+        """Returns how much may still be written to the file system that a path lies on."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 

@@ -164,7 +164,7 @@ def another_layout(fd: int) -> Layout | None:
 
 
 def targets_text(fd: int) -> str:
-    """Which OSTs a file lies on and what is free there, for the message that one was full."""
+    """Says which OSTs a file lies on and what is free there, for the message that one was full."""
     layout, free = layout_of(fd), free_bytes(_name_of(fd))
     osts = layout.osts if layout is not None else ()
     if not osts and not free:

@@ -70,7 +70,7 @@ class Layout(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """What a new file is for, as far as that decides on its layout.
+    """The purpose of a new file, as far as it decides on the layout.
 
     Attributes:
         nbytes: how long it will be.
@@ -170,7 +170,7 @@ def grain_bytes(nbytes: int, ranks: int, stripe: Stripe) -> int:
 
 
 def decide(default: Layout, purpose: Purpose, osts: int | None) -> tuple[Layout | None, str]:
-    """Which layout a new file gets.
+    """Returns the layout that a new file gets.
 
     Args:
         default: what it would have.

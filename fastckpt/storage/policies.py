@@ -17,7 +17,7 @@ LUSTRE_MAGIC = 0x0BD00BD0
 
 
 class Policy(NamedTuple):
-    """How bytes are moved to and from one kind of file system.
+    """A policy says how bytes are moved to and from one kind of file system.
 
     The size of a block is no matter of it: 8 MiB is a multiple of every page, sector and usual
     stripe, and enough for every one of them.
@@ -151,7 +151,7 @@ class Mount(NamedTuple):
 
 
 def recognised(magic: int | None, mount: Mount | None) -> str:
-    """Which line of POLICIES is for a file system.
+    """Returns the line of POLICIES that is for a file system.
 
     Args:
         magic: its number by statfs(2); None if that is not known.

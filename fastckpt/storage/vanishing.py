@@ -1,4 +1,4 @@
-"""What others may remove while it is looked at: it is listed again, or kept while it is read.
+"""Names that others may remove meanwhile are listed again here, or kept while they are read.
 
 Responsible for how often a directory is listed, and for the lock that keeps a file. It must not
 know what the directory holds.

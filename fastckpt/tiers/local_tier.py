@@ -37,7 +37,7 @@ SLOW_S = 10.0
 
 
 class Nodes:
-    """Which ranks see the same directory.
+    """The nodes of a job: which ranks see the same directory.
 
     Args:
         first: for each rank the first of those that see the same.
@@ -150,7 +150,7 @@ class LocalTier:
     # ---- whether it can be used
 
     def nodes(self) -> Nodes:
-        """Which ranks share a directory; found out once, by all ranks together."""
+        """Returns which ranks share a directory, found out once, by all ranks together."""
         with self._lock:
             if self._nodes is None:
                 try:
@@ -186,7 +186,7 @@ class LocalTier:
         return f"{_machine()} {status.st_dev} {status.st_ino}"
 
     def refusal(self) -> str:
-        """Why nothing is to be written there now; "" if it may be."""
+        """Says why nothing is to be written there now; "" if it may be."""
         if not self._refusal:
             try:
                 if self._device_of(self._directory) != self._device:
@@ -271,7 +271,7 @@ class LocalTier:
         return removed
 
     def survey(self, agreement: Round, is_able: bool) -> list[Undrained]:
-        """What the nodes hold together that the root has not, newest first; all ranks call it.
+        """Returns what the nodes hold that the root has not, newest first; all ranks call it.
 
         Nothing if one of them is not able to drain it.
         """
@@ -358,7 +358,7 @@ class LocalTier:
 
 
 def _machine() -> str:
-    """What tells this machine from others, whatever containers call it."""
+    """Returns a name that tells this machine from others, whatever containers call it."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

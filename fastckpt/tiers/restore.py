@@ -1,4 +1,4 @@
-"""Which step is restored where there is a local tier, and what of it comes from there.
+"""Restores find, where there is a local tier, the newest step, and what of it comes from there.
 
 Responsible for draining first what ranks could not read otherwise. It must not know what is read of
 a step, nor how one is drained.
@@ -37,7 +37,7 @@ def first_whole_of_tiers(
     read: Callable[[StepReader], T],
     required: bool,
 ) -> tuple[int, T] | None:
-    """What `read` makes of the newest step that is whole in either tier; all ranks call it.
+    """Returns what `read` makes of the newest step that is whole in either tier; all ranks call it.
 
     Steps of the local tier that the root lacks are drained now, in the background. Where all ranks
     see one local directory, they can be read from there meanwhile. Where they do not, ranks need

@@ -168,7 +168,7 @@ class TieredSave(StepSave):
         return super()._open_shard(pipeline, files, shard, file)
 
     def _agreed(self) -> str:
-        """Why some rank cannot write to the local tier; "" if all can."""
+        """Says why some rank cannot write to the local tier; "" if all can."""
         agreement = self.agreement
         agreement.put("local", self._trouble.encode(errors="replace"))
         if agreement.rank == 0:
