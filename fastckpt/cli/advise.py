@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _inputs(arguments: argparse.Namespace, found: measure.Measured) -> Inputs:
-    """What was given, else measured, else assumed.
+    """Returns inputs that were given, else measured, else assumed.
 
     Raises:
         ValueError: a number that a Job refuses.

@@ -1,4 +1,4 @@
-"""What checkpoints of a job will cost, and how to take them, from a model of the machine: no more.
+"""A model of the machine says what checkpoints of a job cost, and how to take them: no more.
 
 Responsible for the formulas, each with its source, and for refusing inputs that mean nothing. It
 must not know torch, files, how any input was found out, or how results are shown. docs/scale.md
@@ -183,7 +183,7 @@ class Advice:
 
 
 def advise(job: Job) -> Advice:
-    """What checkpoints of a job will cost, and how to take them.
+    """Returns what checkpoints of a job will cost, and how to take them.
 
     The stages of a save go on at once, block by block, so it takes as long as the slowest of them.
     With local disks there are two saves one behind the other: to the disks, and from there on. Not
@@ -307,7 +307,7 @@ def lost_share(
 
 
 def staging_wait_s(job: Job, drain_s: float) -> float:
-    """How long the copy of a state waits for staging memory B that is smaller than it.
+    """Returns how long the copy of a state waits for staging memory B that is smaller than it.
 
     Copying at rate d fills B while writing at w < d empties it, so all of S was copied at the time
     t for which S = B + w t. 0 if B holds all.
@@ -369,7 +369,7 @@ def blocking(job: Job, writers: int) -> Blocking:
 
 
 def _stages(job: Job) -> dict[str, float]:
-    """How long each resource takes for its part of a checkpoint, if nothing else holds it up."""
+    """Returns how long each resource takes for its part, if nothing else holds it up."""
     stages = {COPIES: job.rank_bytes / job.d2h_rate}
     if job.nvme_rate is not None:
         stages[NVME] = job.node_bytes / job.nvme_rate
@@ -380,14 +380,14 @@ def _stages(job: Job) -> dict[str, float]:
 
 
 def _targets_s(job: Job, stripes: int) -> float:
-    """How long the storage targets take if files have so many stripes in all."""
+    """Returns how long the storage targets take if files have so many stripes in all."""
     if job.osts is None:
         return 0.0
     return job.nbytes / (min(job.osts, stripes) * job.ost_rate)
 
 
 def _writing_s(job: Job, writers_per_node: int) -> float:
-    """How long writing to the storage takes by so many processes of each node."""
+    """Returns how long writing to the storage takes by so many processes of each node."""
     file_bytes = job.node_bytes / writers_per_node
     # Stripes as of the files of all ranks: larger files would have more, and fewer be no slower.
     stripes = job.nodes * writers_per_node * file_stripes(job.rank_bytes, job.osts)

@@ -76,7 +76,7 @@ def _machine() -> Iterator[Row]:
 
 
 def _directory(directory: str) -> Iterator[Row]:
-    """What saves to a directory would do, found out by doing it to one page."""
+    """Tells what saves to a directory would do, found out by doing it to one page."""
     yield Row("directory", directory)
     current = pipeline.current()
     path = os.path.join(directory, _NAME)

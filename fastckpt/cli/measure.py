@@ -105,7 +105,7 @@ def _check_room(directory: Path, nbytes: int) -> None:
 
 
 def _one_writer(directory: Path, begun: float) -> tuple[float, int]:
-    """What one process writes, and the bytes of a save that takes a second or so.
+    """Returns what one process writes, and the bytes of a save that takes a second or so.
 
     The best of a few, since whatever else the machine does can only slow them down.
     """
@@ -128,7 +128,7 @@ def _saved(path: Path, nbytes: int) -> float:
 def _measure_several(
     directory: Path, nbytes: int, one: float, begun: float, found: Measured
 ) -> None:
-    """What the node writes, by one process for each CPU."""
+    """Returns what the node writes, by one process for each CPU."""
     count = min(_WRITERS_MAX, len(os.sched_getaffinity(0)))
     if count < 2 or nbytes < _BYTES_MIN:
         found.rates["network_rate"] = one
@@ -153,7 +153,7 @@ def _measure_several(
 
 
 def _written_at_once(directory: Path, count: int, nbytes: int, begun: float) -> float | None:
-    """What so many processes write together; None if they took too long."""
+    """Returns what so many processes write together; None if they took too long."""
     command = [sys.executable, "-c", _WRITER]
     root = str(Path(fastckpt.__file__).parents[1])
     writers: list[subprocess.Popen[str]] = []

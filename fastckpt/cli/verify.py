@@ -128,7 +128,7 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
 
 
 def _of_frameworks(path: str) -> Iterator[tuple[str, Callable[[], int]]]:
-    """What a directory holds as one checkpoint of a framework: see _parts()."""
+    """Returns what a directory holds as one checkpoint of a framework: see _parts()."""
     if os.path.exists(os.path.join(path, file_list.NAME)):
         yield path, partial(_verify_listed, path)
     names = sorted(os.listdir(path))
@@ -209,7 +209,7 @@ def _verify_file_of_step(steps: Steps, directory: str, file: str) -> int:
 
 
 def _verify_zip(fd: int, path: str) -> tuple[int | None, int]:
-    """What the file ends in, or None if it is none of ours; and its size."""
+    """Returns what the file ends in, or None if it is none of ours; and its size."""
     current = pipeline.current()
     file = open_verified(current.storage, current.staging, fd, path, True)
     if file is None:
@@ -228,7 +228,7 @@ def _verify_listed(path: str) -> int:
 
 
 def _verify_metadata(path: str) -> int:
-    """What commits .distcp files; they have to be there."""
+    """Returns what commits .distcp files; they have to be there."""
     # Brings in torch.distributed.checkpoint, which nothing else here needs.
     from fastckpt.directories import dcp_metadata
 

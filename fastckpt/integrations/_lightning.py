@@ -1,4 +1,4 @@
-"""What a Lightning CheckpointIO does with files, for both packages that Lightning comes in.
+"""A Lightning CheckpointIO's work with files, for both packages that Lightning comes in.
 
 Responsible for saves in the background, for files being removed only once a newer one has committed
 and for errors being told. It must import neither package, nor know how a file is written.

@@ -166,7 +166,7 @@ def _refuse_others(accelerator: Accelerator) -> None:
 def _place(
     accelerator: Accelerator, output_dir: str | os.PathLike[str] | None
 ) -> tuple[str, str | None]:
-    """Where to, and where it is put together: not where Accelerate looks for the newest."""
+    """Returns where to, and where it is put together: not where Accelerate looks for the newest."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
         if output_dir is None:

@@ -165,7 +165,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         return output
 
     def _whole(self, resume_from: str | bool) -> str | bool:
-        """What to resume from: verified, or for Trainer to complain about."""
+        """Returns what to resume from: verified, or for Trainer to complain about."""
 
         def listed() -> list[str]:
             directory, candidates = self.args.output_dir, [str(resume_from)]
@@ -257,7 +257,7 @@ def _into(draft: Draft, by_itself: Any, tensors: Any, filename: Any, metadata: A
 
 
 def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:
-    """What Trainer does after a save; but no checkpoint is there by half meanwhile."""
+    """Removes what Trainer removes after a save; but no checkpoint is there by half meanwhile."""
     if limit is None or limit <= 0:
         return
     checkpoints = [os.path.realpath(path) for path in sort_checkpoints(run_dir, use_mtime=True)]

@@ -83,7 +83,7 @@ class Saving(SaveHandle):
 
 
 class _Staged(Outcome[None]):
-    """When a state may change: what AsyncSaveResponse calls staging_completion."""
+    """A future that is over when the state may change: AsyncSaveResponse's staging_completion."""
 
     def __init__(self, handle: SaveHandle) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Staged(Outcome[None]):
 
 
 class _Shared:
-    """What this process shares with the ranks of one group."""
+    """A process keeps here what it shares with the ranks of one group."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
@@ -270,7 +270,7 @@ def _planned(
     state: dict[str, Any],
     is_coordinator: bool,
 ) -> tuple[SavePlan, Metadata | None]:
-    """What this rank writes, and on the first one the metadata."""
+    """Returns what this rank writes, and on the first one the metadata."""
     settings = dcp_plans.settings_of(planner)
     dcp_plans.set_up(planner, state, writer.storage_meta(), is_coordinator)
     local = writer.prepare_local_plan(planner.create_local_plan())

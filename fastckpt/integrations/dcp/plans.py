@@ -45,7 +45,7 @@ def get(agreement: Round, key: str, rank: int, first: bytes) -> Any:
 
 @dataclass
 class _Known:
-    """What came of planning, once: the same id on every rank."""
+    """The outcome of one planning: the same id on every rank."""
 
     identity: str
     settings: object  # of the planner
@@ -55,7 +55,7 @@ class _Known:
 
 
 class Plans:
-    """What the ranks of one group have planned so far."""
+    """The plans that the ranks of one group have made so far."""
 
     def __init__(self) -> None:
         self._known: list[_Known] = []  # newest last
@@ -151,7 +151,7 @@ def _equal(known: _Known, settings: object, local: SavePlan) -> bool:
 
 
 def settings_of(planner: SavePlanner) -> object:
-    """What of a planner, before it was set up, tells it from others of its class."""
+    """Returns what tells a planner, before it was set up, from others of its class."""
     plain = (bool, int, float, str, bytes, type(None))
     members = getattr(planner, "__dict__", {}).items()
     return type(planner), {name: value for name, value in members if isinstance(value, plain)}

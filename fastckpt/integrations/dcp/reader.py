@@ -36,7 +36,7 @@ _streams_lock = threading.Lock()
 
 
 class _Source(NamedTuple):
-    """What a rank's plan says of where it reads: what the plan said before, and of which save."""
+    """A rank's plan says where it reads: what it said before, and of which save."""
 
     given: Any
     save_id: str | None

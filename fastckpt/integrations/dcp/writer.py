@@ -255,7 +255,7 @@ def results_of(plan: SavePlan, name: str, places: Places) -> list[WriteResult]:
 
 
 def _content(plan: SavePlan, planner: SavePlanner, devices: Devices, watch: bool) -> Content:
-    """What a plan's items are: tensors where they lie, if they are contiguous there, and bytes."""
+    """Returns a plan's items: tensors where they lie, if they are contiguous there, and bytes."""
     kinds, stock = devices.readable(), type(planner)
     # Most objects are numbers, many alike: torch need not pickle each of them.
     looks_up = stock.resolve_data is DefaultSavePlanner.resolve_data

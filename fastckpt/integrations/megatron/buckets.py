@@ -55,7 +55,7 @@ class StoredBuckets:
     def arrays(
         self, own: str = "", expected: dict[str, list[Piece]] | None = None
     ) -> dict[str, list[Piece]]:
-        """What is stored in each array, by its name without the state's.
+        """Returns what is stored in each array, by its name without the state's.
 
         Args:
             own: a group that comes first.
@@ -148,7 +148,7 @@ def chunks_in_order(tensor: Any) -> tuple[list[Any], Indices, Indices]:
 
 
 def identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells the groups of parameters of one optimizer apart."""
+    """Returns what tells the groups of parameters of one optimizer apart."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
 
 

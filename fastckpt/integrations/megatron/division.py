@@ -1,4 +1,4 @@
-"""How the ranks of a job divide what they save: the planner of a save, for torch's DCP.
+"""The ranks of a job divide what they save: this is a save's planner, for torch's DCP.
 
 Responsible for each element being written once, by a rank that holds it: tensors that data
 parallel replicas hold alike are cut into bands of rows, one for each of them, so that all write as
@@ -95,7 +95,7 @@ class Division(SavePlanner):
 
 
 def divide(offers: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Who writes what, from what each rank offers to write.
+    """Decides who writes what, from what each rank offers to write.
 
     Returns:
         A plan for each rank, and the description of all tensors and objects.
@@ -184,7 +184,7 @@ def _in_turns(items: list[WriteItem]) -> Iterator[WriteItem]:
 
 
 def _flat_place(item: WriteItem) -> Any:
-    """Where in its tensor a 1-D item lies; None: it is none."""
+    """Returns where in its tensor a 1-D item lies; None: it is none."""
     data = item.tensor_data
     return data.chunk if data is not None and len(data.chunk.sizes) == 1 else None
 

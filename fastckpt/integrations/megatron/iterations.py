@@ -29,7 +29,7 @@ _NAME = re.compile(r"iter_(\d{7,})")
 
 @dataclass(frozen=True)
 class Retention:
-    """Which old iterations stay when a newer one was committed.
+    """A retention says which old iterations stay when a newer one was committed.
 
     Attributes:
         keep_last: how many complete ones stay, with the newest; at least 1. None: all.
@@ -72,7 +72,7 @@ def complete_iterations(root: str) -> list[int]:
 
 
 def tracked(root: str) -> int | str | None:
-    """What the tracker says: an iteration, "release", or None where it is missing or garbage."""
+    """Returns what the tracker says: a number, "release", or None if it is missing or garbage."""
     text = _tracker_text(root)
     if text == RELEASE:
         return text
@@ -80,7 +80,7 @@ def tracked(root: str) -> int | str | None:
 
 
 def _tracker_text(root: str) -> str | None:
-    """What is in the tracker; None: it is missing."""
+    """Returns what is in the tracker; None: it is missing."""
     try:
         with open(os.path.join(root, TRACKER), "rb") as file:
             return file.read(_TRACKER_BYTES_MAX).decode(errors="replace").strip()
@@ -101,7 +101,7 @@ def candidates(root: str) -> list[tuple[int, str]]:
 
 
 def disagreement(root: str, number: int) -> str | None:
-    """Why the newest complete iteration is loaded, where the tracker does not name it."""
+    """Says why the newest complete iteration is loaded, if the tracker does not name it."""
     latest = tracked(root)
     if latest in (number, RELEASE):
         return None

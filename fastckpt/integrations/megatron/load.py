@@ -50,7 +50,7 @@ _LENIENT = ("log_unexpected", "log_all", "ignore_all")
 
 @dataclass(frozen=True)
 class Request:
-    """Which checkpoint is loaded, what of it, and how strictly.
+    """A request to load a checkpoint: which one, what of it, and how strictly.
 
     Attributes:
         load: the run's directory.
@@ -80,7 +80,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Restored:
-    """What was loaded.
+    """The values that were loaded.
 
     Attributes:
         iteration: its number; 0 for a release, or if there is no checkpoint.
@@ -189,7 +189,7 @@ def _is_gone(path: str) -> bool:
 
 
 def _choices(request: Request) -> list[tuple[int, str]]:
-    """What may be loaded, best first, as the first rank finds it."""
+    """Returns what may be loaded, best first, as the first rank finds it."""
     told: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -224,7 +224,7 @@ def _found(request: Request) -> list[tuple[int, str]]:
 
 
 def _nothing_complete(root: str, latest: int | str) -> CheckpointError:
-    """Why a run does not begin anew in a directory whose tracker says that there is something."""
+    """Says why a run does not begin anew in a directory whose tracker names something."""
     name = latest if isinstance(latest, str) else iterations.directory_name(latest)
     path = os.path.join(root, name)
     if iterations.is_legacy(path):

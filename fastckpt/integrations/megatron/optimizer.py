@@ -46,7 +46,7 @@ def distributed(optimizer: Any) -> list[tuple[str, DistributedOptimizer]]:
 
 
 def saved_maps(optimizer: Any, model_state: ShardedStateDict) -> list[ShardedObject]:
-    """What is saved beside the buckets, so that they can be resharded.
+    """Returns what is saved beside the buckets, so that they can be resharded.
 
     Args:
         optimizer: of Megatron.
@@ -191,7 +191,7 @@ def _own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Any, Any]]:
 
 
 def _sharded_of(model_state: ShardedStateDict) -> dict[Any, Any]:
-    """How each parameter is sharded: its ShardedTensor or ShardedTensorFactory."""
+    """Returns how each parameter is sharded: its ShardedTensor or ShardedTensorFactory."""
     values, _others = extract_sharded_tensors_and_factories(model_state)
     return {value.data: value for value in nested_values(values)}
 
@@ -215,7 +215,7 @@ def _arrays(
 
 
 def _pieces(param: torch.Tensor, sharded: Mapping[Any, Any]) -> list[Piece]:
-    """Which boxes of which global tensors a flat parameter is made of.
+    """Returns the boxes of global tensors that a flat parameter is made of.
 
     A factory is asked by giving it a tensor without memory: where it cuts, its parts are views of
     that, whose offsets and strides tell what they are.

@@ -100,7 +100,7 @@ def _allowed() -> Any:
 
 
 def unpickled(content: io.BytesIO, name: str, weights_only: bool = True) -> Any:
-    """What torch.save wrote, with the classes allowed that Megatron allows."""
+    """Returns what torch.save wrote, with the classes allowed that Megatron allows."""
     try:
         with _allowed():
             return torch_load(content, map_location="cpu", weights_only=weights_only)

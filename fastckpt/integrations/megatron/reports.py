@@ -1,4 +1,4 @@
-"""What Megatron's users and their tools are told of saves and loads, in Megatron's own words.
+"""Megatron's users and their tools are told here of saves and loads, in Megatron's own words.
 
 Responsible for Megatron's lines, for progress.txt, and for its hooks into wandb, one_logger and the
 fault tolerance package: each when it is so, which for a save is when it has committed. Must not
@@ -126,7 +126,7 @@ class Reports:
                 self._due.append((handle, tell))
 
     def trying(self, root: str, iteration: int, path: str) -> None:
-        """That this iteration will be loaded, from the run's directory or from another one."""
+        """Says that this iteration will be loaded, from the run's directory or from another one."""
         if os.path.basename(path) == iterations.RELEASE:
             self.say(f" loading release distributed checkpoint from {root}")
         elif os.path.dirname(path) == os.path.realpath(root):
@@ -135,7 +135,7 @@ class Reports:
             self.say(f"Loading from a non-persistent checkpoint (non-persistent iter {iteration})")
 
     def missing(self, root: str | None) -> None:
-        """That there is no checkpoint."""
+        """Says that there is no checkpoint."""
         tracker = "because load directory is not defined"
         if root is not None:
             tracker = os.path.join(root, iterations.TRACKER)
@@ -143,7 +143,7 @@ class Reports:
         self.say("    will not load any checkpoints and will start from random")
 
     def loaded(self, root: str, path: str, iteration: int) -> None:
-        """That a checkpoint was loaded, and training goes on after this iteration."""
+        """Says that a checkpoint was loaded, and training goes on after this iteration."""
         self.say(
             f"  successfully loaded checkpoint from {root} {_place()} at iteration {iteration}"
         )

@@ -1,4 +1,4 @@
-"""Which elements of stored 1-D arrays make up a range of a parameter: pure arithmetic on boxes.
+"""Ranges of parameters are found in stored 1-D arrays here: pure arithmetic on boxes.
 
 Megatron's distributed optimizer keeps the state of many parameters in 1-D buckets. A Piece tells
 which box of which global tensor lies where in such an array; from the pieces that were stored and
@@ -68,7 +68,7 @@ class Runs:
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """Returns how many elements it has."""
         return int(self.length.sum())
 
     def spans(self) -> list[Runs]:
@@ -96,7 +96,7 @@ class Runs:
         return (source, target) if target > 0 else None
 
     def within(self, start: int, stop: int) -> Runs:
-        """What of it goes to target elements start <= i < stop, counted from `start`."""
+        """Returns what of it goes to target elements start <= i < stop, counted from `start`."""
         first = np.maximum(self.target, start)
         last = np.minimum(self.target + self.length, stop)
         kept = last > first
@@ -184,7 +184,7 @@ class Catalog:
     def runs(
         self, pieces: Sequence[Piece], start: int, stop: int, *, partial: bool = False
     ) -> dict[str, Runs]:
-        """What makes up elements start <= i < stop of a parameter.
+        """Returns what makes up elements start <= i < stop of a parameter.
 
         Args:
             pieces: boxes of the flat parameter, which together are all of it.

@@ -1,4 +1,4 @@
-"""What one save of a run is to know of those before it.
+"""Each save of a run learns here of those before it.
 
 Responsible for the saves in flight, for the order in which the tracker and retention see them, and
 for waiting. Must not know what a checkpoint holds nor how it is written.
@@ -24,7 +24,7 @@ log = logging.getLogger("fastckpt")
 
 
 class Listener(Protocol):
-    """Who is told, on the first rank and in the background, of what happened to iterations."""
+    """A listener is told, on the first rank and in the background, what happened to iterations."""
 
     def committed(self, root: str, iteration: int) -> None:
         """It is committed, and the tracker was moved."""

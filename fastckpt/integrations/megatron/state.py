@@ -21,7 +21,7 @@ RNG, OWN_RNG = "rng_state", "fastckpt.rng_state"
 
 
 def content_metadata(sharding_type: str, mem_efficient: bool = False) -> dict[str, Any]:
-    """How Megatron is to shard what it saves; it is kept in the checkpoint, but for the group."""
+    """Returns how Megatron shards what it saves, which the checkpoint keeps but for the group."""
     of_type: dict[str, Any] = {}
     if sharding_type == "fully_reshardable":
         of_type["distrib_optim_fully_reshardable_mem_efficient"] = mem_efficient

@@ -271,7 +271,7 @@ def _request_class(async_strategy: str) -> Any:
 
 
 def holdings(values: Iterable[Any]) -> Holdings:
-    """What this rank offers to write, from the values of a state dict."""
+    """Returns what this rank offers to write, from the values of a state dict."""
     held: dict[Any, Any] = {}
     objects: dict[str, list[Any]] = {}
     for value in values:
@@ -306,7 +306,7 @@ def object_keys(metadata: Metadata) -> list[str]:
 
 
 def stored_common(directory: str, metadata: Metadata, weights_only: bool = True) -> dict[str, Any]:
-    """What is in common.pt of a directory, or from Megatron 0.19 on in an object in its place.
+    """Returns what common.pt holds, or from Megatron 0.19 on an object in its place.
 
     Raises:
         CorruptCheckpoint: it is missing or damaged, or of another save than `.metadata`.

@@ -141,7 +141,7 @@ def _holds_checkpoint(root: str | None) -> bool:
 
 
 class _Functions:
-    """What takes the place of Megatron's functions, under their names.
+    """Functions that take the place of Megatron's, under their names.
 
     Args:
         checkpointing, training, global_vars: Megatron's modules, before anything is replaced.
@@ -308,7 +308,7 @@ class _Functions:
         return args
 
     def _root(self, args: Any, load_arg: str) -> str | None:
-        """Where the checkpoint lies; the one to be finetuned, if it is the only one."""
+        """Returns where the checkpoint lies; the one to be finetuned, if it is the only one."""
         root: str | None = getattr(args, load_arg)
         pretrained: str | None = getattr(args, "pretrained_checkpoint", None)
         if pretrained is None or _holds_checkpoint(root):
@@ -340,7 +340,7 @@ class _Functions:
         )
 
     def _take_over(self, args: Any, found: Restored) -> None:
-        """What of a checkpoint goes to Megatron's own variables."""
+        """Returns what of a checkpoint goes to Megatron's own variables."""
         megatron, common = self._megatron, found.common
         if hasattr(megatron, "set_loaded_iteration"):
             megatron.set_loaded_iteration(found.iteration)
