@@ -851,18 +851,21 @@ def turn(i):
 for i in range(40):
     turn(i)
 gc.collect()
-fds, tasks, rss = os.listdir("/proc/self/fd"), threads(), kilobytes("VmRSS")
+fds, tasks, rss = os.listdir("/proc/self/fd"), threads(), [kilobytes("VmRSS")]
 for i in range(100):
     turn(i)
-gc.collect()
+    if i % 25 == 24:
+        gc.collect()
+        rss.append(kilobytes("VmRSS"))
 assert len(os.listdir("/proc/self/fd")) == len(fds), os.listdir("/proc/self/fd")
 for _ in range(1000):  # the thread that began a save's may be about to end, and is not listed
     if threads() <= tasks:
         break
     time.sleep(0.01)
 assert threads() <= tasks, (tasks, threads())
-grown = kilobytes("VmRSS") - rss
-assert grown <= 0.02 * rss, f"{grown} KiB more after 100 saves, {rss} before"
+# What is lost at each save is lost in every quarter; malloc keeps a tensor's memory now and then.
+grown = min(after - before for before, after in zip(rss, rss[1:]))
+assert grown <= 0.001 * rss[0], f"{rss} KiB, a quarter of 100 saves after another"
 """
 
 
