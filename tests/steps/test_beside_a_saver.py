@@ -30,6 +30,7 @@ SHARE = 10  # of the time for torture, unless this test is the only one
 
 @pytest.mark.torture
 @pytest.mark.multiprocess
+@pytest.mark.timeout(0)  # it takes the time that it is given
 def test_there_is_always_a_step(disk: Path, request: pytest.FixtureRequest) -> None:
     limit_s = request.config.getoption("--torture") or 10.0
     limit_s /= 1 if len(request.session.items) == 1 else SHARE
