@@ -1,3 +1,3 @@
-"""What callers pass, checked, and the sizes, rates and names that people read. It does not know
+"""This room checks what callers pass, and reads and shows sizes, rates and names. It does not know
 what the arguments are for.
 """

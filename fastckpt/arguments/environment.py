@@ -1,4 +1,4 @@
-"""What the environment says: the staging budget that the user has set, and a launcher's words about
+"""The environment tells the staging budget that the user has set, and a launcher's words about
 the job.
 
 The only module that reads environment variables. It must not know what is done with their values.

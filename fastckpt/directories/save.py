@@ -380,7 +380,7 @@ def remove_directory(path: str, beside: str | None = None) -> None:
     storage, path = pipeline.current().storage, os.path.realpath(check_path("path", path))
     beside = beside or os.path.dirname(path)
     hidden = atomic.temporary_path(os.path.join(beside, os.path.basename(path)))
-    # What an earlier save does after its commit may have been first.
+    # An earlier save, which removes old ones after its commit, may have been first.
     with reported("remove", path), suppress(FileNotFoundError):
         storage.rename(path, hidden)
         storage.remove_tree(hidden)

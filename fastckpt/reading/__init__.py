@@ -1,3 +1,3 @@
-"""What all loads have in common: bytes of a file, verified before they are used. It must not know
+"""All loads share this room: bytes of a file are verified before they are used. It must not know
 what they are used for.
 """

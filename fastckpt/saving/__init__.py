@@ -1,3 +1,3 @@
-"""What all saves have in common: their order, when the state may change, how fast they write. It
+"""All saves share this room: their order, when the state may change, how fast they write. It
 must not know what a save writes.
 """

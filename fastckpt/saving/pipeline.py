@@ -343,7 +343,7 @@ class Job:
             self.write(pipeline)
         except BaseException as error:
             self.agreement.fail(error)
-            # Where the first rank may have committed and was lost, its checkpoint is not destroyed.
+            # The first rank may have committed before it was lost: its checkpoint is not destroyed.
             if not self.agreement.may_be_visible or self.agreement.failed:
                 self.abandon(pipeline.storage)
             raise
