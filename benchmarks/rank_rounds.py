@@ -23,9 +23,13 @@ from fastckpt.ranks import round as agreement
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.same_state import Description
 from fastckpt.saving.pipeline import Pipeline
+from fastckpt.saving.save import Save
 from fastckpt.state.tree import Leaf
+from fastckpt.steps.capture import Content
+from fastckpt.steps.options import StepOptions
+from fastckpt.steps.place import StepPlace
+from fastckpt.steps.plan import StepPlan
 from fastckpt.steps.root import Steps
-from fastckpt.steps.save import Content, StepOptions, StepSave
 from fastckpt.steps.shared_shard import Pool
 
 TIMEOUT_S = 120.0
@@ -63,25 +67,21 @@ def one_save(ranks: int, directory: Path) -> list[dict[str, int]]:
     speakers = [Counting(store, rank, ranks, "operations") for rank in range(ranks)]
     failures: list[BaseException] = []
 
-    def save(rank: int) -> StepSave:
+    def save(rank: int) -> Save:
         leaf = Leaf("weight", weight, tuple(weight.shape), Box((0, 0), (*weight.shape,)),
                     everybody, "replicated")  # fmt: skip
         protocol = torch.serialization.DEFAULT_PROTOCOL
         objects = torch_pickle.capture({}, pickle, protocol, False, False) if rank == 0 else None
         content = Content([leaf], objects, b"", Description([("weight", "float32")]), Reads(), [])
-        return StepSave(
-            SaveHandle(str(directory), 0.0),
-            speakers[rank].begin("step 0", TIMEOUT_S),
-            Steps(pipeline.storage, str(directory)),
-            0,
-            content,
-            StepOptions(durable=False),
-            Pool(),
-            lambda _keys: None,
-            fence="call",
-        )
+        handle, options = SaveHandle(str(directory), 0.0), StepOptions(durable=False)
+        round_ = speakers[rank].begin("step 0", TIMEOUT_S)
+        steps = Steps(pipeline.storage, str(directory))
+        place = StepPlace(steps, round_, 0, options)
+        lent = (pipeline.storage, Pool(), lambda _keys: None)
+        plan = StepPlan(handle, round_, 0, content, place, options, *lent)
+        return Save(handle, round_, plan, place, options, fence="call", lane=steps.root)
 
-    def run(job: StepSave) -> None:
+    def run(job: Save) -> None:
         error = job.run(pipeline)
         if error is not None:
             failures.append(error)

@@ -243,6 +243,9 @@ void bind_engine(py::module_& m) {
             return callback_backend(python_transfer(std::move(transfer)), threads);
         },
         py::arg("transfer"), py::arg("threads") = 1);
+    py::class_<Allowance, std::shared_ptr<Allowance>>(m, "Allowance")
+        .def(py::init<size_t>(), py::arg("blocks"))
+        .def_property_readonly("blocks", &Allowance::blocks);
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine",
                                                 py::release_gil_before_calling_cpp_dtor())
         .def(py::init<size_t, size_t, unsigned>(), py::arg("arena_bytes"), py::arg("block_bytes"),
@@ -250,28 +253,17 @@ void bind_engine(py::module_& m) {
         .def(
             "stage",
             [](Engine& engine, const py::buffer& segments, const py::buffer& slots,
-               size_t blocks_held_limit, unsigned stagers_limit, std::vector<DeviceRange> devices,
-               std::shared_ptr<GdsStage> gds) {
+               std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
+               std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds) {
                 auto segment_rows = rows<Segment>(segments);
                 auto slot_rows = rows<Slot>(slots);
                 py::gil_scoped_release release;
                 return engine.stage(std::move(segment_rows), std::move(slot_rows),
-                                    std::move(devices), std::move(gds), blocks_held_limit,
+                                    std::move(devices), std::move(gds), std::move(allowance),
                                     stagers_limit);
             },
-            py::arg("segments"), py::arg("slots"), py::arg("blocks_held_limit"),
-            py::arg("stagers_limit"), py::arg("devices") = std::vector<DeviceRange>(),
-            py::arg("gds") = nullptr)
-        .def("write",
-             [](Engine& engine, int fd, uint64_t file_offset, const py::buffer& segments,
-                const py::buffer& slots, std::shared_ptr<Backend> backend, bool direct,
-                size_t blocks_held_limit, unsigned stagers_limit) {
-                 auto segment_rows = rows<Segment>(segments);
-                 auto slot_rows = rows<Slot>(slots);
-                 py::gil_scoped_release release;
-                 return engine.write(fd, file_offset, std::move(segment_rows), std::move(slot_rows),
-                                     std::move(backend), direct, blocks_held_limit, stagers_limit);
-             })
+            py::arg("segments"), py::arg("slots"), py::arg("allowance"), py::arg("stagers_limit"),
+            py::arg("devices") = std::vector<DeviceRange>(), py::arg("gds") = nullptr)
         .def(
             "read",
             [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,

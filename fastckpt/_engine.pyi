@@ -43,6 +43,11 @@ class TokenBucket:
     def __init__(self, bytes_per_s: float, grain_bytes: int) -> None: ...
     def set(self, bytes_per_s: float, grain_bytes: int) -> None: ...
 
+class Allowance:
+    def __init__(self, blocks: int) -> None: ...
+    @property
+    def blocks(self) -> int: ...
+
 class WriteJob:
     def write_to(
         self,
@@ -82,22 +87,10 @@ class Engine:
         self,
         segments: Any,
         slots: Any,
-        blocks_held_limit: int,
+        allowance: Allowance,
         stagers_limit: int,
         devices: list[DeviceRange] = ...,
         gds: GdsStage | None = ...,
-    ) -> WriteJob: ...
-    def write(
-        self,
-        fd: int,
-        file_offset: int,
-        segments: Any,
-        slots: Any,
-        backend: Backend,
-        direct: bool,
-        blocks_held_limit: int,
-        stagers_limit: int,
-        /,
     ) -> WriteJob: ...
     def read(
         self,

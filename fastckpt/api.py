@@ -36,8 +36,9 @@ from fastckpt.arguments.checks import (
 from fastckpt.arguments.quantities import shown_time, shown_transfer
 from fastckpt.engine.gds import Direct
 from fastckpt.errors import CheckpointError, RanksDisagree, StorageError
-from fastckpt.files import save as file_save
+from fastckpt.files.place import FilePlace
 from fastckpt.files.placing import Placing
+from fastckpt.files.plan import FilePlan
 from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_load, torch_save
@@ -47,6 +48,7 @@ from fastckpt.ranks import groups
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.reading.verified_file import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.saving import pipeline
+from fastckpt.saving.save import Save
 from fastckpt.steps.no_steps import hint_for_load
 from fastckpt.storage.atomic import check_directory, close_quietly, real_path
 from fastckpt.storage.file_system import (
@@ -182,10 +184,11 @@ def save(
             agreement.close()
             return save_stock(current, save_by_torch, handle, durable)
         agreed = None if group is None else shared
-        plan = file_save.Plan(captured, obj, agreed, devices, options.striping)
-        job = file_save.FileSave(handle, agreement, plan, options, fence=fence)
+        place = FilePlace(current.storage, path, agreement, durable)
+        plan = FilePlan(captured, obj, agreed, devices, agreement, place, options)
+        save = Save(handle, agreement, plan, place, options, fence=fence, lane=path)
     del captured
-    return current.save(job)
+    return current.save(save)
 
 
 class _NoPath(StorageError, FileNotFoundError):

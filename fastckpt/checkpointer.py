@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -39,6 +38,7 @@ from fastckpt.options import Pacing
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
+from fastckpt.saving.save import Save
 from fastckpt.state.targets import Target
 from fastckpt.state.template import Template, whole
 from fastckpt.state.tree import PerRank, State, Stored, fill
@@ -46,13 +46,15 @@ from fastckpt.steps.capture import captured
 from fastckpt.steps.choice import first_whole
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.no_steps import is_step, it_is_a_step
+from fastckpt.steps.options import StepOptions
+from fastckpt.steps.place import StepPlace
+from fastckpt.steps.plan import StepPlan
 from fastckpt.steps.root import Steps
-from fastckpt.steps.save import StepOptions, StepSave
 from fastckpt.steps.shared_reads import Spread
 from fastckpt.steps.shared_shard import Pool
 from fastckpt.tiers.local_tier import local_tier
+from fastckpt.tiers.place import NodePlace
 from fastckpt.tiers.restore import first_whole_of_tiers
-from fastckpt.tiers.save import TieredSave
 
 log = logging.getLogger("fastckpt")
 
@@ -199,35 +201,33 @@ class Checkpointer:
             raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
         agreement = self._coordinator.begin(f"step {step}", self._timeout_s)
         self._handles = [earlier for earlier in self._handles if not earlier.done()]
-        saving: Callable[..., StepSave] = StepSave
+        options = self._options
         with ExitStack() as failing:
             failing.enter_context(agreement.failing())
+            draining = None
             if self._tier is not None:
                 draining = self._tier.begin_drain(step)
                 failing.enter_context(draining.failing())
-                saving = partial(TieredSave, self._tier, draining, self._handles)
             handle = SaveHandle(os.path.join(self.root, step_name(step)), started)
             current.raise_unreported(handle.path)
-            job = saving(
-                handle,
-                agreement,
-                self._steps,
-                step,
-                captured(
-                    state,
-                    self._coordinator.rank,
-                    self._coordinator.world_size,
-                    self._rank_of,
-                    current.staging.devices,
-                    differing=self._differing,
-                    watch=self._fence == "step",
-                ),
-                self._options,
-                self._pool,
-                self._note_differing,
-                fence=self._fence,
+            place: StepPlace | NodePlace = StepPlace(self._steps, agreement, step, options)
+            if self._tier is not None and draining is not None:
+                by_way_of = (self._tier, handle, agreement, draining)
+                place = NodePlace(*by_way_of, self._handles, step, options)
+            content = captured(
+                state,
+                self._coordinator.rank,
+                self._coordinator.world_size,
+                self._rank_of,
+                current.staging.devices,
+                differing=self._differing,
+                watch=self._fence == "step",
             )
-        handle = current.save(job)
+            lent = (current.storage, self._pool, self._note_differing)
+            plan = StepPlan(handle, agreement, step, content, place, options, *lent)
+            save = Save(handle, agreement, plan, place, options, fence=self._fence, lane=self.root)
+        del content, plan
+        handle = current.save(save)
         self._handles = [*self._handles, handle]
         return handle
 

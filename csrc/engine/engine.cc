@@ -33,28 +33,19 @@ Engine::~Engine() { close(); }
 
 std::shared_ptr<WriteJob> Engine::stage(std::vector<Segment> segments, std::vector<Slot> slots,
                                         std::vector<DeviceRange> devices,
-                                        std::shared_ptr<GdsStage> gds, size_t blocks_held_limit,
+                                        std::shared_ptr<GdsStage> gds,
+                                        std::shared_ptr<Allowance> allowance,
                                         unsigned stagers_limit) {
     CHECK(gds == nullptr || gds->block_bytes() == block_bytes());
     std::shared_ptr<WriteJob> job(new WriteJob(*this, std::move(segments), std::move(slots),
                                                std::move(devices), std::move(gds),
-                                               blocks_held_limit, stagers_limit));
+                                               std::move(allowance), stagers_limit));
     {
         std::lock_guard lock(mu_);
         CHECK(!closing_);
         jobs_.push_back(job);
     }
     changed_.notify_all();
-    return job;
-}
-
-std::shared_ptr<WriteJob> Engine::write(int fd, uint64_t file_offset, std::vector<Segment> segments,
-                                        std::vector<Slot> slots, std::shared_ptr<Backend> backend,
-                                        bool direct, size_t blocks_held_limit,
-                                        unsigned stagers_limit) {
-    auto job =
-        stage(std::move(segments), std::move(slots), {}, nullptr, blocks_held_limit, stagers_limit);
-    job->write_to(fd, file_offset, std::move(backend), direct);
     return job;
 }
 

@@ -4,6 +4,7 @@
 // committed.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -64,6 +65,20 @@ struct Failure {
     int error = 0;  // errno, for a copy the driver's code; 0 means no failure
 };
 
+// How many blocks of the arena the jobs of one save may hold together, and do.
+class Allowance {
+  public:
+    explicit Allowance(size_t blocks) : blocks_(std::max<size_t>(1, blocks)) {}
+    size_t blocks() const { return blocks_; }
+
+  private:
+    friend class WriteJob;
+    const size_t blocks_;
+    // State below is protected by the engine's mutex.
+    size_t held_ = 0;
+    size_t held_max_ = 0;
+};
+
 class Engine;
 
 // The one of these ranges, ascending, that an address belongs to; null if it is the host's.
@@ -104,6 +119,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     uint64_t nbytes_written();
     std::vector<uint32_t> block_crcs();
     std::vector<uint32_t> slot_crcs();
+    // By all jobs that share this one's allowance, together.
     size_t blocks_held_max();
     // How long blocks that were ready to be written waited for the bucket.
     double tokens_waited_s();
@@ -122,7 +138,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
 
     WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
              std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
-             size_t blocks_held_limit, unsigned stagers_limit);
+             std::shared_ptr<Allowance> allowance, unsigned stagers_limit);
     void check_plan() const;
     uint64_t block_nbytes(size_t index) const;
     bool wants_stager() const;
@@ -167,7 +183,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     const std::vector<Slot> slots_;
     const std::vector<DeviceRange> devices_;  // ascending
     const std::shared_ptr<GdsStage> gds_;     // null: everything comes to the host
-    const size_t blocks_held_limit_;
+    const std::shared_ptr<Allowance> allowance_;
     const unsigned stagers_limit_;
     bool several_queues_ = false;
     uint64_t nbytes_ = 0;
@@ -203,7 +219,6 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     };
     std::map<DeviceQueue*, Clocked> clocks_;
     size_t blocks_held_ = 0;
-    size_t blocks_held_max_ = 0;
     uint32_t open_segment_crc_ = 0;  // of the segment that crosses the last sealed block's end
     uint64_t nbytes_written_ = 0;
     Failure failure_;
@@ -310,17 +325,15 @@ class Engine {
     Engine& operator=(const Engine&) = delete;
 
     // Starts to stage `segments`; WriteJob::write_to() says where they are written. At most
-    // `blocks_held_limit` blocks of the arena and `stagers_limit` threads serve the job. The memory
-    // of the segments stays valid until wait_staged() returns true. `devices` says which of it is
-    // no host memory. With `gds`, blocks that lie on its device as a whole are staged there; they
-    // are as long as this engine's, and the backend that write_to() is given can write them.
+    // `stagers_limit` threads serve the job, and as many blocks of the arena as `allowance` has
+    // left, which may be other jobs' too: each of them is given its file without waiting for
+    // another's blocks. The memory of the segments stays valid until wait_staged() returns true.
+    // `devices` says which of it is no host memory. With `gds`, blocks that lie on its device as a
+    // whole are staged there; they are as long as this engine's, and the backend that write_to() is
+    // given can write them.
     std::shared_ptr<WriteJob> stage(std::vector<Segment> segments, std::vector<Slot> slots,
                                     std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
-                                    size_t blocks_held_limit, unsigned stagers_limit);
-    // stage() and write_to() in one.
-    std::shared_ptr<WriteJob> write(int fd, uint64_t file_offset, std::vector<Segment> segments,
-                                    std::vector<Slot> slots, std::shared_ptr<Backend> backend,
-                                    bool direct, size_t blocks_held_limit, unsigned stagers_limit);
+                                    std::shared_ptr<Allowance> allowance, unsigned stagers_limit);
 
     // Starts to read [0, nbytes) of fd; crcs holds the CRC-32 of every block, or is empty; `wanted`
     // holds the numbers of the blocks that will be asked for, ascending, or is empty for all. fd

@@ -19,13 +19,13 @@ constexpr uint64_t kSlotBytes = 4;
 
 WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
                    std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
-                   size_t blocks_held_limit, unsigned stagers_limit)
+                   std::shared_ptr<Allowance> allowance, unsigned stagers_limit)
     : engine_(engine),
       segments_(std::move(segments)),
       slots_(std::move(slots)),
       devices_(std::move(devices)),
       gds_(std::move(gds)),
-      blocks_held_limit_(std::max<size_t>(1, blocks_held_limit)),
+      allowance_(std::move(allowance)),
       stagers_limit_(std::max(1U, stagers_limit)) {
     check_plan();
     for (const DeviceRange& range : devices_)
@@ -78,7 +78,7 @@ uint64_t WriteJob::block_nbytes(size_t index) const {
 
 bool WriteJob::wants_stager() const {
     return failure_.error == 0 && next_claim_ < blocks_.size() && stagers_ < stagers_limit_ &&
-           blocks_held_ < blocks_held_limit_;
+           allowance_->held_ < allowance_->blocks_;
 }
 
 bool WriteJob::queued() const {
@@ -99,7 +99,7 @@ WriteJob::Block& WriteJob::claim(std::byte* memory, size_t direct) {
     block->begins_clock = arriving_ == 0 || several_queues_;
     ++stagers_;
     ++blocks_held_;
-    blocks_held_max_ = std::max(blocks_held_max_, blocks_held_);
+    allowance_->held_max_ = std::max(allowance_->held_max_, ++allowance_->held_);
     blocks_[block->index] = std::move(block);
     return *blocks_[next_claim_ - 1];
 }
@@ -254,8 +254,9 @@ void WriteJob::on_written(Block& block) {
         gds_->release(std::exchange(block.direct, GdsStage::kNone));
     else
         engine_.arena_.release(std::exchange(block.memory, nullptr));
-    CHECK(blocks_held_ > 0);
+    CHECK(blocks_held_ > 0 && allowance_->held_ > 0);
     --blocks_held_;
+    --allowance_->held_;
 }
 
 void WriteJob::fail(const Failure& failure) {
@@ -307,7 +308,7 @@ std::vector<uint32_t> WriteJob::slot_crcs() {
 
 size_t WriteJob::blocks_held_max() {
     std::lock_guard lock(engine_.mu_);
-    return blocks_held_max_;
+    return allowance_->held_max_;
 }
 
 }  // namespace fastckpt

@@ -100,9 +100,9 @@ class _Trial:
             with reported("allocate", path):
                 storage.allocate(fd, image.body_nbytes)
             begun = time.perf_counter()
-            limit = staging.blocks_limit(None)
+            allowance = staging.allowance(None)
             with Transfer(
-                staging, image, path, limit, stager_count(), self.reads, direct
+                staging, image, path, allowance, stager_count(), self.reads, direct
             ) as transfer:
                 transfer.write_to(fd, 0, route)
                 transfer.wait_written()

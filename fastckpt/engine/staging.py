@@ -161,11 +161,13 @@ class Staging:
                 if not is_least:
                     budget //= 2
 
-    def blocks_limit(self, staging_bytes: int | None) -> int:
-        """Returns how many blocks a save may hold for a limit in bytes (None: the whole budget)."""
+    def allowance(self, staging_bytes: int | None) -> Allowance:
+        """Returns the blocks that one save may hold, for a limit in bytes: None is the whole
+        budget, and one block is the least.
+        """
         blocks = self.engine().arena_blocks
-        return (
-            blocks if staging_bytes is None else max(1, min(blocks, staging_bytes // BLOCK_BYTES))
+        return Allowance(
+            blocks if staging_bytes is None else min(blocks, staging_bytes // BLOCK_BYTES)
         )
 
     def route(
@@ -446,6 +448,7 @@ class Staging:
         self.devices.close()
 
 
+Allowance = _engine.Allowance
 combine_crcs = _engine.crc32_combine  # (crc of a, crc of b, len(b)) -> crc of a + b
 crc32_kernel = _engine.crc32_kernel  # () -> name of the one that this CPU is best at
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from fastckpt.engine.devices import Reads
 from fastckpt.engine.gds import Direct
-from fastckpt.engine.staging import Route, Staging
+from fastckpt.engine.staging import Allowance, Route, Staging
 from fastckpt.errors import DeviceError, StorageError
 from fastckpt.handle import SaveStats
 from fastckpt.plan.image import BLOCK_BYTES, Image
@@ -31,6 +31,7 @@ class Fetch:
         storage: keeps what is on its way.
         ranges: address, and what receives as many bytes as it has.
         path: of the file that they are for, for messages.
+        allowance: as Transfer's.
         reads: says which addresses are devices'.
 
     Attributes:
@@ -43,6 +44,7 @@ class Fetch:
         storage: Storage,
         ranges: Sequence[tuple[int, bytearray]],
         path: str,
+        allowance: Allowance,
         reads: Reads,
     ) -> None:
         self._storage = storage
@@ -56,7 +58,7 @@ class Fetch:
                 self._late.append(memory)
             else:
                 memory[:] = ctypes.string_at(address, len(memory))
-        self.transfer = Transfer(staging, image, path, 1, 1, reads)
+        self.transfer = Transfer(staging, image, path, allowance, 1, reads)
         if not self._late:
             return
         try:
@@ -98,7 +100,7 @@ class Transfer:
         staging: whose engine and budget are used.
         image: its body is moved; may be empty.
         path: of the file, for messages.
-        blocks_limit: the most blocks of the budget it may hold, at least 1.
+        allowance: the blocks that it may hold, together with others of the same save.
         stagers: the most threads that copy.
         reads: says which of its memory is on devices.
         direct: writes what it can from a GPU straight to the file.
@@ -112,7 +114,7 @@ class Transfer:
         staging: Staging,
         image: Image,
         path: str,
-        blocks_limit: int,
+        allowance: Allowance,
         stagers: int,
         reads: Reads | None = None,
         direct: Direct | None = None,
@@ -133,7 +135,7 @@ class Transfer:
             self._job = staging.engine().stage(
                 image.segments,
                 image.slots,
-                max(1, blocks_limit),
+                allowance,
                 max(1, stagers),
                 [] if reads is None else reads.ranges,
                 None if direct is None else direct.stage,
@@ -257,5 +259,5 @@ class Transfer:
         stats.d2h_gbps = (before + nbytes / 1e9) / stats.d2h_s if stats.d2h_s else None
 
     def staged_bytes_max(self) -> int:
-        """An upper bound of the staging memory held at a time."""
+        """Returns how much staging memory the save held at a time, at most."""
         return 0 if self._job is None else self._job.blocks_held_max() * BLOCK_BYTES

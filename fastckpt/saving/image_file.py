@@ -10,17 +10,19 @@ import errno
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
 
 from fastckpt.engine.devices import Reads
 from fastckpt.engine.gds import Direct
-from fastckpt.engine.staging import Route
+from fastckpt.engine.staging import Allowance, Route
 from fastckpt.engine.transfer import Transfer
 from fastckpt.errors import StorageError
 from fastckpt.handle import SaveStats
+from fastckpt.options import WriteOptions
 from fastckpt.plan.image import PAGE_BYTES, Image
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.storage.atomic import cut, settle
+from fastckpt.storage.atomic import close_quietly, cut, settle
 from fastckpt.storage.file_system import reported
 from fastckpt.storage.lustre_layout import Layout, Purpose
 
@@ -40,22 +42,23 @@ class _Full(Exception):
 class ImageFile:
     """An image, or one rank's part of it, on its way into a file.
 
-    The order of the calls is make() or join(), begin(), then complete(), or add() and end().
-    Leaving the context waits until nothing is in flight any more; what was not written by then
-    never is.
+    The order of the calls is make() or join(), begin(), then complete() or add(), and end().
+    Leaving the context waits until nothing is in flight any more, and closes the file; what was not
+    written by then never is.
 
     Args:
         pipeline: whose storage and staging are used.
         image: its body is staged at once; it may be empty.
         path: of the file, for messages.
-        blocks_limit: the most blocks of the budget that the body may hold; at least 1.
+        options: how it is written.
+        allowance: the blocks of the budget that it may hold, together with the save's other files.
         stagers: the most threads that copy.
         reads: says which of its memory is on devices.
         direct: writes what it can from a GPU straight to the file.
+        stats: are told the route; None: nobody is.
 
     Attributes:
         transfer: of the body.
-        nbytes: of the image.
         is_open: whether there is a file yet.
         fd, route: of the file, once it is open.
     """
@@ -65,34 +68,42 @@ class ImageFile:
         pipeline: Pipeline,
         image: Image,
         path: str,
-        blocks_limit: int,
+        options: WriteOptions,
+        allowance: Allowance,
         stagers: int = 1,
         reads: Reads | None = None,
         direct: Direct | None = None,
+        stats: SaveStats | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._image = image
-        self.nbytes = image.nbytes
         self._path = path
-        self._limit = max(1, blocks_limit)
+        self._options = options
+        self._allowance = allowance
+        self._stats = stats
         self._pace: Pace | None = None
+        self._files = ExitStack()
         self.is_open = False
         staging = pipeline.staging
-        self.transfer = Transfer(staging, image, path, self._limit, stagers, reads, direct)
+        self.transfer = Transfer(staging, image, path, allowance, stagers, reads, direct)
 
     def __enter__(self) -> ImageFile:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Whatever happens, blocks in flight arrive before the file they go to is closed.
         self.transfer.__exit__()
+        self._files.__exit__(kind, error, trace)
 
     def make(
         self,
-        files: ExitStack,
         make: Make,
         purpose: Purpose,
-        backend: str,
-        stats: SaveStats | None,
         path: str = "",
         *,
         allocates: bool = True,
@@ -102,11 +113,8 @@ class ImageFile:
         and not in others, makes it anew in another one, once.
 
         Args:
-            files: keeps it open.
             make: makes it, as (descriptor, name); leaving the context with an error undoes that.
             purpose: what the file is for.
-            backend: as fastckpt.save's.
-            stats: are told the route; None: nobody is.
             path: of the file, where it was not known before.
             allocates: whether its size is known, and room is to be had before the first write.
             timed: it is written at once, by this process alone, so that its time tells of the way
@@ -123,23 +131,49 @@ class ImageFile:
             try:
                 with ExitStack() as making:
                     fd, name = making.enter_context(make(purpose))
-                    route = self._ready(fd, purpose, backend, allocates, timed)
-                    files.push(making.pop_all())
-                    self.join(fd, route, stats)
+                    self._take(fd, self._ready(fd, purpose, allocates, timed))
+                    self._files.push(making.pop_all())
                     return name
             except _Full as full:
                 layout = full.layout
                 log.warning("no room for %r: it is made anew, in %s", self._path, layout.text())
                 purpose = purpose._replace(instead=layout)
 
-    def _ready(
-        self, fd: int, purpose: Purpose, backend: str, allocates: bool, timed: bool
-    ) -> Route:
+    def join(self, fd: int, path: str, *, writing: bool = True, offset: int | None = 0) -> None:
+        """Takes a file that another rank has made, and closes it in the end.
+
+        Args:
+            fd: of the file, open for writing.
+            path: of the file.
+            writing, offset: as Staging.route's.
+        """
+        self._files.callback(close_quietly, self._pipeline.storage, fd)
+        self._path = path
+        backend = self._options.backend
+        route = self._pipeline.staging.route(fd, path, backend, writing=writing, offset=offset)
+        self._take(fd, route)
+
+    def _take(self, fd: int, route: Route) -> None:
+        self.fd, self.route, self.is_open = fd, route, True
+        stats = self._stats
+        if stats is not None:
+            stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
+
+    def through(self, transfer: Callable[[str, int, memoryview, int], int]) -> None:
+        """Hands blocks to a function, which writes them, as Staging.through() does."""
+        self.route = self._files.enter_context(self._pipeline.staging.through(self.fd, transfer))
+
+    def close(self) -> None:
+        """Closes the file, to which nothing is under way; another one may be made or joined."""
+        self.is_open = False
+        self._files.close()
+
+    def _ready(self, fd: int, purpose: Purpose, allocates: bool, timed: bool) -> Route:
         """Chooses the route of a new file, and has room allocated for it."""
         storage, path = self._pipeline.storage, self._path
         try:
             nbytes = purpose.nbytes if timed else None
-            staging = self._pipeline.staging
+            staging, backend = self._pipeline.staging, self._options.backend
             route = staging.route(fd, path, backend, writing=True, nbytes=nbytes)
             padded = -(-purpose.nbytes // PAGE_BYTES) * PAGE_BYTES
             if allocates:
@@ -158,12 +192,6 @@ class ImageFile:
             detail = f"{error.detail}; {detail}" if error.detail else detail
             raise StorageError(error.op, error.path, number, error.offset, detail) from error
 
-    def join(self, fd: int, route: Route, stats: SaveStats | None) -> None:
-        """Takes a file that is open, and stays so until the context is left."""
-        self.fd, self.route, self.is_open = fd, route, True
-        if stats is not None:
-            stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
-
     def begin(self, offset: int = 0, pace: Pace | None = None) -> None:
         """Lets what is staged go to the file, from an offset on, at this pace."""
         self._pace = pace
@@ -171,24 +199,20 @@ class ImageFile:
             self.route = pace.route(self.route)
         self.transfer.write_to(self.fd, offset, self.route)
 
-    def complete(self, durable: bool) -> bytearray:
-        """Writes the tail of an image that this rank writes all of.
-
-        Returns:
-            The tail, when the whole file has arrived.
+    def complete(self) -> bytearray:
+        """Writes the tail of an image that this rank writes all of, when that was staged; returns
+        the tail.
         """
         image, transfer = self._image, self.transfer
         tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
         if tail:
             self.add(Image.of_bytes(tail), image.body_nbytes)
-        self.end(durable, self.nbytes)
         return tail
 
     def add(self, image: Image, offset: int) -> None:
         """Writes something small beside the body, and waits until that was written."""
-        if self._limit == 1:  # of which this needs that one block
-            self.wait_written()
-        with Transfer(self._pipeline.staging, image, self._path, 1, 1) as added:
+        staging, path = self._pipeline.staging, self._path
+        with Transfer(staging, image, path, self._allowance, 1) as added:
             added.write_to(self.fd, offset, self.route)
             self._wait(added)
 
@@ -207,15 +231,15 @@ class ImageFile:
         else:
             self._pace.wait_written(transfer)
 
-    def end(self, durable: bool, nbytes: int | None = None) -> None:
-        """Waits for the body, and until all that was written to the file has arrived.
+    def end(self, nbytes: int | None = None) -> None:
+        """Waits until all that was written to the file has arrived: on the device, or if it is not
+        to be durable, with the file system.
 
         Args:
-            durable: on the device; or else with the file system.
             nbytes: of the file, which is given that size; None: another rank does that.
         """
         self.wait_written()
         storage = self._pipeline.storage
         if nbytes is not None and self.route.direct:  # written by whole pages
             cut(storage, self.fd, self._path, nbytes)
-        settle(storage, self.fd, self._path, durable)
+        settle(storage, self.fd, self._path, self._options.durable)

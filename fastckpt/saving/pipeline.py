@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -27,11 +27,10 @@ from fastckpt.engine.devices import Devices, Reads
 from fastckpt.engine.gds import Gds
 from fastckpt.engine.gds_trial import Choice
 from fastckpt.engine.rates import Rates
-from fastckpt.engine.staging import Staging, stager_count
+from fastckpt.engine.staging import Staging
 from fastckpt.errors import CheckpointError, fate, retold
 from fastckpt.handle import SaveHandle
 from fastckpt.latch import Latch, start_thread
-from fastckpt.plan.image import BLOCK_BYTES, block_count
 from fastckpt.ranks.round import Round
 from fastckpt.saving.copying import Copying
 from fastckpt.saving.fence import Watched
@@ -325,18 +324,6 @@ class Job:
             return False
         return True
 
-    def take_budget(
-        self, staging: Staging, nbytes: int, staging_bytes: int | None
-    ) -> tuple[int, int]:
-        """How many blocks this save may hold to write so much, and how many threads copy for it.
-
-        One block of the budget is for what depends on checksums, which is staged beside the body.
-        """
-        limit = staging.blocks_limit(staging_bytes)
-        self.staging_nbytes = min(limit, block_count(nbytes, BLOCK_BYTES) + 1) * BLOCK_BYTES
-        # With the step fence one CPU is left to the training that goes on meanwhile.
-        return limit, max(1, stager_count() - (self.fence == "step"))
-
     def commit(self, pipeline: Pipeline) -> None:
         """Writes and commits, or raises having removed what was begun."""
         try:
@@ -389,17 +376,6 @@ class Job:
             with suppress(OSError):  # it is seen later then
                 pipeline.storage.look_again(self.handle.path)
         return None
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tells of a failure of the body at once: other ranks may be about to open what it made,
-        and would report what they no longer find, or find another file by its number.
-        """
-        try:
-            yield
-        except BaseException as error:
-            self.agreement.fail(error)
-            raise
 
     def wait_for_previous(self) -> None:
         """Waits until what was saved before in this lane has committed or failed."""

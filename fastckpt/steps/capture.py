@@ -9,17 +9,38 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fastckpt.engine.devices import Devices
+from fastckpt.engine.devices import Devices, Reads
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.ranks.same_state import Description
 from fastckpt.saving.fence import Watched
 from fastckpt.state.tree import Flat, Leaf, flatten, is_stateful
-from fastckpt.steps.save import Content
+
+
+@dataclass
+class Content:
+    """One rank's part of a state to be saved; nothing of it changes until it was staged.
+
+    Attributes:
+        leaves: tensors of the shards; every rank has the same keys in the same order.
+        objects: on the first rank, what was pickled of the rest; None on the others.
+        per_rank: a torch zip of this rank's own values, or nothing.
+        description: what ranks compare.
+        reads: what of it lies on devices.
+        watched: what must not change before it was copied.
+    """
+
+    leaves: list[Leaf]
+    objects: torch_pickle.Capture | None
+    per_rank: bytes
+    description: Description
+    reads: Reads
+    watched: list[Watched]
 
 
 def captured(

@@ -29,9 +29,9 @@ from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.steps.copies import Copies
-from fastckpt.steps.place import StepPlace
+from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import tidy
-from fastckpt.steps.save import StepOptions
+from fastckpt.steps.step_directory import StepDirectory
 from fastckpt.storage.atomic import settle
 from fastckpt.storage.file_system import Storage, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
@@ -76,7 +76,7 @@ class Drain(Job):
         self._options = options
         self._names = names
         self._parts = parts
-        self._place = StepPlace(tier.root, agreement)
+        self._place = StepDirectory(tier.root, agreement)
         self._step: int | None = None
         self.copied_s = 0.0
 
@@ -179,7 +179,7 @@ class _Copying:
         pipeline: Pipeline,
         tier: LocalTier,
         options: StepOptions,
-        place: StepPlace,
+        place: StepDirectory,
         manifest: Manifest,
         source: str,
         pace: Pace,
@@ -238,18 +238,21 @@ class _Copying:
         path, options = self._place.path(name), self._options
         purpose = Purpose(nbytes, 1, options.striping, self._tier.root.root)
         with ExitStack() as files, _UnderWay(self._pace) as moving:
-            file = ImageFile(self._pipeline, Image.tailless(), path, 1)
-            file.make(files, partial(self._place.made, name), purpose, options.backend, None)
+            allowance = self._staging.allowance(2 * _CHUNK_BYTES)
+            file = files.enter_context(
+                ImageFile(self._pipeline, Image.tailless(), path, options, allowance)
+            )
+            file.make(partial(self._place.made, name), purpose)
             file.begin(0, self._pace)
             offset = 0
             for chunk in content:
                 image = Image.of_bytes(chunk)
-                transfer = Transfer(self._staging, image, path, _CHUNK_BYTES // BLOCK_BYTES, 1)
+                transfer = Transfer(self._staging, image, path, allowance, 1)
                 transfer.write_to(file.fd, offset, file.route)
                 moving.follow(transfer)
                 offset += len(chunk)
             moving.follow(None)
-            file.end(options.durable, nbytes)
+            file.end(nbytes)
 
     def _copy_index(self, writer: Writer, content: bytes) -> None:
         path = self._place.path(writer.index)

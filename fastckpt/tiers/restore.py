@@ -19,7 +19,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.choice import first_whole
 from fastckpt.steps.load import StepReader
-from fastckpt.steps.save import StepOptions
+from fastckpt.steps.options import StepOptions
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
 from fastckpt.tiers.local_tier import LocalTier, Undrained
 
@@ -81,7 +81,7 @@ def _resumed(
     """Begins to drain what the nodes hold together and the root lacks, newest first."""
     nodes, rank, begun = tier.nodes(), agreement.rank, []
     beside = nodes.beside(rank)
-    is_able = current.staging.blocks_limit(None) >= DRAIN_BLOCKS_MIN
+    is_able = current.staging.allowance(None).blocks >= DRAIN_BLOCKS_MIN
     for each in tier.survey(agreement, is_able):
         handle = SaveHandle(tier.root.path(step_name(each.step)), time.perf_counter())
         handle.reported = True  # a failure is logged, and no later save's to raise

@@ -23,6 +23,7 @@ import fastckpt
 from fastckpt.directories.check import check, newest_whole
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
+from fastckpt.engine.staging import Allowance
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -340,13 +341,13 @@ def test_a_tensor_that_changes_too_early_fails_the_save(disk: Path) -> None:
 
     with through(Storage()) as pipeline:
         staging = pipeline.staging
-        real = staging.blocks_limit
+        real = staging.allowance
 
-        def late(nbytes: int | None) -> int:
+        def late(nbytes: int | None) -> Allowance:
             assert gate.wait(WAIT_S)
             return real(nbytes)
 
-        staging.blocks_limit = late  # type: ignore[method-assign]
+        staging.allowance = late  # type: ignore[method-assign]
         handle = save_directory(str(disk / "a"), fill, fence="step")
         weight.add_(1)
         gate.set()

@@ -576,7 +576,8 @@ def engine_with(
 def engine_write(writer: FrameWriter, fd: int, content: bytearray) -> _engine.WriteJob:
     segments = array("Q", [0, len(content), address_of(content)])
     with engine_with(writer.transfer) as (engine, backend):
-        job = engine.write(fd, 0, segments, array("Q"), backend, False, 6, 2)
+        job = engine.stage(segments, array("Q"), _engine.Allowance(6), 2)
+        job.write_to(fd, 0, backend, False)
         assert job.wait_written(WAIT_S)
     return job
 

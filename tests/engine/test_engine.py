@@ -197,6 +197,22 @@ def crcs_of(content: bytes, block_bytes: int) -> list[int]:
     ]
 
 
+def write(
+    engine: Engine,
+    fd: int,
+    offset: int,
+    segments: array[int],
+    slots: array[int],
+    backend: Backend,
+    direct: bool,
+    limit: int,
+    stagers: int,
+) -> _engine.WriteJob:
+    job = engine.stage(segments, slots, _engine.Allowance(limit), stagers)
+    job.write_to(fd, offset, backend, direct)
+    return job
+
+
 def start(
     engine: Engine,
     fd: int,
@@ -209,7 +225,7 @@ def start(
     stagers: int = 4,
 ) -> _engine.WriteJob:
     segments, slots = plan.columns()
-    return engine.write(fd, offset, segments, slots, backend, direct, limit, stagers)
+    return write(engine, fd, offset, segments, slots, backend, direct, limit, stagers)
 
 
 def written(job: _engine.WriteJob) -> None:
@@ -381,7 +397,7 @@ def test_sources_may_change_once_staged(disk: Path) -> None:
         engine_of(4) as engine,
         opened(disk / "image", os.O_RDWR | os.O_CREAT) as fd,
     ):
-        job = engine.write(fd, 0, segments, array("Q"), backend, False, 4, 2)
+        job = write(engine, fd, 0, segments, array("Q"), backend, False, 4, 2)
         assert job.wait_staged(WAIT_S)
         assert not job.wait_written(0.0)
         source[:] = bytes(len(source))
@@ -392,7 +408,7 @@ def test_sources_may_change_once_staged(disk: Path) -> None:
 
 def test_columns_must_be_whole_rows(backend: Backend) -> None:
     with engine_of(1) as engine, pytest.raises(ValueError, match="rows"):
-        engine.write(0, 0, array("Q", [0, 1]), array("Q"), backend, False, 1, 1)
+        write(engine, 0, 0, array("Q", [0, 1]), array("Q"), backend, False, 1, 1)
 
 
 # ---- Writing when things go wrong ----
@@ -921,7 +937,7 @@ POOL_ADDRESS = ctypes.addressof(ctypes.c_char.from_buffer(POOL))
 
 def isolated(scenario: Callable[..., None], *args: Any, seconds: float = 20.0) -> None:
     """Runs a function of this file alone in a new process; fails if that hangs, fails or dies."""
-    source = textwrap.dedent(inspect.getsource(scenario))
+    source = inspect.getsource(write) + textwrap.dedent(inspect.getsource(scenario))
     call = f"{scenario.__name__}(*{args!r})\nprint('reached the end')\n"
     program = f"from __future__ import annotations\n{ISOLATED_BEGIN}\n{source}\n{call}"
     result = subprocess.run(
@@ -972,11 +988,11 @@ def share_one_block(kind: str, path: str) -> None:
         stream.close()
 
     segments = array("Q", [0, nbytes, POOL_ADDRESS])
-    jobs = [engine.write(fd, 0, segments, array("Q"), backend, False, 4, 3) for _ in range(4)]
+    jobs = [write(engine, fd, 0, segments, array("Q"), backend, False, 4, 3) for _ in range(4)]
     readers = [threading.Thread(target=read, args=(number,)) for number in range(3)]
     for reader in readers:
         reader.start()
-    jobs += [engine.write(fd, 0, segments, array("Q"), backend, False, 1, 1) for _ in range(4)]
+    jobs += [write(engine, fd, 0, segments, array("Q"), backend, False, 1, 1) for _ in range(4)]
     for job in jobs:
         assert job.wait_written(60.0)
         assert job.failure() is None
@@ -1016,7 +1032,7 @@ def hammer(path: str, seconds: float, with_uring: bool) -> None:
             slots = array("Q", [first + data, 1])
             backend = chance.choice(backends)
             limit = chance.randint(1, 6)
-            job = engine.write(fd, 0, segments, slots, backend, False, limit, chance.randint(1, 3))
+            job = write(engine, fd, 0, segments, slots, backend, False, limit, chance.randint(1, 3))
             if not (job.wait_staged(60.0) and job.wait_written(60.0) and job.failure() is None):
                 wrong.append(f"write {number}: {job.failure()}")
             crc = zlib.crc32(POOL[source : source + data])
@@ -1061,7 +1077,7 @@ def close_after_a_failure(kind: str, how: str) -> None:
     segments = array("Q", [0, len(POOL), POOL_ADDRESS])
     for number in range(2_000):
         engine = _engine.Engine(2 * PAGE, PAGE, 4)
-        job = engine.write(null, 0, segments, array("Q"), backend, False, 2, 4)
+        job = write(engine, null, 0, segments, array("Q"), backend, False, 2, 4)
         if how == "cancel":
             job.cancel()
         if number % 2:
@@ -1083,7 +1099,7 @@ def drop_everything(kind: str, close_engine: bool) -> None:
     for _ in range(300):
         engine = _engine.Engine(16 * PAGE, PAGE, 2)
         backend = _engine.threads_backend(2) if kind == "threads" else _engine.uring_backend(4)
-        job = engine.write(null, 0, segments, array("Q"), backend, False, 16, 2)
+        job = write(engine, null, 0, segments, array("Q"), backend, False, 16, 2)
         if close_engine:
             engine.close()
         del job, backend, engine
@@ -1109,7 +1125,7 @@ def drop_during_callbacks(what: str) -> None:
         del stream
     else:
         segments = array("Q", [0, 16 * PAGE, POOL_ADDRESS])
-        job = engine.write(0, 0, segments, array("Q"), backend, False, 8, 2)
+        job = write(engine, 0, 0, segments, array("Q"), backend, False, 8, 2)
         del job
     del engine
     del backend
@@ -1129,7 +1145,7 @@ def drop_engine_first() -> None:
     backend = _engine.threads_backend(1)
     engine = _engine.Engine(2 * PAGE, PAGE, 1)
     segments = array("Q", [0, PAGE, POOL_ADDRESS])
-    job = engine.write(null, 0, segments, array("Q"), backend, False, 1, 1)
+    job = write(engine, null, 0, segments, array("Q"), backend, False, 1, 1)
     assert job.wait_written(10.0)
     stream = engine.read(null, 0, [], backend, False, 1)
     stream.close()
@@ -1159,7 +1175,7 @@ def answer_nonsense(answer: object) -> None:
     backend = _engine.callback_backend(transfer)
     engine = _engine.Engine(2 * PAGE, PAGE, 2)
     segments = array("Q", [0, 4 * PAGE, POOL_ADDRESS])
-    job = engine.write(0, 0, segments, array("Q"), backend, False, 2, 2)
+    job = write(engine, 0, 0, segments, array("Q"), backend, False, 2, 2)
     assert job.wait_written(10.0)
     assert job.failure() == ("write", 0, 5), job.failure()
     engine.close()

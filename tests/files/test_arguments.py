@@ -20,7 +20,7 @@ from fastckpt.arguments import checks as arguments
 from fastckpt.arguments import environment
 from fastckpt.directories.save import save_directory
 from fastckpt.engine import budget
-from fastckpt.files import save as file_save
+from fastckpt.files import place as file_place
 from fastckpt.handle import SaveHandle
 from fastckpt.storage import atomic
 from tests.torches import dcp, needs_dcp
@@ -233,7 +233,7 @@ def test_ranks_that_save_to_one_path_alone_are_warned_once(
     path = disk / "a.pt"
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(file_save, "_has_warned", False)
+    monkeypatch.setattr(file_place, "_has_warned", False)
     with monkeypatch.context() as patched:  # what the other rank, a living process, has made
         patched.setattr(os, "getpid", os.getppid)
         other = Path(atomic.temporary_path(str(path)))

@@ -85,7 +85,7 @@ def stage(
     engine: _engine.Engine, plan: Plan, devices: list[Range], limit: int = 1 << 20, stagers: int = 4
 ) -> _engine.WriteJob:
     segments, slots = plan.columns()
-    return engine.stage(segments, slots, limit, stagers, devices)
+    return engine.stage(segments, slots, _engine.Allowance(limit), stagers, devices)
 
 
 def write(job: _engine.WriteJob, path: Path, backend: _engine.Backend) -> bytes:
@@ -138,7 +138,7 @@ def test_copies_follow_what_the_stream_was_given_and_lead_what_comes(
         job = engine.stage(
             array("Q", [0, nbytes, address]),
             array("Q"),
-            64,
+            _engine.Allowance(64),
             2,
             [Range(address, address + nbytes, queue)],
         )
@@ -174,7 +174,7 @@ def test_copies_run_beside_kernels(
         job = engine.stage(
             array("Q", [0, nbytes, address]),
             array("Q"),
-            64,
+            _engine.Allowance(64),
             2,
             [Range(address, address + nbytes, queue)],
         )

@@ -128,7 +128,8 @@ void write_plan(Engine& engine, const std::shared_ptr<Backend>& backend, int fd,
                 Plan& plan) {
     const size_t held = 1 + below(random, 5);
     const auto threads = static_cast<unsigned>(1 + below(random, 3));
-    auto job = engine.stage(plan.segments, plan.slots, {}, nullptr, held, threads);
+    auto job = engine.stage(plan.segments, plan.slots, {}, nullptr,
+                            std::make_shared<Allowance>(held), threads);
     std::shared_ptr<fastckpt::TokenBucket> bucket;  // a third of the jobs waits for tokens
     if (below(random, 3) == 0) bucket = std::make_shared<fastckpt::TokenBucket>(4e6, 4096);
     job->write_to(fd, 0, backend, false, {}, bucket);
@@ -241,8 +242,9 @@ void fail_together(double seconds) {
                     write_plan(engine, sound, file.fd(), random, plan);
                     return;
                 }
-                auto job =
-                    engine.write(file.fd(), 0, plan.segments, plan.slots, faulty, false, 2, 2);
+                auto job = engine.stage(plan.segments, plan.slots, {}, nullptr,
+                                        std::make_shared<Allowance>(2), 2);
+                job->write_to(file.fd(), 0, faulty, false);
                 if (number == 1) job->cancel();
                 read_in_vain(engine, faulty, file.fd(), plan.image.size());
                 expect(job->wait_staged(kLongest), "a failed job is staged in time");

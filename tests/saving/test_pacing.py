@@ -108,10 +108,12 @@ def test_cancelled_while_it_waits_for_tokens(tmp_path: Path) -> None:
     bucket = _engine.TokenBucket(1000.0, 4096)  # for all of it a quarter of an hour
     with open(tmp_path / "a", "wb") as file:
         segments = array("Q", [0, len(memory), address_of(memory)])
-        job = engine.stage(segments, array("Q"), 32, 2)
+        job = engine.stage(segments, array("Q"), _engine.Allowance(32), 2)
         job.write_to(file.fileno(), 0, backend, False, 0.0, bucket)
         assert job.wait_staged(GRACE_S) and not job.wait_written(0.2)
-        other = engine.stage(segments, array("Q"), 16, 2)  # another job is not held up
+        other = engine.stage(
+            segments, array("Q"), _engine.Allowance(16), 2
+        )  # another job is not held up
         other.write_to(file.fileno(), 0, backend, False)
         assert other.wait_written(GRACE_S) and other.failure() is None
         assert not job.wait_written(0.0) and job.tokens_waited_s() >= 0.0

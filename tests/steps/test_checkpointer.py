@@ -190,7 +190,7 @@ def test_a_save_tells_path_and_times(disk: Path) -> None:
         shard = root / "step-00000120" / "rank-00000.safetensors"
         assert stats.nbytes == shard.stat().st_size + (shard.parent / "objects.pt").stat().st_size
         assert stats.backend in ("io_uring", "threads") and stats.why
-        assert 0 < stats.staged_bytes_max <= 2 * BLOCK_BYTES
+        assert 0 < stats.staged_bytes_max <= 3 * BLOCK_BYTES  # two of the shard, one of objects
     assert directories(root / "step-00000120") == [
         "manifest.json",
         "objects.pt",

@@ -30,7 +30,7 @@ from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.steps.choice import candidates
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
-from fastckpt.tiers import save as tiered_save
+from fastckpt.tiers import place as node_place
 from tests.crews.steps_states import flip
 from tests.doubles import FailAt, Operation, Recorder, dead_pid
 from tests.files.test_faults import leave_free, mounted
@@ -478,7 +478,7 @@ def test_a_slow_tier_is_used_no_more(
                 threading.Event().wait(0.5)
             return real()
 
-    monkeypatch.setattr(tiered_save, "SLOW_S", 0.2)
+    monkeypatch.setattr(node_place, "SLOW_S", 0.2)
     with process_on(Slow()), Checkpointer(disk / "run", local=local) as checkpointer:
         assert checkpointer.save(1, state(1)).result(WAIT_S).local_committed_s is not None
         stats = checkpointer.save(2, state(2)).result(WAIT_S)
@@ -496,7 +496,7 @@ def test_a_tier_is_not_slow_because_compression_is(
         threading.Event().wait(1.0)
         return real(*args)
 
-    monkeypatch.setattr(tiered_save, "SLOW_S", 0.2)
+    monkeypatch.setattr(node_place, "SLOW_S", 0.2)
     monkeypatch.setattr(FrameWriter, "transfer", transfer)
     with Checkpointer(disk / "run", local=local, codec="zstd") as checkpointer:
         for step in (1, 2):

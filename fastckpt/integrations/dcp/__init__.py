@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from fastckpt.arguments.checks import FENCES, ON_ERROR, Fence, OnError, check_choice, check_flag
 from fastckpt.directories import dcp_metadata
-from fastckpt.directories.items_save import ItemsSave, Places
+from fastckpt.directories.items_place import ItemsPlace
+from fastckpt.directories.items_plan import Places
 from fastckpt.errors import CheckpointError, fate
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations.dcp import plans as dcp_plans
@@ -193,8 +194,8 @@ def async_save(
             writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=use_collectives)
             planner = DefaultSavePlanner() if planner is None else planner
             plan, metadata = _planned(shared, agreement, writer, planner, state, rank == 0)
-            conclude = _Conclusion(handle, writer, plan, metadata)
-            job = writer.job(handle, agreement, plan, planner, conclude, fence)
+            conclusion = _Conclusion(handle, agreement, writer, plan, metadata)
+            job = writer.save(handle, agreement, plan, planner, conclusion, fence)
         pipeline.current().save(job)
     except CheckpointError as error:
         if on_error == "raise":
@@ -287,26 +288,29 @@ class _Conclusion:
     """The commit of what all ranks have written."""
 
     def __init__(
-        self, handle: Saving, writer: Writer, plan: SavePlan, metadata: Metadata | None
+        self,
+        handle: Saving,
+        agreement: Round,
+        writer: Writer,
+        plan: SavePlan,
+        metadata: Metadata | None,
     ) -> None:
-        self._handle, self._writer, self._plan, self._metadata = handle, writer, plan, metadata
+        self._handle, self._agreement, self._writer = handle, agreement, writer
+        self._plan, self._metadata = plan, metadata
 
-    def __call__(self, job: ItemsSave, places: Places) -> None:
-        agreement, storage = job.agreement, pipeline.current().storage
-        own = results_of(self._plan, job.name, places)
-        self._handle._file = job.name if places else ""
+    def record(self, name: str, places: Places) -> bytes:
+        self._handle._file = name
+        return dcp_plans.put(self._agreement, "done", results_of(self._plan, name, places))
 
-        def publish(records: list[bytes]) -> None:
-            metadata = copy.copy(self._metadata)  # planned once for many saves
-            assert metadata is not None
-            results = [
-                dcp_plans.get(agreement, "done", rank, record)
-                for rank, record in enumerate(records)
-            ]
-            job.replaced, job.unneeded = self._writer.commit(storage, metadata, results)
-            self._handle.metadata = metadata
-
-        job.conclude(dcp_plans.put(agreement, "done", own), publish)
+    def publish(self, place: ItemsPlace, records: list[bytes]) -> None:
+        metadata = copy.copy(self._metadata)  # planned once for many saves
+        assert metadata is not None
+        results = [
+            dcp_plans.get(self._agreement, "done", rank, record)
+            for rank, record in enumerate(records)
+        ]
+        place.replaced, place.unneeded = self._writer.commit(place.storage, metadata, results)
+        self._handle.metadata = metadata
 
 
 def _warn(shared: _Shared, handle: SaveHandle) -> None:

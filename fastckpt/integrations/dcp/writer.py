@@ -30,12 +30,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from fastckpt.arguments.checks import BackendName, Fence, StagingWay, check_flag, check_path
 from fastckpt.directories import dcp_metadata
-from fastckpt.directories.items_save import (
-    Content,
-    ItemsSave,
-    Places,
-)
-from fastckpt.engine.devices import Devices
+from fastckpt.directories.items_place import ItemsPlace
+from fastckpt.directories.items_plan import Conclusion, ItemsPlan, Places
+from fastckpt.engine.devices import Devices, Reads
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
 from fastckpt.handle import SaveHandle
@@ -44,6 +41,7 @@ from fastckpt.ranks.groups import together
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.fence import Watched
+from fastckpt.saving.save import Save
 from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
@@ -164,9 +162,6 @@ class Writer(StorageWriter):
         handle = SaveHandle(self.path, time.perf_counter())
         results: list[WriteResult] = []
 
-        def keep(job: ItemsSave, places: Places) -> None:
-            results.extend(results_of(plan, job.name, places))
-
         def tell(done: Future[Any]) -> None:
             error = done.exception()
             if error is None:
@@ -176,9 +171,10 @@ class Writer(StorageWriter):
 
         agreement = together(None).coordinator.begin(f"dcp file in {self.path!r}")
         with agreement.failing():
-            job = self.job(handle, agreement, plan, planner, keep, "call")
+            kept = _Kept(plan, results)
+            save = self.save(handle, agreement, plan, planner, kept, "call")
         handle.add_done_callback(tell)
-        pipeline.current().save(job)
+        pipeline.current().save(save)
         written: torch.futures.Future[list[WriteResult]] = future
         return written
 
@@ -225,20 +221,35 @@ class Writer(StorageWriter):
                 "is, and this one was not committed"
             )
 
-    def job(
+    def save(
         self,
         handle: SaveHandle,
         agreement: Round,
         plan: SavePlan,
         planner: SavePlanner,
-        conclude: Any,
+        conclusion: Conclusion,
         fence: Fence,
-    ) -> ItemsSave:
-        devices = pipeline.current().staging.devices
-        content = _content(plan, planner, devices, fence == "step")
+    ) -> Save:
+        current, options, path = pipeline.current(), self.options, handle.path
+        content = _content(plan, planner, current.staging.devices, fence == "step")
         prefix = getattr(plan.storage_data, "prefix", f"__{self.rank or 0}_")
-        rank = int(prefix.strip("_"))
-        return ItemsSave(handle, agreement, content, self.options, conclude, fence=fence, rank=rank)
+        place = ItemsPlace(current.storage, path, agreement, options.durable)
+        items = ItemsPlan(*content, int(prefix.strip("_")), place, options, conclusion)
+        return Save(handle, agreement, items, place, options, fence=fence, lane=path)
+
+
+class _Kept:
+    """What write_data() was asked for: the file alone, and what is told of it."""
+
+    def __init__(self, plan: SavePlan, results: list[WriteResult]) -> None:
+        self._plan, self._results = plan, results
+
+    def record(self, name: str, places: Places) -> bytes:
+        self._results += results_of(self._plan, name, places)
+        return b""
+
+    def publish(self, place: ItemsPlace, records: list[bytes]) -> None:
+        """finish() commits."""
 
 
 def _with_storage_data(plan: SavePlan, value: object) -> SavePlan:
@@ -254,8 +265,12 @@ def results_of(plan: SavePlan, name: str, places: Places) -> list[WriteResult]:
     ]
 
 
-def _content(plan: SavePlan, planner: SavePlanner, devices: Devices, watch: bool) -> Content:
-    """Returns a plan's items: tensors where they lie, if they are contiguous there, and bytes."""
+def _content(
+    plan: SavePlan, planner: SavePlanner, devices: Devices, watch: bool
+) -> tuple[list[torch.Tensor | bytes], Reads, list[Watched]]:
+    """Returns a plan's items: tensors where they lie, if they are contiguous there, and bytes; what
+    of them lies on devices; and with `watch`, what must not change before it was copied.
+    """
     kinds, stock = devices.readable(), type(planner)
     # Most objects are numbers, many alike: torch need not pickle each of them.
     looks_up = stock.resolve_data is DefaultSavePlanner.resolve_data
@@ -279,7 +294,7 @@ def _content(plan: SavePlan, planner: SavePlanner, devices: Devices, watch: bool
         items.append(local)
     storages = [item.untyped_storage() for item in items if isinstance(item, torch.Tensor)]
     guards = [Watched(watched, names)] if watched else []
-    return Content(items, devices.reads(storages), guards)
+    return items, devices.reads(storages), guards
 
 
 def _pickled(item: WriteItem, planner: Any, known: dict[tuple[type, str], bytes] | None) -> bytes:

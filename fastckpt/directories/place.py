@@ -1,0 +1,182 @@
+"""A directory of files that takes its name when all is there: it is exchanged for the one before.
+
+It must not know what the files mean, nor which directories stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+
+from fastckpt.directories.check import list_of
+from fastckpt.directories.draft import Draft
+from fastckpt.errors import CheckpointError
+from fastckpt.formats import file_list
+from fastckpt.formats.file_list import File
+from fastckpt.ranks.round import Round
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.saving.save import Place
+from fastckpt.storage import atomic
+from fastckpt.storage.atomic import close_quietly, settle
+from fastckpt.storage.file_system import Storage, patiently, reported
+from fastckpt.storage.lustre_layout import Purpose
+
+log = logging.getLogger("fastckpt")
+
+
+class SwapPlace(Place):
+    """The directory's name, and the draft that takes it, as one rank of a save sees them.
+
+    Args:
+        storage: the seam to the file system.
+        path: of the directory.
+        agreement: the save's round.
+        draft: what this rank puts into it.
+        durable: it is to outlast a crash of the machine.
+        retain: as save_directory's.
+
+    Attributes:
+        storage: as the argument.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        path: str,
+        agreement: Round,
+        draft: Draft,
+        durable: bool,
+        retain: Callable[[], None] | None,
+    ) -> None:
+        self.storage = storage
+        self.directory = draft.beside
+        self._path = path
+        self._agreement = agreement
+        self._draft = draft
+        self._durable = durable
+        self._retain = retain
+        self._is_committed = False
+
+    @contextmanager
+    def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
+        """A file of the draft, as (descriptor, path)."""
+        path, storage = os.path.join(self._draft.directory, name), self.storage
+        with reported("open", path):
+            storage.make_directories(os.path.dirname(path))
+            fd = storage.create(path, 0o666, purpose)
+        try:
+            yield fd, path
+        except BaseException:
+            with suppress(OSError):  # it is removed with the draft then
+                storage.remove(path)
+            raise
+        finally:
+            close_quietly(storage, fd)
+
+    def bring(self, files: Mapping[str, File]) -> Mapping[str, File]:
+        """Moves this rank's files to where the first rank has its own; returns those that count."""
+        if self._agreement.rank == 0:
+            self._agreement.put("place", os.fsencode(self._draft.name))
+            return files
+        storage, inner = self.storage, os.path.basename(self._draft.directory)
+        name = os.fsdecode(self._agreement.get("place"))
+        target = os.path.join(self._draft.beside, name, inner)
+        brought = {}
+        for name, file in files.items():
+            path = os.path.join(target, name)
+            try:
+                with reported("rename", path):
+                    if storage.status(path) is not None:
+                        continue  # written by every rank: the first one's counts
+                    if "/" in name:
+                        storage.make_directories(os.path.dirname(path))
+                    storage.rename(os.path.join(self._draft.directory, name), path)
+            except CheckpointError:
+                self._agreement.check()  # if the save has failed meanwhile, that is why
+                raise
+            brought[name] = file
+        if self._durable:
+            atomic.sync_directories(storage, target)
+        return brought
+
+    def publish(self, files: Mapping[str, File], brought: Sequence[Mapping[str, File]]) -> None:
+        """THE commit: the directory, whose files are durable by now, gets its name.
+
+        Args:
+            files: of the first rank.
+            brought: files of the others, in the order of the ranks.
+        """
+        storage, directory, path = self.storage, self._draft.directory, self._path
+        merged = dict(chain(*(found.items() for found in [*reversed(brought), files])))
+        listed = os.path.join(directory, file_list.NAME)
+        with reported("write", listed):
+            with suppress(FileNotFoundError):  # only an earlier list that fill() has copied
+                storage.remove(listed)
+            fd = storage.create(listed, 0o666)
+            try:
+                content = file_list.to_bytes(merged)
+                patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
+                settle(storage, fd, listed, self._durable)
+            finally:
+                close_quietly(storage, fd)
+        if self._durable:
+            atomic.sync_directories(storage, directory)
+        self._refuse_others(merged)
+        changed = {os.path.dirname(path), self._draft.beside, *self._draft.grown}
+        with atomic.naming_in(storage, changed if self._durable else (), path) as make_durable:
+            with reported("rename", path):
+                storage.touch(directory)  # so that times are in the order of the commits
+                aside = os.path.join(self._draft.root, "replaced")
+                try:
+                    atomic.publish_directory(storage, directory, path, aside)
+                except OSError:
+                    self._draft.is_kept = True
+                    with suppress(OSError):  # what had the name may have got it back
+                        self._draft.is_kept = storage.is_directory(aside)
+                    raise
+            self._draft.is_kept = True  # what was replaced, which a crash may yet bring back
+            make_durable()
+            self._draft.is_kept = False
+        self._is_committed = True
+
+    def _refuse_others(self, files: Mapping[str, File]) -> None:
+        """Raises CheckpointError if what is there holds files that would be lost."""
+        storage, path = self.storage, self._path
+        if not storage.is_directory(path):
+            if storage.status(path) is not None:
+                raise CheckpointError(f"{path!r} is a file, which is not replaced by a directory")
+            return
+        with reported("list", path):
+            others = {*names_in(storage, path, links=True)} - files.keys()
+        if others:
+            with suppress(CheckpointError):  # a list that is damaged tells nothing
+                others -= list_of(path, storage).keys()
+        if others:
+            raise CheckpointError(
+                f"{path!r} holds files that are of no checkpoint ({', '.join(sorted(others)[:5])}) "
+                "and is not replaced: save to a directory of its own"
+            )
+
+    def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
+        self._draft.discard()
+        if self._is_committed and self._retain is not None:
+            try:
+                self._retain()
+            except Exception as error:
+                log.warning("after %r nothing older was removed: %s", self._path, error)
+
+
+def names_in(
+    storage: Storage, directory: str, under: str = "", *, links: bool = False
+) -> Iterator[str]:
+    """Yields files in a directory and below it, relative to it; with `links` symbolic ones too."""
+    for name in sorted(storage.names(os.path.join(directory, under))):
+        relative = f"{under}/{name}" if under else name
+        path = os.path.join(directory, relative)
+        if storage.is_directory(path):
+            yield from names_in(storage, directory, relative, links=links)
+        elif relative != file_list.NAME and (links or not os.path.islink(path)):
+            yield relative

@@ -1,0 +1,134 @@
+"""What one rank writes of a directory: the files that fill() has left to the background, and a list
+of these and of those that it has written by itself.
+
+It must not know what the files mean.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from functools import partial
+
+from fastckpt.directories.check import crc32_of
+from fastckpt.directories.draft import Draft, Pending
+from fastckpt.directories.place import SwapPlace, names_in
+from fastckpt.engine.staging import combine_crcs
+from fastckpt.formats import file_list
+from fastckpt.formats.file_list import File
+from fastckpt.handle import SaveHandle
+from fastckpt.options import WriteOptions
+from fastckpt.plan.image import BLOCK_BYTES, Image
+from fastckpt.ranks.round import Round
+from fastckpt.saving.pacing import Pace
+from fastckpt.saving.save import Output, Plan
+from fastckpt.storage.atomic import close_quietly, settle
+from fastckpt.storage.file_system import reported
+from fastckpt.storage.lustre_layout import Purpose
+
+
+class DirectoryPlan(Plan):
+    """One rank's plan of a directory.
+
+    Args:
+        handle, agreement: of the save.
+        draft: what this rank puts into it.
+        place: where it becomes visible.
+        options: how its files are written.
+    """
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        agreement: Round,
+        draft: Draft,
+        place: SwapPlace,
+        options: WriteOptions,
+    ) -> None:
+        super().__init__(draft.reads(), draft.watched)
+        self._handle = handle
+        self._agreement = agreement
+        self._directory = draft.directory
+        self._pending: list[Pending] = draft.pending
+        self._place = place
+        self._options = options
+        self._outputs: list[_DraftFile] = []
+        self._files: dict[str, File] = {}  # of this rank
+
+    def lay_out(self, pace: Pace) -> list[_DraftFile]:
+        how = (self._directory, self._place, self._options)
+        images = {pending.name: pending.layout() for pending in self._pending}
+        self._outputs = [_DraftFile(name, image, *how) for name, image in images.items()]
+        return self._outputs
+
+    def record(self) -> bytes:
+        storage, directory = self._place.storage, self._directory
+        self._files = {output.name: output.listed for output in self._outputs}
+        with reported("list", directory):
+            others = [name for name in names_in(storage, directory) if name not in self._files]
+        for name in others:
+            self._files[name] = self._settled(name)
+        own = self._place.bring(self._files)
+        self._handle.stats.nbytes = sum(file.nbytes for file in own.values())
+        return file_list.to_record(own) if self._agreement.rank else b""
+
+    def _settled(self, name: str) -> File:
+        """Makes a file durable that fill() has written by itself."""
+        storage, path = self._place.storage, os.path.join(self._directory, name)
+        with reported("open", path):
+            fd = storage.open(path)
+        try:
+            settle(storage, fd, path, self._options.durable)
+        finally:
+            close_quietly(storage, fd)
+        return crc32_of(storage, path, name)
+
+    def publish(self, records: list[bytes]) -> None:
+        brought = [file_list.from_record(record) for record in records[1:]]
+        self._place.publish(self._files, brought)
+
+    def forget(self) -> None:
+        for pending in self._pending:
+            pending.forget()
+        for output in self._outputs:
+            output.image.sources.clear()
+
+    def release(self) -> None:
+        self.forget()
+        self._pending, self._outputs = [], []
+
+
+class _DraftFile(Output):
+    """A file of the draft.
+
+    Attributes:
+        name: relative to the directory.
+        listed: what the list says of it, once it has ended.
+    """
+
+    listed: File
+
+    def __init__(
+        self, name: str, image: Image, directory: str, place: SwapPlace, options: WriteOptions
+    ) -> None:
+        super().__init__(image, os.path.join(directory, name))
+        self.name = name
+        self._make = partial(place.made, name)
+        self._purpose = Purpose(image.nbytes, 1, options.striping)
+        self._tail = bytearray()
+
+    def open(self) -> None:
+        self.file.make(self._make, self._purpose)
+
+    def fill_in(self) -> None:
+        self._tail = self.file.complete()
+
+    def end(self) -> None:
+        image, tail = self.image, self._tail
+        self.file.end(image.nbytes)
+        self.file.close()  # some file systems rename no directory in which a file is open
+        left, crc = image.body_nbytes, 0
+        for block in self.file.transfer.block_crcs():
+            crc = combine_crcs(crc, block, min(left, BLOCK_BYTES))
+            left -= BLOCK_BYTES
+        self.listed = File(image.nbytes, combine_crcs(crc, zlib.crc32(tail), len(tail)))

@@ -1,0 +1,248 @@
+"""What one rank writes of a file: all of it, or its interval of the image that ranks share.
+
+Responsible for how the object is laid out and divided, for what ranks compare of it, and for the
+bytes that depend on the checksums of all. It must not know how a block moves or how ranks talk.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from typing import NamedTuple
+
+import torch
+
+from fastckpt.engine.devices import Devices
+from fastckpt.engine.staging import combine_crcs
+from fastckpt.files.place import FilePlace
+from fastckpt.formats import torch_pickle, torch_zip
+from fastckpt.formats.arrangement import arrange, nbytes_of
+from fastckpt.options import WriteOptions
+from fastckpt.plan.image import Image
+from fastckpt.plan.intervals import Checksums, Part, bounds
+from fastckpt.ranks.groups import Together
+from fastckpt.ranks.round import Round
+from fastckpt.ranks.same_state import Description, Sampled, disagreement
+from fastckpt.saving.fence import Watched, named_tensors
+from fastckpt.saving.pacing import Pace
+from fastckpt.saving.save import Output, Plan
+from fastckpt.state.dtensors import is_sharded
+from fastckpt.storage.file_system import reported
+from fastckpt.storage.lustre_layout import Purpose, grain_bytes
+
+
+class FilePlan(Plan):
+    """One rank's plan of a file, made before anything is written.
+
+    Args:
+        captured: what was pickled.
+        obj: what it is of.
+        shared: None where one rank saves alone, else what its group agreed on.
+        devices: whose memory may be read.
+        agreement: the save's round.
+        place: of the file.
+        options: how it is written.
+
+    Raises:
+        TypeError: the object holds a tensor of which each rank has another part.
+    """
+
+    def __init__(
+        self,
+        captured: torch_pickle.Capture,
+        obj: object,
+        shared: Together | None,
+        devices: Devices,
+        agreement: Round,
+        place: FilePlace,
+        options: WriteOptions,
+    ) -> None:
+        watched = [Watched(captured.tensors, obj)] if captured.tensors else []
+        super().__init__(devices.reads(captured.storages()), watched)
+        self._captured = captured
+        self._sources: list[object] = []
+        self._together = shared
+        self._agreement = agreement
+        self._place = place
+        self._options = options
+        self._description: Description | None = None
+        self._first_rank: frozenset[str] = frozenset()
+        self._tensors: list[_Named] = []
+        if shared is not None:  # what is made of these can wait, and the caller cannot
+            self._first_rank = shared.unequal()
+            self._tensors = [_Named.of(*item) for item in named_tensors(obj)]
+
+    def lay_out(self, pace: Pace) -> list[Output]:
+        ranks = self._agreement.world_size
+        if self._together is None:
+            image = torch_zip.layout(self._captured)
+            cuts = bounds(image.body_nbytes, ranks)
+        else:
+            image, cuts = self._lay_out_shared(ranks)
+        self._sources, self._gathered = image.sources, image.gathered
+        return [_Interval(image, cuts, self._agreement, self._place, self._options)]
+
+    def _lay_out_shared(self, ranks: int) -> tuple[Image, list[int]]:
+        """The image, and where its body is cut into the ranks' intervals."""
+        texts = [(tensor.name, tensor.text()) for tensor in self._tensors]
+        texts.append(
+            ("the argument stripe", repr(self._options.striping))
+        )  # decides where parts begin
+        self._description = Description(texts, self._first_rank)
+        name_at = {tensor.address: tensor.name for tensor in reversed(self._tensors)}
+        name_at.pop(0, None)
+        names = {
+            record: name_at.get(content.data_ptr(), record)
+            for record, content in self._captured.records
+            if isinstance(content, torch.UntypedStorage)
+        }
+        first = {record for record, name in names.items() if name in self._first_rank}
+        arrangement = arrange(self._captured, first)
+        if self._agreement.rank != 0:
+            arrangement.tail.clear()  # is the first rank's to write
+        image, front_nbytes = torch_zip.layout_shared(arrangement)
+        grain = grain_bytes(image.nbytes, ranks, self._options.striping)
+        cuts = bounds(image.body_nbytes, ranks, front_nbytes, arrangement.small_nbytes, grain)
+        self._description.lay_out(
+            (names.get(record, record), f"{record} of {nbytes_of(content)} bytes")
+            for record, content in [*arrangement.front, *arrangement.shared]
+        )
+        self._description.sample(
+            [
+                Sampled(names[record], content.data_ptr(), content.nbytes())
+                for record, content in arrangement.shared
+            ],
+            zlib.crc32(self._agreement.name.encode()),
+        )
+        return image, cuts
+
+    def samples(self) -> list[tuple[int, bytearray]]:
+        described = [] if self._description is None else self._description.samples()
+        return [*self._gathered, *described]
+
+    def compare(self) -> None:
+        description, shared = self._description, self._together
+        if description is None or shared is None:
+            return
+        groups = self._agreement.same("state", description.digest(), description.detail)
+        if groups is not None:
+            error, unequal = disagreement(groups, self._place.path)
+            shared.note_unequal(unequal)
+            raise error
+
+    def publish(self, records: list[bytes]) -> None:
+        self._place.publish()
+
+    def forget(self) -> None:
+        self._captured.records.clear()
+        self._sources.clear()
+
+    def release(self) -> None:
+        self.forget()
+        self._description, self._tensors, self._gathered = None, [], []
+
+
+class _Interval(Output):
+    """This rank's interval of the image, in the file that the first rank makes."""
+
+    def __init__(
+        self,
+        whole: Image,
+        cuts: list[int],
+        agreement: Round,
+        place: FilePlace,
+        options: WriteOptions,
+    ) -> None:
+        rank = agreement.rank
+        part = Part(whole, cuts[rank], cuts[rank + 1])
+        super().__init__(part.image, place.path)
+        self.begin = part.begin
+        self._whole = whole
+        self._part = part
+        self._checksums = Checksums(whole, cuts, combine_crcs)
+        self._agreement = agreement
+        self._place = place
+        self._options = options
+
+    @property
+    def nbytes(self) -> int:
+        tail_nbytes = 0 if self._agreement.rank else self._whole.tail_nbytes
+        return self.image.body_nbytes + tail_nbytes
+
+    def open(self) -> None:
+        agreement, place, part = self._agreement, self._place, self._part
+        if agreement.rank == 0:
+            striping = self._options.striping
+            purpose = Purpose(self._whole.nbytes, agreement.world_size, striping)
+            timed = agreement.world_size == 1 and not self._options.pacing
+            place.made(self.file.make(place.make, purpose, timed=timed))
+        else:
+            # A rank without an interval has no page to try: where it would begin, others have
+            # written.
+            writes = part.begin < part.end
+            self.file.join(place.opened(), place.path, writing=writes, offset=part.begin)
+
+    def fill_in(self) -> None:
+        agreement, transfer, checksums = self._agreement, self.file.transfer, self._checksums
+        agreement.put("crc", _packed(transfer.block_crcs(), transfer.slot_crcs()))
+        if agreement.rank == 0:
+            for rank, record in enumerate(agreement.gather("crc")):
+                checksums.add(rank, *_unpacked(record))
+            tail = bytearray(self._whole.tail(*checksums.joined()))
+            self.file.add(Image.of_bytes(tail), self._whole.body_nbytes)
+        self.file.wait_written()
+        self._patch()
+
+    def _patch(self) -> None:
+        """Fills in what depends on the checksums of the ranks before this one."""
+        agreement, checksums = self._agreement, self._checksums
+        needed = checksums.ranks_needed(agreement.rank)
+        for rank in needed:
+            checksums.add(rank, *_unpacked(agreement.get("crc", rank)))
+        for offset, content in checksums.patches(agreement.rank) if needed else ():
+            with reported("write", self.path, offset):
+                self._place.storage.patch(self.file.fd, content, offset)
+
+    def end(self) -> None:
+        is_first = self._agreement.rank == 0
+        if is_first:
+            self._place.take_permissions(self.file.fd)
+        self.file.end(self._whole.nbytes if is_first else None)
+        self._place.complete(self.file.fd, self._whole.nbytes)
+
+
+class _Named(NamedTuple):
+    """A tensor that all ranks hold: what they compare of it, and its address (0 if it has none)."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+    address: int
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> _Named:
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # the rest takes 1 us of each
+        if not plain and is_sharded(tensor):
+            raise TypeError(
+                f"{name} is a DTensor, of which each rank holds a part: save it with "
+                "fastckpt.Checkpointer"
+            )
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError, ValueError):
+            address = 0  # sparse, lazy and other tensors without a storage of their own
+        # Neither kind has one shape that ranks could compare.
+        shapeless = tensor.is_nested or (not plain and torch.nn.parameter.is_lazy(tensor))
+        return cls(name, tensor.dtype, None if shapeless else tensor.shape, address)
+
+    def text(self) -> str:
+        return f"{str(self.dtype)[6:]} {'' if self.shape is None else list(self.shape)}"
+
+
+def _packed(block_crcs: list[int], slot_crcs: list[int]) -> bytes:
+    return array("I", [len(block_crcs), *block_crcs, *slot_crcs]).tobytes()
+
+
+def _unpacked(record: bytes) -> tuple[array[int], array[int]]:
+    numbers = array("I", record)
+    return numbers[1 : 1 + numbers[0]], numbers[1 + numbers[0] :]

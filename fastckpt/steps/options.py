@@ -1,0 +1,32 @@
+"""How steps are written, and how many stay, as the caller of Checkpointer asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastckpt.arguments.checks import CODECS, Codec, check_choice, check_count, optional
+from fastckpt.options import WriteOptions
+
+
+@dataclass(frozen=True)
+class StepOptions(WriteOptions):
+    """How steps are written, and how many stay: arguments of Checkpointer of the same names.
+
+    Raises:
+        ValueError, TypeError: one of them is none that can be, or does not go with another one.
+    """
+
+    codec: Codec | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("codec", self.codec, CODECS)
+        if self.keep_last is not None:
+            check_count("keep_last", self.keep_last, ", or None to keep all")
+        optional(check_count, "keep_every", self.keep_every)
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError("keep_every without keep_last: all steps are kept anyway")
+        if self.codec is not None and self.pacing.writers_per_node is not None:
+            raise ValueError("writers_per_node with codec: what is compressed has its own file")

@@ -1,0 +1,272 @@
+"""What one rank writes of a step: its shard and the index of that, on the first rank also what no
+shard holds; and what becomes of them, a manifest.
+
+It must not know the bytes of the formats, how a block moves, or how ranks talk.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable
+from datetime import datetime, timezone
+from functools import partial
+
+from fastckpt.engine.codec import FrameWriter
+from fastckpt.formats import torch_zip
+from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
+from fastckpt.formats.shard_index import index_name, shard_name
+from fastckpt.handle import SaveHandle
+from fastckpt.plan.image import BLOCK_BYTES, Image
+from fastckpt.ranks.round import Round
+from fastckpt.ranks.same_state import disagreement
+from fastckpt.saving.pacing import Pace
+from fastckpt.saving.save import Output, Plan
+from fastckpt.steps.capture import Content
+from fastckpt.steps.options import StepOptions
+from fastckpt.steps.place import AnyStepPlace
+from fastckpt.steps.shard import Shard, comparable
+from fastckpt.steps.shard_parts import part_of
+from fastckpt.steps.shared_shard import AnyShard, Gathered, Gathering, Guest, Pool, is_small
+from fastckpt.storage.file_system import Storage
+from fastckpt.storage.lustre_layout import Purpose
+
+
+class StepPlan(Plan):
+    """One rank's plan of a step.
+
+    Args:
+        handle, agreement: of the save.
+        step: its number.
+        content: what this rank has of it.
+        place: where it goes.
+        options: how it is written.
+        storage: the seam to the file system.
+        pool: what ranks of a node lend each other, for shards that share a file.
+        differing: called with the keys of tensors whose contents differ between ranks.
+    """
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        agreement: Round,
+        step: int,
+        content: Content,
+        place: AnyStepPlace,
+        options: StepOptions,
+        storage: Storage,
+        pool: Pool,
+        differing: Callable[[set[str]], None],
+    ) -> None:
+        super().__init__(content.reads, content.watched)
+        self.whole = options.codec is not None  # a frame is of a block
+        self._handle = handle
+        self._agreement = agreement
+        self._step = step
+        self._content: Content | None = content
+        self._place = place
+        self._options = options
+        self._storage = storage
+        self._pool = pool
+        self._differing = differing
+        self._shard: _ShardOutput | None = None
+        self._objects: _ObjectsOutput | None = None
+        self._gathering: Gathering | None = None
+        self._nonce = ""
+
+    def lay_out(self, pace: Pace) -> list[Output]:
+        content, agreement = self._content, self._agreement
+        assert content is not None
+        own = Shard(content.leaves, content.per_rank, agreement.rank)
+        if pace.gathers:
+            self._gathering = Gathering(self._pool, self._storage, agreement, self._handle)
+        if self.whole or pace.gathers:
+            self.way = "host"
+        compared = comparable(content.leaves, agreement.world_size)
+        content.description.sample(compared, zlib.crc32(agreement.label.encode()))
+        part = part_of(own.image) if pace.gathers and is_small(own) else own.image
+        path, how = self._handle.path, (self._place, self._options)
+        self._shard = _ShardOutput(own, part, path, agreement, self._storage, *how)
+        captured, content.objects = content.objects, None
+        if captured is None:
+            return [self._shard]
+        path = os.path.join(path, OBJECTS)
+        self._objects = _ObjectsOutput(torch_zip.layout(captured), path, *how)
+        return [self._shard, self._objects]
+
+    def samples(self) -> list[tuple[int, bytearray]]:
+        assert self._content is not None
+        return self._content.description.samples()
+
+    def agree(self, pace: Pace, nbytes: int) -> None:
+        output, gathering = self._shard, self._gathering
+        assert output is not None
+        if gathering is not None:
+            gathering.lend(output.own)
+        meets = pace.meets or (gathering is not None and not self._pool.is_settled)
+        self._nonce, meets = self._place.agree(meets)
+        output.nonce = self._nonce
+        self._handle.path = self._place.step.path()
+        if meets:
+            self._pool.neighbours = pace.meet(nbytes)
+        if gathering is not None:
+            output.shard = gathering.place(output.own, output.image, pace.files_per_node)
+
+    def compare(self) -> None:
+        assert self._content is not None
+        description = self._content.description
+        groups = self._agreement.same("state", description.digest(), description.detail)
+        if groups is not None:
+            error, unequal = disagreement(groups, self._handle.path)
+            self._differing(unequal)
+            raise error
+
+    def record(self) -> bytes:
+        """What the manifest will say of this writer; b"" of one that has no file."""
+        assert self._shard is not None
+        return self._shard.record
+
+    def publish(self, records: list[bytes]) -> None:
+        objects = self._objects
+        assert objects is not None
+        writers = tuple(Writer.from_bytes(record) for record in records if record)
+
+        def manifest(sequence: int) -> Manifest:
+            return Manifest(
+                step=self._step,
+                nonce=self._nonce,
+                sequence=sequence,
+                world_size=self._agreement.world_size,
+                created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                objects=objects.written,
+                writers=writers,
+            )
+
+        self._place.publish(manifest)
+
+    def forget(self) -> None:
+        assert self._content is not None
+        self._content.leaves.clear()
+
+    def release(self) -> None:
+        self._content = self._shard = self._objects = None
+
+    def committed(self) -> None:
+        if self._gathering is not None:
+            self._pool.is_settled = True
+
+
+class _ShardOutput(Output):
+    """This rank's shard: a file, or a part of the one that ranks of a node share.
+
+    Attributes:
+        own: as it is laid out alone.
+        shard: as it goes to a file; known when ranks have agreed on that.
+        nonce: of the save, for the index.
+        record: what the manifest says of the shard and its index, once they have arrived.
+    """
+
+    def __init__(
+        self,
+        own: Shard,
+        part: Image,
+        path: str,
+        agreement: Round,
+        storage: Storage,
+        place: AnyStepPlace,
+        options: StepOptions,
+    ) -> None:
+        super().__init__(part, path)
+        self.own = own
+        self.shard: AnyShard = own
+        self.nonce, self.record = "", b""
+        self._storage = storage
+        self._place = place
+        self._options = options
+        self._rank = agreement.rank
+        self._name = shard_name(agreement.rank, options.codec)
+        self._writer: FrameWriter | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.shard.head.body_nbytes + self.image.body_nbytes
+
+    def open(self) -> None:
+        shard, file, step, codec = self.shard, self.file, self._place.step, self._options.codec
+        self._writer = None
+        if shard.is_empty:
+            return
+        if isinstance(shard, Guest):
+            fd, path = shard.open(), step.path(shard_name(shard.host, codec))
+            self.begin = shard.begin
+            file.join(fd, path, offset=None if shard.is_direct else shard.begin)
+            return
+        path, make = step.path(self._name), partial(step.made, self._name)
+        purpose = Purpose(shard.nbytes, 1, self._options.striping, self._place.directory)
+        timed = codec is None and isinstance(shard, Shard) and not self._options.pacing
+        file.make(make, purpose, path, allocates=codec is None, timed=timed)
+        self.begin = shard.begin
+        if isinstance(shard, Gathered):
+            shard.announce(file.fd, file.route.direct)
+        if codec is not None:
+            self._writer = FrameWriter(self._storage, file.fd, path, shard.nbytes, BLOCK_BYTES)
+            file.through(self._writer.transfer)
+
+    def fill_in(self) -> None:
+        shard, file = self.shard, self.file
+        if not isinstance(shard, Shard):
+            shard.describe(file.transfer.slot_crcs())
+        if isinstance(shard, Gathered):
+            file.add(shard.head, 0)
+
+    def end(self) -> None:
+        shard, file, step = self.shard, self.file, self._place.step
+        if isinstance(shard, Guest):
+            shard.written()
+            return
+        if isinstance(shard, Gathered):
+            shard.wait_written()
+            index = shard.index(self.nonce, self._name)
+        else:
+            frames = None if self._writer is None else self._writer.frames()
+            index = shard.index(self.nonce, self._name, file.transfer.block_crcs(), frames)
+        file.end(shard.nbytes)
+        name, content = index_name(self._rank), index.to_bytes()
+        step.write(name, content, file.fd, self._options.durable)
+        file.close()
+        if self._options.durable:
+            step.sync_own_directory()
+        self.record = Writer.of(index, name, content).to_bytes()
+
+
+class _ObjectsOutput(Output):
+    """What is in no shard, as a torch zip of its own.
+
+    Attributes:
+        written: what the manifest says of it, once it has ended.
+    """
+
+    is_small = True
+    written: ObjectsFile
+
+    def __init__(self, image: Image, path: str, place: AnyStepPlace, options: StepOptions) -> None:
+        super().__init__(image, path)
+        self._place = place
+        self._tail = bytearray()
+        # A number of stripes is meant for shards: this file is small, and a layout costs the
+        # metadata server a word.
+        self._stripe = "keep" if options.stripe == "keep" else "auto"
+
+    def open(self) -> None:
+        step = self._place.step
+        purpose = Purpose(self.image.nbytes, 1, self._stripe, self._place.directory)
+        self.file.make(partial(step.made, OBJECTS), purpose, step.path(OBJECTS))
+
+    def fill_in(self) -> None:
+        self._tail = self.file.complete()
+
+    def end(self) -> None:
+        self.file.end(self.image.nbytes)
+        self.file.close()
+        crc = torch_zip.closing_crc(self._tail)
+        self.written = ObjectsFile(OBJECTS, self.image.nbytes, crc)

@@ -1,0 +1,265 @@
+"""Where a step becomes visible by way of a node-local tier: first on each node, then in the root.
+
+Each node has a directory of its own, all nodes publish the same manifest, and a tier that cannot
+take the step is gone past. It must not know how a shard is written, nor how a step is drained.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import secrets
+from collections.abc import Callable, Sequence
+
+from fastckpt.errors import CheckpointError, PeerFailed, StorageError
+from fastckpt.formats.manifest import Manifest
+from fastckpt.handle import SaveHandle
+from fastckpt.options import Pacing
+from fastckpt.ranks.round import Round
+from fastckpt.saving.pacing import Pace
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.saving.save import Output, Place, Save
+from fastckpt.steps.options import StepOptions
+from fastckpt.steps.place import StepPlace
+from fastckpt.steps.step_directory import StepDirectory
+from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain, receive, send
+from fastckpt.tiers.local_tier import OBJECTS_PART, SLOW_S, LocalTier
+
+
+class NodePlace(Place):
+    """The local tier as one rank of a save sees it, and then the root.
+
+    Args:
+        tier: the local tier.
+        handle, agreement: of the save.
+        draining: the round in which ranks agree on the commit to the root.
+        earlier: handles of the saves before, of those that are not done.
+        number: of the step.
+        options: how the step is written, and how many stay.
+    """
+
+    def __init__(
+        self,
+        tier: LocalTier,
+        handle: SaveHandle,
+        agreement: Round,
+        draining: Round,
+        earlier: Sequence[SaveHandle],
+        number: int,
+        options: StepOptions,
+    ) -> None:
+        self._tier = tier
+        self._handle = handle
+        self._agreement = agreement
+        self._draining = draining
+        self._number = number
+        self._options = options
+        # That has to be in the root before this one is written, or too much would be in the tier.
+        self._awaited = earlier[-tier.keep - 1] if len(earlier) > tier.keep else None
+        self._own = StepDirectory(tier.steps, agreement)
+        self._past: StepPlace | None = None  # the root's, once it goes past the tier
+        self._trouble = ""
+        self._opened_s = 0.0
+        self._wrote_shard = False
+        self._is_committed = False
+        self._drain: Drain | None = None
+
+    @property
+    def step(self) -> StepDirectory:
+        """The directory that is written to."""
+        return self._own if self._past is None else self._past.step
+
+    @property
+    def directory(self) -> str:  # type: ignore[override]
+        """In which that is."""
+        return self.step.steps.root
+
+    def admit(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> None:
+        # Before anything is staged: a drain needs staging memory, too, to read and to write.
+        if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:
+            self._tier.refuse("cannot be drained with staging memory of one block")
+        if self._awaited is not None:
+            self._awaited.wait_done()
+            self._awaited = None
+
+    # ---- the directories, or the way past them
+
+    def pacing(self, asked: Pacing) -> Pacing:
+        """Not at all, until it goes past the tier: what was asked for is to spare the root."""
+        return Pacing()
+
+    def begin(self) -> None:
+        """Makes a directory on each node, by the node's first rank."""
+        if self._tier.nodes().first(self._agreement.rank) == self._agreement.rank:
+            self._trouble = self._tier.refusal()
+            if not self._trouble:
+                try:
+                    self._own.begin(self._number)
+                except StorageError as error:
+                    self._trouble = f"failed: {error}"
+
+    def agree(self, meets: bool) -> tuple[str, bool]:
+        """The directory's name is the node's, the nonce that of rank 0."""
+        agreement = self._agreement
+        first = self._tier.nodes().first(agreement.rank)
+        if first == agreement.rank:
+            own = {"name": self._own.name, "nonce": secrets.token_hex(16)}
+            agreement.put("local place", json.dumps(own).encode())
+        self._own.name = json.loads(agreement.get("local place", first))["name"]
+        return json.loads(agreement.get("local place"))["nonce"], False
+
+    def open(self, outputs: Sequence[Output], pace: Pace) -> None:
+        """In the local tier where every rank has room; before the first byte is written, for what
+        was written is no longer in memory.
+        """
+        self._trouble = self._trouble or self._tier.refusal()
+        try:
+            if self._own.name and not self._trouble:
+                super().open(outputs, pace)
+                coded = 0 if self._options.codec is None else outputs[0].nbytes
+                beside = self._tier.nodes().beside(self._agreement.rank)
+                self._tier.check_room(coded * len(beside))
+        except StorageError as error:
+            self._trouble = f"failed: {error}"
+        why = self._why_not()
+        if not why:
+            self._opened_s = self._handle.elapsed_s()
+            self._wrote_shard = outputs[0].file.is_open
+            return
+        for output in outputs:
+            output.file.close()
+        self._go_past(why, pace, sum(output.image.nbytes for output in outputs))
+        super().open(outputs, pace)
+
+    def _why_not(self) -> str:
+        """Says why some rank cannot write to the local tier; "" if all can."""
+        agreement = self._agreement
+        agreement.put("local", self._trouble.encode(errors="replace"))
+        if agreement.rank == 0:
+            troubles = enumerate(agreement.gather("local"))
+            why = next((f"of rank {r} {text.decode()}" for r, text in troubles if text), "")
+            agreement.put("tier", why.encode())
+        return agreement.get("tier").decode()
+
+    def _go_past(self, why: str, pace: Pace, nbytes: int) -> None:
+        """Leaves the local tier as it was, and turns to the root, to write so much there."""
+        if self._agreement.rank == 0 or self._trouble:
+            self._tier.warn(self._number, why)
+        self._own.abandon()
+        past = StepPlace(self._tier.root, self._agreement, self._number, self._options)
+        self._past = past
+        self._handle.stats.local_why = f"the local tier {why}"
+        pace.heed(self._options.pacing)
+        past.begin()
+        _nonce, meets = past.agree(pace.meets)
+        self._handle.path = past.step.path()
+        if meets:
+            pace.meet(nbytes)
+
+    # ---- the commit in the local tier
+
+    def wait_turn(self, previous: Sequence[SaveHandle]) -> None:
+        if self._past is not None:
+            self._past.wait_turn(previous)
+            return
+        for handle in previous:
+            handle.wait_first()
+
+    def publish(self, manifest: Callable[[int], Manifest]) -> None:
+        """On every node; if one fails, on none."""
+        if self._past is not None:  # after all that any tier has, as if it had not gone past
+            sequence = self._tier.next_sequence(self._tier.root)
+            self._past.step.publish(manifest(sequence), self._options.durable)
+            return
+        agreement = self._agreement
+        others = [rank for rank in self._tier.nodes().firsts if rank]
+        try:
+            made = manifest(self._tier.next_sequence(self._own.steps))
+        except BaseException:
+            if others:
+                send(agreement, "manifest", b"")
+            raise
+        if others:
+            send(agreement, "manifest", made.to_bytes())
+        self._publish_here(made)
+        for rank in others:
+            failure = agreement.get("published", rank).decode()
+            if failure:
+                raise PeerFailed(f"rank {rank}: {failure}", (rank,))
+
+    def _publish_here(self, manifest: Manifest) -> None:
+        """In the local tier what is visible is enough for the failure of a process, which is all
+        that the tier promises: where it may not be durable, the step is drained as ever, and the
+        tier is not used again.
+        """
+        try:
+            self._own.publish(manifest, self._options.durable)
+        except StorageError as error:
+            if not error.visible:
+                raise
+            self._tier.refuse(f"failed: {error}")
+
+    def follow(self, previous: Sequence[SaveHandle]) -> None:
+        """On the first rank of another node: publishes there what rank 0 publishes on its own."""
+        if self._past is not None:
+            self._past.wait_turn(previous)  # as rank 0 does
+            return
+        if not self._own.is_begun:
+            return
+        content = receive(self._agreement, "manifest", 0)
+        if not content:
+            return
+        failure = ""
+        try:
+            self._publish_here(Manifest.from_bytes(content))
+        except (CheckpointError, OSError) as error:
+            failure = f"{type(error).__name__}: {error}"
+        self._agreement.put("published", failure.encode(errors="replace"))
+
+    # ---- from there to the root
+
+    def go_on(self, save: Save, pipeline: Pipeline) -> None:
+        self._is_committed = True
+        if self._past is not None:
+            return
+        self._handle.mark_local()
+        save.copying.close()
+        save.release()
+        stats, rank, nodes = self._handle.stats, self._agreement.rank, self._tier.nodes()
+        wrote = [rank] if self._wrote_shard else []
+        parts = [*wrote, OBJECTS_PART] if rank == 0 else wrote
+        names = {0: self._own.name, nodes.first(rank): self._own.name}
+        local_s = (stats.written_s or 0.0) - self._opened_s
+        drain = Drain(self._handle, self._draining, self._tier, self._options, names, parts)
+        drain.previous, self._drain = save.previous, drain
+        drain.commit(pipeline)
+        # With a codec it is compression that took the time, which is no shorter without a tier.
+        if self._options.codec is None and local_s > max(SLOW_S, drain.copied_s):
+            self._tier.refuse(
+                f"is slow: it took {local_s:.1f} s for what {self._tier.root.root} took in "
+                f"{drain.copied_s:.1f} s"
+            )
+
+    def abandon(self) -> None:
+        self.step.abandon()
+
+    def fail(self, error: BaseException) -> None:
+        self._draining.fail(error)
+        if self._is_committed or self._past is not None or not isinstance(error, StorageError):
+            return
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if error.path.startswith(self._tier.steps.root) and not is_full:
+            self._tier.refuse(f"failed: {error}")
+
+    def close(self) -> None:
+        self._own.close()
+        if self._past is not None:
+            self._past.close()
+
+    def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
+        if self._past is not None:
+            self._past.end(pipeline, failure)
+        drain, self._drain = self._drain, None
+        if drain is not None:
+            drain.end(pipeline)
+        self._draining.close()
