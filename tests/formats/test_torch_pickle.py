@@ -1,0 +1,134 @@
+"""What our pickler makes of objects is, byte for byte, what torch.save makes of them."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from fastckpt.formats import torch_pickle
+
+
+def of_torch(obj: object) -> dict[str, bytes]:
+    """The records of torch's own zip."""
+    file = io.BytesIO()
+    torch.save(obj, file)
+    with zipfile.ZipFile(file) as archive:
+        return {name.split("/", 1)[1]: archive.read(name) for name in archive.namelist()}
+
+
+def of_ours(obj: object, observe: bool) -> dict[str, bytes]:
+    """The records that are to be laid out as a zip of ours."""
+    captured = torch_pickle.capture(obj, pickle, 2, False, observe)
+    return {
+        name: content if isinstance(content, bytes) else bytes(content.tolist())
+        for name, content in captured.records
+    }
+
+
+class Sub(torch.Tensor):
+    """A subclass, which pickles in its own way."""
+
+
+class Marked:
+    """An object with a tensor and an attribute."""
+
+    def __init__(self) -> None:
+        self.weight = torch.arange(6.0)
+        self.name = "marked"
+
+
+def with_attribute() -> torch.Tensor:
+    tensor = torch.zeros(3)
+    tensor.note = "kept"  # type: ignore[attr-defined]
+    return tensor
+
+
+def views() -> dict[str, torch.Tensor]:
+    base = torch.arange(24.0)
+    return {"base": base, "half": base[12:], "t": base.view(4, 6).t(), "step": base[::3]}
+
+
+def hooks_kept() -> OrderedDict[str, object]:
+    named = OrderedDict(a=torch.zeros(2), b=OrderedDict())
+    empty: OrderedDict[str, object] = OrderedDict()
+    empty.note = "an attribute"  # type: ignore[attr-defined]
+    return OrderedDict(named=named, empty=empty, again=named)
+
+
+ZOO: dict[str, Callable[[], Any]] = {
+    "module": lambda: torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)
+    ).state_dict(),
+    "whole module": lambda: torch.nn.Linear(2, 2),
+    "views of one storage": views,
+    "one tensor twice": lambda: [tensor := torch.ones(5), tensor],
+    "scalars and empty": lambda: [torch.tensor(1.5), torch.zeros(0), torch.zeros(2, 0, 3)],
+    "requires grad": lambda: [torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2))],
+    "attribute": with_attribute,
+    "attribute of an object": Marked,
+    "subclass": lambda: torch.ones(3).as_subclass(Sub),
+    "complex, conj, neg": lambda: [
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.ones(2, dtype=torch.complex64).conj().imag,
+    ],
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.5, 1, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "storages": lambda: [torch.arange(4).untyped_storage(), torch.arange(4.0)],
+    "ordered dicts": hooks_kept,
+    "optimizer": lambda: {
+        "state": {0: {"step": torch.tensor(1.0), "m": torch.randn(3, 3)}},
+        "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.99), "params": [0]}],
+    },
+}
+_DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.bool)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16)
+ZOO |= {str(dtype): partial(torch.ones, 3, dtype=dtype) for dtype in (*_DTYPES, *_INTEGERS)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("observe", [False, True])
+@pytest.mark.parametrize("name", ZOO)
+def test_records_are_torchs(name: str, observe: bool) -> None:
+    obj = ZOO[name]()
+    expected = of_torch(obj)
+    for record, content in of_ours(obj, observe).items():
+        assert content == expected[record], record
+
+
+def test_the_way_of_this_torch_is_known() -> None:
+    """Else plain tensors are pickled as slowly as torch does."""
+    assert torch_pickle._KNOWN
+
+
+def test_a_torch_that_says_otherwise_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_pickle, "_REBUILD", torch._utils._rebuild_tensor_v3)
+    assert not torch_pickle._is_as_torch_says()
+
+
+def test_two_dtypes_of_one_memory_are_refused_as_torch_does() -> None:
+    memory = torch.zeros(4)
+    obj = [memory, memory.view(torch.int32)]
+    with pytest.raises(RuntimeError) as ours:
+        torch_pickle.capture(obj, pickle, 2, False, False)
+    with pytest.raises(RuntimeError) as theirs:
+        torch.save(obj, io.BytesIO())
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_a_reducer_that_the_program_has_registered_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(copyreg.dispatch_table, torch.Tensor, lambda tensor: (float, (7.0,)))
+    captured = torch_pickle.capture([torch.zeros(2)], pickle, 2, False, False)
+    assert pickle.loads(dict(captured.records)["data.pkl"]) == [7.0]  # type: ignore[arg-type]
