@@ -220,7 +220,8 @@ class Save(Job):
         pace = Pace(pacing, self.agreement, rates, self.lane, stats, whole=plan.whole)
         outputs = plan.lay_out(pace)
         nbytes = sum(output.image.nbytes for output in outputs)
-        with self._telling(), ExitStack() as moving:
+        # A failure is told before the files are closed and removed.
+        with ExitStack() as moving, self._telling():
             fetch = self._stage(pipeline, outputs, moving)
             place.begin()
             self.copying.watch()  # from here on the caller may be let go at any time

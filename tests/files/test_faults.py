@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt.saving import pipeline
 from tests.saving.test_handle import WAIT_S, HeldTensor, saving_threads, temporaries, wait_until
 from tests.saving.test_process import run_python
 
@@ -227,6 +228,7 @@ def test_training_survives_a_full_disk(disk: Path) -> None:
         committed = []
         for step in range(6):
             if step == 2:
+                pipeline.current().wait_for(str(path), ended=True)  # what it replaced is freed
                 ballast = leave_free(mount, 2 * MIB)
             if step == 4:
                 ballast.unlink()
