@@ -37,6 +37,8 @@ METHODS = tuple(
     if callable(value) and name[0] != "_" and not name.endswith("_text")
 )
 
+# A tree, by paths in it: the bytes of a file, None of a directory, and where a symbolic link leads.
+Image = dict[str, bytes | Path | None]
 T = TypeVar("T")
 _swapping = threading.RLock()
 
@@ -284,7 +286,7 @@ class Crash(Recorder):
     of a process does. images() then tells what the disk may hold.
 
     Args:
-        directory: the one whose files are modelled; what is in it now is durable.
+        directory: the one whose tree is modelled; what is in it now is durable.
         count: how many operations happen.
     """
 
@@ -300,65 +302,163 @@ class Crash(Recorder):
                 result = real()
                 self._disk.note(operation)
                 return result
+            self._disk.end()
         if operation.name == "close":
             return real()
         if operation.name in TRANSFERS:  # the engine knows no exception but an error number
             raise OSError(errno.EIO, "the machine is gone")
         raise PowerCut
 
-    def images(self, seed: int) -> Iterator[tuple[str, dict[str, bytes]]]:
-        """Label and content (name -> bytes) of each directory that the disk may hold now."""
+    def images(self, seed: int) -> Iterator[tuple[str, Image]]:
+        """Label and content of each tree that the disk may hold now."""
         yield from self._disk.images(random.Random(seed))
 
 
 class _File:
-    """A file's content as of its last sync: an inode, whatever names it has."""
+    """An inode of a file, whatever names it has: its content as of its last sync."""
 
     def __init__(self, durable: bytes = b"") -> None:
         self.durable = durable
 
 
-class Disk:
-    """Which contents and names of a directory are durable, from the operations done in it.
+class _Folder:
+    """An inode of a directory: its entries now, and as of its last sync."""
 
-    A file's content is durable as of its last sync, the names as of the last sync of the
-    directory. Everything else may have reached the disk or not.
+    def __init__(self) -> None:
+        self.now: dict[str, _Node] = {}
+        self.durable: dict[str, _Node] = {}
+
+
+# A symbolic link is where it leads to, which it never changes.
+_Node = _File | _Folder | Path
+
+
+class Disk:
+    """Which contents and names of a tree are durable.
+
+    A file's content is durable as of its last sync, the names in a directory as of that directory's
+    last sync; what is not durable may have reached the disk or not, each name and sector by itself.
+    After each operation the real tree is looked at, so changes that go past the seam count, too.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._names = {path.name: _File(path.read_bytes()) for path in directory.iterdir()}
-        self._names_durable = dict(self._names)
+        self._known: dict[int, _Node] = {}  # by the number of the inode
+        self._left: dict[_File, bytes] | None = None  # what files held when it ended
+        self._look()
+        for node, path in self._walk(self._top, directory):
+            if isinstance(node, _File):
+                node.durable = path.read_bytes()
+            elif isinstance(node, _Folder):
+                node.durable = dict(node.now)
+
+    def _look(self) -> None:
+        """Notes which names there are now."""
+        found: dict[int, _Node] = {}
+        self._top = self._folder(self._directory, self._directory.stat().st_ino, found)
+        for inode, node in self._known.items():
+            if isinstance(node, _Folder) and inode not in found:
+                node.now = {}
+        self._known = found
+
+    def _folder(self, path: str | Path, inode: int, found: dict[int, _Node]) -> _Folder:
+        node = self._known.get(inode)
+        found[inode] = node = node if isinstance(node, _Folder) else _Folder()
+        with os.scandir(path) as entries:
+            node.now = {entry.name: self._entry(entry, found) for entry in entries}
+        return node
+
+    def _entry(self, entry: os.DirEntry[str], found: dict[int, _Node]) -> _Node:
+        inode = entry.inode()
+        if entry.is_dir(follow_symlinks=False):
+            return self._folder(entry.path, inode, found)
+        node = found.get(inode) or self._known.get(inode)
+        if entry.is_symlink():
+            node = node if isinstance(node, Path) else Path(os.readlink(entry.path))
+        elif not isinstance(node, _File):
+            node = _File()
+        found[inode] = node
+        return node
+
+    def _walk(self, node: _Node, path: Path) -> Iterator[tuple[_Node, Path]]:
+        yield node, path
+        if isinstance(node, _Folder):
+            for name, inner in node.now.items():
+                yield from self._walk(inner, path / name)
 
     def note(self, operation: Operation) -> None:
         """Follows one operation that was done."""
-        name = os.path.basename(operation.path)
-        if operation.name == "create":
-            self._names[name] = _File()
-        elif operation.name == "rename":
-            self._names[os.path.basename(operation.args[0])] = self._names.pop(name)
-        elif operation.name == "remove":
-            del self._names[name]
-        elif operation.name == "sync":
-            self._names[name].durable = (self._directory / name).read_bytes()
-        elif operation.name == "sync_directory":
-            self._names_durable = dict(self._names)
+        self._look()
+        path = Path(operation.path)
+        if operation.name not in ("sync", "sync_directory") or not path.exists():
+            return
+        if not path.is_relative_to(self._directory):
+            return
+        node = self._known[path.stat().st_ino]
+        if isinstance(node, _File):
+            node.durable = path.read_bytes()
+        elif isinstance(node, _Folder):
+            node.durable = dict(node.now)
 
-    def images(self, rng: random.Random) -> Iterator[tuple[str, dict[str, bytes]]]:
-        now = {name: (self._directory / name).read_bytes() for name in self._names}
-        durable = {name: file.durable for name, file in self._names.items()}
-        yield (
-            "nothing unsynced",
-            {name: file.durable for name, file in self._names_durable.items()},
-        )
-        yield "names, data cut off", durable
-        yield (
-            "names and sizes, data zero",
-            {name: _padded(durable[name], len(now[name])) for name in now},
-        )
-        yield "everything", now
-        for part in ("some sectors", "some other sectors"):
-            yield part, {name: _mixed(durable[name], now[name], rng) for name in now}
+    def end(self) -> None:
+        """The machine is gone: what is changed from now on counts for nothing."""
+        if self._left is None:
+            self._look()
+            files = self._walk(self._top, self._directory)
+            self._left = {node: path.read_bytes() for node, path in files if type(node) is _File}
+
+    def images(self, rng: random.Random) -> Iterator[tuple[str, Image]]:
+        """Label and content of each tree that there may be after the crash."""
+        self.end()
+        left = self._left or {}
+
+        def now(folder: _Folder) -> dict[str, _Node]:
+            return folder.now
+
+        def durable(folder: _Folder) -> dict[str, _Node]:
+            return folder.durable
+
+        def mixed(folder: _Folder) -> dict[str, _Node]:
+            entries = {}
+            for name in sorted(folder.durable.keys() | folder.now.keys()):
+                source = folder.now if rng.getrandbits(1) else folder.durable
+                if name in source:
+                    entries[name] = source[name]
+            return entries
+
+        def synced(file: _File) -> bytes:
+            return file.durable
+
+        def live(file: _File) -> bytes:
+            return left.get(file, file.durable)  # nobody can tell of one that has lost its name
+
+        yield "nothing unsynced", self._image(durable, synced)
+        yield "names, data cut off", self._image(now, synced)
+        zero = self._image(now, lambda file: _padded(file.durable, len(live(file))))
+        yield "names and sizes, data zero", zero
+        yield "everything", self._image(now, live)
+        yield "data, no names", self._image(durable, live)
+        for part in ("some", "others"):
+            image = self._image(mixed, lambda file: _mixed(file.durable, live(file), rng))
+            yield part, image
+
+    def _image(
+        self,
+        names: Callable[[_Folder], dict[str, _Node]],
+        content: Callable[[_File], bytes],
+    ) -> Image:
+        image: Image = {}
+
+        def walk(folder: _Folder, inside: str) -> None:
+            for name, node in sorted(names(folder).items()):
+                if isinstance(node, _Folder):
+                    image[inside + name] = None
+                    walk(node, f"{inside}{name}/")
+                else:
+                    image[inside + name] = content(node) if isinstance(node, _File) else node
+
+        walk(self._top, "")
+        return image
 
 
 def _padded(content: bytes, nbytes: int) -> bytes:
@@ -389,10 +489,17 @@ def dead_pid() -> int:
         return process.pid
 
 
-def plant(image: dict[str, bytes], directory: Path, owner: int) -> None:
-    """Writes an image into an empty directory; temporaries of this process become those of `owner`.
+def plant(image: Image, directory: Path, owner: int) -> None:
+    """Writes an image into a directory; temporaries of this process become those of `owner`.
 
     For the process that wrote them did not survive the crash, while the one that tests does.
     """
     for name, content in image.items():
-        (directory / name.replace(f"-{os.getpid()}-", f"-{owner}-")).write_bytes(content)
+        path = directory / name.replace(f"-{os.getpid()}-", f"-{owner}-")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            path.mkdir()
+        elif isinstance(content, Path):
+            path.symlink_to(content)
+        else:
+            path.write_bytes(content)

@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -42,7 +41,7 @@ from fastckpt.ranks import coordinator
 from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import IN_FLIGHT_MAX, Pipeline
 from fastckpt.storage.file_system import Storage
-from tests.doubles import TRANSFERS, Delay, FailAt, Operation, PowerCut, Recorder, dead_pid
+from tests.doubles import Crash, Delay, FailAt, Operation, Recorder, dead_pid, plant
 from tests.paths import ROOT
 from tests.saving.test_handle import HeldTensor, Octets, wait_until
 from tests.saving.test_process import run_python
@@ -50,7 +49,6 @@ from tests.saving.test_process import run_python
 WAIT_S = 60.0
 SEED = 20261120
 BIG = 300_000  # elements: more than 1 MiB, so it goes to the shards
-SECTOR_BYTES = 4096
 DATA = ROOT / "tests" / "data"
 Same = Callable[[Any, Any], None]
 T = TypeVar("T")
@@ -894,168 +892,6 @@ def test_a_disk_that_is_gone_is_one_error(memory: Path) -> None:
 # ---- the last operation before a power cut ----
 
 
-@dataclass
-class File:
-    """A file as the disk has it: its content as of its last sync."""
-
-    durable: bytes = b""
-
-
-@dataclass
-class Folder:
-    """A directory: its entries now, and as of its last sync."""
-
-    now: dict[str, Any] = field(default_factory=dict)
-    durable: dict[str, Any] = field(default_factory=dict)
-
-
-Names = Callable[[Folder], dict[str, Any]]
-Content = Callable[[File, bytes], bytes]
-
-
-class Disk:
-    """Which contents and names below a directory are durable, from the operations done there.
-
-    As doubles.Disk, for a tree of directories.
-    """
-
-    def __init__(self, base: Path) -> None:
-        self._base = base
-        self._top = self._found(base)
-
-    def _found(self, path: Path) -> Any:
-        if not path.is_dir():
-            return File(path.read_bytes())
-        entries = {entry.name: self._found(entry) for entry in path.iterdir()}
-        return Folder(entries, dict(entries))
-
-    def _folder(self, path: Path) -> tuple[dict[str, Any], str]:
-        """The entries of the directory that holds path, and its name there."""
-        node = self._top
-        *above, name = path.relative_to(self._base).parts
-        for part in above:
-            node = node.now[part]
-        return node.now, name
-
-    def note(self, operation: Operation) -> None:
-        """Follows one operation that was done."""
-        name, path = operation.name, Path(operation.path)
-        if name == "make_directories":
-            for part in [*reversed(path.relative_to(self._base).parents[:-1]), None]:
-                entries, last = self._folder(path if part is None else self._base / part)
-                entries.setdefault(last, Folder())
-        elif name in ("create", "make_directory"):
-            entries, last = self._folder(path)
-            entries[last] = File() if name == "create" else Folder()
-        elif name == "rename":
-            entries, last = self._folder(path)
-            target, new = self._folder(Path(operation.args[0]))
-            target[new] = entries.pop(last)
-        elif name in ("remove", "remove_directory"):
-            entries, last = self._folder(path)
-            del entries[last]
-        elif name == "sync":
-            entries, last = self._folder(path)
-            entries[last].durable = path.read_bytes()
-        elif name == "sync_directory":
-            node = self._top
-            if path != self._base:
-                entries, last = self._folder(path)
-                node = entries[last]
-            node.durable = dict(node.now)
-
-    def images(self, rng: random.Random) -> Iterator[tuple[str, dict[str, bytes | None]]]:
-        """Label and content of each tree that the disk may hold: bytes, or None of a directory."""
-
-        def now(folder: Folder) -> dict[str, Any]:
-            return folder.now
-
-        def durable(folder: Folder) -> dict[str, Any]:
-            return folder.durable
-
-        def mixed(folder: Folder) -> dict[str, Any]:
-            entries = {}
-            for name in folder.durable.keys() | folder.now.keys():
-                source = folder.now if rng.getrandbits(1) else folder.durable
-                if name in source:
-                    entries[name] = source[name]
-            return entries
-
-        def padded(file: File, live: bytes) -> bytes:
-            return file.durable[: len(live)].ljust(len(live), b"\0")
-
-        def torn(file: File, live: bytes) -> bytes:
-            old, parts = padded(file, live), []
-            for begin in range(0, len(live), SECTOR_BYTES):
-                source = live if rng.getrandbits(1) else old
-                parts.append(source[begin : begin + SECTOR_BYTES])
-            return b"".join(parts)
-
-        yield "nothing unsynced", self._image(durable, lambda file, _live: file.durable)
-        yield "names, data cut off", self._image(now, lambda file, _live: file.durable)
-        yield "names and sizes, data zero", self._image(now, padded)
-        yield "everything", self._image(now, lambda _file, live: live)
-        yield "data, no names", self._image(durable, lambda _file, live: live)
-        for part in ("some", "others"):
-            yield part, self._image(mixed, torn)
-
-    def _image(self, names: Names, content: Content) -> dict[str, bytes | None]:
-        image: dict[str, bytes | None] = {}
-
-        def walk(folder: Folder, inside: Path) -> None:
-            for name, node in names(folder).items():
-                relative = inside / name
-                if isinstance(node, Folder):
-                    image[str(relative)] = None
-                    walk(node, relative)
-                else:
-                    image[str(relative)] = content(node, self._live(relative, node))
-
-        walk(self._top, Path())
-        return dict(sorted(image.items()))
-
-    def _live(self, relative: Path, node: File) -> bytes:
-        """What a file holds now: nobody can tell of one that has lost its name."""
-        try:
-            entries, name = self._folder(self._base / relative)
-        except KeyError:
-            return node.durable
-        return (self._base / relative).read_bytes() if entries.get(name) is node else node.durable
-
-
-class Crash(Recorder):
-    """The first `count` operations happen, then the machine is gone: see doubles.Crash."""
-
-    def __init__(self, base: Path, count: int) -> None:
-        super().__init__()
-        self._count = count
-        self.disk = Disk(base)
-        self._order = threading.RLock()  # an operation may be made of others
-
-    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-        with self._order:
-            if number < self._count:
-                result = real()
-                self.disk.note(operation)
-                return result
-        if operation.name == "close":
-            return real()
-        if operation.name in TRANSFERS:
-            raise OSError(errno.EIO, "the machine is gone")
-        raise PowerCut
-
-
-def plant(image: dict[str, bytes | None], base: Path, owner: int) -> None:
-    """Writes an image; temporaries of this process become those of `owner`, which is dead."""
-    for name, content in image.items():
-        path = base / name.replace(f"-{os.getpid()}-", f"-{owner}-")
-        if content is None:
-            path.mkdir(parents=True)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     "name",
@@ -1080,7 +916,7 @@ def test_any_operation_may_be_the_last(memory: Path, name: str) -> None:
             break
         renamed, synced = place_of_commit(storage)
         last = storage.log[count - 1] if count else "nothing"
-        for label, image in storage.disk.images(random.Random(SEED + count)):
+        for label, image in storage.images(SEED + count):
             key = hash(tuple(image.items()))
             if key not in seen:
                 plant(image, memory / "after", owner)
@@ -1109,7 +945,7 @@ def test_the_images_tear_what_was_not_synced(memory: Path) -> None:
     with process_on(storage), Checkpointer(live / "run", durable=False) as checkpointer:
         checkpointer.save(1, state(1)).result(WAIT_S)
     outcomes = {}
-    for label, image in storage.disk.images(random.Random(SEED)):
+    for label, image in storage.images(SEED):
         plant(image, memory / label, dead_pid())
         try:
             outcomes[label] = content_of(memory / label / "run")
