@@ -156,5 +156,4 @@ def remove_directory(path: str, beside: str | None = None) -> None:
     hidden = atomic.temporary_path(os.path.join(beside, os.path.basename(path)))
     # An earlier save, which removes old ones after its commit, may have been first.
     with reported("remove", path), suppress(FileNotFoundError):
-        storage.rename(path, hidden)
-        storage.remove_tree(hidden)
+        atomic.remove_directory(storage, path, hidden)

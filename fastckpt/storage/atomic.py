@@ -470,6 +470,14 @@ def publish_directory(storage: Storage, directory: str, path: str, aside: str) -
             raise
 
 
+def remove_directory(storage: Storage, path: str, hidden: str) -> None:
+    """Removes a directory by way of a hidden name, so that no part of it ever has its own."""
+    storage.rename(path, hidden)
+    # Else a power cut might bring the name back, but not all that was removed of the directory.
+    storage.sync_directory(os.path.dirname(path))
+    storage.remove_tree(hidden)
+
+
 def sync_directories(storage: Storage, directory: str) -> None:
     """Makes the entries of a directory and of those below it durable."""
     for name in storage.names(directory):

@@ -5,13 +5,15 @@ what stock readers find in them, and what is said of a damaged one. Must not kno
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +37,8 @@ from fastckpt.formats import file_list
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
-from tests.doubles import Delay, FailAt, Operation, Recorder, dead_pid
+from tests.doubles import Crash, Delay, FailAt, Operation, PowerCut, Recorder, dead_pid, plant
+from tests.storm import SUITE_SEED
 
 BUDGET_BYTES = 64 << 20
 WAIT_S = 60.0
@@ -149,6 +152,51 @@ def test_a_stop_at_any_operation_leaves_the_old_directory_or_the_new_one(memory:
     with through(Storage()):
         save_directory(str(path), fill_with(1)).result(WAIT_S)
     assert os.listdir(memory) == ["a"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("inside", ["a", "new/er/a"], ids=["over", "new"])
+def test_any_operation_may_be_the_last(memory: Path, inside: str) -> None:
+    """Under the name is the old directory or the new one, and under that of the one that the save
+    removes afterwards this one or nothing: never a part.
+    """
+    before = {"older": 0, "a": 1} if inside == "a" else {"older": 0}
+    owner, seen = dead_pid(), set()
+    print(f"seed {SUITE_SEED}")
+    for count in itertools.count():
+        live = memory / "live"
+        live.mkdir()
+        with through(Storage()):
+            for name, step in before.items():
+                save_directory(str(live / name), fill_with(step)).result(WAIT_S)
+        storage, told, older = Crash(live, count), False, str(live / "older")
+        with through(storage) as pipeline, suppress(PowerCut):  # what it is for
+            retain = partial(remove_directory, older)
+            handle = save_directory(str(live / inside), fill_with(2), retain=retain)
+            told = handle.exception(WAIT_S) is None
+            pipeline.drain()
+        for label, image in storage.images(SUITE_SEED + count):
+            what = f"{count} operations, the last {storage.log[:count][-1:]}; survived: {label}"
+            key = told, hash(tuple(image.items()))
+            if key in seen:
+                continue
+            seen.add(key)
+            plant(image, memory / "after", owner)
+            try:
+                found = {
+                    name: step_in(memory / "after" / name)
+                    for name in ("older", inside)
+                    if (memory / "after" / name).exists()
+                }
+            except Exception as error:
+                raise AssertionError(what) from error
+            shutil.rmtree(memory / "after", ignore_errors=True)
+            after = before | {inside: 2}
+            assert found in [after, {inside: 2}] or (found == before and not told), what
+        shutil.rmtree(live)
+        if count > len(storage.log):
+            break
+    assert len(seen) > 30
 
 
 def test_everything_is_durable_before_the_name_and_the_name_before_the_result(disk: Path) -> None:
@@ -457,10 +505,10 @@ def test_a_list_of_a_newer_version_is_told() -> None:
 def test_removal_leaves_a_directory_whole_or_hidden(disk: Path) -> None:
     with through(Storage()):
         save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
-    storage = FailAt(1, errno.EIO, lasting=True)  # after the rename
+    storage = FailAt(2, errno.EIO, lasting=True)  # when the rename is durable
     with through(storage), pytest.raises(StorageError):
         remove_directory(str(disk / "a"))
-    assert storage.names_logged()[:2] == ["rename", "remove_tree"]
+    assert storage.names_logged()[:3] == ["rename", "sync_directory", "remove_tree"]
     (left,) = os.listdir(disk)
     assert left.startswith(".a.") and left.endswith(".tmp")
     with through(Storage()):

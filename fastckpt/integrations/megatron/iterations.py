@@ -179,6 +179,7 @@ def retain(
             # First what makes it complete, so that nobody takes the rest for a checkpoint.
             if is_complete(path):
                 storage.remove(os.path.join(path, METADATA))
+                storage.sync_directory(path)  # a power cut does not bring it back, either
             storage.remove_tree(path)
             removed.append(number)
         except OSError as error:
