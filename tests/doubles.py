@@ -309,9 +309,9 @@ class Crash(Recorder):
             raise OSError(errno.EIO, "the machine is gone")
         raise PowerCut
 
-    def images(self, seed: int) -> Iterator[tuple[str, Image]]:
-        """Label and content of each tree that the disk may hold now."""
-        yield from self._disk.images(random.Random(seed))
+    def images(self, seed: int, mixtures: int = 2) -> Iterator[tuple[str, Image]]:
+        """Label and content of each tree that the disk may hold now; so many are left to chance."""
+        yield from self._disk.images(random.Random(seed), mixtures)
 
 
 class _File:
@@ -407,7 +407,7 @@ class Disk:
             files = self._walk(self._top, self._directory)
             self._left = {node: path.read_bytes() for node, path in files if type(node) is _File}
 
-    def images(self, rng: random.Random) -> Iterator[tuple[str, Image]]:
+    def images(self, rng: random.Random, mixtures: int) -> Iterator[tuple[str, Image]]:
         """Label and content of each tree that there may be after the crash."""
         self.end()
         left = self._left or {}
@@ -438,9 +438,9 @@ class Disk:
         yield "names and sizes, data zero", zero
         yield "everything", self._image(now, live)
         yield "data, no names", self._image(durable, live)
-        for part in ("some", "others"):
+        for number in range(mixtures):
             image = self._image(mixed, lambda file: _mixed(file.durable, live(file), rng))
-            yield part, image
+            yield f"mixture {number}", image
 
     def _image(
         self,
@@ -487,6 +487,11 @@ def dead_pid() -> int:
     with subprocess.Popen(["true"]) as process:
         process.wait()
         return process.pid
+
+
+def visible(image: Image) -> Image:
+    """The part of a tree that readers of checkpoints look at: what has no hidden name."""
+    return {name: each for name, each in image.items() if f"/{name}".find("/.") < 0}
 
 
 def plant(image: Image, directory: Path, owner: int) -> None:

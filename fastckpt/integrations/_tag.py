@@ -177,8 +177,8 @@ class Tag:
         finally:
             try:
                 self._clear()
-                self._agreement.close()
             finally:
+                self._agreement.close()  # the first rank waits for the others to
                 if self._gone is not None:
                     self._gone.set()
 

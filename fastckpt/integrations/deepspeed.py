@@ -30,7 +30,9 @@ from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import raise_earlier
+from fastckpt.storage.atomic import make_directory
 from fastckpt.storage.file_system import reported
 
 require("deepspeed", "0.19.0", "0.20", __name__)
@@ -170,8 +172,11 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Makes a directory. A failure is the tag's, that is open or is created next: DeepSpeed has
         rank 0 make it while the others go to a barrier, where they would wait for ever.
         """
+        storage, above = pipeline.current().storage, os.path.dirname(os.path.realpath(path))
         try:
             with reported("make directory", path):
+                if storage.status(above) is None:  # the tag makes `path` itself durable
+                    make_directory(storage, above, self._options["durable"])
                 super().makedirs(path, exist_ok)
         except StorageError as error:
             if self._open is None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import _thread
 import errno
+import itertools
 import json
+import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.jobs import Job
 
@@ -24,12 +28,18 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+import fastckpt
 from fastckpt import CorruptCheckpoint, PeerFailed, StorageError, latch
 from fastckpt.integrations._tag import Tag
+from fastckpt.integrations.deepspeed import FastckptCheckpointEngine
 from fastckpt.latch import Latch
 from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.storage.file_system import Storage
 from tests.crews import deepspeed_bodies as bodies
 from tests.crews.group_crew import Nursery, RankDied
+from tests.doubles import Crash, PowerCut, plant, visible
+from tests.steps.test_checkpointer import process_on
+from tests.storm import SUITE_SEED
 
 RANKS = 2
 pytestmark = pytest.mark.multiprocess
@@ -226,6 +236,78 @@ def test_the_end_of_the_process_knows_of_a_tag_at_once(
     assert known or tag.handle.done()
     tag.join()
     assert (disk / "latest").read_text() == "a"
+
+
+def save_by_two(run: Path, tag: str, step: int) -> bool:
+    """Two ranks of this process save a tag; whether the first one was told that it is saved."""
+    store, options = dist.HashStore(), {"durable": True}
+    rounds = [Coordinator(store, rank, RANKS, "deepspeed").begin(tag) for rank in range(RANKS)]
+    tags: list[Tag] = []
+    end: PowerCut | None = None
+    engine = FastckptCheckpointEngine("raise", True, "host", None, 60.0)
+    try:
+        engine.makedirs(str(run), exist_ok=True)
+        for agreement in rounds:
+            tags.append(Tag(str(run), tag, agreement, True, options))
+        for rank, each in enumerate(tags):
+            state = {"step": step, "weight": torch.full((5000,), float(step))}
+            each.save(state, str(run / tag / f"rank_{rank}.pt"))
+    except PowerCut as cut:
+        end = cut
+    for each in tags:
+        each.conclude(end)
+    for each in tags:
+        each.join()
+    return end is None and tags[0].handle.done() and tags[0].handle.failure() is None
+
+
+def step_of(run: Path) -> int | None:
+    """Which step `latest` leads to, all of whose files are of that step; None without `latest`."""
+    if not (run / "latest").exists():
+        return None
+    tag = run / (run / "latest").read_text()
+    assert (tag / "mine.txt").exists() == (tag.name == "a")
+    states = [fastckpt.load(tag / f"rank_{rank}.pt") for rank in range(RANKS)]
+    (step,) = {float(value) for state in states for value in (state["step"], *state["weight"])}
+    return int(step)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("tag", ["a", "b", "new/er/b"])
+def test_any_operation_of_a_commit_may_be_the_last(memory: Path, tag: str) -> None:
+    """`latest` leads to the tag before or to the new one, whole on all ranks; so does it if the tag
+    is saved again, with what others keep there.
+    """
+    above, tag = os.path.split(tag)
+    before, live, after = (memory / name for name in ("before", "live", "after"))
+    before.mkdir()
+    old = None if above else 1
+    if old is not None:
+        with process_on(Storage()):
+            assert save_by_two(before, "a", old)
+        (before / "a" / "mine.txt").write_text("mine")
+    seen: dict[int, int | None] = {}
+    print(f"seed {SUITE_SEED}")
+    for count in itertools.count():
+        shutil.copytree(before, live)
+        storage = Crash(live, count)
+        with process_on(storage):
+            told = save_by_two(live / above, tag, 2)
+        for label, image in storage.images(SUITE_SEED + count, 8):
+            what = f"{count} operations, the last {storage.log[:count][-1:]}; survived: {label}"
+            key = hash(tuple(visible(image).items()))
+            if key not in seen:
+                plant(visible(image), after, os.getpid())
+                try:
+                    seen[key] = step_of(after / above)
+                except Exception as error:
+                    raise AssertionError(what) from error
+                shutil.rmtree(after, ignore_errors=True)
+            assert seen[key] == 2 or (seen[key] == old and not told), what
+        shutil.rmtree(live)
+        if count > len(storage.log):
+            break
+    assert {*seen.values()} == {old, 2} and count > 60
 
 
 @pytest.mark.parametrize("durable", [False, True])
