@@ -19,6 +19,7 @@ from fastckpt.errors import fate
 from fastckpt.latch import Latch
 from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import raise_earlier
+from fastckpt.storage.atomic import make_directory, temporary_path
 from fastckpt.storage.file_system import reported
 
 log = logging.getLogger("fastckpt")
@@ -86,10 +87,12 @@ class BackgroundFiles:
         removal = self._removals.pop(path, None)
         if removal is not None and not removal.cancel():
             removal.ended.wait()
-        links, directory = False, os.path.dirname(path)
+        links, directory, storage = False, os.path.dirname(path), pipeline.current().storage
         try:
             with reported("make directory", directory):
-                pipeline.current().storage.make_directories(directory)
+                if storage.status(directory) is None:
+                    make_directory(storage, directory, self._durable)
+                storage.make_directories(directory)  # which says so if it is a file
             with reported("list", directory):
                 links = _has_links(directory)
             _unlink_softly(path)
@@ -253,7 +256,7 @@ def _unlink_softly(path: str) -> None:
     """
     if os.path.islink(path):
         storage = pipeline.current().storage
-        spare = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
+        spare = temporary_path(path)  # which the next save removes, should this process end here
         try:
             storage.link(os.path.realpath(path), spare)
             storage.rename(spare, path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import errno
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,9 @@ import fastckpt
 from fastckpt import CorruptCheckpoint, StorageError
 from fastckpt.integrations.lightning import FastckptCheckpointIO
 from fastckpt.saving import pipeline
+from tests.doubles import Crash, PowerCut, plant, visible
+from tests.steps.test_checkpointer import process_on
+from tests.storm import SUITE_SEED
 
 STEPS, EVERY = 9, 2
 FIRST, SECOND = "a.ckpt", "b.ckpt"
@@ -249,6 +253,55 @@ def test_a_file_stays_when_the_newer_one_failed_until_one_has_committed(
     io.save_checkpoint(state(3), disk / "c.ckpt")
     io.teardown()
     assert names(disk) == ["c.ckpt"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", ["first", "next", "again", "over a link"])
+def test_any_operation_of_a_save_may_be_the_last(memory: Path, kind: str) -> None:
+    """Of the checkpoints before and the new one there is one, and every one is whole, where a save
+    is followed by the removal of the one before.
+    """
+    before, live, after = (memory / name for name in ("before", "live", "after"))
+    inside = Path("new/er") if kind == "first" else Path()
+    name = {"again": FIRST, "over a link": "last.ckpt"}.get(kind, SECOND)
+    before.mkdir()
+    if kind != "first":
+        FastckptCheckpointIO(asynchronous=False).save_checkpoint(state(1), before / FIRST)
+    if kind == "over a link":
+        (before / name).symlink_to(FIRST)
+    seen: dict[int, dict[str, float]] = {}
+    print(f"seed {SUITE_SEED}")
+    for count in itertools.count():
+        shutil.copytree(before, live, symlinks=True)
+        storage, told, io = Crash(live, count), False, FastckptCheckpointIO()
+        with process_on(storage) as current, suppress(PowerCut):  # what it is for
+            io.save_checkpoint(state(2), live / inside / name)
+            if kind == "next":
+                io.remove_checkpoint(live / FIRST)
+            current.drain()
+            io.teardown()
+            told = True
+        for label, image in storage.images(SUITE_SEED + count, 8):
+            what = f"{count} operations, the last {storage.log[:count][-1:]}; survived: {label}"
+            key = hash(tuple(visible(image).items()))
+            if key not in seen:
+                plant(visible(image), after, os.getpid())
+                there = [path.name for path in (after / inside).glob("*.ckpt")]
+                try:
+                    found = {each: fastckpt.load(after / inside / each) for each in there}
+                except Exception as error:
+                    raise AssertionError(what) from error
+                for each in found.values():
+                    assert bool((each["weight"] == each["global_step"]).all()), what
+                seen[key] = {each: value["global_step"] for each, value in found.items()}
+                shutil.rmtree(after, ignore_errors=True)
+            assert kind == "first" or FIRST in seen[key] or seen[key].get(name) == 2, what
+            assert kind != "over a link" or seen[key].keys() == {FIRST, name}, what
+            assert seen[key].get(name) == 2 or not told, what
+        shutil.rmtree(live)
+        if count > len(storage.log):
+            break
+    assert count > 15 and {steps.get(name) for steps in seen.values()} >= {2}
 
 
 def test_a_directory_that_cannot_be_made_is_a_failed_save(
