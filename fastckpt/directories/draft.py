@@ -99,6 +99,7 @@ class Draft:
         root: the hidden directory that it is in, beside which others are.
         pending: what is written later.
         watched: what must not change before it was copied.
+        lock: the root, open and claimed; None when it is not, or no longer.
         grown: directories that have a new entry because of this one, beside `beside` itself.
         is_kept: it holds what may be the only durable checkpoint: discard() leaves it to whoever
             removes it when this process is gone.
@@ -130,10 +131,10 @@ class Draft:
         self.directory = os.path.join(self.root, os.path.basename(path))
         with reported("make directory", self.root):
             storage.make_directory(self.root)
-            self._lock: int | None = None
+            self.lock: int | None = None
             try:
-                self._lock = storage.open(self.root)
-                atomic.claim(storage, self._lock, self.root)
+                self.lock = storage.open(self.root)
+                atomic.claim(storage, self.lock, self.root)
                 storage.make_directory(self.directory)
             except BaseException:
                 self.discard()
@@ -198,5 +199,5 @@ class Draft:
         if not self.is_kept:
             with suppress(OSError):  # another rank may put a file in just now: it stays as debris
                 self._storage.remove_tree(self.root)
-        if self._lock is not None:
-            atomic.close_quietly(self._storage, self._lock)
+        if self.lock is not None:
+            atomic.close_quietly(self._storage, self.lock)

@@ -128,14 +128,17 @@ class SwapPlace(Place):
         changed = {os.path.dirname(path), self._draft.beside, *self._draft.grown}
         with atomic.naming_in(storage, changed if self._durable else (), path) as make_durable:
             with reported("rename", path):
-                storage.touch(directory)  # so that times are in the order of the commits
-                aside = os.path.join(self._draft.root, "replaced")
+                aside, lock = self._draft.root, self._draft.lock
+                assert lock is not None, "the draft has not been discarded"
+                # So that times are in the order of the commits.
+                patiently(storage, lock, lambda: storage.touch(directory))
                 try:
-                    atomic.publish_directory(storage, directory, path, aside)
+                    atomic.publish_directory(storage, directory, path, aside, lock)
                 except OSError:
                     self._draft.is_kept = True
                     with suppress(OSError):  # what had the name may have got it back
-                        self._draft.is_kept = storage.is_directory(aside)
+                        replaced = os.path.join(aside, atomic.REPLACED)
+                        self._draft.is_kept = storage.is_directory(replaced)
                     raise
             self._draft.is_kept = True  # what was replaced, which a crash may yet bring back
             make_durable()

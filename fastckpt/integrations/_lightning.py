@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 import fastckpt
 from fastckpt import CheckpointError, SaveHandle
-from fastckpt.arguments.checks import ON_ERROR, OnError, check_choice, check_flag
+from fastckpt.arguments.checks import ON_ERROR, BackendName, OnError, StagingWay, check_choice
 from fastckpt.errors import fate
 from fastckpt.latch import Latch
+from fastckpt.options import WriteOptions
 from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import raise_earlier
 from fastckpt.storage.atomic import make_directory, temporary_path
@@ -34,12 +35,22 @@ class BackgroundFiles:
     _stock: ClassVar[Any]
 
     def __init__(
-        self, *, asynchronous: bool = True, on_error: OnError = "raise", durable: bool = True
+        self,
+        *,
+        asynchronous: bool = True,
+        on_error: OnError = "raise",
+        backend: BackendName = "auto",
+        durable: bool = True,
+        staging: StagingWay = "host",
+        staging_bytes: int | str | None = None,
     ) -> None:
         super().__init__()
         check_choice("on_error", on_error, ON_ERROR)
-        check_flag("durable", durable)
+        WriteOptions(backend, durable, staging_bytes, staging)  # refuses what each save would
         self._asynchronous, self._on_error, self._durable = asynchronous, on_error, durable
+        self._options: Any = dict(
+            backend=backend, durable=durable, staging=staging, staging_bytes=staging_bytes
+        )
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -96,7 +107,7 @@ class BackgroundFiles:
             with reported("list", directory):
                 links = _has_links(directory)
             _unlink_softly(path)
-            handle = fastckpt.save(checkpoint, path, durable=self._durable)
+            handle = fastckpt.save(checkpoint, path, **self._options)
         except CheckpointError as error:
             if self._on_error == "raise":
                 raise

@@ -81,7 +81,7 @@ class Tag:
         self._error: BaseException | None = None
         self._gone: Latch | None = None  # what is done in the background
         self._lock: int | None = None  # on the draft: this process is alive
-        self._keeps_draft = False
+        self._unneeded: list[str] = []  # directories that hold nothing any more, when it is over
         # Where the tag's directory goes on file systems that cannot exchange two.
         self._replaced = temporary_path(self.handle.path)
         self._draft = temporary_path(self.handle.path)
@@ -164,14 +164,16 @@ class Tag:
                 self._commit()
             except BaseException as error:
                 self._agreement.fail(error)
-                # What had the names before lies in the draft then, and a crash may bring it back.
-                self._keeps_draft = is_visible(error)
-                if not self._keeps_draft:
+                # If it is visible, the draft holds what had the names before, for a crash may bring
+                # them back. What was renamed and did not get its name back has no other one.
+                if not is_visible(error):
+                    self._unneeded = [self._draft]
                     self._discard()
                 what = fate(error, "was not saved")
                 log.error("tag %r %s: %s", self.handle.path, what, error)
                 self.handle.set_exception(error)
             else:
+                self._unneeded = [self._draft, self._replaced]
                 self.handle.stats.committed_s = self.handle.elapsed_s()
                 self.handle.set_result(self.handle.stats)
         finally:
@@ -226,6 +228,7 @@ class Tag:
         storage, path, draft = pipeline.current().storage, self.handle.path, self._draft
         if not names or any(storage.status(os.path.join(draft, name)) is None for name in names):
             return False
+        assert self._lock is not None, "the first rank has made it"
         before = storage.status(path)
         if before is not None:
             try:
@@ -233,13 +236,12 @@ class Tag:
             except OSError as error:
                 log.warning("files of %r are replaced one by one: %s", path, error)
                 return False
-            assert self._lock is not None
             with reported("set mode", draft):
                 storage.set_owner_and_mode(self._lock, before)
         if self._durable:
             sync_directories(storage, draft)
         with reported("rename", path):
-            publish_directory(storage, draft, path, self._replaced)
+            publish_directory(storage, draft, path, self._replaced, self._lock)
         return True
 
     def _publish(self, name: str, path: str) -> None:
@@ -283,7 +285,7 @@ class Tag:
             with suppress(OSError):  # it is the first rank's to do, or of another node
                 storage.remove_directory(self._draft)
             return
-        for directory in () if self._keeps_draft else (self._draft, self._replaced):
+        for directory in self._unneeded:
             with suppress(OSError):  # other ranks may be removing theirs: what stays is debris
                 storage.remove_tree(directory)
         close_quietly(storage, self._lock)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fastckpt.arguments.checks import Fence, OnError, check_path
+from fastckpt.arguments.checks import BackendName, Fence, OnError, check_path
 from fastckpt.directories.check import newest_whole
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
@@ -51,7 +51,9 @@ def save_state(
     safe_serialization: bool = True,
     fence: Fence = "call",
     on_error: OnError = "raise",
+    backend: BackendName = "auto",
     durable: bool = True,
+    staging_bytes: int | str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> SaveHandle:
     """Saves what accelerator.save_state() does, in the same files, in the background.
@@ -73,6 +75,7 @@ def save_state(
         on_error: what it means that a save failed, whose directory is as it was before. "raise": an
             error is raised by this call, by result(), or else by the next save. "warn": it is
             logged.
+        backend, staging_bytes: as fastckpt.save's, for what is written in the background.
         durable: sync to the device before the checkpoint counts.
         timeout_s: the longest that processes wait for each other, in seconds.
 
@@ -81,7 +84,7 @@ def save_state(
 
     Raises:
         ValueError: an accelerator of another kind; save_on_each_node with several processes; no
-            output_dir, or, with automatic naming, one that exists.
+            output_dir, or, with automatic naming, one that exists; an option that cannot be.
         CheckpointError: with on_error="raise", of an earlier save whose failure nobody asked for.
     """
     _refuse_others(accelerator)
@@ -107,7 +110,9 @@ def save_state(
         group=_group(),
         beside=beside,
         fence=fence,
+        backend=backend,
         durable=durable,
+        staging_bytes=staging_bytes,
         on_error=on_error,
         timeout_s=timeout_s,
         retain=retain,

@@ -20,14 +20,15 @@ import fastckpt
 from fastckpt import CheckpointError, SaveHandle, StorageError
 from fastckpt.arguments.checks import (
     ON_ERROR,
+    BackendName,
     OnError,
     StagingWay,
     check_choice,
-    check_flag,
     check_path,
 )
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
+from fastckpt.options import WriteOptions
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
@@ -50,6 +51,7 @@ def install(
     engine: Any,
     *,
     on_error: OnError = "raise",
+    backend: BackendName = "auto",
     durable: bool = True,
     staging: StagingWay = "host",
     staging_bytes: int | str | None = None,
@@ -68,14 +70,15 @@ def install(
         on_error: a tag that could not be saved is logged, and `latest` stays. "raise": the next
             save_checkpoint(), or engine.destroy(), raises the error, on all ranks; that save is not
             begun. "warn": it is logged again, and training goes on.
-        durable, staging, staging_bytes: as fastckpt.save's.
+        backend, durable, staging, staging_bytes: as fastckpt.save's.
         timeout_s: the longest that ranks wait for each other's files.
 
     Returns:
         The checkpoint engine; its wait() returns when the last tag is committed.
 
     Raises:
-        ValueError, TypeError: an unknown on_error, a timeout that is not positive; an engine that
+        ValueError, TypeError: an unknown on_error, a timeout that is not positive, an option that
+            fastckpt.save refuses; an engine that
             saves by other means than torch.save, or by fastckpt already.
     """
     saves_by = getattr(engine, "checkpoint_engine", None)
@@ -84,7 +87,7 @@ def install(
             f"engine saves by {type(saves_by).__name__}, not by DeepSpeed's default: install() "
             "once, with neither checkpoint.writer nor datastates_ckpt in the configuration"
         )
-    saving = FastckptCheckpointEngine(on_error, durable, staging, staging_bytes, timeout_s)
+    saving = FastckptCheckpointEngine(on_error, durable, staging, staging_bytes, timeout_s, backend)
     save, load = engine.save_checkpoint, engine.load_checkpoint
     copy = engine._copy_recovery_script
 
@@ -131,16 +134,19 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         staging: StagingWay,
         staging_bytes: int | str | None,
         timeout_s: float,
+        backend: BackendName = "auto",
     ) -> None:
         super().__init__()
         check_choice("on_error", on_error, ON_ERROR)
-        check_flag("durable", durable)
+        WriteOptions(backend, durable, staging_bytes, staging)  # refuses what each save would
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
         self.name = "fastckpt"
         self.handle: SaveHandle | None = None
         self._on_error, self._timeout_s = on_error, timeout_s
-        self._options: Any = dict(durable=durable, staging=staging, staging_bytes=staging_bytes)
+        self._options: Any = dict(
+            backend=backend, durable=durable, staging=staging, staging_bytes=staging_bytes
+        )
         self._coordinator: Coordinator | None = None
         self._open: Tag | None = None
         self._last: Tag | None = None

@@ -29,10 +29,10 @@ class FastckptCheckpointIO(BackgroundFiles, TorchCheckpointIO):  # type: ignore[
         on_error: every failed save is logged. "raise": the next save, or the end of fit(), raises
             the error. "warn": training goes on. In a directory with links a failure is raised in
             any case, since Lightning would put a link to the file that is missing.
-        durable: as fastckpt.save's.
+        backend, durable, staging, staging_bytes: as fastckpt.save's.
 
     Raises:
-        ValueError: an unknown on_error.
+        ValueError, TypeError: an unknown on_error; an option that fastckpt.save refuses.
     """
 
     _stock = TorchCheckpointIO

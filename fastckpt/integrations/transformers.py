@@ -20,7 +20,14 @@ from typing import Any
 import safetensors.torch
 import torch.distributed as dist
 
-from fastckpt.arguments.checks import FENCES, ON_ERROR, Fence, OnError, check_choice, check_flag
+from fastckpt.arguments.checks import (
+    FENCES,
+    ON_ERROR,
+    BackendName,
+    Fence,
+    OnError,
+    check_choice,
+)
 from fastckpt.directories.check import newest_whole
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
@@ -28,6 +35,7 @@ from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
+from fastckpt.options import WriteOptions
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving.pipeline import raise_earlier
 
@@ -72,15 +80,17 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             optimizer step waits until it was.
         on_error: what it means that a save failed, whose checkpoint is not there then. "raise":
             training ends with that error, at the next save or at the end. "warn": it is logged.
+        backend, staging_bytes: as fastckpt.save's, for what is written in the background.
         durable: sync to the device before a checkpoint counts.
         verify: read a checkpoint as a whole before training resumes from it, or before the best one
             is loaded at the end.
         timeout_s: the longest that ranks wait for each other, in seconds.
 
     Raises:
-        ValueError: an unknown fence or on_error; or what would have files written in other ways:
-            DeepSpeed, FSDP, models that transformers itself has sharded, XLA, SageMaker, pushing
-            checkpoints to the Hub, enable_jit_checkpoint, save_on_each_node on several ranks.
+        ValueError: a fence, on_error, backend or staging_bytes that cannot be; or what would have
+            files written in other ways: DeepSpeed, FSDP, models that transformers itself has
+            sharded, XLA, SageMaker, pushing checkpoints to the Hub, enable_jit_checkpoint,
+            save_on_each_node on several ranks.
     """
 
     def __init__(
@@ -88,20 +98,24 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         *args: Any,
         fence: Fence = "call",
         on_error: OnError = "raise",
+        backend: BackendName = "auto",
         durable: bool = True,
+        staging_bytes: int | str | None = None,
         verify: bool = True,
         timeout_s: float = TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
         check_choice("fence", fence, FENCES)
         check_choice("on_error", on_error, ON_ERROR)
-        check_flag("durable", durable)
+        WriteOptions(backend, durable, staging_bytes)  # refuses here what each save would refuse
         self._draft: Draft | None = None
         self._saves: list[tuple[SaveHandle, str]] = []  # since the last wait, and where
         self._saving: dict[str, Any] = {
             "fence": fence,
             "on_error": on_error,
+            "backend": backend,
             "durable": durable,
+            "staging_bytes": staging_bytes,
             "timeout_s": timeout_s,
         }
         self._verify = verify

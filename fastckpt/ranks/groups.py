@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from fastckpt.ranks.coordinator import Coordinator
 
 log = logging.getLogger("fastckpt")
+
+T = TypeVar("T")
 
 
 class Together:
@@ -38,20 +41,33 @@ class Together:
             log.warning("%s differs between ranks: from now on it is saved from rank 0", name)
 
 
-_alone = Together(Coordinator.alone())
+class PerGroup(Generic[T]):
+    """Keeps one object for each group of ranks, for as long as the group is there.
+
+    Args:
+        name: for what, among the keys of the store.
+        make: makes the object, at the first use, with what speaks to the ranks of the group.
+    """
+
+    def __init__(self, name: str, make: Callable[[Coordinator], T]) -> None:
+        self._name, self._make = name, make
+        self._alone = make(Coordinator.alone())
+        self._kept: weakref.WeakKeyDictionary[Any, T] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def of(self, group: Any) -> T:
+        """Returns the object of a group, or of this process alone (None)."""
+        if group is None:
+            return self._alone
+        with self._lock:
+            if group not in self._kept:
+                self._kept[group] = self._make(Coordinator.of_group(group, self._name))
+            return self._kept[group]
 
 
-_groups: weakref.WeakKeyDictionary[Any, Together] = weakref.WeakKeyDictionary()
-
-
-_groups_lock = threading.Lock()
+_files = PerGroup("files", Together)
 
 
 def together(group: Any) -> Together:
     """Returns what this process shares with the ranks of a group (None: with nobody)."""
-    if group is None:
-        return _alone
-    with _groups_lock:
-        if group not in _groups:
-            _groups[group] = Together(Coordinator.of_group(group, "files"))
-        return _groups[group]
+    return _files.of(group)

@@ -28,6 +28,8 @@ _NAME_BYTES_MAX = 150  # leaves room for the suffix below within the 255 bytes o
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 _SUFFIX = re.compile(r"\.(?P<host>[^.]*)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z")
 _numbers = itertools.count()
+# The name, in a hidden directory, of one that had the name which the hidden one is made of.
+REPLACED = ".replaced"
 _KEPT_OPEN = (errno.EPERM, errno.EBUSY)
 _CLOSED_S, _CLOSED_POLL_S = 0.5, 0.05
 
@@ -446,27 +448,45 @@ def remove_files(storage: Storage, paths: Sequence[str]) -> None:
             log.warning("%r could not be removed: %s", path, error)
 
 
-def publish_directory(storage: Storage, directory: str, path: str, aside: str) -> None:
+def publish_directory(storage: Storage, directory: str, path: str, aside: str, fd: int) -> None:
     """THE commit of a directory, all in which is durable: gives it its final name.
 
     What had that name is in its place afterwards. Where a file system cannot exchange two names it
-    is renamed to `aside` first, and in between nothing has the name; it gets its name back if the
-    new one is refused it.
+    is moved to `aside` first, and in between nothing has the name; it gets its name back if the new
+    one is refused it, or, if this process is killed, by remove_dead_directories().
+
+    Args:
+        storage, directory, path: which is to be renamed to what.
+        aside: a temporary_path() of path, be it there or not.
+        fd: something open on that file system, whose server is asked again when it refuses
+            (patiently()).
     """
-    if storage.status(path) is None:
-        storage.rename(directory, path)
-        return
-    try:
-        storage.exchange(directory, path)
-    except OSError as error:
-        if error.errno not in _NO_EXCHANGE:
-            raise
-        storage.rename(path, aside)
+
+    def exchange() -> bool:
+        """False where the file system has no such call."""
         try:
-            storage.rename(directory, path)
+            storage.exchange(directory, path)
+        except OSError as error:
+            if error.errno in _NO_EXCHANGE:
+                return False
+            raise
+        return True
+
+    def rename(source: str, target: str) -> None:
+        patiently(storage, fd, lambda: storage.rename(source, target))
+
+    if patiently(storage, fd, lambda: storage.status(path)) is None:
+        rename(directory, path)
+    elif not patiently(storage, fd, exchange):
+        storage.make_directories(aside)
+        replaced = os.path.join(aside, REPLACED)
+        rename(path, replaced)
+        try:
+            rename(directory, path)
         except OSError:
             with suppress(OSError):  # the first error counts; the caller looks whether it is there
-                storage.rename(aside, path)
+                rename(replaced, path)
+                storage.remove_directory(aside)
             raise
 
 
@@ -489,7 +509,9 @@ def sync_directories(storage: Storage, directory: str) -> None:
 
 
 def remove_dead_directories(storage: Storage, parent: str) -> None:
-    """Removes directories under temporary names whose process is dead: see remove_debris()."""
+    """Removes directories under temporary names whose process is dead: see remove_debris(). What
+    such a process had begun to replace, and did not, gets its name back.
+    """
     with suppress(PermissionError):  # may be written to but not listed: they stay
         for name in storage.names(parent):
             path = os.path.join(parent, name)
@@ -499,9 +521,22 @@ def remove_dead_directories(storage: Storage, parent: str) -> None:
                 fd = storage.open(path)
                 try:
                     if storage.lock(fd):
+                        _put_back(storage, path)
                         storage.remove_tree(path)
                 finally:
                     close_quietly(storage, fd)
+
+
+def _put_back(storage: Storage, aside: str) -> None:
+    """Gives what is in a hidden directory its name back, if nothing has that."""
+    replaced = os.path.join(aside, REPLACED)
+    if not storage.is_directory(replaced):
+        return
+    # (Of a name that is too long for _prefix() this is a hash: better a strange name than none.)
+    path = os.path.join(os.path.dirname(aside), _SUFFIX.sub("", os.path.basename(aside))[1:])
+    if storage.status(path) is None:
+        storage.rename(replaced, path)
+        log.warning("%r is there again: a save was killed as it replaced that", path)
 
 
 def _umask() -> int:

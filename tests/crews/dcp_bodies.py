@@ -147,7 +147,7 @@ def train_and_save(member: Member, path: str, fence: str) -> tuple[list[float], 
             losses.append(net.step(number + 1))
         for saving in savings:
             assert saving.result(60) is not None
-        return losses, ours._shared(member.group).plans.exchanges
+        return losses, ours._shared.of(member.group).plans.exchanges
 
 
 def load_and_train(member: Member, path: str, reader: str) -> list[float]:

@@ -413,6 +413,15 @@ def load_damaged(member: Member, root: str) -> BaseException | None:
     return error
 
 
+def save_by_threads(member: Member, root: str) -> list[str]:
+    """Why the files of this rank were written in the way that they were."""
+    engine, saving = installed(1, backend="threads", staging_bytes="64MiB")
+    engine.save_checkpoint(root)
+    saving.wait()
+    engine.destroy()
+    return [file.handle.stats.why for file in saving._last._files]
+
+
 def save_once(member: Member, root: str) -> None:
     engine, saving = installed(1)
     train(engine, 0, 1)
@@ -440,6 +449,7 @@ def refusals(member: Member) -> list[BaseException | None]:
     stock = engine.checkpoint_engine
     integration.install(engine)
     errors.append(attempt(lambda: integration.install(engine)).error)
+    errors.append(attempt(lambda: integration.install(engine_of(1), backend="tape")).error)
     assert engine.checkpoint_engine is not stock
     engine.destroy()
     return errors

@@ -36,6 +36,7 @@ from fastckpt.errors import (
 from fastckpt.formats import file_list
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.pipeline import Pipeline
+from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from tests.doubles import (
     Crash,
@@ -202,6 +203,51 @@ def test_any_operation_may_be_the_last(memory: Path, inside: str) -> None:
         if count > len(storage.log):
             break
     assert count > 60
+
+
+class CrashWithoutExchange(Crash):
+    """The file system cannot exchange two names, either."""
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        def refuse() -> T:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        return super().perform(number, operation, refuse if operation.name == "exchange" else real)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_directory_that_was_put_aside_gets_its_name_back(memory: Path) -> None:
+    """Two renames leave a moment in which nothing has the name: who saves next finds the old one.
+    (Of their names some alone may not survive: no file system does one rename without the other.)
+    """
+    before, live, after = (memory / name for name in ("before", "live", "after"))
+    with through(Storage()):
+        save_directory(str(before / "a"), fill_with(1)).result(WAIT_S)
+    owner, seen, looked_at = dead_pid(), set(), set()
+    for count in itertools.count():
+        shutil.copytree(before, live)
+        storage, told = CrashWithoutExchange(live, count), False
+        with through(storage) as pipeline, suppress(PowerCut):  # what it is for
+            told = save_directory(str(live / "a"), fill_with(2)).exception(WAIT_S) is None
+            pipeline.drain()
+        for label, image in storage.images(SUITE_SEED + count, 0):
+            key = told, hash(tuple(image.items()))
+            if key in looked_at:
+                continue
+            looked_at.add(key)
+            plant(image, after, owner)
+            is_there = (after / "a").exists()
+            atomic.remove_dead_directories(Storage(), str(after))
+            what = f"{count} operations, the last {storage.log[:count][-1:]}; survived: {label}"
+            assert os.listdir(after) == ["a"], what
+            found = step_in(after / "a")
+            assert found == 2 or (found == 1 and not told), what
+            seen.add((is_there, found))
+            shutil.rmtree(after)
+        shutil.rmtree(live)
+        if count > len(storage.log):
+            break
+    assert seen == {(True, 1), (False, 1), (True, 2)}
 
 
 def test_everything_is_durable_before_the_name_and_the_name_before_the_result(disk: Path) -> None:

@@ -38,6 +38,8 @@ from fastckpt.directories.save import wait_for_directories
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.integrations.accelerate import load_state, save_state
 from fastckpt.saving import pipeline
+from tests.doubles import Recorder
+from tests.steps.test_checkpointer import process_on
 
 WAIT_S = 60.0
 FILES = {
@@ -265,6 +267,22 @@ def test_a_full_disk(disk: Path, on_error: str, caplog: pytest.LogCaptureFixture
     else:
         assert "was not saved: StorageError" in caplog.text
     assert isinstance(handle.failure(), StorageError)
+
+
+def test_options_of_the_engine_arrive(disk: Path) -> None:
+    run = Run()
+    ballast: Any = {"ballast": torch.zeros(3 << 20)}
+    run.counter.state_dict = lambda: ballast  # type: ignore[method-assign]
+    options: dict[str, Any] = {"backend": "threads", "staging_bytes": "8MiB", "durable": False}
+    storage = Recorder(by_engine=True)
+    with process_on(storage):
+        stats = save_state(run.accelerator, disk / "a", **options).result(WAIT_S)
+        assert not storage.numbers_of("sync")
+    assert "'threads' was asked for" in stats.why
+    assert stats.nbytes > 12 << 20 and stats.staged_bytes_max <= 8 << 20
+    for wrong in ({"backend": "tape"}, {"staging_bytes": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
+            save_state(run.accelerator, disk / "a", **wrong)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_pickled_is_told_at_once(disk: Path) -> None:

@@ -37,7 +37,7 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.storage.file_system import Storage
 from tests.crews import deepspeed_bodies as bodies
 from tests.crews.group_crew import Nursery, RankDied
-from tests.doubles import Crash, PowerCut, plant, visible
+from tests.doubles import Crash, Operation, PowerCut, Recorder, dead_pid, plant, visible
 from tests.steps.test_checkpointer import process_on
 from tests.storm import SUITE_SEED
 
@@ -310,6 +310,32 @@ def test_any_operation_of_a_commit_may_be_the_last(memory: Path, tag: str) -> No
     assert {*seen.values()} == {old, 2} and count > 60
 
 
+def test_a_tag_that_gets_no_name_back_is_kept_and_has_it_at_the_next_save(memory: Path) -> None:
+    """As when a server without an exchange of names is gone after the first of two renames."""
+
+    class Gone(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], Any]) -> Any:
+            of_tag = f"{memory / 'a'}" in (operation.path, *operation.args)
+            if operation.name == "exchange" or (
+                operation.name == "rename" and of_tag and operation.path != str(memory / "a")
+            ):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return real()
+
+    with process_on(Storage()):
+        assert save_by_two(memory, "a", 1)
+    (memory / "a" / "mine.txt").write_text("mine")
+    with process_on(Gone()):
+        assert not save_by_two(memory, "a", 2)
+    (kept,) = memory.glob(".a.*.tmp")
+    kept.rename(str(kept).replace(f"-{os.getpid()}-", f"-{dead_pid()}-"))
+    with process_on(Storage()):
+        assert save_by_two(memory, "b", 3)
+    assert sorted(os.listdir(memory)) == ["a", "b", "latest"] and step_of(memory) == 3
+    (memory / "latest").write_text("a")
+    assert step_of(memory) == 1
+
+
 @pytest.mark.parametrize("durable", [False, True])
 def test_killed_ranks_resume_from_the_last_tag_that_all_had_saved(
     durable: bool, nursery: Nursery, call: Callable[..., list[Any]], tmp_path: Path
@@ -385,8 +411,14 @@ def test_a_model_for_others_is_there_when_the_call_returns(
     assert "0.weight" in torch.load(disk / "pytorch_model.bin")
 
 
+def test_options_of_the_engine_arrive(call: Callable[..., list[Any]], disk: Path) -> None:
+    for whys in call(bodies.save_by_threads, str(disk)):
+        assert whys and all("'threads' was asked for" in why for why in whys)
+
+
 def test_what_cannot_be_installed_is_refused(call: Callable[..., list[Any]]) -> None:
-    for unknown, timeout, twice in call(bodies.refusals):
+    for unknown, timeout, twice, backend in call(bodies.refusals):
+        assert isinstance(backend, ValueError) and "backend is 'tape'" in str(backend)
         assert isinstance(unknown, ValueError) and "on_error is 'ignore'" in str(unknown)
         assert isinstance(timeout, ValueError) and "timeout_s is 0" in str(timeout)
         assert isinstance(twice, ValueError) and "FastckptCheckpointEngine" in str(twice)

@@ -41,7 +41,7 @@ import fastckpt
 from fastckpt import CorruptCheckpoint, StorageError
 from fastckpt.integrations.lightning import FastckptCheckpointIO
 from fastckpt.saving import pipeline
-from tests.doubles import Crash, PowerCut, plant, visible
+from tests.doubles import Crash, PowerCut, Recorder, plant, visible
 from tests.steps.test_checkpointer import process_on
 from tests.storm import SUITE_SEED
 
@@ -508,6 +508,20 @@ def test_what_it_does_not_know_is_refused(disk: Path) -> None:
     with pytest.raises(TypeError, match="storage_options"):
         FastckptCheckpointIO().save_checkpoint(state(), disk / FIRST, {"a": 1})
     assert names(disk) == []
+
+
+def test_options_of_the_engine_arrive(disk: Path) -> None:
+    options: dict[str, Any] = {"backend": "threads", "staging_bytes": "8MiB", "durable": False}
+    io, storage = FastckptCheckpointIO(staging="auto", **options), Recorder(by_engine=True)
+    with process_on(storage):
+        io.save_checkpoint({"weight": torch.zeros(3 << 20)}, disk / FIRST)
+        stats = io._handles[-1].result()
+        assert not storage.numbers_of("sync")
+    assert "'threads' was asked for" in stats.why
+    assert stats.nbytes > 12 << 20 and stats.staged_bytes_max <= 8 << 20
+    for wrong in ({"backend": "tape"}, {"staging": "usb"}, {"staging_bytes": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
+            FastckptCheckpointIO(**wrong)  # type: ignore[arg-type]
 
 
 def test_fabric_saves_and_loads_too(disk: Path) -> None:

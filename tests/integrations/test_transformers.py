@@ -49,6 +49,8 @@ from fastckpt.integrations import transformers as integration
 from fastckpt.integrations.calls import replaced
 from fastckpt.integrations.transformers import AsyncTrainer
 from fastckpt.saving import pipeline
+from tests.doubles import Recorder
+from tests.steps.test_checkpointer import process_on
 
 CONTEXT, STEPS, EVERY = 16, 8, 2
 FILES = {
@@ -163,6 +165,39 @@ def assert_goes_on_like(trainer: Any, stock: Any) -> None:
     assert losses(trainer) == losses(stock)
     expected = weights(stock)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(trainer).items())
+
+
+class Ballast(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ballast", torch.zeros(3 << 20))
+
+
+class Begun(TrainerCallback):
+    """Keeps the handles of saves."""
+
+    def __init__(self) -> None:
+        self.handles: list[fastckpt.SaveHandle] = []
+        self.trainer: Any = None
+
+    def on_save(self, *_args: Any, **_kwargs: Any) -> None:
+        self.handles += [handle for handle, _path in self.trainer._saves]
+
+
+def test_options_of_the_engine_arrive(disk: Path) -> None:
+    options: dict[str, Any] = {"backend": "threads", "staging_bytes": "8MiB", "durable": False}
+    storage, begun = Recorder(by_engine=True), Begun()
+    with process_on(storage):
+        trainer = make(AsyncTrainer, disk, Ballast(), [begun], options, max_steps=EVERY)
+        begun.trainer = trainer
+        trainer.train()
+        assert not storage.numbers_of("sync")
+    (stats,) = [handle.stats for handle in begun.handles]
+    assert "'threads' was asked for" in stats.why
+    assert stats.nbytes > 12 << 20 and stats.staged_bytes_max <= 8 << 20
+    for wrong in ({"backend": "tape"}, {"staging_bytes": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
+            make(AsyncTrainer, disk, options=wrong)
 
 
 @pytest.mark.parametrize("fence", ["call", "step"])

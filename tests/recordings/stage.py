@@ -128,7 +128,7 @@ def play(member: Member | None, scene: Scene, directory: Path) -> str:
         stack.enter_context(mock.patch.object(secrets, "token_hex", token_hex))
         stack.enter_context(mock.patch.object(storage, "_PAUSE_S", 0.0))
         # Plans that are known from other scenes draw no token.
-        for known in (dcp._alone, *dcp._groups.values()):
+        for known in (dcp._shared._alone, *dcp._shared._kept.values()):
             stack.enter_context(mock.patch.object(known, "plans", dcp_plans.Plans()))
         before = os.umask(0o022)
         stack.callback(os.umask, before)

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt.directories.draft import Draft
+from fastckpt.directories.save import save_directory
 from fastckpt.engine import staging
 from fastckpt.errors import StorageError
 from fastckpt.saving import pipeline as pipeline_module
@@ -25,6 +27,7 @@ from fastckpt.storage import file_system as storage
 from fastckpt.storage import policies
 from fastckpt.storage.policies import POLICIES, REFUSALS
 from tests.doubles import METHODS, FailAlways, Operation, Recorder, save_through
+from tests.steps.test_checkpointer import process_on
 
 MIB = 1 << 20
 WAIT_S = 60.0
@@ -232,6 +235,59 @@ def test_steps_wait_for_a_ticket_as_well(
                 assert bool((restored["w"] == 1).all())
         finally:
             current.close()
+
+
+class ExpiredWithoutExchange(Expired):
+    """The file system cannot exchange two names, either."""
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == "exchange":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().perform(number, operation, real)
+
+
+def fill_with(value: float) -> Callable[[Draft], None]:
+    return lambda draft: draft.add({"w": torch.full((3,), value)}, "a.pt")
+
+
+PUBLICATIONS = pytest.mark.parametrize(
+    ("kind", "name", "code"),
+    [
+        # EPERM of it means that there is no such call.
+        *((Expired, "exchange", code) for code in sorted(REFUSALS - {errno.EPERM})),
+        *((ExpiredWithoutExchange, "rename", code) for code in sorted(REFUSALS)),
+        (Expired, "touch", errno.EACCES),
+    ],
+)
+
+
+@PUBLICATIONS
+def test_directories_wait_for_a_ticket_as_well(
+    disk: Path, on_nfs: Callable[[float], None], kind: type[Expired], name: str, code: int
+) -> None:
+    on_nfs(WAIT_S)
+    save_directory(str(disk / "run"), fill_with(1)).result(WAIT_S)
+    double = kind(code, name)
+    with process_on(double):
+        handle = save_directory(str(disk / "run"), fill_with(2))
+        assert double.refused.wait(WAIT_S)
+        double.renew()
+        handle.result(WAIT_S)
+    assert bool((torch.load(disk / "run" / "a.pt")["w"] == 2).all())
+    assert os.listdir(disk) == ["run"]
+
+
+@PUBLICATIONS
+def test_a_directory_stays_whose_ticket_stays_expired(
+    disk: Path, on_nfs: Callable[[float], None], kind: type[Expired], name: str, code: int
+) -> None:
+    on_nfs(0.1)
+    save_directory(str(disk / "run"), fill_with(1)).result(WAIT_S)
+    with process_on(kind(code, name)):
+        error = save_directory(str(disk / "run"), fill_with(2)).exception(WAIT_S)
+    assert isinstance(error, StorageError) and (error.op, error.errno) == ("rename", code)
+    assert bool((torch.load(disk / "run" / "a.pt")["w"] == 1).all())
+    assert os.listdir(disk) == ["run"]
 
 
 # What stays open while a file is replaced.

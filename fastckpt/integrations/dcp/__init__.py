@@ -11,9 +11,7 @@ import copy
 import logging
 import os
 import pickle
-import threading
 import time
-import weakref
 from typing import Any
 
 from fastckpt.integrations import require
@@ -40,6 +38,7 @@ from fastckpt.integrations.dcp.reader import Reader
 from fastckpt.integrations.dcp.writer import Writer, results_of
 from fastckpt.latch import Outcome
 from fastckpt.ranks.coordinator import Coordinator, warn_of_unknown_ranks
+from fastckpt.ranks.groups import PerGroup
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
 
@@ -107,18 +106,7 @@ class _Shared:
         self.failed: SaveHandle | None = None  # the last one that nobody is to be told of again
 
 
-_alone = _Shared(Coordinator.alone())
-_groups: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
-_groups_lock = threading.Lock()
-
-
-def _shared(group: Any) -> _Shared:
-    if group is None:
-        return _alone
-    with _groups_lock:
-        if group not in _groups:
-            _groups[group] = _Shared(Coordinator.of_group(group, "dcp"))
-        return _groups[group]
+_shared = PerGroup("dcp", _Shared)
 
 
 def async_save(
@@ -176,7 +164,7 @@ def async_save(
     group, rank = _group(process_group, no_dist)
     if group is None and not no_dist:
         warn_of_unknown_ranks(f"the save to {writer.path!r}")
-    shared = _shared(group if use_collectives else None)
+    shared = _shared.of(group if use_collectives else None)
     handle = Saving(writer.path, started)
     if on_error == "warn":
         handle.add_done_callback(lambda _: _warn(shared, handle))

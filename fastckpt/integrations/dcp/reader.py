@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -29,6 +29,7 @@ from fastckpt.directories.items_load import OURS, ItemsFile, Request
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.strict_json import shown
+from fastckpt.integrations.dcp.directory import Directory
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import reported
 
@@ -42,7 +43,7 @@ class _Source(NamedTuple):
     save_id: str | None
 
 
-class Reader(StorageReader):
+class Reader(Directory, StorageReader):
     """Reads checkpoints of torch.distributed.checkpoint, whether fastckpt or torch wrote them: for
     torch's load().
 
@@ -79,8 +80,7 @@ class Reader(StorageReader):
         self.reset(check_path("path", path))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id:
-            self.path = os.path.abspath(check_path("path", checkpoint_id))
+        self._go_to(checkpoint_id)
         self._metadata = None
         self._failure: Exception | None = None  # of reading what commits the checkpoint of all
         self._name = dcp_metadata.NAME
@@ -88,15 +88,6 @@ class Reader(StorageReader):
         # other save gives, and checksums; those of others may be written anew in place.
         self._seen: dict[str, tuple[int, ...]] = {}
         self.load_id = str(uuid.uuid4())
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The checkpoint's directory."""
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What `.metadata` says, or that of one rank.

@@ -20,7 +20,6 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
-    FileSystem,
     _StorageInfo,
     _StoragePrefix,
 )
@@ -36,6 +35,7 @@ from fastckpt.engine.devices import Devices, Reads
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
 from fastckpt.handle import SaveHandle
+from fastckpt.integrations.dcp.directory import Directory
 from fastckpt.options import WriteOptions
 from fastckpt.ranks.groups import together
 from fastckpt.ranks.round import Round
@@ -52,7 +52,7 @@ _COPY_AHEAD_BYTES = 10_000_000  # torch's default
 _ATOMS = (bool, int, float, str, type(None))
 
 
-class Writer(StorageWriter):
+class Writer(Directory, StorageWriter):
     """Writes checkpoints that torch.distributed.checkpoint reads: for save() and async_save() of
     this module, and for torch's own.
 
@@ -121,18 +121,8 @@ class Writer(StorageWriter):
         self.reset(check_path("path", path))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id:
-            self.path = os.path.abspath(check_path("path", checkpoint_id))
+        self._go_to(checkpoint_id)
         self.save_id = str(uuid.uuid4())
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The checkpoint's directory."""
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)

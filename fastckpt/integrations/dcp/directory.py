@@ -1,0 +1,37 @@
+"""The directory of a DCP checkpoint, as its readers and writers are told it.
+
+Responsible for what torch's StorageReader and StorageWriter both say of it. It must not know what
+lies in it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from fastckpt.arguments.checks import check_path
+
+
+class Directory:
+    """A reader or writer of the checkpoint in one directory, which each reset() may change.
+
+    Attributes:
+        path: of the directory, absolute.
+    """
+
+    path: str
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's directory."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
+
+    def _go_to(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        """Takes another directory, if one is named."""
+        if checkpoint_id:
+            self.path = os.path.abspath(check_path("path", checkpoint_id))
