@@ -1,4 +1,4 @@
-"""Names that a checkpoint has in the place of those that it lacks, in words.
+"""Names in words: a few of many, and those that a checkpoint has in the place of what it lacks.
 
 Pure: it compares texts. It must not know what the names are of.
 """
@@ -16,6 +16,14 @@ _WRAPPERS = {
 }
 _COMPARED_MAX = 2000  # names: comparing more of them would take seconds
 _SHOWN_MAX = 3
+_LISTED_MAX = 5
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few of these names, and how many more there are."""
+    told = [*names]
+    more = f" and {len(told) - _LISTED_MAX} more" if len(told) > _LISTED_MAX else ""
+    return ", ".join(told[:_LISTED_MAX]) + more
 
 
 def instead_of(missing: Sequence[object], there: Iterable[object]) -> str:

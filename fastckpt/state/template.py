@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastckpt.arguments.near_names import instead_of
+from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.plan.boxes import Box
 from fastckpt.state.dtensors import dtensor_part, is_sharded
@@ -31,8 +31,6 @@ from fastckpt.state.tree import (
     unescaped,
     unwrapped,
 )
-
-_NAMED_MAX = 5
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -86,7 +84,7 @@ class Template:
     @property
     def ignored(self) -> str:
         """Names what was saved and the state does not ask for; "" if that is nothing."""
-        return _listed(self._ignored)
+        return listed(self._ignored)
 
     def _misfit(self, text: str) -> IncompatibleCheckpoint:
         return IncompatibleCheckpoint(f"{self._where!r} does not fit: {text}")
@@ -212,7 +210,7 @@ class Template:
         self._dict(own, saved, path, depth)
         if unknown and _is_strict(value):
             raise self._misfit(
-                f"{path} is a module that has no {_listed(unknown)}, which the checkpoint has: "
+                f"{path} is a module that has no {listed(unknown)}, which the checkpoint has: "
                 "restore into a dict of what is wanted of it"
             )
         self._actions.append(lambda: value.load_state_dict(own))
@@ -353,11 +351,6 @@ def _is_strict(value: Any) -> bool:
         return False
     hooks = (module._load_state_dict_pre_hooks for module in value.modules())
     return type(value).load_state_dict is torch.nn.Module.load_state_dict and not any(hooks)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
-    return ", ".join(names[:_NAMED_MAX]) + more
 
 
 def _described(saved: Any) -> str:
