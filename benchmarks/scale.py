@@ -50,6 +50,7 @@ from fastckpt.plan.image import BLOCK_BYTES, block_count  # noqa: E402
 from fastckpt.ranks.same_state import Description  # noqa: E402
 from fastckpt.saving.pipeline import Pipeline  # noqa: E402
 from fastckpt.state.targets import Place  # noqa: E402
+from fastckpt.steps.copies import Copies  # noqa: E402
 from fastckpt.steps.load import StepReader  # noqa: E402
 from fastckpt.steps.root import Steps  # noqa: E402
 from fastckpt.steps.shard import Shard  # noqa: E402
@@ -204,7 +205,8 @@ def restored(pipeline: Pipeline, steps: Steps, name: str, job: Job, rank: int) -
     started = time.perf_counter()
     manifest = steps.read(name)
     read = time.perf_counter()
-    reader = StepReader(pipeline.storage, pipeline.staging, steps, name, manifest)
+    whole = Copies(pipeline.storage, pipeline.staging, [steps.path(name)])
+    reader = StepReader(pipeline.staging, steps.path(name), manifest, whole)
     reader.find(places)  # raises unless every element is stored exactly once
     found = time.perf_counter()
     indexes = [writer for writer in manifest.writers if writer.rank in reader._indexes]

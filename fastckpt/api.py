@@ -34,7 +34,6 @@ from fastckpt.arguments.checks import (
     check_seconds,
 )
 from fastckpt.arguments.quantities import shown_time, shown_transfer
-from fastckpt.engine.gds import Direct
 from fastckpt.errors import CheckpointError, RanksDisagree, StorageError
 from fastckpt.files.place import FilePlace
 from fastckpt.files.placing import Placing
@@ -339,7 +338,10 @@ def _load_alone(
     fd, path = opened
     current = pipeline.current()
     try:
-        direct = None if maps else _direct(current, staging, path, map_location)
+        direct = None
+        if staging != "host" and not maps:
+            queue = Placing.queue(current.staging.devices, map_location)
+            direct = current.staging.direct(staging, queue, os.path.dirname(path))
         file = open_verified(current.storage, current.staging, fd, path, verify, direct=direct)
         if file is None:
             obj = load_by_torch(f)
@@ -369,18 +371,6 @@ def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int
     log.log(logging.DEBUG if rank else logging.INFO, "loaded %r: %s", path, told)
 
 
-def _direct(
-    current: pipeline.Pipeline, staging: str, path: str, map_location: Any
-) -> Direct | None:
-    """Returns what reads from a file to a GPU by itself, if that is chosen."""
-    if staging == "host":
-        return None
-    queue = Placing.queue(current.staging.devices, map_location)
-    with reported("stat", path):
-        status = current.storage.status(os.path.dirname(path))
-    return current.staging.gds.way(staging, queue, 0 if status is None else status.st_dev)[0]
-
-
 def _load_placed(
     f: Any, file: VerifiedFile, load_by_torch: Callable[..., Any], map_location: Any
 ) -> Any:
@@ -398,17 +388,9 @@ def _load_placed(
 
 def _load_verified(f: Any, file: VerifiedFile, load_by_torch: Callable[[Any], Any]) -> Any:
     """Lets torch read from `file` what it would read from f, and leaves both at the same place."""
-    try:
-        obj = load_by_torch(file)
-    except Exception:
-        if file.error is not None:  # torch's reader may have put another error in its place
-            raise file.error from None
-        raise
-    if file.error is not None:
-        raise file.error
+    obj = file.read_by(load_by_torch)
     if not isinstance(f, str | os.PathLike):
         f.seek(file.tell())
-    file.verify_end()
     return obj
 
 

@@ -7,32 +7,29 @@ saying what is damaged. It must not know what the bytes are of: nothing is unpic
 from __future__ import annotations
 
 import argparse
-import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli.paths import path_argument
 from fastckpt.directories import check as directory_check
-from fastckpt.directories.items_load import OURS
-from fastckpt.engine.codec import FrameReader
-from fastckpt.engine.staging import ReadStream
+from fastckpt.directories.items_load import contents_of
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
-from fastckpt.formats import distcp, file_list
+from fastckpt.formats import file_list
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
 from fastckpt.formats.step_names import NAME
 from fastckpt.formats.step_names import OURS as OF_A_STEP
+from fastckpt.reading.verified import Body, opened_regular
 from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline
+from fastckpt.steps.copies import Copies
 from fastckpt.steps.no_steps import what_is_there
 from fastckpt.steps.root import Steps
-from fastckpt.storage.file_system import NO_FILE, naming, persistently, reported
+from fastckpt.storage.file_system import persistently, reported
 from fastckpt.storage.vanishing import Vanished
 
-_SCRATCH_BYTES = 8 << 20
 _DISTCP = ".distcp"
 _METADATA = ".metadata"
 _DAMAGED, _UNREAD = 1, 3  # exit status; 2 is of arguments
@@ -159,19 +156,9 @@ def _steps(root: str) -> Steps:
     return Steps(pipeline.current().storage, root)
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[int]:
-    storage = pipeline.current().storage
-    try:
-        fd = storage.open_regular(path)
-    except OSError as error:
-        if error.errno in NO_FILE:
-            raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
-        raise StorageError("open", path, error.errno or errno.EIO) from error
-    try:
-        yield fd
-    finally:
-        storage.close(fd)
+def _copies(directory: str) -> Copies:
+    current = pipeline.current()
+    return Copies(current.storage, current.staging, [directory])
 
 
 def _verify_file(path: str) -> int:
@@ -179,13 +166,16 @@ def _verify_file(path: str) -> int:
     directory, file = os.path.split(path)
     if OF_A_STEP.fullmatch(file) and NAME.match(os.path.basename(directory)):
         return _verify_file_of_step(_steps(os.path.dirname(directory)), directory, file)
-    with _opened(path) as fd:
+    current = pipeline.current()
+    with opened_regular(current.storage, path) as fd:
         if path.endswith(_DISTCP):
             return _verify_distcp(fd, path)
-        closing_crc, nbytes = _verify_zip(fd, path)
-        if closing_crc is None:
+        opened = open_verified(current.storage, current.staging, fd, path, True)
+        if opened is None:
             raise CheckpointError(f"{path!r} was not written by fastckpt: it has no checksums")
-        return nbytes
+        with opened:
+            opened.verify_all()
+            return opened.nbytes
 
 
 def _verify_file_of_step(steps: Steps, directory: str, file: str) -> int:
@@ -199,24 +189,13 @@ def _verify_file_of_step(steps: Steps, directory: str, file: str) -> int:
     with steps.hold(name):
         manifest = steps.read(name)
         if file == manifest.objects[0]:
-            return _verify_objects(directory, *manifest.objects)
+            return _verify_objects(_copies(directory), manifest)
         for writer in manifest.writers:
             if file in (writer.file, writer.index):
-                return _verify_writer(steps, name, manifest, writer)
+                return _verify_writer(_copies(directory), manifest, writer)
         if file == MANIFEST:
             return os.path.getsize(os.path.join(directory, file))
         raise CheckpointError(f"{file!r} is none of the files that the manifest of {name!r} names")
-
-
-def _verify_zip(fd: int, path: str) -> tuple[int | None, int]:
-    """Returns what the file ends in, or None if it is none of ours; and its size."""
-    current = pipeline.current()
-    file = open_verified(current.storage, current.staging, fd, path, True)
-    if file is None:
-        return None, 0
-    with file:
-        file.verify_all()
-        return file.closing_crc, file.tell()
 
 
 def _verify_listed(path: str) -> int:
@@ -232,8 +211,8 @@ def _verify_metadata(path: str) -> int:
     # Brings in torch.distributed.checkpoint, which nothing else here needs.
     from fastckpt.directories import dcp_metadata
 
-    with _opened(path) as fd, reported("read", path):
-        storage = pipeline.current().storage
+    storage = pipeline.current().storage
+    with opened_regular(storage, path) as fd, reported("read", path):
         content = storage.read_at(fd, storage.size(fd), 0)
     if not dcp_metadata.check(content, path):
         raise CheckpointError(f"{path!r} was not written by fastckpt: it has no checksum")
@@ -246,21 +225,11 @@ def _verify_metadata(path: str) -> int:
 
 def _verify_distcp(fd: int, path: str) -> int:
     current = pipeline.current()
-    with reported("read", path):
-        nbytes = current.storage.size(fd)
-        end = current.storage.read_at(fd, distcp.END_BYTES, max(0, nbytes - distcp.END_BYTES))
-        offset = distcp.tail_offset(end, nbytes)
-        if offset is None and not OURS.fullmatch(os.path.basename(path)):
-            raise CheckpointError(f"{path!r} was not written by fastckpt: it has no checksums")
-        if offset is None:
-            raise CorruptCheckpoint(f"{path!r} is truncated: it does not end in checksums")
-        tail = current.storage.read_at(fd, nbytes - offset, offset)
-    with naming(path):
-        index = distcp.parse(tail, offset).index
-    blocks = (offset, index.block_bytes, index.block_crcs)
-    with closing(current.staging.read(fd, path, *blocks)) as stream:
-        _read_all(stream, path, offset, index.block_bytes)
-    return nbytes
+    contents = contents_of(current.storage, fd, path)
+    if contents is None:
+        raise CheckpointError(f"{path!r} was not written by fastckpt: it has no checksums")
+    Body(current.staging, fd, path, contents.index).verify()
+    return contents.index.body_nbytes + len(contents.index.tail)
 
 
 def _verify_step(steps: Steps, name: str, is_local: bool) -> int:
@@ -269,13 +238,13 @@ def _verify_step(steps: Steps, name: str, is_local: bool) -> int:
     """
     with steps.hold(name):
         manifest = steps.read(name)
-        there = {*os.listdir(steps.path(name))}
+        copies, there = _copies(steps.path(name)), {*os.listdir(steps.path(name))}
         checks = []
         if not is_local or manifest.objects[0] in there:
-            checks.append(partial(_verify_objects, steps.path(name), *manifest.objects))
+            checks.append(partial(_verify_objects, copies, manifest))
         for writer in manifest.writers:
             if not is_local or {writer.index, writer.file} & there:
-                checks.append(partial(_verify_writer, steps, name, manifest, writer))
+                checks.append(partial(_verify_writer, copies, manifest, writer))
         nbytes, damage = 0, []
         unread: StorageError | None = None
         for check in checks:
@@ -292,67 +261,15 @@ def _verify_step(steps: Steps, name: str, is_local: bool) -> int:
         return nbytes
 
 
-def _verify_objects(directory: str, file: str, nbytes: int, crc: int) -> int:
-    path = os.path.join(directory, file)
-    with _sized(path, nbytes) as fd:
-        found, _nbytes = _verify_zip(fd, path)
-        if found != crc:
-            raise CorruptCheckpoint(f"{path!r} is of another save than the manifest")
-    return nbytes
+def _verify_objects(copies: Copies, manifest: Manifest) -> int:
+    with copies.objects(manifest) as file:
+        file.verify_all()
+        return file.nbytes
 
 
-def _verify_writer(steps: Steps, name: str, manifest: Manifest, writer: Writer) -> int:
+def _verify_writer(copies: Copies, manifest: Manifest, writer: Writer) -> int:
     """The index of one writer and the file that it is of."""
-    current = pipeline.current()
-    path = steps.path(name, writer.index)
-    with _sized(path, writer.index_nbytes) as fd, reported("read", path):
-        content = current.storage.read_at(fd, writer.index_nbytes, 0)
-    with naming(path):
-        index = writer.parse_index(content, manifest.nonce)
-    path = steps.path(name, writer.file)
-    blocks = (index.nbytes, index.block_bytes, index.block_crcs)
-    with _sized(path, writer.nbytes) as fd:
-        if index.codec is None:
-            with closing(current.staging.read(fd, path, *blocks)) as stream:
-                _read_all(stream, path, index.nbytes, index.block_bytes)
-        else:
-            frames = FrameReader(current.storage, fd, path, *blocks[:2], index.frames)
-            with (
-                current.staging.through(fd, frames.transfer) as route,
-                closing(current.staging.read(fd, path, *blocks, route=route)) as stream,
-            ):
-                _read_all(stream, path, index.nbytes, index.block_bytes)
+    index, _content = copies.index(writer, manifest.nonce)
+    with copies.shard(index) as body:
+        body.verify()
     return writer.index_nbytes + writer.nbytes
-
-
-@contextmanager
-def _sized(path: str, nbytes: int) -> Iterator[int]:
-    """A file of a step, which has the size that the manifest says."""
-    try:
-        with _opened(path) as fd:
-            found = pipeline.current().storage.size(fd)
-            if found != nbytes:
-                raise CorruptCheckpoint(f"{path!r} has {found} bytes, must have {nbytes}")
-            yield fd
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            raise CorruptCheckpoint(f"{path!r} is missing: the step is not whole") from None
-        raise
-
-
-def _read_all(stream: ReadStream, path: str, nbytes: int, block_bytes: int) -> None:
-    """Reads a stream to its end, keeping nothing."""
-    scratch = memoryview(bytearray(min(_SCRATCH_BYTES, max(1, nbytes))))
-    for at in range(0, nbytes, len(scratch)):
-        if not stream.readinto(scratch[: min(len(scratch), nbytes - at)], at):
-            raise _failure(stream, path, nbytes, block_bytes)
-
-
-def _failure(stream: ReadStream, path: str, nbytes: int, block_bytes: int) -> CheckpointError:
-    failure: Sequence[Any] | None = stream.failure()
-    if failure is not None:
-        op, offset, number = failure
-        return StorageError(op, path, number, offset)
-    begin = stream.corrupt_block() * block_bytes
-    end = min(begin + block_bytes, nbytes)
-    return CorruptCheckpoint(f"{path!r}: CRC-32 mismatch in bytes {begin} to {end}")

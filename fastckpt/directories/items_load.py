@@ -12,25 +12,26 @@ import io
 import os
 import re
 import zlib
-from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
-from fastckpt.engine.staging import ReadStream, Staging
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, DeviceError, StorageError
+from fastckpt.arguments.near_names import listed
+from fastckpt.engine.staging import Staging
+from fastckpt.engine.stream import EngineStream
+from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import distcp, torch_pickle
 from fastckpt.plan.boxes import row_major
-from fastckpt.plan.image import BLOCK_BYTES, address_of
+from fastckpt.plan.image import BLOCK_BYTES, Index, address_of
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
-from fastckpt.state.dtensors import PLAIN_TENSORS
-from fastckpt.storage.file_system import Storage, reported
+from fastckpt.reading.verified import Body, takes_bytes
+from fastckpt.storage.file_system import Storage, naming, reported
 
 OURS = re.compile(r"__\d+_[0-9a-f]{16}\.distcp")  # names of files that fastckpt wrote
-_NAMED_MAX = 5  # items in one message
 _APART_BYTES_MAX = 1 << 20  # objects in a span of this are read for themselves
 _RUNS_MAX = 64  # a copy to a device takes some microseconds to begin, however small it is
 
@@ -88,10 +89,9 @@ class ItemsFile:
         names: Callable[[], Mapping[int, str]],
     ) -> None:
         self._storage, self._staging, self._path, self._names = storage, staging, path, names
-        self._contents: distcp.Contents | None = None
-        self._items: dict[int, distcp.Item] = {}
+        self._is_ours = OURS.fullmatch(os.path.basename(path)) is not None
         self._apart: dict[int, bytes] = {}  # objects that were read for themselves, by offset
-        self._stream: ReadStream | None = None
+        self._stream: EngineStream | None = None
         self._older: int | None = None  # which of distcp.fronts() this file has
         with reported("open", path):
             try:
@@ -99,11 +99,19 @@ class ItemsFile:
             except FileNotFoundError:
                 raise CorruptCheckpoint(f"{path!r}, which the metadata names, is missing") from None
         try:
-            self._nbytes = self._find_contents()
+            if self._is_ours and (contents := contents_of(storage, self._fd, path)):
+                index, items = contents.index, contents.items
+            else:
+                with reported("read", path):
+                    index, items = Index(storage.size(self._fd), BLOCK_BYTES, (), b""), ()
+            self._items = {item.offset: item for item in items}
+            damaged = partial(_damaged, partial(storage.read_at, self._fd), items, names)
+            left = "the state may have been partly overwritten"
+            self._body = Body(staging, self._fd, path, index, damaged, left)
             end = max(request.offset + request.nbytes for request in requests)
-            if end > self._nbytes:
+            if end > (nbytes := index.body_nbytes):
                 raise CorruptCheckpoint(
-                    f"{path!r} has {self._nbytes} bytes, but items up to {end}: it is truncated or "
+                    f"{path!r} has {nbytes} bytes, but items up to {end}: it is truncated or "
                     "of another checkpoint"
                 )
             self._found = {request: self._locate(request) for request in {*requests}}
@@ -120,32 +128,11 @@ class ItemsFile:
             self._stream.close()
         self._storage.close(self._fd)
 
-    def _find_contents(self) -> int:
-        """Reads the tail of a file of ours; returns how many bytes of the file hold items."""
-        storage, path = self._storage, self._path
-        with reported("read", path):
-            nbytes = storage.size(self._fd)
-            end = storage.read_at(self._fd, distcp.END_BYTES, max(0, nbytes - distcp.END_BYTES))
-            offset = distcp.tail_offset(end, nbytes)
-            if not OURS.fullmatch(os.path.basename(path)):
-                return nbytes
-            if offset is None:
-                raise CorruptCheckpoint(
-                    f"{path!r} is truncated or damaged: its {nbytes} bytes do not end as they must"
-                )
-            tail = storage.read_at(self._fd, nbytes - offset, offset)
-        try:
-            self._contents = distcp.parse(tail, offset)
-        except CheckpointError as error:
-            raise type(error)(f"{path!r}: {error}") from None
-        self._items = {item.offset: item for item in self._contents.items}
-        return offset
-
     def _locate(self, request: Request) -> _Found | None:
         """Returns where its elements lie in one run; None where only torch can tell."""
         if request.dtype is None:
             return None
-        if self._contents is None:
+        if not self._is_ours:
             front = self._front(request)
             if front is None:
                 return None
@@ -183,8 +170,7 @@ class ItemsFile:
         return front if len(front) + data_nbytes <= request.nbytes else None
 
     def _read(self, requests: Sequence[Request]) -> None:
-        index = None if self._contents is None else self._contents.index
-        nbytes, block_bytes = self._nbytes, BLOCK_BYTES if index is None else index.block_bytes
+        block_bytes = self._body.index.block_bytes
         rows: list[CopyRow] = []
         objects: dict[int, list[distcp.Item]] = {}  # by the only block that each lies in
         for request in requests:
@@ -204,10 +190,7 @@ class ItemsFile:
             if block not in wanted and not self._read_apart(items):
                 wanted.add(block)
         if wanted:
-            crcs = () if index is None else index.block_crcs
-            self._stream = self._staging.read(
-                self._fd, self._path, nbytes, block_bytes, crcs, sorted(wanted)
-            )
+            self._stream = self._body.stream(sorted(wanted))
 
     def _read_apart(self, items: Sequence[distcp.Item]) -> bool:
         """Reads objects that lie near each other without the rest of their block, by their own
@@ -263,7 +246,8 @@ class ItemsFile:
         ends = bytearray(2)
         before: list[CopyRow] = [(request.offset, address_of(ends), 1, 1, 0, 0)] if whole else []
         after: list[CopyRow] = [(last, address_of(ends) + 1, 1, 1, 0, 0)] if whole else []
-        direct = target.dtype == found.dtype and self._is_memory(target)
+        kinds = self._staging.devices.readable()
+        direct = target.dtype == found.dtype and takes_bytes(target, kinds)
         received = target if direct else _on_the_host(request.lengths, found.dtype)
         rows = _rows(request, found, received.data_ptr(), received.stride())
         if received.device.type != "cpu" and sum(row[3] for row in rows) > _RUNS_MAX:
@@ -278,18 +262,8 @@ class ItemsFile:
 
     def arrive(self) -> None:
         """Waits for what is on its way to devices."""
-        if self._stream is not None and not self._stream.arrive():
-            raise self._failure()
-
-    def _is_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether bytes that are put where a tensor's elements lie become its elements."""
-        return (
-            type(tensor) in PLAIN_TENSORS
-            and tensor.layout is torch.strided
-            and tensor.device.type in self._staging.devices.readable()
-            and not tensor.is_neg()
-            and not tensor.is_conj()
-        )
+        if self._stream is not None:
+            self._body.check(self._stream, self._stream.arrive())
 
     def _is_fronted(self, request: Request, found: _Found) -> bool:
         """Whether a file that torch wrote holds what was expected before the elements."""
@@ -301,7 +275,7 @@ class ItemsFile:
 
     def _unpickled(self, request: Request) -> torch.Tensor:
         """The part of a tensor of which only torch can tell how it is stored."""
-        if self._contents is None:
+        if not self._is_ours:
             with reported("read", self._path, request.offset):
                 content = self._storage.read_at(self._fd, request.nbytes, request.offset)
         else:
@@ -321,50 +295,58 @@ class ItemsFile:
         if target is not None and target.device.type != "cpu":
             devices = self._staging.devices.reads([target.untyped_storage()]).ranges
         assert self._stream is not None
-        if not self._stream.read_runs(array("Q", [v for row in rows for v in row]), devices):
-            raise self._failure()
+        self._body.move(self._stream, rows, devices)
 
     def _name(self, request: Request) -> str:
         return repr(self._names().get(request.offset, f"the item at {request.offset}"))
 
-    def _failure(self) -> CheckpointError:
-        assert self._stream is not None
-        failure = self._stream.failure()
-        if failure is not None:
-            op, offset, number = failure
-            if op == "copy":
-                text = self._stream.device_text(number)
-                return DeviceError(f"copying {self._path!r} to a GPU, at {offset}, failed: {text}")
-            return StorageError(op, self._path, number, offset)
-        assert self._contents is not None
-        index = self._contents.index
-        begin = self._stream.corrupt_block() * index.block_bytes
-        end = min(begin + index.block_bytes, index.body_nbytes)
-        return CorruptCheckpoint(
-            f"{self._path!r} is damaged: CRC-32 mismatch in bytes {begin} to {end}, in "
-            f"{self._damaged(begin, end)}; the state may have been partly overwritten"
-        )
 
-    def _damaged(self, begin: int, end: int) -> str:
-        """The items of a damaged range whose own checksums are wrong, else all of them."""
-        assert self._contents is not None
-        near = [i for i in self._contents.items if i.offset < end and i.offset + i.nbytes > begin]
-        wrong = [item for item in near if self._crc(item) != item.crc]
-        known = self._names()
-        names = [known.get(item.offset, f"item at {item.offset}") for item in wrong or near]
-        more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
-        listed = ", ".join(map(repr, dict.fromkeys(names[:_NAMED_MAX]))) + more
-        return listed if wrong else f"what stands around the elements of {listed}"
+def _damaged(
+    read_at: Callable[[int, int], bytes],
+    items: Sequence[distcp.Item],
+    names: Callable[[], Mapping[int, str]],
+    begin: int,
+    end: int,
+) -> str:
+    """The items of a damaged range whose own checksums are wrong, else all of them."""
+    near = [item for item in items if item.offset < end and item.offset + item.nbytes > begin]
+    wrong = [item for item in near if _crc(read_at, item) != item.crc]
+    known = names()
+    told = [repr(known.get(i.offset, f"item at {i.offset}")) for i in wrong or near]
+    what = "" if wrong else "what stands around the elements of "
+    return f"{what}{listed(dict.fromkeys(told))}; the state may have been partly overwritten"
 
-    def _crc(self, item: distcp.Item) -> int:
-        crc = 0
-        try:
-            for at in range(item.data, item.data + item.data_nbytes, BLOCK_BYTES):
-                nbytes = min(BLOCK_BYTES, item.data + item.data_nbytes - at)
-                crc = zlib.crc32(self._storage.read_at(self._fd, nbytes, at), crc)
-        except OSError as error:
-            return -(error.errno or errno.EIO)  # unreadable is damaged too
-        return crc
+
+def _crc(read_at: Callable[[int, int], bytes], item: distcp.Item) -> int:
+    crc = 0
+    try:
+        for at in range(item.data, item.data + item.data_nbytes, BLOCK_BYTES):
+            crc = zlib.crc32(read_at(min(BLOCK_BYTES, item.data + item.data_nbytes - at), at), crc)
+    except OSError as error:
+        return -(error.errno or errno.EIO)  # unreadable is damaged too
+    return crc
+
+
+def contents_of(storage: Storage, fd: int, path: str) -> distcp.Contents | None:
+    """What the end of a file says of its items; None if the file is not of fastckpt.
+
+    Raises:
+        CorruptCheckpoint: it is of fastckpt by its name, and truncated; or its end is damaged.
+        IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
+    """
+    with reported("read", path):
+        nbytes = storage.size(fd)
+        end = storage.read_at(fd, distcp.END_BYTES, max(0, nbytes - distcp.END_BYTES))
+        offset = distcp.tail_offset(end, nbytes)
+        if offset is None:
+            if not OURS.fullmatch(os.path.basename(path)):
+                return None
+            raise CorruptCheckpoint(
+                f"{path!r} is truncated or damaged: its {nbytes} bytes do not end as they must"
+            )
+        tail = storage.read_at(fd, nbytes - offset, offset)
+    with naming(path):
+        return distcp.parse(tail, offset)
 
 
 def _on_the_host(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from fastckpt.engine.gds import Direct
-from fastckpt.engine.staging import ReadStream
+from fastckpt.engine.stream import DAMAGE, EngineStream, Fault, RunStream
 from fastckpt.plan.runs import CopyRow
 
 _RUN = 6
 
 
-class Divided:
+class GdsStream(RunStream):
     """Streams of one file, each opened when something is first asked of it; close() closes all.
 
     Args:
@@ -31,7 +31,7 @@ class Divided:
 
     def __init__(
         self,
-        open_stream: Callable[[Sequence[int], Direct | None], ReadStream],
+        open_stream: Callable[[Sequence[int], Direct | None], EngineStream],
         blocks: Sequence[int],
         block_bytes: int,
         whole: Collection[int],
@@ -42,9 +42,9 @@ class Divided:
         self._whole = frozenset(whole)
         self._direct = direct
         self._rest = [number for number in blocks if number not in self._whole]
-        self._streams: dict[tuple[bool, bool], ReadStream] = {}
+        self._streams: dict[tuple[bool, bool], EngineStream] = {}
 
-    def _stream(self, whole: bool, to_gpu: bool) -> ReadStream:
+    def _stream(self, whole: bool, to_gpu: bool) -> EngineStream:
         key = whole, to_gpu
         if key not in self._streams:
             wanted = sorted(self._whole) if whole else self._rest
@@ -69,7 +69,6 @@ class Divided:
             offset = until
 
     def readinto(self, target: Any, offset: int) -> bool:
-        """As ReadStream's."""
         view, begin = memoryview(target), offset
         return all(
             self._stream(whole, False).readinto(view[at - begin : at - begin + nbytes], at)
@@ -77,7 +76,6 @@ class Divided:
         )
 
     def read_runs(self, runs: Any, devices: list[Any]) -> bool:
-        """As ReadStream's."""
         divided: dict[tuple[bool, bool], array[int]] = {}
         columns = memoryview(runs).cast("B").cast("Q")
         for first in range(0, len(columns), _RUN):
@@ -92,29 +90,14 @@ class Divided:
         return all(self._stream(*key).read_runs(rows, devices) for key, rows in divided.items())
 
     def arrive(self) -> bool:
-        """As ReadStream's."""
         return all([stream.arrive() for stream in self._streams.values()])
 
     def nbytes_read(self) -> int:
         return sum(stream.nbytes_read() for stream in self._streams.values())
 
-    def failure(self) -> tuple[str, int, int] | None:
-        found = (stream.failure() for stream in self._streams.values())
-        return next((failure for failure in found if failure is not None), None)
-
-    def corrupt_block(self) -> int:
-        found = (stream.corrupt_block() for stream in self._streams.values())
-        return next((number for number in found if number >= 0), -1)
-
-    def device_text(self, code: int) -> str:
-        return next((s.device_text(code) for s in self._streams.values()), str(code))
-
-    def peer_failure(self) -> tuple[str, tuple[int, ...]] | None:
-        """As shared_stream.Exchange's: nobody else takes part in this one."""
-        return None
-
-    def abandon(self) -> None:
-        self.close()
+    def fault(self) -> Fault | None:
+        found = [fault for s in self._streams.values() if (fault := s.fault()) is not None]
+        return min(found, key=lambda fault: fault.op == DAMAGE, default=None)
 
     def close(self) -> None:
         streams, self._streams = list(self._streams.values()), {}

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastckpt.engine.staging import ReadStream
+from fastckpt.engine.stream import DAMAGE, PEERS, EngineStream, Fault, Stream
+from fastckpt.plan.image import block_count
 
-# What follows each block: how its reader fared, and the operation, offset and errno of a failure.
+# What follows each block: its reader's rank, and of a fault there the operation, place and errno.
 _STATUS = struct.Struct("<qqqq")
-_OK, _FAILED, _CORRUPT, _STOPPED, _LOST = range(5)  # the last is never sent
-_OPS = ("read", "write")
+_OPS = ("", "read", DAMAGE, PEERS)
 AHEAD = 8  # broadcasts under way at a time
 
 
-class Exchange:
-    """A stream of a file's blocks for one reader, like staging.ReadStream; a collective of a group.
+class SharedStream(Stream):
+    """A stream of a file's blocks for one reader on each rank of a group; a collective of theirs.
 
     Block i comes from rank i modulo the group's size. Ranks read the same ranges of the file in
     roughly the same order; what one asks for again, after it has gone by, it reads by itself. The
@@ -33,29 +33,27 @@ class Exchange:
 
     Args:
         group: a torch.distributed process group, over gloo or NCCL.
-        stream: reads and verifies this rank's blocks, `mine` of the same arguments.
-        again: makes a stream of these blocks (of all if there are none), for what is asked for
-            again, or before its turn.
+        open_stream: makes a stream of these blocks (of all if there are none), for one's own share,
+            and for what is asked for again, or before its turn.
         nbytes, block_bytes: size of the file's body and of its blocks.
     """
 
     def __init__(
         self,
         group: Any,
-        stream: ReadStream,
-        again: Callable[[Sequence[int]], ReadStream],
+        open_stream: Callable[[Sequence[int]], EngineStream],
         nbytes: int,
         block_bytes: int,
     ) -> None:
         self._group = group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._stream = stream
-        self._again = again
-        self._own_streams: dict[bool, ReadStream] = {}  # of all blocks, and of the last one
+        self._open = open_stream
+        self._own_streams: dict[bool, EngineStream] = {}  # of all blocks, and of the last one
         self._nbytes = nbytes
         self._block_bytes = block_bytes
-        self._blocks = -(-nbytes // block_bytes)
+        self._blocks = block_count(nbytes, block_bytes)
         self._device = _device_of(group)
+        self.defers = self._device.type != "cpu"
         self._free: list[torch.Tensor] = []
         self._own: torch.Tensor | None = None  # for a block on its way to the device
         self._under_way: deque[tuple[int, torch.Tensor, Any]] = deque()
@@ -63,23 +61,21 @@ class Exchange:
         self._current = -1  # the block in _buffer
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._memory: torch.Tensor | None = None  # the same on the host, when it was asked for
-        self._status = (_OK, 0, 0, 0)
+        self._fault: Fault | None = None  # of whichever rank reads the block
         self._stopping = False
-        self._loss = ""
+        self._stream = open_stream([*range(self._rank, self._blocks, self._ranks)] or [0])
 
-    @staticmethod
-    def mine(group: Any, nbytes: int, block_bytes: int) -> range:
-        """Numbers of the blocks that this rank reads."""
-        blocks = -(-nbytes // block_bytes)
-        return range(dist.get_rank(group), blocks, dist.get_world_size(group))
+    def fill(self, storage: torch.UntypedStorage, offset: int, devices: Sequence[Any]) -> bool:
+        octets = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        there = self._device
+        received = octets if octets.device == there else torch.empty_like(octets, device=there)
+        whole = self._read_to(received, offset)
+        if received is not octets:
+            octets.copy_(received)
+        return whole
 
-    @property
-    def device(self) -> torch.device:
-        """The device on whose memory blocks are when they have been broadcast."""
-        return self._device
-
-    def read_to(self, target: torch.Tensor, offset: int) -> bool:
-        """As readinto(), to bytes on `device`."""
+    def _read_to(self, target: torch.Tensor, offset: int) -> bool:
+        """As readinto(), to bytes on the device on whose memory blocks are when they have come."""
         done = 0
         while done < len(target):
             block, begin = divmod(offset + done, self._block_bytes)
@@ -99,7 +95,6 @@ class Exchange:
         return True
 
     def readinto(self, target: Any, offset: int) -> bool:
-        """Copies bytes from offset on to target; False on failure() or a corrupt_block()."""
         view = memoryview(target).cast("B")
         while view:
             block, begin = divmod(offset, self._block_bytes)
@@ -108,7 +103,7 @@ class Exchange:
             early = block == self._blocks - 1 and block > self._current + 1
             if block < self._current or early:
                 if early not in self._own_streams:
-                    self._own_streams[early] = self._again([block] if early else [])
+                    self._own_streams[early] = self._open([block] if early else [])
                 if not self._own_streams[early].readinto(view[:nbytes], offset):
                     return False
             else:
@@ -121,30 +116,14 @@ class Exchange:
             view, offset = view[nbytes:], offset + nbytes
         return True
 
-    def failure(self) -> tuple[str, int, int] | None:
-        """Operation, offset and errno of what could not be read, by whichever rank."""
-        kind, op, offset, number = self._status
-        if kind == _FAILED:
-            return _OPS[op], offset, number
-        failures = [stream.failure() for stream in self._own_streams.values()]
-        return next((failure for failure in failures if failure is not None), None)
+    def arrive(self) -> bool:
+        return True
 
-    def corrupt_block(self) -> int:
-        """Number of the block whose checksum is wrong, or -1."""
-        kind, block, _offset, _number = self._status
-        if kind == _CORRUPT:
-            return block
-        return max([-1, *(stream.corrupt_block() for stream in self._own_streams.values())])
-
-    def peer_failure(self) -> tuple[str, tuple[int, ...]] | None:
-        """Returns what became of other ranks, and of which, if known; None if all take part."""
-        kind, rank, _offset, _number = self._status
-        if kind == _STOPPED:
-            return f"rank {rank} gave up; its own error tells why", (rank,)
-        return (f"a rank is gone ({self._loss})", ()) if kind == _LOST else None
+    def fault(self) -> Fault | None:
+        of_own = (stream.fault() for stream in self._own_streams.values())
+        return self._fault or next((fault for fault in of_own if fault is not None), None)
 
     def abandon(self) -> None:
-        """Closes an exchange that no rank has begun."""
         assert self._next == 0
         self._stream.close()
 
@@ -152,7 +131,7 @@ class Exchange:
         """Ends the exchange; on a rank that has not seen all blocks, by telling the others."""
         self._stopping = True
         try:
-            while self._status[0] == _OK and self._current + 1 < self._blocks:
+            while self._fault is None and self._current + 1 < self._blocks:
                 if not self._advance():
                     break
             while self._under_way:
@@ -166,7 +145,7 @@ class Exchange:
 
     def _advance(self) -> bool:
         """Takes the next block; False when its reader could not give it, on every rank alike."""
-        if self._status[0] != _OK:
+        if self._fault is not None:
             return False
         try:
             while self._next < self._blocks and len(self._under_way) < AHEAD:
@@ -174,8 +153,8 @@ class Exchange:
             block, buffer, work = self._under_way.popleft()
             work.wait()
         except RuntimeError as error:  # of torch.distributed: a connection broke, or timed out
-            self._loss = str(error).partition("\n")[0]
-            self._status = (_LOST, 0, 0, 0)
+            reason = str(error).partition("\n")[0]
+            self._fault = Fault(PEERS, text=f"a rank is gone ({reason})")
             self._under_way.clear()  # they fail alike, one time-out after the other
             return False
         if self._buffer.numel():
@@ -183,9 +162,9 @@ class Exchange:
         self._buffer = buffer
         self._memory = buffer if buffer.device.type == "cpu" else None
         closing = buffer[-_STATUS.size :].cpu()
-        self._status = _STATUS.unpack(_bytes_of(closing))
+        self._fault = _unpacked(_bytes_of(closing))
         self._current = block
-        return self._status[0] == _OK
+        return self._fault is None
 
     def _begin(self, block: int) -> None:
         """Starts the broadcast of a block, having read it where that is this rank's."""
@@ -200,7 +179,7 @@ class Exchange:
                 if self._own is None:
                     self._own = torch.empty(size, dtype=torch.uint8, device="cpu")
                 host = self._own
-            _bytes_of(host)[-_STATUS.size :] = _STATUS.pack(*self._read(block, host))
+            _bytes_of(host)[-_STATUS.size :] = self._packed(self._read(block, host))
             if host is not buffer:
                 buffer.copy_(host)
         source = dist.get_global_rank(self._group, reader)
@@ -208,18 +187,24 @@ class Exchange:
         self._under_way.append((block, buffer, work))
         self._next += 1
 
-    def _read(self, block: int, buffer: torch.Tensor) -> tuple[int, int, int, int]:
-        """Reads one of this rank's blocks into buffer; how that went."""
+    def _read(self, block: int, buffer: torch.Tensor) -> Fault | None:
+        """Reads one of this rank's blocks into buffer; why it could not."""
         if self._stopping:
-            return _STOPPED, self._rank, 0, 0
-        nbytes = self._nbytes_of(block)
-        if self._stream.readinto(_bytes_of(buffer)[:nbytes], block * self._block_bytes):
-            return _OK, 0, 0, 0
-        failure = self._stream.failure()
-        if failure is not None:
-            op, offset, number = failure
-            return _FAILED, _OPS.index(op), offset, number
-        return _CORRUPT, self._stream.corrupt_block(), 0, 0
+            return Fault(PEERS)
+        target = _bytes_of(buffer)[: self._nbytes_of(block)]
+        whole = self._stream.readinto(target, block * self._block_bytes)
+        return None if whole else self._stream.fault()
+
+    def _packed(self, fault: Fault | None) -> bytes:
+        op, at, number, *_ = fault or Fault("")
+        return _STATUS.pack(self._rank, _OPS.index(op), at, number)
+
+
+def _unpacked(status: memoryview) -> Fault | None:
+    rank, op, at, number = _STATUS.unpack(status)
+    if _OPS[op] == PEERS:
+        return Fault(PEERS, text=f"rank {rank} gave up; its own error tells why", ranks=(rank,))
+    return Fault(_OPS[op], at, number) if op else None
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -21,6 +21,7 @@ from fastckpt import _engine
 from fastckpt.engine.budget import default_budget_bytes
 from fastckpt.engine.devices import Devices, Reads
 from fastckpt.engine.gds import BLOCKS, Direct, Gds
+from fastckpt.engine.stream import EngineStream
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.handle import SaveHandle
 from fastckpt.plan.image import BLOCK_BYTES
@@ -50,45 +51,6 @@ class Route(NamedTuple):
     why: str
     patience_s: float = 0.0  # how long a write is tried again that a server refused
     bucket: _engine.TokenBucket | None = None  # limits the rate
-
-
-class ReadStream:
-    """The engine's stream, its descriptor, and the engine made for it, if any; close() ends all."""
-
-    def __init__(
-        self,
-        stream: _engine.ReadStream,
-        engine: _engine.Engine | None,
-        close_file: Callable[[], None],
-        device_text: Callable[[int], str],
-    ) -> None:
-        self._stream = stream
-        self._engine = engine
-        self._close_file = close_file
-        self.readinto = stream.readinto
-        self.read_runs = stream.read_runs
-        self.arrive = stream.arrive
-        self.device_text = device_text
-        self.nbytes_read = stream.nbytes_read
-        self.failure = stream.failure
-        self.corrupt_block = stream.corrupt_block
-
-    def peer_failure(self) -> tuple[str, tuple[int, ...]] | None:
-        """As shared_stream.Exchange's: nobody else takes part in this one."""
-        return None
-
-    def beside(self, other: ReadStream) -> None:
-        """The same reader asks both: what one waits for is no memory that the other holds."""
-        self._stream.beside(other._stream)
-
-    def abandon(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._stream.close()
-        self._close_file()
-        if self._engine is not None:
-            self._engine.close()
 
 
 class Staging:
@@ -300,7 +262,7 @@ class Staging:
         wanted: Sequence[int] = (),
         route: Route | None = None,
         direct: Direct | None = None,
-    ) -> ReadStream:
+    ) -> EngineStream:
         """Starts to read [0, nbytes) of fd, verifying blocks against crcs unless that is empty.
 
         Args:
@@ -332,7 +294,21 @@ class Staging:
         except BaseException:
             self._close(own_fd)
             raise
-        return ReadStream(stream, own, lambda: self._close(own_fd), self.devices.text)
+        return EngineStream(stream, own, lambda: self._close(own_fd), self.devices.text)
+
+    def direct(self, way: str, queue: Any, directory: str) -> Direct | None:
+        """Returns what reads files of a directory to a GPU by itself; None: they go by the host.
+
+        Args:
+            way: "host", "gds" or "auto".
+            queue: of the GPU; None if there is none.
+            directory: the file system is that of this one.
+        """
+        if way == "host" or queue is None:
+            return None
+        with reported("stat", directory):
+            status = self.storage.status(directory)
+        return self.gds.way(way, queue, 0 if status is None else status.st_dev)[0]
 
     def _close(self, fd: int) -> None:
         """Closes what was only read: an error of that must not hide what was, or was not, read."""
@@ -347,7 +323,7 @@ class Staging:
         crcs: tuple[int, ...],
         wanted: Sequence[int],
         direct: Direct,
-    ) -> ReadStream:
+    ) -> EngineStream:
         """A stream to a GPU, whose blocks there it shares with saves and one more stream."""
         with reported("read", path):
             refusal = self.storage.set_direct(fd, writing=False)
@@ -363,7 +339,7 @@ class Staging:
             log.info("reading %r by %s", path, direct.begin_file(fd))
             way = (direct.backend, refusal is None, BLOCKS // 2, list(wanted), direct.stage)
             stream = self.engine().read(fd, nbytes, list(crcs), *way)
-            return ReadStream(stream, None, close, self.devices.text)
+            return EngineStream(stream, None, close, self.devices.text)
         except BaseException:  # the number of the descriptor is soon another file's
             if stream is not None:
                 stream.close()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from fastckpt.formats.safetensors import METADATA, nbytes_of
+from fastckpt.formats.safetensors import DTYPES, METADATA, nbytes_of
 from fastckpt.formats.strict_json import (
     NUMBER_END,
     check_block_bytes,
@@ -93,6 +93,17 @@ class ShardIndex:
         key = per_rank_key(rank)
         found = (piece for piece in self.pieces if piece.key == key)
         return next(((piece.begin, piece.box.numel) for piece in found), None)
+
+    def keys_in(self, begin: int, end: int) -> list[str]:
+        """Keys of the tensors of which something lies in a range of the uncompressed file."""
+        return sorted(
+            {
+                piece.key
+                for piece in self.pieces
+                if piece.begin < end
+                and piece.begin + piece.box.numel * DTYPES[piece.dtype].itemsize > begin
+            }
+        )
 
     def to_bytes(self) -> bytes:
         """The index's file. ValueError if something in it is out of range."""

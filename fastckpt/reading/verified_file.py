@@ -10,29 +10,24 @@ import ctypes
 import errno
 import io
 import os
-from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
+from fastckpt.arguments.near_names import listed
 from fastckpt.engine.gds import Direct
-from fastckpt.engine.gds_stream import Divided
-from fastckpt.engine.shared_stream import Exchange
-from fastckpt.engine.staging import ReadStream, Staging
-from fastckpt.errors import (
-    CheckpointError,
-    CorruptCheckpoint,
-    DeviceError,
-    IncompatibleCheckpoint,
-    PeerFailed,
-    StorageError,
-)
+from fastckpt.engine.shared_stream import SharedStream
+from fastckpt.engine.staging import Staging
+from fastckpt.engine.stream import Stream
+from fastckpt.errors import CheckpointError, CorruptCheckpoint
 from fastckpt.formats import torch_zip, zip_contents
-from fastckpt.plan.image import BLOCK_BYTES, Index, block_count
+from fastckpt.reading.verified import Body
 from fastckpt.storage.file_system import Storage, naming, reported
 
-_SCRATCH_BYTES = 1 << 20
+T = TypeVar("T")
+
 DEFERRED_BYTES = 1 << 20  # storages of this size and more
 _MARK = bytes(range(1, 17))  # other bytes after swapping those of items of any size
 
@@ -52,25 +47,16 @@ class VerifiedFile(io.RawIOBase):
         nbytes: of the file.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        fd: int,
-        path: str,
-        index: Index,
-        stream: ReadStream | Divided | Exchange,
-    ) -> None:
+    def __init__(self, body: Body, stream: Stream) -> None:
         super().__init__()
         self.error: CheckpointError | None = None
-        self._storage = storage
-        self._fd = fd
-        self._path = path
-        self._index = index
+        self._index = index = body.index
+        self._body = body
+        self._stream = stream
         self._position = 0
         self._deferring_from: int | None = None
         self._deferred: dict[int, tuple[int, int]] = {}  # offset and size by address
         self.nbytes = index.body_nbytes + len(index.tail)
-        self._stream = stream
 
     @property
     def closing_crc(self) -> int:
@@ -95,8 +81,8 @@ class VerifiedFile(io.RawIOBase):
 
     def defer(self) -> None:
         """From now on leaves large storages to be asked for by deferred() and fill()."""
-        if not isinstance(self._stream, Exchange) or self._stream.device.type != "cpu":
-            with naming(self._path):
+        if self._stream.defers:
+            with naming(self._body.path):
                 self._deferring_from = zip_contents.storages_offset(self._index)
 
     def stop_deferring(self) -> None:
@@ -120,19 +106,7 @@ class VerifiedFile(io.RawIOBase):
 
     def fill(self, storage: torch.UntypedStorage, offset: int, devices: Sequence[Any]) -> None:
         """Reads a storage; from a GPU, if it is among `devices` (see Reads.ranges)."""
-        if not isinstance(self._stream, Exchange):
-            runs = array("Q", (offset, storage.data_ptr(), storage.nbytes(), 1, 0, 0))
-            whole = self._stream.read_runs(runs, list(devices))
-        else:
-            octets = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            there = self._stream.device
-            received = octets if octets.device == there else torch.empty_like(octets, device=there)
-            whole = self._stream.read_to(received, offset)
-            if received is not octets:
-                octets.copy_(received)
-        if not whole:
-            self.error = self._failure()
-            raise self.error
+        self._check(self._stream.fill(storage, offset, devices))
 
     def _defers(self, nbytes: int, body: int) -> bool:
         begin = self._deferring_from
@@ -146,9 +120,8 @@ class VerifiedFile(io.RawIOBase):
             view[: len(_MARK)] = _MARK
             address = ctypes.addressof(ctypes.c_char.from_buffer(view))
             self._deferred[address] = self._position, nbytes
-        elif body and not self._stream.readinto(view[:body], self._position):
-            self.error = self._failure()
-            raise self.error
+        elif body:
+            self._check(self._stream.readinto(view[:body], self._position))
         if nbytes > body:
             begin = self._position + body - self._index.body_nbytes
             view[body:nbytes] = self._index.tail[begin : begin + nbytes - body]
@@ -157,24 +130,28 @@ class VerifiedFile(io.RawIOBase):
 
     def verify_all(self) -> None:
         """Reads and checks the whole file, keeping nothing of it."""
-        scratch = bytearray(_SCRATCH_BYTES)
-        self.seek(0)
-        while self.readinto(scratch):
-            pass
+        self._body.read_all(self._stream)
 
-    def verify_end(self) -> None:
-        """Checks the last block, which may hold nothing that torch asks for, and waits for what is
-        on its way to devices.
+    def read_by(self, load: Callable[[VerifiedFile], T]) -> T:
+        """What `load`, which calls torch, makes of the file when all that it read was whole.
+
+        The last block is checked as well, which may hold nothing that torch asks for.
         """
-        self.seek(self._index.body_nbytes - 1)
-        self.readinto(bytearray(1))
+        try:
+            loaded = load(self)
+        except Exception:
+            if self.error is not None:  # torch's reader may have put another error in its place
+                raise self.error from None
+            raise
+        if self.error is not None:
+            raise self.error
+        self._check(self._stream.readinto(bytearray(1), self._index.body_nbytes - 1))
         self.arrive()
+        return loaded
 
     def arrive(self) -> None:
         """Waits for what is on its way to devices."""
-        if not isinstance(self._stream, Exchange) and not self._stream.arrive():
-            self.error = self._failure()
-            raise self.error
+        self._check(self._stream.arrive())
 
     def abandon(self) -> None:
         """Closes a file that is not read, with other ranks or without."""
@@ -189,36 +166,12 @@ class VerifiedFile(io.RawIOBase):
         finally:  # or the garbage collector would close what is another file's by then
             super().close()
 
-    def _failure(self) -> CheckpointError:
-        peer_failure = self._stream.peer_failure()
-        if peer_failure is not None:
-            what, ranks = peer_failure
-            return PeerFailed(f"load of {self._path!r}: {what}; nothing was loaded", ranks)
-        failure = self._stream.failure()
-        if failure is not None:
-            op, offset, number = failure
-            if op == "copy" and not isinstance(self._stream, Exchange):
-                return DeviceError(
-                    f"copying {self._path!r} to a GPU, at offset {offset}, failed: "
-                    f"{self._stream.device_text(number)}; nothing was loaded"
-                )
-            return StorageError(op, self._path, number, offset)
-        begin = self._stream.corrupt_block() * self._index.block_bytes
-        end = min(begin + self._index.block_bytes, self._index.body_nbytes)
+    def _check(self, done: bool) -> None:
         try:
-            names = zip_contents.damaged_records(self._read_at, self._index, begin, end)
-        except (OSError, CorruptCheckpoint):
-            names = []  # a bad disk or a forged directory: the damage stands, only its name is lost
-        what = f"record {', '.join(names[:5])}" if names else "a zip header or padding"
-        if len(names) > 5:
-            what += f" and {len(names) - 5} more"
-        return CorruptCheckpoint(
-            f"{self._path!r} is damaged: CRC-32 mismatch in bytes {begin} to {end}, in {what}; "
-            "nothing was loaded: restore it from another checkpoint"
-        )
-
-    def _read_at(self, offset: int, nbytes: int) -> bytes:
-        return self._storage.read_at(self._fd, nbytes, offset)
+            self._body.check(self._stream, done)
+        except CheckpointError as error:
+            self.error = error
+            raise
 
 
 def open_verified(
@@ -265,32 +218,28 @@ def open_verified(
             )
         tail = storage.read_at(fd, nbytes - offset, offset)
     try:
-        index = torch_zip.parse(tail, offset)
-    except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
-        if isinstance(error, CorruptCheckpoint) and not verify:
-            return None
-        raise type(error)(f"{path!r}: {error}") from None
-    nbytes, block_bytes = index.body_nbytes, index.block_bytes
-    crcs = index.block_crcs if verify else ()
-    if group is None:
-
-        def stream(wanted: Sequence[int] = (), direct: Direct | None = None) -> ReadStream:
-            return staging.read(fd, path, nbytes, block_bytes, crcs, wanted, direct=direct)
-
-        if direct is None or block_bytes != BLOCK_BYTES:
-            return VerifiedFile(storage, fd, path, index, stream())
         with naming(path):
-            large = zip_contents.blocks_of_large(index, DEFERRED_BYTES)
-        blocks = range(block_count(nbytes, block_bytes))
-        return VerifiedFile(
-            storage, fd, path, index, Divided(stream, blocks, block_bytes, large, direct)
-        )
-    mine = list(Exchange.mine(group, nbytes, block_bytes)) or [0]
-    exchange = Exchange(
-        group,
-        staging.read(fd, path, nbytes, block_bytes, crcs, mine),
-        lambda wanted: staging.read(fd, path, nbytes, block_bytes, crcs, wanted),
-        nbytes,
-        block_bytes,
-    )
-    return VerifiedFile(storage, fd, path, index, exchange)
+            index = torch_zip.parse(tail, offset)
+    except CorruptCheckpoint:
+        if not verify:
+            return None
+        raise
+
+    def damaged(begin: int, end: int) -> str:
+        try:
+            names = zip_contents.damaged_records(
+                lambda at, size: storage.read_at(fd, size, at), index, begin, end
+            )
+        except (OSError, CorruptCheckpoint):
+            names = []  # a bad disk or a forged directory: the damage stands, only its name is lost
+        what = f"record {listed(names)}" if names else "a zip header or padding"
+        return f"{what}; nothing was loaded: restore it from another checkpoint"
+
+    checked = index if verify else replace(index, block_crcs=())
+    body = Body(staging, fd, path, checked, damaged, "nothing was loaded")
+    if group is not None:
+        sizes = (index.body_nbytes, index.block_bytes)
+        return VerifiedFile(body, SharedStream(group, body.stream, *sizes))
+    with naming(path):
+        large = zip_contents.blocks_of_large(index, DEFERRED_BYTES) if direct is not None else ()
+    return VerifiedFile(body, body.divided((), direct, large))

@@ -168,14 +168,15 @@ class _Trial:
 
     def _tried(self, read: Callable[[StepReader], T]) -> tuple[str, tuple[int, T] | None]:
         """Returns what is wrong with the step here, or its number and what was read."""
-        steps, name, storage = self._steps, self._name, self._current.storage
+        steps, name = self._steps, self._name
+        storage, staging = self._current.storage, self._current.staging
         manifest: Manifest | None = None
         try:
             self._holding.enter_context(steps.hold(name))
             manifest = persistently(lambda: steps.read(name), self.path)
             nearer = [] if self._near is None else self._near(manifest, self._holding)
-            copies = Copies(storage, [*nearer, self.path])
-            reader = StepReader(storage, self._current.staging, steps, name, manifest, copies)
+            copies = Copies(storage, staging, [*nearer, self.path])
+            reader = StepReader(staging, self.path, manifest, copies)
             return "", (manifest.step, read(reader))
         except Vanished:
             return _REMOVED, None

@@ -2,23 +2,27 @@
 
 Responsible for opening a file at the nearest place that has it, for going on to the next one where
 a copy is damaged or cannot be read, and for trying again what could not be read. It must not know
-what is read of a file, nor why there are several.
+what is read of a file's content, nor why there are several.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
+from fastckpt.arguments.near_names import listed
+from fastckpt.engine.codec import FrameReader
+from fastckpt.engine.staging import Staging
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
-from fastckpt.formats.manifest import Writer
+from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
-from fastckpt.storage.atomic import close_quietly
-from fastckpt.storage.file_system import NO_FILE, Storage, naming, persistently, reported
+from fastckpt.plan.image import Index
+from fastckpt.reading.verified import Body, opened_regular
+from fastckpt.reading.verified_file import VerifiedFile, open_verified
+from fastckpt.storage.file_system import Storage, naming, persistently, reported
 
 log = logging.getLogger("fastckpt")
 
@@ -29,15 +33,16 @@ class Copies:
     """The files of a step.
 
     Args:
-        storage: the seam to the file system.
+        storage, staging: what reads.
         directories: the nearest first; all but the last may lack files.
 
     Attributes:
         taken: of each file that was read, by name, the path it was read from.
     """
 
-    def __init__(self, storage: Storage, directories: Sequence[str]) -> None:
+    def __init__(self, storage: Storage, staging: Staging, directories: Sequence[str]) -> None:
         self._storage = storage
+        self._staging = staging
         self._directories = directories
         self._number: dict[str, int] = {}  # of the directory that a file is read from
         self._damaged: set[tuple[str, int]] = set()  # copies, each by file and directory
@@ -101,22 +106,13 @@ class Copies:
     def opened(self, file: str, nbytes: int) -> Iterator[int]:
         """A file of the step, which is regular and of the size that the manifest says."""
         path = self.path(file)
-        try:
-            fd = self._storage.open_regular(path)
-        except FileNotFoundError:
-            raise CorruptCheckpoint(f"{path!r} is missing: the step is not whole") from None
-        except OSError as error:
-            if error.errno in NO_FILE:
-                raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
-            raise StorageError("open", path, error.errno or errno.EIO) from error
-        try:
+        missing = f"{path!r} is missing: the step is not whole"
+        with opened_regular(self._storage, path, missing) as fd:
             with reported("open", path):
                 found = self._storage.size(fd)
             if found != nbytes:
                 raise CorruptCheckpoint(f"{path!r} has {found} bytes, must have {nbytes}")
             yield fd
-        finally:
-            close_quietly(self._storage, fd)
 
     def index(self, writer: Writer, nonce: str) -> tuple[ShardIndex, bytes]:
         """The index of a writer, verified against what the manifest says of it; and its bytes."""
@@ -125,3 +121,39 @@ class Copies:
             content = self._storage.read_at(fd, writer.index_nbytes, 0)
         with naming(path):
             return writer.parse_index(content, nonce), content
+
+    @contextmanager
+    def shard(self, index: ShardIndex, frames: dict[int, bytes] | None = None) -> Iterator[Body]:
+        """What a writer has stored, as it was before a codec compressed it.
+
+        Args:
+            index: of the writer.
+            frames: with a codec, receives what the file has of each block that is read.
+        """
+        path, route = self.path(index.file), None
+        sizes = (index.nbytes, index.block_bytes)
+
+        def damaged(begin: int, end: int) -> str:
+            return listed(map(repr, index.keys_in(begin, end))) or "its header"
+
+        with self.opened(index.file, index.file_nbytes) as fd, ExitStack() as reading:
+            if index.codec is not None:
+                reader = FrameReader(self._storage, fd, path, *sizes, index.frames, kept=frames)
+                route = reading.enter_context(self._staging.through(fd, reader.transfer))
+            blocks = Index(*sizes, index.block_crcs, b"")
+            left = "the state may have been partly overwritten"
+            yield Body(self._staging, fd, path, blocks, damaged, left, route)
+
+    @contextmanager
+    def objects(self, manifest: Manifest) -> Iterator[VerifiedFile]:
+        """The file of what is not in shards, which is the one that the manifest means."""
+        file, nbytes, crc = manifest.objects
+        path = self.path(file)
+        with self.opened(file, nbytes) as fd:
+            opened = open_verified(self._storage, self._staging, fd, path, True)
+            if opened is None:
+                raise CorruptCheckpoint(f"{path!r} was not written by fastckpt")
+            with opened:
+                if opened.closing_crc != crc:
+                    raise CorruptCheckpoint(f"{path!r} is of another save than the manifest")
+                yield opened

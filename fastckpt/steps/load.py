@@ -8,41 +8,30 @@ from __future__ import annotations
 
 import errno
 import io
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from fastckpt.engine.codec import FrameReader
+from fastckpt.arguments.near_names import listed
 from fastckpt.engine.devices import Reads
 from fastckpt.engine.gds import Direct
-from fastckpt.engine.gds_stream import Divided, whole_blocks
-from fastckpt.engine.staging import ReadStream, Staging
-from fastckpt.errors import (
-    CheckpointError,
-    CorruptCheckpoint,
-    DeviceError,
-    IncompatibleCheckpoint,
-    StorageError,
-)
+from fastckpt.engine.gds_stream import whole_blocks
+from fastckpt.engine.staging import Staging
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats import safetensors, torch_pickle
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_have_values, may_hold
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.plan.boxes import Box, copies, covers, intersect, span
-from fastckpt.plan.image import BLOCK_BYTES, address_of
+from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
-from fastckpt.reading.verified_file import VerifiedFile, open_verified
-from fastckpt.state.dtensors import PLAIN_TENSORS
+from fastckpt.reading.verified import takes_bytes
 from fastckpt.state.targets import Place, Target
 from fastckpt.steps.copies import Copies
-from fastckpt.steps.root import Steps
-from fastckpt.storage.file_system import Storage, reported
 
-_NAMED_MAX = 5  # keys in one message
 _PART_BYTES = 64 << 20  # of the values of one rank
 # A copy to a device takes some microseconds to begin, however small it is.
 _RUNS_MAX = 64
@@ -53,11 +42,10 @@ class StepReader:
     """One committed step, opened for reading.
 
     Args:
-        storage, staging: what reads.
-        steps: the root.
-        name: of the step's directory.
+        staging: what reads.
+        path: of the step's directory.
         manifest: of the step.
-        copies: where its files are read from; default: that directory.
+        copies: where its files are read from.
 
     Attributes:
         path: of the step.
@@ -66,20 +54,15 @@ class StepReader:
 
     def __init__(
         self,
-        storage: Storage,
         staging: Staging,
-        steps: Steps,
-        name: str,
+        path: str,
         manifest: Manifest,
-        copies: Copies | None = None,
+        copies: Copies,
     ) -> None:
-        self._storage = storage
         self._staging = staging
-        self._steps = steps
-        self._name = name
-        self.path = steps.path(name)
+        self.path = path
         self.manifest = manifest
-        self.copies = copies or Copies(storage, [steps.path(name)])
+        self.copies = copies
         self._indexes: dict[int, ShardIndex] = {}
         self.nbytes_read = 0
 
@@ -97,26 +80,11 @@ class StepReader:
         return self.copies.whole(file, lambda: self._objects(weights_only))
 
     def _objects(self, weights_only: bool) -> Any:
-        file, nbytes, crc = self.manifest.objects
-        path = self._path(file)
-        with self.copies.opened(file, nbytes) as fd:
-            opened = open_verified(self._storage, self._staging, fd, path, True)
-            if opened is None:
-                raise CorruptCheckpoint(f"{path!r} was not written by fastckpt")
-            with _closed_quietly(opened):
-                if opened.closing_crc != crc:
-                    raise CorruptCheckpoint(f"{path!r} is of another save than the manifest")
-                try:
-                    nest = torch_pickle.unpickled(opened, weights_only, repr(path))
-                except Exception:
-                    if opened.error is not None:
-                        raise opened.error from None
-                    raise
-                if opened.error is not None:
-                    raise opened.error
-                opened.verify_end()
-                self.nbytes_read += nbytes
-                return nest
+        with self.copies.objects(self.manifest) as file:
+            what = repr(self._path(self.manifest.objects.file))
+            nest = file.read_by(lambda file: torch_pickle.unpickled(file, weights_only, what))
+            self.nbytes_read += file.nbytes
+            return nest
 
     def per_rank(self, rank: int, weights_only: bool) -> dict[str, Any] | None:
         """The values of one rank, by name; None if the saving job had no such rank.
@@ -175,8 +143,8 @@ class StepReader:
         missing = sorted({key for key, _shape, box in targets if key not in found and box.numel})
         if missing:
             raise IncompatibleCheckpoint(
-                f"{self._path('')!r} holds no tensor {_listed(missing)}: the state to be restored "
-                "has others than the one that was saved"
+                f"{self._path('')!r} holds no tensor {listed(map(repr, missing))}: the state to be "
+                "restored has others than the one that was saved"
             )
         for key, shape, box in targets:
             if box.numel and found[key][1] != shape:
@@ -211,7 +179,9 @@ class StepReader:
                 continue
             dtype = found[target.key]
             tensor = target.tensor.detach()
-            as_it_lies = tensor.dtype == dtype and _is_plain_memory(tensor, readable)
+            as_it_lies = (
+                tensor.dtype == dtype and takes_bytes(tensor, readable) and tensor.is_contiguous()
+            )
             if not as_it_lies or (tensor.device.type != "cpu" and self._in_bits(target)):
                 tensor = torch.empty(target.box.sizes, dtype=dtype, device="cpu")
             assert tuple(tensor.shape) == target.box.sizes
@@ -220,7 +190,8 @@ class StepReader:
         reads = self._staging.devices.reads(
             tensor.untyped_storage() for pairs in buffers.values() for _, tensor in pairs
         )
-        direct = self._direct(staging, reads)
+        queue = reads.ranges[0].queue if reads.ranges else None
+        direct = self._staging.direct(staging, queue, self._path(""))
         # What is read goes past torch. Autograd is to notice, and so is a save with the step fence
         # that still copies: so it is counted before the first byte.
         increment_version([t.tensor for t in targets if not t.tensor.is_inference()])
@@ -239,14 +210,6 @@ class StepReader:
                     if tensor.data_ptr() != target.tensor.data_ptr():
                         target.tensor.copy_(tensor)
         return needed
-
-    def _direct(self, staging: str, reads: Reads) -> Direct | None:
-        if staging == "host" or not reads.ranges:
-            return None
-        with reported("stat", self._path("")):
-            status = self._storage.status(self._path(""))
-        queue, number = reads.ranges[0].queue, 0 if status is None else status.st_dev
-        return self._staging.gds.way(staging, queue, number)[0]
 
     def _in_bits(self, target: Target) -> bool:
         """Whether a part comes in so many small runs that a device is better given it whole."""
@@ -300,94 +263,16 @@ class StepReader:
         self, index: ShardIndex, rows: Sequence[CopyRow], reads: Reads | None, direct: Direct | None
     ) -> None:
         devices = [] if reads is None else reads.ranges
-        path = self._path(index.file)
-        with self.copies.opened(index.file, index.file_nbytes) as fd:
-            nbytes, block_bytes, crcs = index.nbytes, index.block_bytes, index.block_crcs
-            wanted = blocks_of(rows, block_bytes)
-            if index.codec is None:
-
-                def opened(wanted: Sequence[int], direct: Direct | None = None) -> ReadStream:
-                    file = (fd, path, nbytes, block_bytes, crcs)
-                    return self._staging.read(*file, wanted, direct=direct)
-
-                stream: ReadStream | Divided
-                if direct is None or block_bytes != BLOCK_BYTES:
-                    stream = opened(wanted)
-                else:
-                    whole = whole_blocks(rows, block_bytes, direct.queue, devices)
-                    stream = Divided(opened, wanted, block_bytes, whole, direct)
-                return self._run(stream, index, path, rows, devices)
-            frames = FrameReader(self._storage, fd, path, nbytes, block_bytes, index.frames)
-            with self._staging.through(fd, frames.transfer) as route:
-                stream = self._staging.read(fd, path, nbytes, block_bytes, crcs, wanted, route)
-                self._run(stream, index, path, rows, devices)
-
-    def _run(
-        self,
-        stream: ReadStream | Divided,
-        index: ShardIndex,
-        path: str,
-        rows: Sequence[CopyRow],
-        devices: list[Any],
-    ) -> None:
-        try:
-            columns = array("Q", [value for row in rows for value in row])
-            whole = stream.read_runs(columns, devices) and stream.arrive()
-            self.nbytes_read += stream.nbytes_read()
-            if not whole:
-                raise self._failure(stream, index, path)
-        finally:
-            with suppress(OSError):  # what was read has been verified, or has its own error
-                stream.close()
-
-    def _failure(
-        self, stream: ReadStream | Divided, index: ShardIndex, path: str
-    ) -> CheckpointError:
-        failure = stream.failure()
-        if failure is not None:
-            op, offset, number = failure
-            if op == "copy":
-                return DeviceError(
-                    f"copying {path!r} to a GPU, at offset {offset}, failed: "
-                    f"{stream.device_text(number)}; the state may have been partly overwritten"
-                )
-            return StorageError(op, path, number, offset)
-        begin = stream.corrupt_block() * index.block_bytes
-        end = min(begin + index.block_bytes, index.nbytes)
-        keys = [
-            piece.key
-            for piece in index.pieces
-            if piece.begin < end
-            and piece.begin + piece.box.numel * safetensors.DTYPES[piece.dtype].itemsize > begin
-        ]
-        what = _listed(sorted(set(keys))) if keys else "its header"
-        return CorruptCheckpoint(
-            f"{path!r} is damaged: CRC-32 mismatch in bytes {begin} to {end}, in {what}"
-        )
-
-
-@contextmanager
-def _closed_quietly(file: VerifiedFile) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # as in StepReader._run()
-            file.close()
-
-
-def _is_plain_memory(tensor: torch.Tensor, types: frozenset[str]) -> bool:
-    """Whether bytes that are put where a tensor lies, on a device of these types, become its
-    elements.
-    """
-    return (
-        type(tensor) in PLAIN_TENSORS
-        and tensor.device.type in types
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-    )
-
-
-def _listed(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _NAMED_MAX} more" if len(keys) > _NAMED_MAX else ""
-    return ", ".join(map(repr, keys[:_NAMED_MAX])) + more
+        wanted = blocks_of(rows, index.block_bytes)
+        whole = set[int]()
+        if direct is not None:
+            whole = whole_blocks(rows, index.block_bytes, direct.queue, devices)
+        with (
+            self.copies.shard(index) as body,
+            closing(body.divided(wanted, direct, whole)) as stream,
+        ):
+            try:
+                body.move(stream, rows, devices)
+                body.check(stream, stream.arrive())
+            finally:
+                self.nbytes_read += stream.nbytes_read()

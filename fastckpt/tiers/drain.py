@@ -9,22 +9,20 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
-from typing import TypeVar
 
-from fastckpt.engine.codec import FrameReader
 from fastckpt.engine.devices import Reads
-from fastckpt.engine.staging import ReadStream
 from fastckpt.engine.transfer import Transfer
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, PeerFailed, StorageError, is_visible
+from fastckpt.errors import CorruptCheckpoint, PeerFailed, is_visible
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.handle import SaveHandle
 from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
 from fastckpt.ranks.round import Round
-from fastckpt.reading.verified_file import VerifiedFile, open_verified
+from fastckpt.reading.verified import Body
+from fastckpt.reading.verified_file import VerifiedFile
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
@@ -39,8 +37,6 @@ from fastckpt.storage.vanishing import Vanished
 from fastckpt.tiers.local_tier import OBJECTS_PART, LocalTier
 
 log = logging.getLogger("fastckpt")
-
-Source = TypeVar("Source", ReadStream, VerifiedFile)
 
 _CHUNK_BYTES = 32 << 20  # read at a time, while those before are written
 DRAIN_BLOCKS_MIN = 2  # of staging memory, or the one that was read would wait for its own write
@@ -191,7 +187,7 @@ class _Copying:
         self._options = options
         self._place = place
         self._manifest = manifest
-        self._source = Copies(self._storage, [source])
+        self._source = Copies(self._storage, self._staging, [source])
 
     def copy(self, part: int) -> None:
         """Copies what one writer wrote, or the objects.
@@ -208,30 +204,14 @@ class _Copying:
         self._copy_index(writer, content)
 
     def _copy_objects(self) -> None:
-        file, nbytes, crc = self._manifest.objects
-        path = self._source.path(file)
-        with self._source.opened(file, nbytes) as fd:
-            opened = open_verified(self._storage, self._staging, fd, path, True)
-            if opened is None or opened.closing_crc != crc:
-                raise CorruptCheckpoint(f"{path!r} is not what the manifest says")
-            with _closing(opened):
-                self._write(file, nbytes, _octets(opened, nbytes))
+        name, nbytes, _crc = self._manifest.objects
+        with self._source.objects(self._manifest) as file:
+            self._write(name, nbytes, _octets(file))
 
     def _copy_shard(self, index: ShardIndex) -> None:
-        path = self._source.path(index.file)
-        sizes = (index.nbytes, index.block_bytes)
-        with self._source.opened(index.file, index.file_nbytes) as fd, ExitStack() as reading:
-            route, kept = None, None
-            if index.codec is not None:
-                kept = dict[int, bytes]()
-                frames = FrameReader(self._storage, fd, path, *sizes, index.frames, kept=kept)
-                route = reading.enter_context(self._staging.through(fd, frames.transfer))
-
-            def opened(wanted: range) -> ReadStream:
-                crcs = index.block_crcs
-                return self._staging.read(fd, path, *sizes, crcs, wanted, route)
-
-            self._write(index.file, index.file_nbytes, _stored(opened, index, path, kept))
+        frames = None if index.codec is None else dict[int, bytes]()
+        with self._source.shard(index, frames) as body:
+            self._write(index.file, index.file_nbytes, _stored(body, frames))
 
     def _write(self, name: str, nbytes: int, content: Iterator[bytearray]) -> None:
         """Writes a file of the root, a chunk at a time, while the next one is read."""
@@ -284,15 +264,6 @@ class _UnderWay:
             self._transfer.__exit__()
 
 
-@contextmanager
-def _closing(source: Source) -> Iterator[Source]:
-    try:
-        yield source
-    finally:
-        with suppress(OSError):  # what was read of it has been verified
-            source.close()
-
-
 def _chunks(nbytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[bytearray]:
     """Memory for one chunk of blocks after the other; a chunk's is used again two later."""
     size = max(1, _CHUNK_BYTES // block_bytes) * block_bytes
@@ -303,46 +274,28 @@ def _chunks(nbytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[bytearray]:
         yield bytearray(nbytes % size)
 
 
-def _octets(file: VerifiedFile, nbytes: int) -> Iterator[bytearray]:
+def _octets(file: VerifiedFile) -> Iterator[bytearray]:
     """All of a file, verified, in chunks."""
-    for chunk in _chunks(nbytes):
-        view = memoryview(chunk)
-        while view:
-            view = view[file.readinto(view) :]
+    for chunk in _chunks(file.nbytes):
+        file.readinto(chunk)
         yield chunk
 
 
-def _stored(
-    opened: Callable[[range], ReadStream],
-    index: ShardIndex,
-    path: str,
-    frames: dict[int, bytes] | None,
-) -> Iterator[bytearray]:
+def _stored(body: Body, frames: dict[int, bytes] | None) -> Iterator[bytearray]:
     """All of a shard as it is stored, verified, in chunks.
 
     Args:
-        opened: reads blocks, and no others ahead, whose memory later saves may need.
-        index: of the shard.
-        path: for messages.
+        body: of the shard. No blocks but those of a chunk are read ahead: later saves may need the
+            memory.
         frames: with a codec, has the frames of blocks that were read.
     """
-    begin, number = 0, 0
-    for chunk in _chunks(index.nbytes, index.block_bytes):
+    index, begin, number = body.index, 0, 0
+    for chunk in _chunks(index.body_nbytes, index.block_bytes):
         wanted = range(number, number + block_count(len(chunk), index.block_bytes))
-        with _closing(opened(wanted)) as stream:
-            if not stream.readinto(chunk, begin):
-                raise _failure(stream, index, path)
+        with closing(body.stream(wanted)) as stream:
+            body.check(stream, stream.readinto(chunk, begin))
         begin, number = begin + len(chunk), wanted.stop
         yield chunk if frames is None else bytearray().join(map(frames.pop, wanted))
-
-
-def _failure(stream: ReadStream, index: ShardIndex, path: str) -> CheckpointError:
-    failure = stream.failure()
-    if failure is not None:
-        op, offset, number = failure
-        return StorageError(op, path, number, offset)
-    at = stream.corrupt_block() * index.block_bytes
-    return CorruptCheckpoint(f"{path!r} is damaged: CRC-32 mismatch from byte {at} on")
 
 
 def send(agreement: Round, key: str, content: bytes) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import fastckpt
 from fastckpt import errors
 from fastckpt.engine.gds import BLOCKS
-from fastckpt.engine.gds_stream import Divided, whole_blocks
+from fastckpt.engine.gds_stream import GdsStream, whole_blocks
 from fastckpt.formats import zip_contents, zip_records
 from fastckpt.formats.zip_records import Entry
 from fastckpt.plan.image import BLOCK_BYTES, Index
@@ -403,7 +403,7 @@ def test_every_byte_comes_once_and_only_whole_blocks_by_the_gpu(
     def opened(wanted: Any, direct: Any) -> Any:
         return Memory(content, list(wanted), direct is not None, log)
 
-    divided = Divided(
+    divided = GdsStream(
         opened,
         blocks_of(runs, 16),
         16,

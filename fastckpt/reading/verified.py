@@ -1,0 +1,164 @@
+"""The one verified read: what is wanted of a file, the blocks that cover it, and bytes in memory.
+
+Responsible for the streams that read a file's body, for the error that says why one could not, and
+for which files and which memory are fit for it. It must not know formats: whoever opened the file
+tells what lies in a damaged range.
+"""
+
+from __future__ import annotations
+
+import errno
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastckpt.engine.gds import Direct
+from fastckpt.engine.gds_stream import GdsStream
+from fastckpt.engine.staging import Route, Staging
+from fastckpt.engine.stream import DAMAGE, PEERS, EngineStream, RunStream, Stream
+from fastckpt.errors import CorruptCheckpoint, DeviceError, PeerFailed, StorageError
+from fastckpt.plan.image import BLOCK_BYTES, Index, block_count
+from fastckpt.plan.runs import CopyRow
+from fastckpt.state.dtensors import PLAIN_TENSORS
+from fastckpt.storage.atomic import close_quietly
+from fastckpt.storage.file_system import NO_FILE, Storage
+
+_SCRATCH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Body:
+    """The part of an open file that is verified block by block.
+
+    Attributes:
+        staging: what reads.
+        fd, path: the file, which stays open meanwhile; path is for messages.
+        index: its size and its blocks, with the checksum of each; with none, nothing is checked.
+        damaged: says what lies in a damaged range, from one byte to another, and what is to be
+            done.
+        outcome: what is left behind when a device or another rank has failed.
+        route: how blocks come; default: decided for each stream.
+    """
+
+    staging: Staging
+    fd: int
+    path: str
+    index: Index
+    damaged: Callable[[int, int], str] | None = None
+    outcome: str = ""
+    route: Route | None = None
+
+    def stream(self, wanted: Sequence[int] = (), direct: Direct | None = None) -> EngineStream:
+        """Begins to read blocks of these numbers, ascending, or all; with `direct` to its GPU."""
+        index = self.index
+        blocks = (index.body_nbytes, index.block_bytes, index.block_crcs)
+        return self.staging.read(self.fd, self.path, *blocks, wanted, self.route, direct)
+
+    def divided(
+        self, wanted: Sequence[int], direct: Direct | None, whole: Collection[int]
+    ) -> RunStream:
+        """As stream(), for memory of the host and of devices; what `direct` can read, it reads.
+
+        Args:
+            wanted: as stream()'s.
+            direct: reads to its GPU; None: everything comes through the host.
+            whole: numbers of the blocks that this GPU is likely to be given as a whole.
+        """
+        block_bytes = self.index.block_bytes
+        if direct is None or self.route is not None or block_bytes != BLOCK_BYTES:
+            return self.stream(wanted)
+        blocks = wanted or range(block_count(self.index.body_nbytes, block_bytes))
+        return GdsStream(self.stream, blocks, block_bytes, whole, direct)
+
+    def move(self, stream: RunStream, rows: Iterable[CopyRow], devices: Sequence[Any] = ()) -> None:
+        """Moves rows to memory; those of `devices` are on their way there when this returns.
+
+        Raises:
+            CorruptCheckpoint, StorageError, DeviceError.
+        """
+        columns = array("Q", [value for row in rows for value in row])
+        self.check(stream, stream.read_runs(columns, list(devices)))
+
+    def read_all(self, stream: Stream) -> None:
+        """Reads and checks everything, keeping nothing of it.
+
+        Raises:
+            CorruptCheckpoint, StorageError, PeerFailed.
+        """
+        scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        for at in range(0, self.index.body_nbytes, _SCRATCH_BYTES):
+            self.check(stream, stream.readinto(scratch[: self.index.body_nbytes - at], at))
+
+    def verify(self) -> None:
+        """As read_all(), by a stream of its own."""
+        with closing(self.stream()) as stream:
+            self.read_all(stream)
+
+    def check(self, stream: Stream, done: bool) -> None:
+        """Raises why a stream could not do something, unless it is done.
+
+        Raises:
+            CorruptCheckpoint, StorageError, DeviceError, PeerFailed.
+        """
+        if done:
+            return
+        fault, path, left = stream.fault(), repr(self.path), f"; {self.outcome}"
+        assert fault is not None
+        if fault.op == PEERS:
+            raise PeerFailed(f"load of {path}: {fault.text}{left}", fault.ranks)
+        if fault.op == "copy":
+            what = f"copying {path} to a GPU, at offset {fault.at}"
+            raise DeviceError(f"{what}, failed: {fault.text}{left}")
+        if fault.op != DAMAGE:
+            raise StorageError(fault.op, self.path, fault.errno, fault.at)
+        begin = fault.at * self.index.block_bytes
+        end = min(begin + self.index.block_bytes, self.index.body_nbytes)
+        where = "" if self.damaged is None else f", in {self.damaged(begin, end)}"
+        raise CorruptCheckpoint(
+            f"{path} is damaged: CRC-32 mismatch in bytes {begin} to {end}{where}"
+        )
+
+
+def takes_bytes(tensor: torch.Tensor, kinds: Collection[str]) -> bool:
+    """Whether bytes that are put where a tensor's elements lie become its elements.
+
+    Args:
+        tensor: of any kind.
+        kinds: types of the devices that bytes can be put on.
+    """
+    return (
+        type(tensor) in PLAIN_TENSORS
+        and tensor.layout is torch.strided
+        and tensor.device.type in kinds
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+@contextmanager
+def opened_regular(storage: Storage, path: str, missing: str = "") -> Iterator[int]:
+    """A regular file, open for reading.
+
+    Args:
+        storage, path: the file.
+        missing: what is said where there is none, if that is damage.
+
+    Raises:
+        CorruptCheckpoint: there is something else, or nothing. StorageError: it cannot be opened.
+    """
+    try:
+        fd = storage.open_regular(path)
+    except OSError as error:
+        if error.errno in NO_FILE:
+            raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
+        if isinstance(error, FileNotFoundError) and missing:
+            raise CorruptCheckpoint(missing) from None
+        raise StorageError("open", path, error.errno or errno.EIO) from error
+    try:
+        yield fd
+    finally:
+        close_quietly(storage, fd)
