@@ -19,6 +19,7 @@ from fastckpt.formats import file_list
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.groups import together
 from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.reading.verified import opened_regular
 from fastckpt.storage.file_system import Storage, persistently, reported
 from fastckpt.storage.vanishing import Vanished, listed_anew
 
@@ -80,20 +81,12 @@ def crc32_of(storage: Storage, path: str, name: str) -> file_list.File:
     Raises:
         CorruptCheckpoint: it is missing, or no regular file; `name` says which. StorageError.
     """
-    with reported("read", path):
-        try:
-            fd = storage.open_regular(path)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ELOOP):
-                raise CorruptCheckpoint(f"{name!r} is missing") from None
-            raise
-        try:
-            nbytes = crc = 0
-            while part := storage.read_at(fd, BLOCK_BYTES, nbytes):
-                crc = zlib.crc32(part, crc)
-                nbytes += len(part)
-        finally:
-            storage.close(fd)
+    missing = f"{name!r} is missing"
+    with opened_regular(storage, path, missing) as fd, reported("read", path):
+        nbytes = crc = 0
+        while part := storage.read_at(fd, BLOCK_BYTES, nbytes):
+            crc = zlib.crc32(part, crc)
+            nbytes += len(part)
     return file_list.File(nbytes, crc)
 
 
