@@ -28,7 +28,7 @@ from fastckpt.formats import distcp, torch_pickle
 from fastckpt.plan.boxes import row_major
 from fastckpt.plan.image import BLOCK_BYTES, Index, address_of
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
-from fastckpt.reading.verified import Body, takes_bytes
+from fastckpt.reading.verified import OVERWRITTEN, Body, takes_bytes
 from fastckpt.storage.file_system import Storage, naming, reported
 
 OURS = re.compile(r"__\d+_[0-9a-f]{16}\.distcp")  # names of files that fastckpt wrote
@@ -106,8 +106,7 @@ class ItemsFile:
                     index, items = Index(storage.size(self._fd), BLOCK_BYTES, (), b""), ()
             self._items = {item.offset: item for item in items}
             damaged = partial(_damaged, partial(storage.read_at, self._fd), items, names)
-            left = "the state may have been partly overwritten"
-            self._body = Body(staging, self._fd, path, index, damaged, left)
+            self._body = Body(staging, self._fd, path, index, damaged, OVERWRITTEN)
             end = max(request.offset + request.nbytes for request in requests)
             if end > (nbytes := index.body_nbytes):
                 raise CorruptCheckpoint(
@@ -314,7 +313,7 @@ def _damaged(
     known = names()
     told = [repr(known.get(i.offset, f"item at {i.offset}")) for i in wrong or near]
     what = "" if wrong else "what stands around the elements of "
-    return f"{what}{listed(dict.fromkeys(told))}; the state may have been partly overwritten"
+    return f"{what}{listed(dict.fromkeys(told))}; {OVERWRITTEN}"
 
 
 def _crc(read_at: Callable[[int, int], bytes], item: distcp.Item) -> int:

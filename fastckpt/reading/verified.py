@@ -27,6 +27,7 @@ from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import NO_FILE, Storage
 
+OVERWRITTEN = "the state may have been partly overwritten"  # an outcome
 _SCRATCH_BYTES = 1 << 20
 
 

@@ -20,7 +20,7 @@ from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.plan.image import Index
-from fastckpt.reading.verified import Body, opened_regular
+from fastckpt.reading.verified import OVERWRITTEN, Body, opened_regular
 from fastckpt.reading.verified_file import VerifiedFile, open_verified
 from fastckpt.storage.file_system import Storage, naming, persistently, reported
 
@@ -141,8 +141,7 @@ class Copies:
                 reader = FrameReader(self._storage, fd, path, *sizes, index.frames, kept=frames)
                 route = reading.enter_context(self._staging.through(fd, reader.transfer))
             blocks = Index(*sizes, index.block_crcs, b"")
-            left = "the state may have been partly overwritten"
-            yield Body(self._staging, fd, path, blocks, damaged, left, route)
+            yield Body(self._staging, fd, path, blocks, damaged, OVERWRITTEN, route)
 
     @contextmanager
     def objects(self, manifest: Manifest) -> Iterator[VerifiedFile]:
