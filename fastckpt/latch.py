@@ -4,8 +4,10 @@ Responsible for waits, futures and beginnings of threads that a signal handler m
 runs handlers on the main thread between bytecodes, and what one raises there can leave the lock of
 a threading.Condition, Event or Semaphore, or of a Future, taken for ever, also in Thread.start().
 So here a caller's thread changes shared state by single operations of lists and deques only, each
-of which happens as a whole, and waits on a lock that nobody else waits on. It must not know what is
-waited for.
+of which happens as a whole, and waits on a lock that nobody else waits on. Locks of C in `with`
+statements are safe (up to Python 3.13 no handler runs between taking one and the body); they guard
+caches, never the course of a save. Those of `logging` are not ours: a handler that raises inside a
+log call can leave one taken, and a save that logs then waits. It must not know what is waited for.
 """
 
 from __future__ import annotations

@@ -67,6 +67,8 @@ Arena::~Arena() {
 
 std::byte* Arena::acquire() {
     if (free_.empty()) return nullptr;
+    // The block released last is given out first: pages are touched only as far as a save needs
+    // them at a time, and that is what the process keeps.
     std::byte* block = free_.back();
     free_.pop_back();
     in_use_max_ = std::max(in_use_max_, blocks_in_use());

@@ -1,8 +1,9 @@
 """The `.metadata` file of torch.distributed.checkpoint: its bytes, read without running any code.
 
 Responsible for which classes such a pickle may hold, for the one check of what it describes, for a
-checksum behind it, and for which files of a directory it leaves without a name. It must not know
-how items are stored.
+checksum behind it, and for which files of a directory it leaves without a name. It lies
+outside of the integration because the command line reads the file, too. It must not know how items
+are stored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The calls that Python threads are inside of at one moment, and when the last of them has ended.
 
 torch counts a change in place when the operation ends, and not when it begins, so version counters
-tell of all changes before a moment only when the calls of that moment have ended. This module must
-not know tensors, nor what a save is.
+tell of all changes before a moment only when the calls of that moment have ended. Frames are read
+through the extension, which is why this is in the engine's room. This module must not know tensors,
+nor what a save is.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fastckpt import _engine
 STAYED_S = 0.05
 _IDLE_S, _IDLE_SHARE = 0.0002, 0.001  # of CPU time, at once and of the time that has passed
 _MAIN_ASKED_S = 0.01
+# Training is not touched: a thread of ours looks, at intervals from the one of these to the other.
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.0002, 0.005
 
 # Calls by these names wait, or move bytes between files and memory. No operation of torch that

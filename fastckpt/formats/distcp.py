@@ -134,6 +134,8 @@ def _small_records() -> tuple[tuple[str, bytes], ...]:
     )
 
 
+# Laid out once for each dtype and sizes: torch.save runs for no tensor, and the engine fills in the
+# CRC-32 of the elements at both of its places.
 @lru_cache(4096)
 def _shell(
     dtype: torch.dtype, sizes: tuple[int, ...], small: tuple[tuple[str, bytes], ...]

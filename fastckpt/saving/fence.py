@@ -23,6 +23,8 @@ log = logging.getLogger("fastckpt")
 
 PATIENCE_S = 60.0  # the longest wait for one call of another thread to end
 _NOTICE_S = 1.0
+# Samples show writes that torch does not count, where these change what lies there: all that are of
+# the whole of a sampled tensor, and some of those of a part.
 _SAMPLED_TENSORS = 64
 _SAMPLE_BYTES = 64
 _SAMPLED_ELEMENTS = 8  # of a tensor whose memory is not one piece

@@ -241,5 +241,5 @@ class ImageFile:
         self.wait_written()
         storage = self._pipeline.storage
         if nbytes is not None and self.route.direct:  # written by whole pages
-            cut(storage, self.fd, self._path, nbytes)
+            cut(storage, self.fd, self._path, nbytes)  # before the sync, which is of the size too
         settle(storage, self.fd, self._path, self._options.durable)

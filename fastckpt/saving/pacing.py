@@ -83,6 +83,8 @@ class Pace:
         Raises:
             PeerFailed: another rank failed, or is missing.
         """
+        # A launcher's variables say how many ranks there are on the node, but not how much they
+        # have, and shares of the rate are in proportion, so that all end together.
         neighbours = nodes.neighbours(self._agreement, nbytes)
         self._writers = {each.rank: each.nbytes for each in neighbours if each.nbytes}
         return neighbours

@@ -230,6 +230,8 @@ class Save(Job):
             stats.nbytes = sum(output.nbytes for output in outputs)
             pace.begin(nbytes)
             opened = [output for output in outputs if output.file.is_open]
+            # Every file, before anything waits for copies: with an allowance of one block, the
+            # blocks of one file have to be written for those of the next to be copied.
             for output in opened:
                 output.file.begin(output.begin, pace)
             pace.end(*(output.file.transfer for output in opened))

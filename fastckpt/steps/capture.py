@@ -93,6 +93,7 @@ def captured(
 def _readable(leaf: Leaf, types: frozenset[str], is_late: bool) -> Leaf:
     """A leaf whose memory can be copied as it lies, on devices of these types; and late, too."""
     local = leaf.local
+    # By torch, and from a GPU into pageable memory: the host waits for the current stream then.
     if local.device.type not in types or not local.is_contiguous():
         return leaf._replace(local=local.cpu().contiguous())
     if is_late and local.numel() * local.element_size() <= torch_pickle.SMALL_BYTES:

@@ -223,6 +223,7 @@ class NodePlace(Place):
         if self._past is not None:
             return
         self._handle.mark_local()
+        # The save's staging memory is free by now: later ones stage and commit here meanwhile.
         save.copying.close()
         save.release()
         stats, rank, nodes = self._handle.stats, self._agreement.rank, self._tier.nodes()

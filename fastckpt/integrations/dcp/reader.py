@@ -227,6 +227,8 @@ class Reader(Directory, StorageReader):
         with ItemsFile(
             current.storage, current.staging, path, requests, lambda: self._names(name)
         ) as file:
+            # Each tensor is asked for when its turn comes, so that resolve_tensor() and
+            # commit_tensor() stay pairs, as planners expect; reading ahead needs the plan alone.
             for request, item in asked:
                 if item.type == LoadItemType.BYTE_IO:
                     content = file.content(request)

@@ -193,6 +193,8 @@ class Writer(Directory, StorageWriter):
             atomic.make_directory(storage, self.path, self.options.durable)
         content = dcp_metadata.encode(metadata)
         replaced = atomic.replace_file(storage, path, content, self.options.durable)
+        # Listed before the other ranks hear of the commit: nothing that they make for the next save
+        # is among it.
         return replaced, dcp_metadata.unneeded(storage, self.path, metadata, rank)
 
     def _metadata_rank(self) -> int | None:
