@@ -17,10 +17,9 @@ from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.engine.devices import Reads
 from fastckpt.formats import distcp
 from fastckpt.options import WriteOptions
-from fastckpt.plan.image import Image
 from fastckpt.saving.fence import Watched
 from fastckpt.saving.pacing import Pace
-from fastckpt.saving.save import Output, Plan
+from fastckpt.saving.save import Output, Plan, WholeFile
 from fastckpt.storage.lustre_layout import Purpose
 
 Places = list[tuple[int, int]]  # offset and size of each item
@@ -78,7 +77,9 @@ class ItemsPlan(Plan):
             return []
         image, self._places = distcp.layout(self._items)
         self._sources, image.sources = image.sources, []
-        return [_ItemsFile(image, self._name, self._place, self._options)]
+        purpose = Purpose(image.nbytes, 1, self._options.striping)
+        path = os.path.join(self._place.directory, self._name)
+        return [WholeFile(image, path, partial(self._place.made, self._name), purpose)]
 
     def record(self) -> bytes:
         assert self._conclusion is not None
@@ -95,22 +96,3 @@ class ItemsPlan(Plan):
     def release(self) -> None:
         self.forget()
         self._conclusion = None
-
-
-class _ItemsFile(Output):
-    """The file with this rank's items."""
-
-    def __init__(self, image: Image, name: str, place: ItemsPlace, options: WriteOptions) -> None:
-        super().__init__(image, os.path.join(place.directory, name))
-        self._make = partial(place.made, name)
-        self._purpose = Purpose(image.nbytes, 1, options.striping)
-
-    def open(self) -> None:
-        self.file.make(self._make, self._purpose)
-
-    def fill_in(self) -> None:
-        self.file.complete()
-
-    def end(self) -> None:
-        self.file.end(self.image.nbytes)
-        self.file.close()

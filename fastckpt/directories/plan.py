@@ -18,10 +18,10 @@ from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
 from fastckpt.handle import SaveHandle
 from fastckpt.options import WriteOptions
-from fastckpt.plan.image import BLOCK_BYTES, Image
+from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pacing import Pace
-from fastckpt.saving.save import Output, Plan
+from fastckpt.saving.save import Plan, WholeFile
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import reported
 from fastckpt.storage.lustre_layout import Purpose
@@ -52,18 +52,20 @@ class DirectoryPlan(Plan):
         self._pending: list[Pending] = draft.pending
         self._place = place
         self._options = options
-        self._outputs: list[_DraftFile] = []
+        self._outputs: dict[str, WholeFile] = {}  # by name
         self._files: dict[str, File] = {}  # of this rank
 
-    def lay_out(self, pace: Pace) -> list[_DraftFile]:
-        how = (self._directory, self._place, self._options)
-        images = {pending.name: pending.layout() for pending in self._pending}
-        self._outputs = [_DraftFile(name, image, *how) for name, image in images.items()]
-        return self._outputs
+    def lay_out(self, pace: Pace) -> list[WholeFile]:
+        for pending in self._pending:
+            image, make = pending.layout(), partial(self._place.made, pending.name)
+            path = os.path.join(self._directory, pending.name)
+            purpose = Purpose(image.nbytes, 1, self._options.striping)
+            self._outputs[pending.name] = WholeFile(image, path, make, purpose)
+        return [*self._outputs.values()]
 
     def record(self) -> bytes:
         storage, directory = self._place.storage, self._directory
-        self._files = {output.name: output.listed for output in self._outputs}
+        self._files = {name: _listed(output) for name, output in self._outputs.items()}
         with reported("list", directory):
             others = [name for name in names_in(storage, directory) if name not in self._files]
         for name in others:
@@ -90,45 +92,19 @@ class DirectoryPlan(Plan):
     def forget(self) -> None:
         for pending in self._pending:
             pending.forget()
-        for output in self._outputs:
+        for output in self._outputs.values():
             output.image.sources.clear()
 
     def release(self) -> None:
         self.forget()
-        self._pending, self._outputs = [], []
+        self._pending, self._outputs = [], {}
 
 
-class _DraftFile(Output):
-    """A file of the draft.
-
-    Attributes:
-        name: relative to the directory.
-        listed: what the list says of it, once it has ended.
-    """
-
-    listed: File
-
-    def __init__(
-        self, name: str, image: Image, directory: str, place: SwapPlace, options: WriteOptions
-    ) -> None:
-        super().__init__(image, os.path.join(directory, name))
-        self.name = name
-        self._make = partial(place.made, name)
-        self._purpose = Purpose(image.nbytes, 1, options.striping)
-        self._tail = bytearray()
-
-    def open(self) -> None:
-        self.file.make(self._make, self._purpose)
-
-    def fill_in(self) -> None:
-        self._tail = self.file.complete()
-
-    def end(self) -> None:
-        image, tail = self.image, self._tail
-        self.file.end(image.nbytes)
-        self.file.close()  # some file systems rename no directory in which a file is open
-        left, crc = image.body_nbytes, 0
-        for block in self.file.transfer.block_crcs():
-            crc = combine_crcs(crc, block, min(left, BLOCK_BYTES))
-            left -= BLOCK_BYTES
-        self.listed = File(image.nbytes, combine_crcs(crc, zlib.crc32(tail), len(tail)))
+def _listed(output: WholeFile) -> File:
+    """What the list says of a file that has arrived."""
+    image, tail = output.image, output.tail
+    left, crc = image.body_nbytes, 0
+    for block in output.file.transfer.block_crcs():
+        crc = combine_crcs(crc, block, min(left, BLOCK_BYTES))
+        left -= BLOCK_BYTES
+    return File(image.nbytes, combine_crcs(crc, zlib.crc32(tail), len(tail)))

@@ -19,10 +19,11 @@ from fastckpt.options import Pacing, WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
 from fastckpt.ranks.round import Round
 from fastckpt.saving.fence import Watched
-from fastckpt.saving.image_file import ImageFile
+from fastckpt.saving.image_file import ImageFile, Make
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.storage.file_system import Storage
+from fastckpt.storage.lustre_layout import Purpose
 
 
 class Output:
@@ -64,6 +65,36 @@ class Output:
         is to be open when it becomes visible.
         """
         raise NotImplementedError
+
+
+class WholeFile(Output):
+    """A file that one rank writes all of.
+
+    Args:
+        image: of the file.
+        path: of the file.
+        make: makes it; see ImageFile.make().
+        purpose: what it is for.
+
+    Attributes:
+        tail: what the image ends with, once that is written.
+    """
+
+    def __init__(self, image: Image, path: str, make: Make, purpose: Purpose) -> None:
+        super().__init__(image, path)
+        self.tail = bytearray()
+        self._make = make
+        self._purpose = purpose
+
+    def open(self) -> None:
+        self.file.make(self._make, self._purpose)
+
+    def fill_in(self) -> None:
+        self.tail = self.file.complete()
+
+    def end(self) -> None:
+        self.file.end(self.image.nbytes)
+        self.file.close()  # some file systems rename no directory in which a file is open
 
 
 class Plan:

@@ -21,7 +21,7 @@ from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import disagreement
 from fastckpt.saving.pacing import Pace
-from fastckpt.saving.save import Output, Plan
+from fastckpt.saving.save import Output, Plan, WholeFile
 from fastckpt.steps.capture import Content
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import AnyStepPlace
@@ -239,34 +239,24 @@ class _ShardOutput(Output):
         self.record = Writer.of(index, name, content).to_bytes()
 
 
-class _ObjectsOutput(Output):
-    """What is in no shard, as a torch zip of its own.
-
-    Attributes:
-        written: what the manifest says of it, once it has ended.
-    """
+class _ObjectsOutput(WholeFile):
+    """What is in no shard, as a torch zip of its own."""
 
     is_small = True
-    written: ObjectsFile
 
     def __init__(self, image: Image, path: str, place: AnyStepPlace, options: StepOptions) -> None:
-        super().__init__(image, path)
-        self._place = place
-        self._tail = bytearray()
         # A number of stripes is meant for shards: this file is small, and a layout costs the
         # metadata server a word.
-        self._stripe = "keep" if options.stripe == "keep" else "auto"
+        purpose = Purpose(image.nbytes, 1, "keep" if options.stripe == "keep" else "auto")
+        super().__init__(image, path, lambda given: place.step.made(OBJECTS, given), purpose)
+        self._place = place
 
     def open(self) -> None:
-        step = self._place.step
-        purpose = Purpose(self.image.nbytes, 1, self._stripe, self._place.directory)
-        self.file.make(partial(step.made, OBJECTS), purpose, step.path(OBJECTS))
+        place = self._place
+        purpose = self._purpose._replace(directory=place.directory)
+        self.file.make(self._make, purpose, place.step.path(OBJECTS))
 
-    def fill_in(self) -> None:
-        self._tail = self.file.complete()
-
-    def end(self) -> None:
-        self.file.end(self.image.nbytes)
-        self.file.close()
-        crc = torch_zip.closing_crc(self._tail)
-        self.written = ObjectsFile(OBJECTS, self.image.nbytes, crc)
+    @property
+    def written(self) -> ObjectsFile:
+        """What the manifest says of it, once it has arrived."""
+        return ObjectsFile(OBJECTS, self.image.nbytes, torch_zip.closing_crc(self.tail))
