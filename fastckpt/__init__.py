@@ -1,6 +1,6 @@
 """fastckpt: asynchronous checkpoints for PyTorch. The public names, nothing else."""
 
-from fastckpt.api import load, save
+from fastckpt.api import load, prepare, save
 from fastckpt.checkpointer import Checkpointer
 from fastckpt.errors import (
     BackendUnavailable,
@@ -34,5 +34,6 @@ __all__ = [
     "StorageError",
     "__version__",
     "load",
+    "prepare",
     "save",
 ]

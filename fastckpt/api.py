@@ -32,6 +32,7 @@ from fastckpt.arguments.checks import (
     check_flag,
     check_path,
     check_seconds,
+    check_size,
 )
 from fastckpt.arguments.quantities import shown_time, shown_transfer
 from fastckpt.errors import CheckpointError, RanksDisagree, StorageError
@@ -188,6 +189,23 @@ def save(
         save = Save(handle, agreement, plan, place, options, fence=fence, lane=path)
     del captured
     return current.save(save)
+
+
+def prepare(nbytes: int | str) -> None:
+    """Takes staging memory ahead, so that the first save of a process is as fast as later ones.
+
+    Without it the first save takes the pages as it copies, which makes its stall longer. Returns at
+    once; the memory is taken in the background, at the lowest priority, and kept for saves. It is
+    host memory that is not pinned: the first save from a GPU still pins it.
+
+    Args:
+        nbytes: how much this process will save, as a number or a text such as "20GB"; more than the
+            budget of staging memory is as much as that.
+
+    Raises:
+        ValueError, TypeError: nbytes is below 1, or no size.
+    """
+    pipeline.current().prepare(check_size("nbytes", nbytes))
 
 
 class _NoPath(StorageError, FileNotFoundError):

@@ -42,6 +42,7 @@ IN_FLIGHT_MAX = 16
 _HEAD_START_S = 0.001
 _LOOK_S = 0.5  # how often a save that waits for its turn looks whether it is still wanted
 _FREEING_S = 60.0  # longest wait for the blocks of replaced files
+_LOWEST = 19  # nice(2)
 _SIZE_BYTES = 8  # of the number that each rank's record begins with: how much it has written
 
 
@@ -249,6 +250,19 @@ class Pipeline:
                     raise
                 self._wait_gone(freeing)
                 self.storage.allocate(fd, nbytes)
+
+    def prepare(self, nbytes: int) -> None:
+        """Takes the pages that a save of so much stages in, on a thread of its own, which has less
+        right to a CPU than any other.
+        """
+
+        def take() -> None:
+            with suppress(OSError):  # then it has as much
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+            self.staging.engine()
+            self.staging.warm(nbytes, Reads())
+
+        start_thread(take, "fastckpt-prepare")
 
     def drain(self) -> None:
         """Waits for every save in flight, and for what it still does after its commit."""

@@ -1,0 +1,54 @@
+"""Staging memory that is taken ahead is there when it is needed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.storage.file_system import Storage
+from tests.directories.test_directory_save import through
+
+WAIT_S = 60.0
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def wait_for_growth(before: int, nbytes: float) -> None:
+    until = time.monotonic() + WAIT_S
+    while resident_bytes() - before < nbytes:
+        assert time.monotonic() < until, "the memory was not taken"
+        os.sched_yield()
+
+
+def test_memory_is_taken_ahead_once(disk: Path) -> None:
+    nbytes = 8 * BLOCK_BYTES
+    with through(Storage(), 16 * BLOCK_BYTES):
+        before = resident_bytes()
+        fastckpt.prepare(nbytes)
+        fastckpt.prepare(f"{nbytes}")
+        wait_for_growth(before, 0.9 * nbytes)
+        fastckpt.save({"w": torch.zeros(1 << 20)}, disk / "a.pt").result(WAIT_S)
+        assert resident_bytes() - before < 1.6 * nbytes
+
+
+def test_no_more_than_the_budget_is_taken() -> None:
+    with through(Storage(), 2 * BLOCK_BYTES):
+        before = resident_bytes()
+        fastckpt.prepare("100GB")
+        wait_for_growth(before, 1.8 * BLOCK_BYTES)
+    assert resident_bytes() - before < 4 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "much", 1.5, None, True])
+def test_what_is_no_size_is_refused(wrong: object) -> None:
+    with pytest.raises((ValueError, TypeError), match="nbytes"):
+        fastckpt.prepare(wrong)  # type: ignore[arg-type]
