@@ -208,7 +208,7 @@ class Tag:
                 drafted = {name for drafts, _nbytes in written for name in drafts}
                 opened = naming_in(pipeline.current().storage, self._above(), self.handle.path)
                 make_durable = naming.enter_context(opened)
-                agreement.put("go", b"named" if self._name_draft(drafted) else b"")
+                agreement.put("go", b"named" if self._complete_draft(drafted) else b"")
             named = agreement.get("go") != b""
             for file in self._files:
                 if not (named and file.name):
@@ -216,14 +216,16 @@ class Tag:
 
             def publish_all(_records: list[bytes]) -> None:
                 assert make_durable is not None
+                if named:
+                    self._name_draft()
                 make_durable()
                 self._write_latest()
 
             agreement.conclude(b"", publish_all)
 
-    def _name_draft(self, names: set[str]) -> bool:
-        """On the first rank, when all ranks' files are durable: gives the draft the tag's name, if
-        it holds the files of these names, with what else the tag has.
+    def _complete_draft(self, names: set[str]) -> bool:
+        """On the first rank, when all ranks' files are durable: puts into the draft what else the
+        tag has. False if the draft, which lacks files of these names, cannot take its place.
         """
         storage, path, draft = pipeline.current().storage, self.handle.path, self._draft
         if not names or any(storage.status(os.path.join(draft, name)) is None for name in names):
@@ -240,9 +242,14 @@ class Tag:
                 storage.set_owner_and_mode(self._lock, before)
         if self._durable:
             sync_directories(storage, draft)
-        with reported("rename", path):
-            publish_directory(storage, draft, path, self._replaced, self._lock)
         return True
+
+    def _name_draft(self) -> None:
+        """Gives the draft the tag's name, when no rank can fail any more."""
+        storage, path = pipeline.current().storage, self.handle.path
+        assert self._lock is not None, "the first rank has made it"
+        with reported("rename", path):
+            publish_directory(storage, self._draft, path, self._replaced, self._lock)
 
     def _publish(self, name: str, path: str) -> None:
         publish(pipeline.current().storage, name, path, self._durable)

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -238,8 +239,11 @@ def test_the_end_of_the_process_knows_of_a_tag_at_once(
     assert (disk / "latest").read_text() == "a"
 
 
-def save_by_two(run: Path, tag: str, step: int) -> bool:
-    """Two ranks of this process save a tag; whether the first one was told that it is saved."""
+def save_by_two(run: Path, tag: str, step: int, lost: BaseException | None = None) -> bool:
+    """Two ranks of this process save a tag; whether the first one was told that it is saved.
+
+    The second one fails by the error `lost` when its files were written.
+    """
     store, options = dist.HashStore(), {"durable": True}
     rounds = [Coordinator(store, rank, RANKS, "deepspeed").begin(tag) for rank in range(RANKS)]
     tags: list[Tag] = []
@@ -254,11 +258,22 @@ def save_by_two(run: Path, tag: str, step: int) -> bool:
             each.save(state, str(run / tag / f"rank_{rank}.pt"))
     except PowerCut as cut:
         end = cut
+    if lost is not None:
+        rounds[1].conclude = Mock(side_effect=lost)  # type: ignore[method-assign]
     for each in tags:
         each.conclude(end)
     for each in tags:
         each.join()
     return end is None and tags[0].handle.done() and tags[0].handle.failure() is None
+
+
+def test_a_rank_that_fails_last_leaves_a_tag_that_is_saved_again_as_it_was(disk: Path) -> None:
+    with process_on(Storage()):
+        assert save_by_two(disk, "a", 1)
+        (disk / "a" / "mine.txt").write_text("mine")
+        assert not save_by_two(disk, "a", 2, RuntimeError("lost"))
+    assert step_of(disk) == 1
+    assert not list(disk.glob(".a.*"))
 
 
 def step_of(run: Path) -> int | None:
