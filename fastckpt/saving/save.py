@@ -183,8 +183,8 @@ class Place:
         return asked
 
     def begin(self) -> None:
-        """Makes what the files go into. Called in the order of the saves: a caller that goes on at
-        the step fence has not been let go yet.
+        """Makes what the files go into. A caller that waits at its fence is let go after this, so
+        what its saves make is in their order.
         """
 
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:

@@ -678,6 +678,23 @@ def test_arena_is_budgeted_in_whole_blocks() -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_jobs_that_share_an_allowance_hold_no_more_together(limit: int) -> None:
+    plans, allowance = [plain(40 * PAGE) for _ in range(4)], _engine.Allowance(limit)
+    assert allowance.blocks == max(1, limit)
+    with (
+        callback_backend(lambda kind, fd, memory, offset: len(memory)) as backend,
+        engine_of(8, PAGE, 4) as engine,
+    ):
+        jobs = [engine.stage(*plan.columns(), allowance, 3) for plan in plans]
+        for job in reversed(jobs):  # in any order, as long as nobody waits before the last
+            job.write_to(0, 0, backend, False)
+        for job in jobs:
+            written(job)
+        assert 1 <= jobs[0].blocks_held_max() == jobs[3].blocks_held_max() <= max(1, limit)
+        assert engine.arena_blocks_in_use_max() <= max(1, limit)
+
+
 def test_arena_is_never_exceeded() -> None:
     highest = 0
 

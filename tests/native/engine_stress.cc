@@ -29,6 +29,7 @@
 
 namespace {
 
+using fastckpt::Allowance;
 using fastckpt::Backend;
 using fastckpt::Engine;
 using fastckpt::Op;
