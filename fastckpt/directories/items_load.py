@@ -327,7 +327,7 @@ def _crc(read_at: Callable[[int, int], bytes], item: distcp.Item) -> int:
 
 
 def contents_of(storage: Storage, fd: int, path: str) -> distcp.Contents | None:
-    """What the end of a file says of its items; None if the file is not of fastckpt.
+    """Returns what the end of a file says of its items; None if it is not of fastckpt.
 
     Raises:
         CorruptCheckpoint: it is of fastckpt by its name, and truncated; or its end is damaged.

@@ -1,4 +1,4 @@
-"""What one rank writes of a directory of items: one file with its own, which another file commits.
+"""The plan of a directory of items: each rank writes a file with its own, and another one commits.
 
 It must not know the bytes of the format, nor what the file that commits says.
 """
@@ -26,10 +26,10 @@ Places = list[tuple[int, int]]  # offset and size of each item
 
 
 class Conclusion(Protocol):
-    """What becomes of items that were written."""
+    """A conclusion says what becomes of items that were written."""
 
     def record(self, name: str, places: Places) -> bytes:
-        """What this rank tells the first one.
+        """Returns what this rank tells the first one.
 
         Args:
             name: of its file, in the directory; "" if it has no items.

@@ -1,5 +1,5 @@
-"""What one rank writes of a directory: the files that fill() has left to the background, and a list
-of these and of those that it has written by itself.
+"""The plan of a directory: one rank writes the files that fill() has left to the background, and a
+list of these and of those that fill() has written by itself.
 
 It must not know what the files mean.
 """
@@ -101,7 +101,7 @@ class DirectoryPlan(Plan):
 
 
 def _listed(output: WholeFile) -> File:
-    """What the list says of a file that has arrived."""
+    """Returns what the list says of a file that has arrived."""
     image, tail = output.image, output.tail
     left, crc = image.body_nbytes, 0
     for block in output.file.transfer.block_crcs():

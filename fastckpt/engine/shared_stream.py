@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fastckpt.engine.stream import DAMAGE, PEERS, EngineStream, Fault, Stream
 from fastckpt.plan.image import block_count
 
-# What follows each block: its reader's rank, and of a fault there the operation, place and errno.
+# Four numbers follow each block: its reader's rank, and a fault's operation, place and errno.
 _STATUS = struct.Struct("<qqqq")
 _OPS = ("", "read", DAMAGE, PEERS)
 AHEAD = 8  # broadcasts under way at a time

@@ -1,4 +1,4 @@
-"""What one rank writes of a file: all of it, or its interval of the image that ranks share.
+"""The plan of a file: one rank writes all of it, or its interval of the image that ranks share.
 
 Responsible for how the object is laid out and divided, for what ranks compare of it, and for the
 bytes that depend on the checksums of all. It must not know how a block moves or how ranks talk.

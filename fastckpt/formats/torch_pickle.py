@@ -204,7 +204,7 @@ def _storage_types() -> dict[torch.dtype, tuple[Any, int]]:
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """What Tensor.__reduce_ex__ says of a plain tensor, in a tenth of the time; NotImplemented for
+    """Returns what Tensor.__reduce_ex__ says of a plain tensor, but sooner; NotImplemented for
     any other tensor.
     """
     if (
@@ -268,7 +268,7 @@ class _Tables:
         self._dtypes: dict[int, torch.dtype] = inner["storage_dtypes"]
 
     def name(self, stored: _Stored) -> Any:
-        """What torch's persistent_id says of such a storage, noted as it does; None where it has
+        """Returns what torch's persistent_id says of a storage, noted as it does; None where it has
         an objection.
         """
         storage, dtype = stored.storage, stored.dtype

@@ -133,7 +133,7 @@ class VerifiedFile(io.RawIOBase):
         self._body.read_all(self._stream)
 
     def read_by(self, load: Callable[[VerifiedFile], T]) -> T:
-        """What `load`, which calls torch, makes of the file when all that it read was whole.
+        """Returns what `load`, which calls torch, makes of the file if all that it read was whole.
 
         The last block is checked as well, which may hold nothing that torch asks for.
         """

@@ -47,7 +47,7 @@ class Output:
 
     @property
     def nbytes(self) -> int:
-        """How much this rank writes, once the file is open."""
+        """The bytes that this rank writes, once the file is open."""
         return self.image.nbytes
 
     def open(self) -> None:
@@ -98,7 +98,7 @@ class WholeFile(Output):
 
 
 class Plan:
-    """What one rank writes of a save, and what ranks compare and tell each other of it.
+    """A plan says what one rank writes of a save, and what ranks compare and tell each other of it.
 
     Args:
         reads: what of it lies on devices.
@@ -143,7 +143,7 @@ class Plan:
         """
 
     def record(self) -> bytes:
-        """What this rank tells the first one, when all of its files have arrived."""
+        """Returns what this rank tells the first one, when all of its files have arrived."""
         return b""
 
     def publish(self, records: list[bytes]) -> None:
@@ -162,7 +162,7 @@ class Plan:
 
 
 class Place:
-    """Where a save becomes visible. As it is here, nothing has to be made or removed.
+    """A place is where a save becomes visible. As it is here, nothing has to be made or removed.
 
     Attributes:
         directory: that the files go to.
@@ -179,7 +179,7 @@ class Place:
         """
 
     def pacing(self, asked: Pacing) -> Pacing:
-        """How writing to this place is to be limited."""
+        """Returns how writing to this place is to be limited."""
         return asked
 
     def begin(self) -> None:
@@ -198,10 +198,10 @@ class Place:
             handle.wait_done()
 
     def follow(self, previous: Sequence[SaveHandle]) -> None:
-        """What the other ranks do while the first one publishes."""
+        """Does what is the other ranks' to do while the first one publishes."""
 
     def go_on(self, save: Save, pipeline: Pipeline) -> None:
-        """What is left between this commit and the one that the caller waits for."""
+        """Does what is left between this commit and the one that the caller waits for."""
 
     def abandon(self) -> None:
         """Removes what this rank has made for a save that failed."""

@@ -124,7 +124,7 @@ class Copies:
 
     @contextmanager
     def shard(self, index: ShardIndex, frames: dict[int, bytes] | None = None) -> Iterator[Body]:
-        """What a writer has stored, as it was before a codec compressed it.
+        """Opens what a writer has stored, as it was before a codec compressed it.
 
         Args:
             index: of the writer.

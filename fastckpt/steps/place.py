@@ -1,4 +1,4 @@
-"""Where a step becomes visible: under the root, in a directory that a manifest commits.
+"""The place of a step: it becomes visible under the root, in a directory that a manifest commits.
 
 It must not know what the directory holds.
 """
@@ -21,7 +21,7 @@ from fastckpt.steps.step_directory import StepDirectory
 
 
 class AnyStepPlace(Protocol):
-    """What a StepPlan needs of a Place: the root's, or that of a tier.
+    """A StepPlan needs this of a Place, which is the root's, or that of a tier.
 
     Attributes:
         step: the directory that is written to, as this rank sees it.

@@ -1,5 +1,5 @@
-"""What one rank writes of a step: its shard and the index of that, on the first rank also what no
-shard holds; and what becomes of them, a manifest.
+"""The plan of a step: each rank writes its shard and the index of that, the first one also what no
+shard holds; a manifest is made of what they tell.
 
 It must not know the bytes of the formats, how a block moves, or how ranks talk.
 """
@@ -122,7 +122,7 @@ class StepPlan(Plan):
             raise error
 
     def record(self) -> bytes:
-        """What the manifest will say of this writer; b"" of one that has no file."""
+        """Returns what the manifest will say of this writer; b"" of one that has no file."""
         assert self._shard is not None
         return self._shard.record
 
@@ -240,7 +240,7 @@ class _ShardOutput(Output):
 
 
 class _ObjectsOutput(WholeFile):
-    """What is in no shard, as a torch zip of its own."""
+    """The file of what is in no shard, a torch zip of its own."""
 
     is_small = True
 
@@ -258,5 +258,5 @@ class _ObjectsOutput(WholeFile):
 
     @property
     def written(self) -> ObjectsFile:
-        """What the manifest says of it, once it has arrived."""
+        """The manifest says this of it, once it has arrived."""
         return ObjectsFile(OBJECTS, self.image.nbytes, torch_zip.closing_crc(self.tail))

@@ -1,4 +1,4 @@
-"""Where a step becomes visible by way of a node-local tier: first on each node, then in the root.
+"""The place of a step that goes by way of a node-local tier: first each node, then the root.
 
 Each node has a directory of its own, all nodes publish the same manifest, and a tier that cannot
 take the step is gone past. It must not know how a shard is written, nor how a step is drained.

@@ -231,7 +231,7 @@ class Writer(Directory, StorageWriter):
 
 
 class _Kept:
-    """What write_data() was asked for: the file alone, and what is told of it."""
+    """The conclusion that write_data() needs: it keeps what is told of the file, and no more."""
 
     def __init__(self, plan: SavePlan, results: list[WriteResult]) -> None:
         self._plan, self._results = plan, results
