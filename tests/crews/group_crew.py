@@ -31,6 +31,7 @@ from tests import interpreters
 WAIT_S = 100.0
 OTHERS_S = 5.0  # for ranks to tell of themselves when one has failed
 RANKS_MAX = 8
+GROUP_OF_MEMBERS = "members"  # its description, for who destroys all other groups
 
 
 @dataclass
@@ -69,16 +70,25 @@ class Member:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
         )
-        runs = [range(a, b) for b in range(1, world_size + 1) for a in range(b)]
-        self._groups = {run: dist.new_group([*run]) for run in runs}
+        self._groups: dict[range, Any] = {}
+        self.make_groups(*(range(count) for count in range(1, world_size + 1)))
+
+    def make_groups(self, *runs: range) -> None:
+        """Makes groups of other ranks than the first ones; all ranks of the job call it together.
+
+        No more than are needed: each has a thread that looks for work a hundred times a second.
+        """
+        for run in runs:
+            if run not in self._groups:
+                self._groups[run] = dist.new_group([*run], group_desc=GROUP_OF_MEMBERS)
 
     @property
     def group(self) -> Any:
-        """The group of the ranks that were called."""
+        """The group of the ranks that were called, the first ones of the job."""
         return self.group_of(0, self.world_size)
 
     def group_of(self, begin: int, end: int) -> Any:
-        """The group of the ranks [begin, end) of the job."""
+        """The group of the ranks [begin, end) of the job, which was made before."""
         return self._groups[range(begin, end)]
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.crews.group_crew import Member, Outcome, attempt
+from tests.crews.group_crew import GROUP_OF_MEMBERS, Member, Outcome, attempt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -55,7 +55,6 @@ SIZES = (
     parallel_state.get_virtual_pipeline_model_parallel_world_size,
     parallel_state.get_expert_model_parallel_world_size,
 )
-_own_groups: set[Any] = set()  # of this rank, before Megatron makes any
 OFF = ["no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "finetune", "async_save"]
 OFF += ["overlap_param_gather", "log_energy", "log_progress", "use_megatron_fsdp", "fp8"]
 TEXT = torch.arange(4096) * 7 % 251
@@ -137,10 +136,9 @@ def regroup(tp: int, pp: int, vp: int | None = None, ep: int = 1) -> None:
     if parallel_state.model_parallel_is_initialized():
         if [size() for size in SIZES] != [tp, pp, vp, ep]:
             parallel_state.destroy_model_parallel()
-            for group in set(dist.distributed_c10d._world.pg_map) - _own_groups:
-                dist.destroy_process_group(group)
-    elif not _own_groups:
-        _own_groups.update(dist.distributed_c10d._world.pg_map)
+            for group in list(dist.distributed_c10d._world.pg_map):
+                if group.group_desc not in ("default_pg", GROUP_OF_MEMBERS):
+                    dist.destroy_process_group(group)
 
 
 def build(tp: int, pp: int, **options: Any) -> tuple[Any, Any, Any]:

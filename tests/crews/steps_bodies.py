@@ -285,6 +285,7 @@ def save_in_parts(member: Member, root: str) -> list[Any]:
     """Two halves of the job save to roots of their own, at the same time."""
     half = member.world_size // 2
     begin = 0 if member.rank < half else half
+    member.make_groups(range(half, 2 * half))
     part = Part(member.rank - begin, member.group_of(begin, begin + half))
     with Checkpointer(f"{root}/{begin}", group=part.group) as checkpointer:
         for step in (begin + 1, begin + 2):
@@ -311,6 +312,7 @@ def save_by_one_made_too_early(member: Member, root: str) -> tuple[list[Outcome]
     outcomes = [attempt(action) for action in actions]
     assert early.steps() == [] and early.latest() is None
     early.close()
+    member.make_groups(*(range(rank, rank + 1) for rank in range(member.world_size)))
     alone = member.group_of(member.rank, member.rank + 1)
     with Checkpointer(f"{root}/{member.rank}", group=alone) as checkpointer:
         checkpointer.save(member.rank, state).result()

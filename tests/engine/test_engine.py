@@ -1084,7 +1084,7 @@ def hammer(path: str, seconds: float, with_uring: bool) -> None:
 
 @pytest.mark.multiprocess
 def test_threads_hammering_one_engine(kind: str, disk: Path) -> None:
-    isolated(hammer, str(disk / "image"), 2.5, kind == "io_uring", seconds=40.0)
+    isolated(hammer, str(disk / "image"), 1.0, kind == "io_uring", seconds=40.0)
 
 
 def close_after_a_failure(kind: str, how: str) -> None:

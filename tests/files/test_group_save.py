@@ -1030,6 +1030,7 @@ class DieAt(Recorder):
 
 
 def save_and_die(member: Member, path: Path, victim: int, name: str) -> Outcome:
+    member.make_groups(range(1, 3))  # for those who survive the first rank
     if member.rank != victim:
         return save(member, path, one_tensor, timeout_s=3)
     with saving_through(DieAt(name)):
@@ -1089,6 +1090,7 @@ def check_killed(crew: Crew, directory: Path, victim: int, name: str) -> None:
 
 
 def save_in_a_part(member: Member, path: Path) -> Outcome:
+    member.make_groups(range(1, 3))
     group = member.group_of(1, 3)
     return attempt(
         lambda: fastckpt.save(varied(member.rank), path, group=group).result(WAIT_S) and None
@@ -1333,10 +1335,10 @@ class DieOpening(Recorder):
 def load_and_die(
     member: Member, path: Path, victim: int, storage: Callable[[], Storage]
 ) -> Outcome:
-    impatient = dist.new_group(timeout=timedelta(seconds=10))  # what waits for blocks obeys that
+    impatient = dist.new_group(timeout=timedelta(seconds=6))  # what waits for blocks obeys that
     member.store.set(f"connected {member.rank}", b"")  # or the victim dies while others connect
     member.store.wait([f"connected {rank}" for rank in range(member.world_size)])
-    options = {"group": impatient, "timeout_s": 10}
+    options = {"group": impatient, "timeout_s": 6}
     if member.rank == victim:
         with saving_through(storage()):
             return attempt(lambda: fastckpt.load(path, **options))

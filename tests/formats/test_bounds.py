@@ -29,7 +29,7 @@ from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.plan.image import PAGE_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZE = 256 * KIB
+SIZE = 128 * KIB
 TIMES_MAX, FLOOR = 40, 4 * MIB  # of the size; JSON takes up to 24 times its size
 ROOM = 256 * MIB  # of address space
 

@@ -96,7 +96,7 @@ def test_what_is_compressed_comes_to_the_host(cufile: CufileStub, disk: Path) ->
 
 
 def test_more_than_the_blocks_hold(cufile: CufileStub, disk: Path) -> None:
-    state = {"w": octets((3 * BLOCKS + 1) * BLOCK_BYTES)}
+    state = {"w": octets((BLOCKS + 3) * BLOCK_BYTES)}
     fastckpt.save(state, disk / "a.pt", staging="gds").result(WAIT_S)
     same(disk / "a.pt", state)
 
@@ -107,7 +107,7 @@ def test_what_cufile_refuses_goes_through_the_host(
     cufile: CufileStub, disk: Path, caplog: pytest.LogCaptureFixture, call: str, after: int
 ) -> None:
     """With one warning for many saves, and nothing lost."""
-    state = {"w": octets(60 * MIB)}
+    state = {"w": octets(36 * MIB)}
     cufile.fail(call, 5030, after=after)
     with caplog.at_level(logging.WARNING, "fastckpt"):
         for number in range(3):
