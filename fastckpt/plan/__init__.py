@@ -1,3 +1,1 @@
-"""Arithmetic on bytes and boxes: which bytes go where. It knows no torch, no files and no
-threads.
-"""
+"""Arithmetic on bytes and boxes: which bytes go where. It knows no torch, files or threads."""

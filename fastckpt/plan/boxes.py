@@ -1,8 +1,7 @@
-"""Which piece of which tensor a rank writes, and which bytes of a stored piece a load moves where.
+"""Rectangles of row-major tensors: which pieces a rank writes, and which bytes a load moves where.
 
-Arithmetic on rectangles of row-major tensors, the same on every rank, so that ranks agree without
-speaking. Responsible for splitting, intersecting and covering; must not know torch, files, formats,
-or how ranks reach each other.
+Responsible for splitting, intersecting and covering, with the same result on every rank, so that
+ranks agree without a word. It must not know torch, files, formats, or how ranks reach each other.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from zlib import crc32
 
 from fastckpt.plan.runs import CopyRow, strided_copies
 
-# A tensor below this is written by one rank: cutting it would cost more in indexes than it saves.
+# One rank writes a tensor below this size: cutting it would cost more in indexes than it saves.
 UNCUT_BYTES = 64 << 10
-# Cuts move by at most half of this fraction of what a rank writes, to end where a row ends.
+# A cut moves to the end of a row, by at most half of 1/ROUNDING of what a rank writes.
 ROUNDING = 1000
 
 _FIELD = (1 << 127) - 1  # a prime
@@ -34,16 +33,16 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 in 0-d."""
+        """The number of elements; 1 in 0-d."""
         return prod(self.sizes)
 
 
 class Held(NamedTuple):
     """A rank's part of one tensor: a box, contiguous and row-major in its memory.
 
-    `itemsize` is in bytes and `shape` is the whole tensor's. `holders` are all ranks that hold this
-    very box, ascending, the rank itself among them; tensors with the same holders had better share
-    one tuple object, which is then hashed once.
+    `itemsize` is in bytes; `shape` is the whole tensor's. `holders` are all ranks that hold this
+    very box, ascending, the rank itself included. Tensors with the same holders should share one
+    tuple, which is then hashed only once.
     """
 
     key: str
@@ -56,8 +55,8 @@ class Held(NamedTuple):
 class Piece(NamedTuple):
     """A rectangle that a rank writes: part of the held tensor with index `held`, never empty.
 
-    `box` is in coordinates of the whole tensor. In the memory of what is held it is one run, which
-    starts `begin` elements after the first.
+    `box` is in coordinates of the whole tensor. In the rank's memory it is one contiguous run,
+    which begins at element `begin` of what the rank holds.
     """
 
     held: int
@@ -71,18 +70,18 @@ def shard_box(
     coordinate: Sequence[int],
     placements: Sequence[int | None],
 ) -> Box:
-    """The part of a tensor that a rank of a device mesh holds.
+    """Returns the part of a tensor that a rank of a device mesh holds.
 
     Args:
         shape: the whole tensor's, one size for each dimension.
         mesh_shape: number of ranks along each dimension of the mesh.
-        coordinate: where in the mesh the rank is, one index for each dimension of the mesh.
+        coordinate: the rank's index along each dimension of the mesh.
         placements: for each dimension of the mesh, the tensor dimension that is sharded along it
-            (negative ones count from the last), or None where the tensor is replicated.
+            (negative ones count from the last), or None if the tensor is replicated.
 
     Returns:
         The box. Shards are those of torch.chunk, taken along the mesh's dimensions from left to
-        right: all of the same size but the last ones, which are smaller or empty.
+        right: equal in size, except that the last ones are smaller or empty.
 
     Raises:
         ValueError: the arguments' lengths differ, or a coordinate or placement is out of range.
@@ -107,16 +106,14 @@ def mesh_holders(
     coordinate: Sequence[int],
     placements: Sequence[int | None],
 ) -> tuple[int, ...]:
-    """The ranks that hold the same shard as the rank at `coordinate`, ascending, it included.
+    """Returns the ranks, ascending, that hold the same shard as the rank at `coordinate`.
 
     The work grows with the answer and not with the mesh. Call it once for each distinct mesh and
-    placements and let the tensors share the answer.
+    placements, so that tensors share the tuple.
 
     Args:
-        mesh: ranks of the mesh, flat and row-major.
-        mesh_shape: number of ranks along each dimension of the mesh.
-        coordinate: where in the mesh the rank is, one index for each dimension of the mesh.
-        placements: as for shard_box().
+        mesh: the ranks of the mesh, flat and row-major.
+        mesh_shape, coordinate, placements: as for shard_box().
 
     Raises:
         ValueError: the arguments' lengths differ, or a coordinate is out of range.
@@ -138,22 +135,21 @@ def plan(held: Sequence[Held], rank: int) -> list[Piece]:
     """Returns what a rank writes, so that all ranks together write every element exactly once.
 
     Tensors with the same holders are laid end to end, and this line of bytes is cut into as many
-    intervals as there are holders. Holder number i takes interval i; where the tensors are fewer
-    than the holders, the intervals are rotated among the holders by a hash of the first key, lest
-    the same holder gets the only tensor of every line. Intervals are equal to within one element
-    (two, where item sizes are mixed), except that a tensor below UNCUT_BYTES is not cut, and that a
-    cut is rounded to a multiple of the largest subarray (a row of a matrix, or the whole tensor)
-    that is at most 1/ROUNDING of an interval. The work is O(len(held)), plus O(len(holders)) for
-    each distinct tuple of holders.
+    intervals as there are holders. Holder number i takes interval i. If there are fewer tensors
+    than holders, the intervals are rotated among the holders by a hash of the first key: otherwise
+    the same holder would get the only tensor of every line. Intervals are equal to within one
+    element (two, if item sizes are mixed), except that a tensor below UNCUT_BYTES is not cut, and
+    that a cut is rounded to a multiple of the largest subarray (a row of a matrix, or the whole
+    tensor) that is at most 1/ROUNDING of an interval. The work is O(len(held)), plus
+    O(len(holders)) for each distinct tuple of holders.
 
     Args:
-        held: what this rank holds, with the tensors that have the same holders in the same order
-            on each of them.
+        held: what this rank holds. Tensors with the same holders are in the same order on each.
         rank: this rank.
 
     Returns:
-        Pieces in order of `held` and memory: for each tensor of n dimensions at most 2n - 1, or one
-        if it has none; none for an empty box.
+        Pieces in order of `held` and memory: for a tensor of n dimensions at most 2n - 1, for one
+        of no dimensions at most one, for an empty box none.
 
     Raises:
         ValueError: `rank` is not among the holders of a tensor.
@@ -175,7 +171,7 @@ def plan(held: Sequence[Held], rank: int) -> list[Piece]:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements that are in both boxes of one tensor, or None where there are none.
+    """Returns the elements that are in both boxes of one tensor; None if there are none.
 
     Raises:
         ValueError: the boxes differ in their number of dimensions.
@@ -191,20 +187,19 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def copies(piece: Box, file_offset: int, target: Box, address: int, itemsize: int) -> list[CopyRow]:
-    """Returns how the common part of a stored piece and a tensor in memory is copied.
+    """Returns the rows that copy what a stored piece and a box in memory have in common.
 
     Args:
         piece: what is stored, contiguous and row-major.
         file_offset: where in the file it begins, in bytes.
-        target: what the memory holds, contiguous and row-major, of the same tensor as the piece.
+        target: what the memory holds of the same tensor, contiguous and row-major.
         address: where in memory it begins.
         itemsize: bytes of an element.
 
     Returns:
         Rows (file offset, address, nbytes, count, file stride, address stride): `count` runs of
-        `nbytes` each, every run the strides after the run before it. Runs are as long as they can
-        be and no two rows share a run. Rows ascend in the file and do not interleave. Empty if
-        piece and target do not meet.
+        `nbytes`, each the strides after the one before. Runs are as long as they can be. Rows
+        ascend in the file and do not interleave. Empty if piece and target do not meet.
 
     Raises:
         ValueError: the boxes differ in their number of dimensions.
@@ -222,11 +217,11 @@ def copies(piece: Box, file_offset: int, target: Box, address: int, itemsize: in
 
 
 def covers(target: Box, parts: Sequence[Box]) -> bool:
-    """Whether every element of the target is in exactly one of the parts.
+    """Tells whether every element of the target is in exactly one of the parts.
 
-    What parts have outside of the target is ignored; a part of another number of dimensions is an
-    answer too: False. Takes time in proportion to the number of parts and of dimensions. Numbers
-    are drawn for it: whoever chose the parts, the answer is wrong with a probability below 2^-100.
+    Elements of parts outside of the target are ignored; a part with another number of dimensions
+    makes it False. The time is linear in the number of parts and of dimensions. The test is
+    random: whoever chose the parts, it is wrong with a probability below 2^-100.
     """
     if any(len(part.sizes) != len(target.sizes) for part in parts):
         return False
@@ -240,10 +235,10 @@ def covers(target: Box, parts: Sequence[Box]) -> bool:
         if any(box.sizes[dim] != size for box in inside)
     ]
     # Cut every dimension at each bound of a part: then the parts and the target are sums of cells.
-    # Number the cuts of each dimension at random, and let a cell weigh the product of the
-    # differences between the numbers of its bounds; so weighs a box. Different sums of cells are
-    # different polynomials of these numbers, of a degree no higher than the number of dimensions
-    # is, and at a random point of a field polynomials hardly ever meet.
+    # Give each cut a random number. A cell weighs the product, over the dimensions, of the
+    # differences between its bounds' numbers, and so does a box. Different sums of cells are
+    # different polynomials in these numbers, of a degree of at most the number of dimensions, and
+    # different polynomials are hardly ever equal at a random point of a field.
     draw = SystemRandom().randrange
     numbers: list[dict[int, int]] = [{} for _ in divided]
     left = 0
@@ -261,12 +256,11 @@ def covers(target: Box, parts: Sequence[Box]) -> bool:
 
 
 def span(box: Box, shape: Sequence[int]) -> tuple[float, float]:
-    """Bounds of a box in the row-major order of its tensor, as fractions of the elements.
+    """Returns a box's bounds in the row-major order of its tensor, as fractions of the elements.
 
     Returns:
-        (low, high) within 0..1. What is rounded is rounded outwards, so two boxes of a tensor that
-        have an element in common always have spans with low < other high, both ways round. (0, 0)
-        for an empty box.
+        (low, high) within 0..1, rounded outwards: of two boxes that share an element, each low is
+        below the other's high. (0, 0) for an empty box.
     """
     if box.numel == 0:
         return 0.0, 0.0
@@ -298,12 +292,12 @@ def _check_coordinate(
 
 
 def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one index to the next, for each dimension of a row-major array."""
+    """Returns the strides, in elements, of a row-major array."""
     return tuple(accumulate(reversed(sizes[1:]), mul, initial=1))[::-1] if sizes else ()
 
 
 def _grain(item: Held, interval_nbytes: int) -> int:
-    """The bytes to multiples of which cuts of a tensor are rounded; its size is one of these."""
+    """Returns the bytes to whose multiples cuts of a tensor are rounded; its size is a multiple."""
     rounding_nbytes = interval_nbytes // ROUNDING
     nbytes = item.box.numel * item.itemsize
     if nbytes < UNCUT_BYTES:
@@ -319,7 +313,7 @@ def _grain(item: Held, interval_nbytes: int) -> int:
 def _share(
     held: Sequence[Held], line: Sequence[int], holders: tuple[int, ...], rank: int
 ) -> Iterator[Piece]:
-    """A rank's pieces of one line: the tensors `held[i] for i in line`, none of them empty."""
+    """Yields a rank's pieces of one line, the tensors `held[i] for i in line`; none is empty."""
     number = bisect_left(holders, rank)
     first_key = held[line[0]].key
     if number == len(holders) or holders[number] != rank:
@@ -350,8 +344,8 @@ def _share(
 def _rectangles(box: Box, begin: int, end: int) -> Iterator[tuple[Box, int]]:
     """Divides elements [begin, end) of a box, in row-major order, into at most 2n - 1 rectangles.
 
-    Each is given with the element of the box at which it begins. The first ones fill up the rows
-    that are begun, from the innermost dimension outwards; then come whole rows, then what is left.
+    Yields each with the element of the box at which it begins: first those that complete the rows
+    that are begun, from the innermost dimension outwards, then whole rows, then what is left.
     """
     if end - begin == box.numel:
         yield box, begin

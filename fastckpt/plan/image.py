@@ -1,8 +1,6 @@
-"""File images: a pure description of a file's bytes before they exist, and of one that does.
+"""An Image describes a file's bytes before they exist; an Index says how to verify written ones.
 
-An Image says which memory goes to which offset of a file and where checksums are filled in; an
-Index says how the bytes of a written file are verified. This module knows neither torch nor files:
-formats make Images and Indexes, the pipeline carries them to the engine.
+Formats make both, and the engine carries them out. This module knows neither torch nor files.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ BLOCK_BYTES = 8 << 20
 
 
 class Segment(NamedTuple):
-    """A run of an image's bytes and the memory it is copied from."""
+    """A run of an image's bytes, and the address that they are copied from."""
 
     offset: int
     nbytes: int
@@ -26,7 +24,7 @@ class Segment(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Four image bytes that receive the little-endian CRC-32 of the segment with that number."""
+    """Four bytes of an image that receive the little-endian CRC-32 of the segment so numbered."""
 
     offset: int
     segment: int
@@ -36,20 +34,19 @@ class Slot(NamedTuple):
 class Image:
     """The bytes of one file: a body copied from memory, and a tail that depends on its checksums.
 
-    The body covers [0, body_nbytes) by segments in order and without gaps; where a tail follows,
-    body_nbytes is a multiple of PAGE_BYTES, so that both can be written independently with
-    O_DIRECT. Segments and slots are columns of uint64 (three and two a row): a checkpoint may
-    have 10^5 of them.
+    The segments cover [0, body_nbytes) in order and without gaps. If there is a tail, body_nbytes
+    is a multiple of PAGE_BYTES, so that body and tail can be written independently with O_DIRECT.
+    A checkpoint may have 10^5 segments and slots: they are flat arrays, not objects.
 
     Attributes:
-        segments: offset, nbytes, address of each segment.
-        slots: offset, segment number of each checksum slot. The slots of segment i lie in segment
-            i + 1 and follow each other.
+        segments: offset, nbytes and address of each segment.
+        slots: offset and segment number of each slot, ascending. The slots of segment i lie in
+            segment i + 1.
         tail_nbytes: size of the tail, known beforehand so that the file can be allocated at once.
-        tail: makes the tail from (CRC-32 of each block of the body, CRC-32 of each slot's segment).
-        sources: objects that own the memory of the segments; kept until the body is staged.
-        gathered: addresses of memory that the tail is made of, and what has to hold a copy of it
-            before tail() is called.
+        tail: makes the tail from the CRC-32s of the body's blocks and those of the slots' segments.
+        sources: objects that own the segments' memory; they are kept until the body is staged.
+        gathered: addresses of memory that the tail contains, each with the bytearray that has to
+            hold a copy of it before tail() is called.
     """
 
     tail_nbytes: int
@@ -67,12 +64,12 @@ class Image:
 
     @classmethod
     def tailless(cls, *sources: object) -> Image:
-        """An image to append to, as yet without a byte: a body of any size, no tail."""
+        """Returns an empty image without a tail, whose body may be of any size."""
         return cls(tail_nbytes=0, tail=lambda _blocks, _slots: b"", sources=[*sources])
 
     @classmethod
     def of_bytes(cls, content: bytearray) -> Image:
-        """The image that is just these bytes."""
+        """Returns the image of exactly these bytes."""
         image = cls.tailless(content)
         image.append(address_of(content), len(content))
         return image
@@ -86,25 +83,25 @@ class Image:
         return number
 
     def rows(self) -> Iterator[Segment]:
-        """The segments as tuples."""
+        """Returns the segments as tuples."""
         columns = iter(self.segments)
         return (Segment(*row) for row in zip(columns, columns, columns, strict=True))
 
     def slot_rows(self) -> Iterator[Slot]:
-        """The slots as tuples."""
+        """Returns the slots as tuples."""
         columns = iter(self.slots)
         return (Slot(*row) for row in zip(columns, columns, strict=True))
 
 
 @dataclass(frozen=True)
 class Index:
-    """How to verify a written file: the body by blocks, the tail as a whole (already verified).
+    """The checksums of a written file's body, and its tail, which is verified already.
 
     Attributes:
-        body_nbytes: bytes covered by block_crcs.
-        block_bytes: size of a block of the body; the last may be shorter.
+        body_nbytes: size of the body, which block_crcs cover.
+        block_bytes: size of a block; the last may be shorter.
         block_crcs: CRC-32 of each block.
-        tail: the verified bytes from body_nbytes to the end of the file.
+        tail: the bytes from body_nbytes to the end of the file.
     """
 
     body_nbytes: int
@@ -119,5 +116,5 @@ def address_of(memory: bytearray) -> int:
 
 
 def block_count(nbytes: int, block_bytes: int) -> int:
-    """Number of blocks of block_bytes that cover nbytes."""
+    """Returns how many blocks of block_bytes cover nbytes."""
     return -(-nbytes // block_bytes)

@@ -1,7 +1,7 @@
-"""Intervals of an image: which bytes of one file each rank writes, and how checksums of parts join.
+"""Intervals of an image: which bytes of a file each rank writes, and how the ranks' checksums join.
 
-Responsible for cutting an Image along its blocks and for the CRC-32s of what a cut goes through. It
-must not know what a record is, who the ranks are, or how anything is written.
+Responsible for cutting an Image along its blocks, and for the CRC-32s of what is cut. It must not
+know what a record is, who the ranks are, or how anything is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Combine = Callable[[int, int, int], int]  # (crc of a, crc of b, len(b)) -> crc 
 
 
 class Patch(NamedTuple):
-    """Bytes of a file that are known only when every rank's checksums are."""
+    """Bytes of a file that a rank knows only when it has other ranks' checksums."""
 
     offset: int
     content: bytes
@@ -31,14 +31,14 @@ def bounds(
     elsewhere: int = 0,
     grain: int = BLOCK_BYTES,
 ) -> list[int]:
-    """Cuts [0, body_nbytes) into one interval per rank, along grains, as even as those allow.
+    """Cuts [0, body_nbytes) into one interval per rank, as evenly as multiples of `grain` allow.
 
     Args:
-        body_nbytes: of the image.
+        body_nbytes: size of the image's body.
         ranks: number of intervals; some are empty if there are fewer grains.
-        first_min: the first interval is at least so long.
+        first_min: least size of the first interval.
         elsewhere: bytes that the first rank writes besides its interval.
-        grain: along multiples of what to cut; a multiple of BLOCK_BYTES.
+        grain: size that every cut is a multiple of; itself a multiple of BLOCK_BYTES.
 
     Returns:
         ranks + 1 offsets; rank r writes [result[r], result[r + 1]).
@@ -55,14 +55,13 @@ def bounds(
 
 
 class Part:
-    """One interval of an image as an image of its own.
+    """One interval of an image, as an image of its own.
 
     Attributes:
         begin, end: the interval.
-        image: its bytes; offsets count from begin. Empty intervals have no segments.
-        slots: numbers of the slots of the whole image whose segment has bytes in here; the image's
-            own slots are these, and what the engine reports for them are CRC-32s of the segments'
-            parts.
+        image: its bytes, with offsets from `begin`; an empty interval has no segments.
+        slots: numbers, in the whole image, of the slots whose segments have bytes in the interval.
+            For these the engine reports the CRC-32s of the segments' parts in here.
     """
 
     def __init__(self, whole: Image, begin: int, end: int) -> None:
@@ -82,6 +81,7 @@ class Part:
         self.slots = range(bisect_left(described, first), bisect_left(described, last))
         for number in self.slots:
             offset, segment = whole.slots[2 * number : 2 * number + 2]
+            # Beyond its image, the engine computes the CRC of a slot and does not fill it in.
             crosses = offset < end < offset + SLOT_BYTES
             self.image.slots.extend((end - begin if crosses else offset - begin, segment - first))
 
@@ -90,9 +90,9 @@ class Checksums:
     """The CRC-32s of a whole body, joined from those of its parts.
 
     Args:
-        whole: the image; only offsets are looked at.
-        cuts: as from bounds().
-        combine: CRC-32 of two runs of bytes, one after the other.
+        whole: the image, of which only offsets are used.
+        cuts: what bounds() returned.
+        combine: joins the CRC-32s of two adjacent runs of bytes.
     """
 
     def __init__(self, whole: Image, cuts: Sequence[int], combine: Combine) -> None:
@@ -104,11 +104,11 @@ class Checksums:
         self._parts: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
 
     def add(self, rank: int, block_crcs: Sequence[int], slot_crcs: Sequence[int]) -> None:
-        """Takes what the engine of one rank reported for its part."""
+        """Takes the CRC-32s that one rank's engine reported for its part."""
         self._parts[rank] = (block_crcs, slot_crcs)
 
     def ranks_needed(self, rank: int) -> list[int]:
-        """Ranks whose checksums patches(rank) needs, ascending; empty if nothing is patched."""
+        """Returns the ranks, ascending, whose checksums patches(rank) needs."""
         needed = {
             holder
             for number in self._cut_slots(rank)
@@ -117,14 +117,11 @@ class Checksums:
         return sorted(needed)
 
     def patches(self, rank: int) -> list[Patch]:
-        """Yields what this rank fills in at the edges of its interval when checksums are known."""
+        """Returns what this rank fills in at the edges of its interval."""
         return [self._patch(rank, number) for number in self._cut_slots(rank)]
 
     def joined(self) -> tuple[list[int], list[int]]:
-        """CRC-32 of each block and of each slot's segment, as if one rank had staged the image.
-
-        Needs the checksums of all ranks.
-        """
+        """Returns the CRC-32s of all blocks and slots, when add() has had those of every rank."""
         blocks = [crc for rank in sorted(self._parts) for crc in self._parts[rank][0]]
         for rank in sorted(self._parts):
             for number in self._cut_slots(rank):
@@ -132,7 +129,7 @@ class Checksums:
         return blocks, [self._slot_crc(number) for number in range(len(self._slots))]
 
     def _correct(self, blocks: list[int], rank: int, number: int) -> None:
-        """Makes a block's CRC that of the block after its patch: CRC-32 is linear."""
+        """Changes a block's CRC-32 to that after the patch, without its bytes: CRC-32 is linear."""
         offset, new = self._patch(rank, number)
         # The engine fills in the CRC of the part it saw, if the slot lies wholly in that part.
         old = bytes(len(new))
@@ -145,17 +142,17 @@ class Checksums:
         blocks[block] ^= self._combine(change, 0, block_end - offset - len(new))
 
     def _patch(self, rank: int, number: int) -> Patch:
-        """The bytes of a slot that lie in a rank's interval."""
+        """Returns the bytes of a slot that lie in a rank's interval."""
         at = self._slots[number]
         low, high = max(at, self._cuts[rank]), min(at + SLOT_BYTES, self._cuts[rank + 1])
         content = self._slot_crc(number).to_bytes(SLOT_BYTES, "little")
         return Patch(low, content[low - at : high - at])
 
     def _cut_slots(self, rank: int) -> list[int]:
-        """Slots with bytes in a rank's interval that its engine cannot fill in alone.
+        """Returns the slots with bytes in a rank's interval that its engine cannot fill in alone.
 
-        These are the slot of a segment that was open where the interval begins, and slots that lie
-        across one of its ends: of the slots in the interval, the first and the last at most.
+        Such are only the slot of a segment that begins before the interval, and a slot that lies
+        across an end of it; so only the interval's first and last slot can be one.
         """
         begin, end = self._cuts[rank], self._cuts[rank + 1]
         first = bisect_left(self._slots, begin - SLOT_BYTES + 1)
@@ -172,7 +169,7 @@ class Checksums:
         ]
 
     def _holders(self, number: int) -> Iterator[tuple[int, int, int]]:
-        """Ranks with parts of a slot's segment: (rank, first slot of that rank's part, bytes)."""
+        """Yields (rank, first slot of its part, bytes) of the ranks that share a slot's segment."""
         segment = self._described[number]
         begin = self._begins[segment]
         end = begin + self._lengths[segment]
@@ -184,7 +181,7 @@ class Checksums:
                 yield rank, self._first_slot(rank), high - low
 
     def _first_slot(self, rank: int) -> int:
-        """Number of the first slot whose segment has bytes in a rank's interval."""
+        """Returns the first slot whose segment has bytes in a rank's interval."""
         segment = max(0, bisect_left(self._begins, self._cuts[rank] + 1) - 1)
         return bisect_left(self._described, segment)
 

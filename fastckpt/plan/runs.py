@@ -1,15 +1,14 @@
-"""Rows: what the engine moves between a file and memory, as runs of bytes with strides.
+"""Rows: runs of bytes, with strides, that the engine moves between a file and memory.
 
-Arithmetic only. Responsible for making few and long runs of a rectangle, and for the blocks that
-they lie in; must not know tensors, files or ranks.
+Responsible for making few and long runs of a rectangle, and for the blocks that these lie in. It
+must not know tensors, files or ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-# File offset, address, bytes of a run, number of runs, and from one run to the next the step in the
-# file and the step in memory.
+# File offset, address, bytes of a run, number of runs, stride in the file, stride in memory.
 CopyRow = tuple[int, int, int, int, int, int]
 
 
@@ -21,10 +20,9 @@ def strided_copies(
     address_strides: Sequence[int],
     itemsize: int,
 ) -> list[CopyRow]:
-    """The rows that move a rectangle of these sizes, at least 1 each, which lies with strides in
-    elements in the file, from file_offset on, and with others in memory, from address on.
+    """Returns the rows that move a rectangle between a file and memory.
 
-    Runs are as long as they can be, and no two rows share one.
+    Each size is at least 1; strides are in elements. Runs are as long as they can be.
     """
     nbytes = itemsize
     steps: list[tuple[int, int, int]] = []  # count, file stride, address stride; innermost first
@@ -34,7 +32,7 @@ def strided_copies(
         if size > 1:
             count, file_step, address_step = steps[-1] if steps else (nbytes, 1, 1)
             if file_stride == count * file_step and address_stride == count * address_step:
-                # This dimension goes on where the one inside it ends, here and there.
+                # In the file and in memory, this dimension continues the one inside it.
                 if steps:
                     steps[-1] = (count * size, file_step, address_step)
                 else:
@@ -53,7 +51,7 @@ def strided_copies(
 
 
 def blocks_of(rows: Iterable[CopyRow], block_bytes: int) -> list[int]:
-    """Numbers of the blocks that rows lie in, ascending."""
+    """Returns the numbers of the blocks that rows lie in, ascending."""
     blocks: set[int] = set()
     for offset, _address, nbytes, count, stride, _address_stride in rows:
         if stride <= block_bytes:
