@@ -1,3 +1,1 @@
-"""This room checks what callers pass, and reads and shows sizes, rates and names. It does not know
-what the arguments are for.
-"""
+"""Checks arguments, and reads and shows sizes, rates and names; not what they are used for."""

@@ -1,7 +1,7 @@
-"""Arguments of callers are checked here: choices with their types, numbers, sizes and paths.
+"""Checks of callers' arguments: choices with their types, numbers, sizes and paths.
 
-Each function takes the argument's name and value, and raises TypeError or ValueError with the name,
-the value, and what was expected. It must not know what any argument is used for.
+Each function takes an argument's name and value, and raises TypeError or ValueError with the name,
+the value and what was expected. It must not know what the argument is used for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastckpt.arguments import quantities
 
 T = TypeVar("T")
 
-_SHOWN_CHARS = 80  # of a value that a message quotes: it may be a state of many GiB
+_SHOWN_CHARS = 80  # a value that a message quotes is cut to these: it may be a state of many GiB
 
 Fence = Literal["call", "step"]
 BackendName = Literal["auto", "io_uring", "threads"]
@@ -48,24 +48,24 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """True or False. No other value is taken for one of them: "no" and "0" are true to Python."""
+    """Returns True or False; "no" and "0", which are true to Python, are refused like all else."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {_told(value)}, must be True or False")
     return value
 
 
 def check_integer(name: str, value: object) -> int:
-    """An integer; numpy's and torch's are taken, too."""
+    """Returns an integer, which may be one of numpy's or torch's."""
     try:
         if isinstance(value, bool):
             raise TypeError
-        return operator.index(value)  # type: ignore[arg-type] # what this finds out
+        return operator.index(value)  # type: ignore[arg-type] # this call is the check
     except TypeError:
         raise TypeError(f"{name} is {_told(value)}, must be an integer") from None
 
 
 def check_count(name: str, value: object, otherwise: str = "") -> int:
-    """An integer of at least 1; `otherwise` says in words what may be passed instead."""
+    """Returns an integer of at least 1; `otherwise` tells what else may be passed."""
     number = check_integer(name, value)
     if number < 1:
         raise ValueError(f"{name} is {number}, must be at least 1{otherwise}")
@@ -73,15 +73,15 @@ def check_count(name: str, value: object, otherwise: str = "") -> int:
 
 
 def check_number(name: str, value: object, expected: str) -> float:
-    """A number; `expected` says in words what it is of."""
+    """Returns a number; `expected` describes it in the message."""
     is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
     if not is_number or isinstance(value, bool | str):  # float(True) is 1.0
         raise TypeError(f"{name} is {_told(value)}, must be {expected}")
-    return float(value)  # type: ignore[arg-type] # as was just looked
+    return float(value)  # type: ignore[arg-type] # checked above
 
 
 def check_seconds(name: str, value: object) -> float:
-    """A number of seconds above 0; infinity is one."""
+    """Returns a number of seconds above 0, which may be infinite."""
     seconds = check_number(name, value, "a number of seconds")
     if not seconds > 0:
         raise ValueError(f"{name} is {shown(value)}, must be above 0")
@@ -89,7 +89,7 @@ def check_seconds(name: str, value: object) -> float:
 
 
 def check_size(name: str, value: object) -> int:
-    """A number of bytes, at least 1, from an integer or a text such as "1GiB"."""
+    """Returns a number of bytes, at least 1, from an integer or a text such as "1GiB"."""
     if isinstance(value, str):
         try:
             value = int(quantities.size(value))
@@ -103,7 +103,7 @@ def check_size(name: str, value: object) -> int:
 
 
 def check_rate(name: str, value: object) -> float:
-    """Bytes a second above 0, from a number or a text such as "2GB/s"."""
+    """Returns bytes a second, above 0, from a number or a text such as "2GB/s"."""
     if isinstance(value, str):
         try:
             value = quantities.rate(value)
@@ -116,23 +116,23 @@ def check_rate(name: str, value: object) -> float:
 
 
 def optional(check: Callable[[str, object], T], name: str, value: object) -> T | None:
-    """Returns what a check makes of a value, or None where that is the value."""
+    """Returns what `check` makes of a value, or None if the value is None."""
     return None if value is None else check(name, value)
 
 
 def check_path(name: str, value: object) -> str:
-    """A path of the file system as text; "~" and "~/..." are of the home directory.
+    """Returns a path as text, with the home directory in the place of "~" and "~/...".
 
     Raises:
-        TypeError: the value is no path. ValueError: it is empty, is a URL, or contains a null
-            character.
+        TypeError: the value is not a path.
+        ValueError: it is empty, a URL, or contains a null character.
     """
     try:
-        path = os.fsdecode(value)  # type: ignore[arg-type] # what this finds out
+        path = os.fsdecode(value)  # type: ignore[arg-type] # this call is the check
     except TypeError:
         raise TypeError(f"{name} is {_told(value)}, must be a path") from None
     if not path:  # realpath("") is the working directory, which nobody means by it
-        raise ValueError(f'{name} is {path!r}, must be a path: "." is the working directory')
+        raise ValueError(f'{name} is {path!r}, must be a path ("." for the working directory)')
     if _URL.match(path) or _COLLAPSED_URL.match(path):
         raise ValueError(
             f"{name} is {shown(path)}, a URL: fastckpt reads and writes mounted file systems "
@@ -140,13 +140,13 @@ def check_path(name: str, value: object) -> str:
             "other means"
         )
     if "\0" in path:
-        raise ValueError(f"{name} is {shown(path)}, which contains a null character: no path does")
-    # "~name" is left alone: it may well be the name of a file, which torch.save would write.
+        raise ValueError(f"{name} is {shown(path)}, must be a path, without a null character")
+    # "~name" is left alone: it may be the name of a file, which torch.save would write.
     return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
 
 
 class _Short(reprlib.Repr):
-    """Descriptions of values that do not grow with the values."""
+    """Describes values in a length that does not grow with them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,12 +154,12 @@ class _Short(reprlib.Repr):
         self.maxlevel = 3
 
     def repr_instance(self, x: Any, level: int) -> str:
-        """Also a dict of a class of its own, such as a state_dict, is described by its begin."""
+        """Describes any subclass of dict, such as a state_dict, by its first items."""
         return self.repr_dict(x, level) if isinstance(x, dict) else super().repr_instance(x, level)
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: its repr(), of at most 80 characters."""
+    """Returns a value as a message quotes it: its repr(), of at most 80 characters."""
     text = _Short().repr(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 

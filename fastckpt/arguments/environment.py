@@ -1,7 +1,6 @@
-"""The environment tells the staging budget that the user has set, and a launcher's words about
-the job.
+"""The environment variables that are read: the user's staging budget, and a launcher's job.
 
-The only module that reads environment variables. It must not know what is done with their values.
+No other module reads any. It must not know what is done with their values.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ STAGING_VARIABLE = "FASTCKPT_STAGING_BYTES"
 
 
 def staging_bytes(least: int) -> int | None:
-    """The budget in $FASTCKPT_STAGING_BYTES; None where it is not set.
+    """Returns the budget in $FASTCKPT_STAGING_BYTES; None if it is not set.
 
     Raises:
-        ValueError: it is no number of bytes, nor a text such as "1GiB", or less than `least`.
+        ValueError: it is neither bytes nor a text such as "1GiB", or is less than `least`.
     """
     value = os.environ.get(STAGING_VARIABLE)
     if value is None:
         return None
-    with suppress(ValueError):  # told below, with the least there may be
+    with suppress(ValueError):  # the error below says it too, with the least size
         if (nbytes := check_size(STAGING_VARIABLE, value)) >= least:
             return nbytes
     raise ValueError(
@@ -32,12 +31,12 @@ def staging_bytes(least: int) -> int | None:
 
 
 def launched_rank() -> tuple[int, int] | None:
-    """This process's rank and the number of ranks, where a launcher such as torchrun says them."""
+    """Returns this process's rank and the number of ranks, if a launcher (torchrun) set them."""
     rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return (int(rank), int(ranks)) if rank.isdigit() and ranks.isdigit() else None
 
 
 def launched_on_machine() -> int:
-    """Returns how many ranks a launcher has started on this machine; 1 where none says so."""
+    """Returns how many ranks a launcher has started on this machine; 1 if it does not say."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(ranks)) if ranks.isdigit() else 1

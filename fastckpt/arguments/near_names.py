@@ -1,6 +1,6 @@
-"""Names in words: a few of many, and those that a checkpoint has in the place of what it lacks.
+"""Names in messages: a few of many, and what a checkpoint has instead of a missing one.
 
-Pure: it compares texts. It must not know what the names are of.
+It compares texts, and must not know what they name.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _LISTED_MAX = 5
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few of these names, and how many more there are."""
+    """Returns the first few of these names, and how many more there are."""
     told = [*names]
     more = f" and {len(told) - _LISTED_MAX} more" if len(told) > _LISTED_MAX else ""
     return ", ".join(told[:_LISTED_MAX]) + more
 
 
 def instead_of(missing: Sequence[object], there: Iterable[object]) -> str:
-    """What is there instead of the first missing name, to follow "the checkpoint has not".
+    """Returns words, to follow "the checkpoint has not", about names like the first missing one.
 
     Args:
-        missing: keys that were looked for and not found, at least one.
-        there: the keys that were found.
+        missing: the keys that are not there, at least one.
+        there: the keys that are.
 
     Returns:
-        Words that begin with ": ", or nothing if no name is near.
+        Words that begin with ": ", or "" if no name is near.
     """
     name, names = missing[0], [key for key in there if isinstance(key, str)]
     if not isinstance(name, str):

@@ -1,7 +1,4 @@
-"""Sizes, rates and times as people write them, read and shown.
-
-Responsible for "4.3TiB", "75GB/s" and "3h". It must not know what any of them is of.
-"""
+"""Sizes, rates and times as people write them: it reads and shows "4.3TiB", "75GB/s" and "3h"."""
 
 from __future__ import annotations
 
@@ -32,28 +29,28 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 class NotAQuantity(ValueError):
-    """A text says no size, rate, time or number; the message names it, with an example."""
+    """A text is not a size, rate, time or number; the message quotes it and gives an example."""
 
 
 def size(text: str) -> float:
-    """Bytes: "4.3TiB" (powers of 1024), "24 GB" (of 1000), "1e9"."""
+    """Returns bytes: "4.3TiB" (powers of 1024), "24 GB" (of 1000), "1e9"."""
     return _read(text, _BYTES, "a size", "4.3TiB or 24GB")
 
 
 def rate(text: str) -> float:
-    """Bytes per second: "75GB/s", "6 GiB/s"; "/s" may be left out."""
+    """Returns bytes per second: "75GB/s", "6 GiB/s"; "/s" may be left out."""
     stem = text.strip()
     stem = stem[:-2] if stem.endswith("/s") else stem
     return _read(stem, _BYTES, "a rate", "75GB/s", told=text)
 
 
 def time(text: str) -> float:
-    """Seconds: "3h", "5min", "1.5s", "20ms", "2d"; a number alone is of seconds."""
+    """Returns seconds: "3h", "5min", "1.5s", "20ms", "2d"; a number alone is in seconds."""
     return _read(text, _SECONDS, "a time", "3h, 5min, 1.5s or 20ms")
 
 
 def count(text: str) -> float:
-    """A number: "340e9", "340B" (thousand millions), "70M"."""
+    """Returns a number: "340e9", "340B" (billions), "70M"."""
     return _read(text, _COUNTS, "a number", "340e9 or 340B")
 
 
@@ -69,17 +66,17 @@ def _read(
 
 
 def shown_size(nbytes: float) -> str:
-    """ "4.30 TiB" """
+    """Returns, for example, "4.30 TiB"."""
     return _shown(nbytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def shown_rate(rate: float) -> str:
-    """ "75.0 GB/s" """
+    """Returns, for example, "75.0 GB/s"."""
     return _shown(rate, 1000.0, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
 def shown_time(seconds: float) -> str:
-    """ "16.4 s", "3.1 h" """
+    """Returns, for example, "16.4 s" or "3.1 h"."""
     for unit, factor in (("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0)):
         limit = {"ms": 1.0, "s": 120.0, "min": 7200.0, "h": 172800.0}[unit]
         if seconds < limit:
@@ -88,13 +85,13 @@ def shown_time(seconds: float) -> str:
 
 
 def shown_transfer(nbytes: float, seconds: float, whose: str = "") -> str:
-    """ "2.00 GiB in 570 ms (3.77 GB/s)"; with whose bytes these are after the size"""
+    """Returns, for example, "2.00 GiB in 570 ms (3.77 GB/s)", with `whose` behind the size."""
     size, rate = shown_size(nbytes), shown_rate(nbytes / max(seconds, 1e-9))
     return f"{size}{whose} in {shown_time(seconds)} ({rate})"
 
 
 def shown_share(ranks: int) -> str:
-    """ " by this rank of 8", to follow a size; nothing where there is one rank"""
+    """Returns " by this rank of 8", to follow a size, or "" if there is one rank."""
     return f" by this rank of {ranks}" if ranks > 1 else ""
 
 
@@ -106,5 +103,5 @@ def _shown(value: float, base: float, units: tuple[str, ...]) -> str:
 
 
 def _three(value: float) -> str:
-    """About three digits, never an exponent."""
+    """Returns about three digits, never an exponent."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
