@@ -1,5 +1,1 @@
-"""File formats: each module lays an object out as an Image and parses a written file to an Index.
-
-Nothing is responsible here beyond naming the package; formats must not know files, threads or
-ranks.
-"""
+"""Formats: each module lays out one as an Image and parses its bytes; none opens files."""

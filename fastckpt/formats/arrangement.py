@@ -1,7 +1,7 @@
 """The order of records in a torch zip that several ranks write together.
 
-Responsible for telling what all ranks hold from what only the first one's copy counts of. It must
-not know the bytes of a file, nor which rank it runs on.
+Responsible for dividing records into those that all ranks hold alike, and those that only the
+first rank writes. It must not know the bytes of a file, nor which rank it runs on.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ import torch
 
 from fastckpt.formats.torch_pickle import Capture
 
-# What ranks that save one file together hold in common are storages of this size and more; the rest
-# is the first rank's. What is small in sum goes behind the checksum record, which is in memory when
-# a file is read; above that sum, the largest of it goes to the front.
+# Ranks share the writing of storages of this size and more; the first rank writes the rest. It puts
+# small ones behind the checksum record, which a reader has in memory anyway, up to this sum; above
+# it, the largest of them go to the front of the file.
 SMALL_BYTES = 1 << 20
 SMALL_SUM_BYTES_MAX = 64 << 20
 
 
 @dataclass
 class Arrangement:
-    """In which order records go into a file that several ranks write.
+    """The order of the records in a file that several ranks write.
 
-    Everything up to the tail follows from names and sizes of the big storages alone, so each rank
-    can lay it out by itself while data.pkl and what else is small differ from rank to rank. The
-    first rank writes `front` and the tail.
+    Everything before the tail follows from names and sizes of the big storages alone, so each rank
+    can lay it out by itself, although data.pkl and other small records differ from rank to rank.
 
     Attributes:
-        front: storages that only the first rank's copy counts of, of any size.
+        front: storages of any size that the first rank writes.
         shared: storages that are the same on all ranks.
-        tail: all other records.
+        tail: all other records, which the first rank writes.
         small_nbytes: size of the storages in the tail.
     """
 
@@ -42,11 +41,11 @@ class Arrangement:
 
 
 def nbytes_of(content: bytes | torch.UntypedStorage) -> int:
-    """Size of a record's content."""
+    """Returns the size of a record's content."""
     return content.nbytes() if isinstance(content, torch.UntypedStorage) else len(content)
 
 
-# Records that let torch compute where storages lie, assuming that data.pkl comes first.
+# With these records, torch computes where storages lie, assuming that data.pkl comes first.
 _COMPUTED_OFFSETS = frozenset({".format_version", ".storage_alignment"})
 
 
@@ -54,8 +53,8 @@ def arrange(captured: Capture, first_rank: Set[str]) -> Arrangement:
     """Sorts the records of a capture for a file that several ranks write.
 
     Args:
-        captured: on every rank with storages of the same names and sizes, in the same order.
-        first_rank: names of big storages to be taken from the first rank.
+        captured: the capture, whose storages have the same names, sizes and order on every rank.
+        first_rank: names of the big storages that the first rank writes.
     """
     storages = [(name, c) for name, c in captured.records if name.startswith("data/")]
     small = {name: nbytes_of(c) for name, c in storages if nbytes_of(c) < SMALL_BYTES}

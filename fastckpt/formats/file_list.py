@@ -1,7 +1,7 @@
-"""The list of what a checkpoint directory holds, in a file of its own beside that.
+"""The list of a checkpoint directory's files, which is a file of that directory itself.
 
 Responsible for the bytes of `fastckpt.json` (docs/format.md). It must not know what the files are,
-how they are written, nor who reads them.
+how they are written, or who reads them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _CRC_END = 1 << 32
 
 
 class File(NamedTuple):
-    """A file of the directory: its size and the CRC-32 of all its bytes."""
+    """A file's size and the CRC-32 of all its bytes."""
 
     nbytes: int
     crc32: int
 
 
 def to_bytes(files: Mapping[str, File]) -> bytes:
-    """The list as it is stored.
+    """Returns the list as it is stored.
 
     Args:
-        files: by their names relative to the directory, with slashes.
+        files: the files by their names relative to the directory, with slashes.
 
     Raises:
-        ValueError: a name that no file in the directory can have.
+        ValueError: no file in the directory can have such a name.
     """
     members = {name: {"nbytes": f.nbytes, "crc32": f.crc32} for name, f in sorted(files.items())}
     content = {"fastckpt": VERSION, "files": members}
@@ -42,10 +42,11 @@ def to_bytes(files: Mapping[str, File]) -> bytes:
 
 
 def from_bytes(content: bytes) -> dict[str, File]:
-    """The list as it was stored.
+    """Returns the files of a list that was stored.
 
     Raises:
-        CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: a newer fastckpt wrote it.
+        CorruptCheckpoint: the list is damaged.
+        IncompatibleCheckpoint: a newer fastckpt wrote it.
     """
     try:
         if len(content) > NBYTES_MAX:
@@ -55,7 +56,7 @@ def from_bytes(content: bytes) -> dict[str, File]:
             version: int = value["fastckpt"]
             if version > VERSION:
                 raise IncompatibleCheckpoint(
-                    f"{NAME} is of version {version}, and this fastckpt knows {VERSION}"
+                    f"{NAME} has version {version}, this fastckpt reads up to {VERSION}: update it"
                 )
         validate(value)
     except (ValueError, RecursionError) as error:
@@ -63,31 +64,31 @@ def from_bytes(content: bytes) -> dict[str, File]:
     assert isinstance(value, dict)
     files = {name: File(**members) for name, members in value["files"].items()}
     if to_bytes(files) != content:
-        raise CorruptCheckpoint(f"{NAME} is damaged: it is not as it was written")
+        raise CorruptCheckpoint(f"{NAME} is damaged: its bytes are not those that were written")
     return files
 
 
 def validate(value: object) -> None:
-    """The one check of a list, by writer and reader. Raises ValueError saying what is wrong."""
+    """Raises ValueError unless this is a list's JSON: the one check of writers and readers."""
     check_members(value, {"fastckpt": int, "files": dict}, "the list")
     assert isinstance(value, dict)
     if value["fastckpt"] != VERSION:
-        raise ValueError(f"its version is {value['fastckpt']}")
+        raise ValueError(f"its version is {value['fastckpt']}, not {VERSION}")
     for name, members in value["files"].items():
         check_text(name)
         parts = name.split("/")
         if name == NAME or "\0" in name or any(part in ("", ".", "..") for part in parts):
-            raise ValueError(f"{shown(name)} is no name of a file in the directory")
+            raise ValueError(f"{shown(name)} cannot be the name of a file in the directory")
         check_members(members, {"nbytes": int, "crc32": int}, shown(name))
         if members["crc32"] >= _CRC_END:
             raise ValueError(f"the crc32 of {shown(name)} has more than 32 bits")
 
 
 def to_record(files: Mapping[str, File]) -> bytes:
-    """Returns what a rank tells the first one of the files that it has written."""
+    """Returns what a rank tells the first rank about the files that it has written."""
     return json.dumps({name: [*file] for name, file in files.items()}).encode()
 
 
 def from_record(record: bytes) -> dict[str, File]:
-    """Returns what another rank of the same job has told by to_record()."""
+    """Returns the files that another rank of the same job has told by to_record()."""
     return {name: File(*numbers) for name, numbers in json.loads(record).items()}

@@ -1,7 +1,7 @@
 """The manifest of a step directory: its commit record, with a line for each writer.
 
-Responsible for what a manifest says, for its bytes, and for telling which writers a reader can
-leave out (docs/format.md). It must not know files, ranks at run time, or how tensors are split.
+Responsible for its bytes (docs/format.md), and for telling which writers a reader can leave out.
+It must not know files, ranks at run time, or how tensors are split.
 """
 
 from __future__ import annotations
@@ -36,27 +36,26 @@ MANIFEST, OBJECTS = "manifest.json", "objects.pt"
 MANIFEST_BYTES_MAX = 1 << 28
 WRITER_BYTES_MAX = 1024
 KEYS_MAX = 128
-SEQUENCE_MAX = 1 << 62  # half of what fits: whatever a step claims, later ones have numbers left
+SEQUENCE_MAX = 1 << 62  # half of what fits: whatever a step claims, numbers are left for later ones
 
 _CRC = re.compile("[0-9a-f]{8}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _CREATED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d{1,6})?(Z|\+00:00)", re.ASCII)
-# The digest is of all bytes before this.
+# The digest covers all bytes before this.
 _CLOSING = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
 _CLOSING_BYTES = 78
 
 
 @dataclass(frozen=True)
 class Writer:
-    """What the manifest says of one writer, and what that writer tells rank 0.
+    """The manifest's record of one writer, which that writer sends to rank 0.
 
     Attributes:
-        rank: of the writer.
-        file, nbytes: name of its safetensors file and the size as stored.
+        rank: the writer's.
+        file, nbytes: its safetensors file: name, and size as stored.
         index, index_nbytes, index_sha256: its index: name, size, hex digest.
-        span: least and greatest bound of its pieces, as shards.span() gives; 0 and 0 if there are
-            none.
-        keys: key_hash() of its pieces' keys, ascending, each once; None: more than KEYS_MAX.
+        span: least and greatest bound of its pieces, by boxes.span(); 0 and 0 if it has none.
+        keys: key_hash() of its pieces' keys, ascending, each once; None if above KEYS_MAX.
     """
 
     rank: int
@@ -70,7 +69,7 @@ class Writer:
 
     @classmethod
     def of(cls, index: ShardIndex, name: str, content: bytes) -> Writer:
-        """The record of an index whose file has this name and, from to_bytes(), this content."""
+        """Returns the record of an index, given the name and the content of its file."""
         spans = [span(piece.box, piece.shape) for piece in index.pieces if piece.box.numel]
         lows, highs = zip(*spans, strict=True) if spans else ((0.0,), (0.0,))
         keys = tuple(sorted({key_hash(piece.key) for piece in index.pieces}))
@@ -86,7 +85,7 @@ class Writer:
         )
 
     def to_bytes(self) -> bytes:
-        """At most WRITER_BYTES_MAX bytes of JSON. ValueError if something in it is out of range."""
+        """Returns at most WRITER_BYTES_MAX bytes of JSON. Raises ValueError as validate() does."""
         written = self._written()
         _validate_writer(written)
         content = encode(written).encode()
@@ -95,9 +94,9 @@ class Writer:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Writer:
-        """Reads what to_bytes() made. CorruptCheckpoint if it is malformed."""
+        """Reads what to_bytes() made. Raises CorruptCheckpoint if it is malformed."""
         if len(content) > WRITER_BYTES_MAX:
-            raise CorruptCheckpoint(f"a writer's record has {len(content)} bytes: too many")
+            raise CorruptCheckpoint(f"{len(content)} bytes are too many for a writer's record")
         try:
             written = decode(content)
             _validate_writer(written)
@@ -106,15 +105,15 @@ class Writer:
         return cls._of_written(written)
 
     def parse_index(self, content: bytes, nonce: str) -> ShardIndex:
-        """Verifies the writer's index against this record and reads it.
+        """Verifies the content of the writer's index against this record, and reads it.
 
         Args:
-            content: the index's file.
+            content: the content of the index's file.
             nonce: the manifest's.
 
         Raises:
-            CorruptCheckpoint: damaged, malformed, or not of the manifest's save.
-            IncompatibleCheckpoint: a newer format.
+            CorruptCheckpoint: the index is damaged, malformed, or not of the manifest's save.
+            IncompatibleCheckpoint: a newer fastckpt wrote it.
         """
         if len(content) != self.index_nbytes:
             raise CorruptCheckpoint(f"the index has {len(content)} bytes, not {self.index_nbytes}")
@@ -124,7 +123,7 @@ class Writer:
         found = (index.nonce, index.rank, index.file, index.file_nbytes)
         if found != (nonce, self.rank, self.file, self.nbytes):
             raise CorruptCheckpoint(
-                f"the index is of another save or writer than the manifest: it names nonce"
+                f"the index is of another save or writer than the manifest says: it names nonce"
                 f" {index.nonce}, rank {index.rank} and {index.file} of {index.file_nbytes} bytes"
             )
         return index
@@ -143,7 +142,7 @@ class Writer:
 
 
 class ObjectsFile(NamedTuple):
-    """The torch zip with all that is not in shards; `crc32` is that of its closing comment."""
+    """The torch zip of all that is not in shards; `crc32` is the one in its closing comment."""
 
     file: str
     nbytes: int
@@ -155,13 +154,13 @@ class Manifest:
     """The commit record of a step: the step exists if and only if this exists and validates.
 
     Attributes:
-        step: of the training.
-        nonce: of the save, as in every index.
+        step: the training's.
+        nonce: the save's, as in every index.
         sequence: order of commits; the newest has the highest.
-        world_size: ranks of the job that saved.
+        world_size: number of ranks of the job that saved.
         created: UTC in ISO 8601, as "2026-01-31T12:00:00Z".
         objects: the file of all that is not in shards.
-        writers: by ascending rank; a rank that stored nothing is not among them.
+        writers: by ascending rank, without ranks that stored nothing.
     """
 
     step: int
@@ -173,7 +172,7 @@ class Manifest:
     writers: tuple[Writer, ...]
 
     def to_bytes(self) -> bytes:
-        """The manifest's file. ValueError if something in it is out of range."""
+        """Returns the content of the manifest's file. Raises ValueError as validate() does."""
         objects = self.objects._asdict() | {"crc32": crc_digits(self.objects.crc32)}
         written = {
             "format": FORMAT,
@@ -199,17 +198,19 @@ class Manifest:
         """Verifies a manifest and reads it.
 
         Raises:
-            CorruptCheckpoint: torn, damaged, edited or malformed.
-            IncompatibleCheckpoint: a newer format.
+            CorruptCheckpoint: it is torn, damaged, edited or malformed.
+            IncompatibleCheckpoint: a newer fastckpt wrote it.
         """
         if len(content) > MANIFEST_BYTES_MAX:
-            raise CorruptCheckpoint(f"the manifest has {len(content)} bytes: too many")
+            raise CorruptCheckpoint(f"{len(content)} bytes are too many for a manifest")
         closing = _CLOSING.fullmatch(content, max(0, len(content) - _CLOSING_BYTES))
         if closing is None:
-            raise CorruptCheckpoint("the manifest is cut off or damaged: it does not end as one")
+            raise CorruptCheckpoint(
+                "the manifest is cut off or damaged: it does not end in a digest"
+            )
         if hashlib.sha256(content[: closing.start()]).hexdigest().encode() != closing[1]:
             raise CorruptCheckpoint(
-                "the manifest is damaged: its SHA-256 is not the one it ends in"
+                "the manifest is damaged: its SHA-256 is not the one that it ends in"
             )
         try:
             written: Any = decode(content)
@@ -230,9 +231,7 @@ class Manifest:
 
 
 def validate(manifest: Any) -> None:
-    """The one check of a manifest as JSON, by writer and reader. Raises ValueError saying what is
-    wrong.
-    """
+    """Raises ValueError unless this is a manifest's JSON: the one check of writers and readers."""
     kinds: dict[str, type | tuple[type, ...]] = {
         **dict.fromkeys(("format", "nonce", "created", "sha256"), str),
         **dict.fromkeys(("version", "step", "sequence", "world_size"), int),
@@ -250,7 +249,7 @@ def validate(manifest: Any) -> None:
     check_members(objects, {"file": str, "nbytes": int, "crc32": str}, "objects")
     check_file_name(objects["file"])
     if _CRC.fullmatch(objects["crc32"]) is None:
-        raise ValueError(f"crc32 of objects is {shown(objects['crc32'])}")
+        raise ValueError(f"crc32 of objects is {shown(objects['crc32'])}, not 8 hex digits")
     names, rank = {MANIFEST, objects["file"]}, -1
     for writer in manifest["writers"]:
         _validate_writer(writer)
@@ -259,7 +258,7 @@ def validate(manifest: Any) -> None:
         rank = writer["rank"]
         names |= {writer["file"], writer["index"]}
     if len(names) != 2 + 2 * len(manifest["writers"]):
-        raise ValueError("a file name is there twice")
+        raise ValueError("a file is named twice")
 
 
 _WRITER_KINDS: dict[str, type | tuple[type, ...]] = {
@@ -271,12 +270,12 @@ _WRITER_KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _validate_writer(writer: Any) -> None:
-    """The part of validate() that concerns a writer; also for a record on its own."""
+    """Raises ValueError unless this is a writer's record, on its own or in a manifest."""
     check_members(writer, _WRITER_KINDS, "a writer")
     check_file_name(writer["file"])
     check_file_name(writer["index"])
     if writer["index_nbytes"] > INDEX_BYTES_MAX:
-        raise ValueError(f"an index has {writer['index_nbytes']} bytes: too many")
+        raise ValueError(f"{writer['index_nbytes']} bytes are too many for an index")
     if _SHA256.fullmatch(writer["index_sha256"]) is None:
         raise ValueError(f"an index has the SHA-256 {shown(writer['index_sha256'])}")
     bounds = writer["span"]
@@ -285,11 +284,13 @@ def _validate_writer(writer: Any) -> None:
     if writer["keys"] is not None:
         keys = _unpacked(writer["keys"])
         if len(keys) > KEYS_MAX or any(a >= b for a, b in pairwise(keys)):
-            raise ValueError(f"keys are {len(keys)}, or not ascending; at most {KEYS_MAX} may be")
+            raise ValueError(
+                f"keys are {len(keys)}: they must be ascending, and at most {KEYS_MAX}"
+            )
 
 
 def _unpacked(keys: str) -> tuple[int, ...]:
-    packed = base64.b64decode(keys)  # what it skips or cannot read raises ValueError here or below
+    packed = base64.b64decode(keys)  # raises ValueError; what it skips is noticed below
     if len(packed) % 4 or base64.b64encode(packed).decode() != keys:
         raise ValueError("keys are not 32-bit numbers in base64")
     return struct.unpack(f"<{len(packed) // 4}I", packed)
@@ -298,18 +299,19 @@ def _unpacked(keys: str) -> tuple[int, ...]:
 def _check_time(created: str) -> None:
     match = _CREATED.fullmatch(created)
     if match is None:
-        raise ValueError(f"created is {shown(created)}, not as 2026-01-31T12:00:00Z")
+        raise ValueError(f"created is {shown(created)}, not a time such as 2026-01-31T12:00:00Z")
     datetime.fromisoformat(match[1])
 
 
 def key_hash(key: str) -> int:
-    """The 32 bits that stand for a tensor's key in Writer.keys."""
+    """Returns the 32 bits that stand for a tensor's key in Writer.keys."""
     return zlib.crc32(key.encode())
 
 
 def may_have_values(writers: Sequence[Writer], rank: int) -> list[Writer]:
-    """Writers whose file can hold the values of a rank: its own, or those that may have gathered
-    its shard, likely ones first.
+    """Returns the writers whose file may hold a rank's values, likely ones first.
+
+    These are the rank itself, or else those that may have gathered its shard.
     """
     own = [writer for writer in writers if writer.rank == rank]
     if own:
@@ -320,15 +322,12 @@ def may_have_values(writers: Sequence[Writer], rank: int) -> list[Writer]:
 
 
 def may_hold(writer: Writer, keys: Set[int], low: float, high: float) -> bool:
-    """Whether a writer's file can hold an element of these tensors within these bounds.
+    """Returns False if a writer's file certainly holds no element of these tensors in these bounds.
 
     Args:
         writer: its record in the manifest.
         keys: key_hash() of each tensor.
-        low, high: bounds as shards.span() gives for a box, or those of several boxes joined.
-
-    Returns:
-        False if it certainly holds none.
+        low, high: bounds by boxes.span(), of one box or of several joined.
     """
     meets = writer.span[0] < high and low < writer.span[1]
     return meets and (writer.keys is None or not keys.isdisjoint(writer.keys))

@@ -1,7 +1,7 @@
 """JSON that may come from a damaged or hostile file: decoding it, and checks that formats share.
 
-Responsible for refusing, with a ValueError, whatever Python's reader lets pass and no format here
-means. It must not know any format.
+Responsible for refusing, with a ValueError, what Python's reader lets pass and no format here
+uses. It must not know any format.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 from fastckpt.plan.image import PAGE_BYTES
 
 NUMBER_END = 1 << 63
-BLOCK_BYTES_MAX = 64 << 20  # a reader holds some blocks in memory, however little it wants of them
-_NUMBER_CHARS_MAX = 32  # no number that means something here is longer
+BLOCK_BYTES_MAX = 64 << 20  # a reader holds whole blocks in memory, however little it needs of them
+_NUMBER_CHARS_MAX = 32  # no format here has longer numbers
 _SHOWN_CHARS_MAX = 100
 
 
 def decode(text: bytes) -> object:
-    """Decodes JSON, in memory of a few tens of bytes for each byte of it.
+    """Decodes JSON, using at most a few tens of bytes of memory for each byte of it.
 
     Raises:
-        ValueError: not UTF-8, not JSON, a name twice in an object, NaN or Infinity, or a number
-            longer than any that means something here.
-        RecursionError: nested too deeply.
+        ValueError: it is not UTF-8 or not JSON, an object has a name twice, or a number is NaN,
+            infinite or too long.
+        RecursionError: it is nested too deeply.
     """
     return json.loads(
         text.decode(),
@@ -52,7 +52,7 @@ def _integer(digits: str) -> int:
 def _float(digits: str) -> float:
     number = float(digits) if len(digits) <= _NUMBER_CHARS_MAX else math.inf
     if not math.isfinite(number):
-        raise ValueError(f"{shown(digits)} is too large or too long a number")
+        raise ValueError(f"the number {shown(digits)} is too large or too long")
     return number
 
 
@@ -61,14 +61,12 @@ def _refused(name: str) -> float:
 
 
 def encode(value: object) -> str:
-    """Compact JSON in ASCII. ValueError for NaN and infinities."""
+    """Returns compact JSON in ASCII. Raises ValueError for NaN and infinities."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what: str) -> None:
-    """Raises ValueError unless this is an object with exactly these members, of exactly these
-    types, whose ints are from 0 to below 2^63.
-    """
+    """Raises ValueError unless this is an object of exactly these members, ints in [0, 2^63)."""
     if type(value) is not dict:
         raise ValueError(f"{what} is not an object")
     if value.keys() != kinds.keys():
@@ -77,13 +75,13 @@ def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what
     for name, kind in kinds.items():
         member = value[name]
         if type(member) not in (kind if isinstance(kind, tuple) else (kind,)):
-            raise ValueError(f"{what} has the {name} {shown(member)}, of a wrong type")
+            raise ValueError(f"{what} has the {name} {shown(member)}, which is of a wrong type")
         if type(member) is int and not 0 <= member < NUMBER_END:
-            raise ValueError(f"{what} has the {name} {shown(member)}, not from 0 to below 2^63")
+            raise ValueError(f"{what} has the {name} {shown(member)}, which is not in [0, 2^63)")
 
 
 def is_numbers(value: Any) -> bool:
-    """Whether this is a list of ints, not of bools, from 0 to below 2^63."""
+    """Tells whether this is a list of ints, without bools, from 0 to below 2^63."""
     return type(value) is list and all(
         type(number) is int and 0 <= number < NUMBER_END for number in value
     )
@@ -92,11 +90,11 @@ def is_numbers(value: Any) -> bool:
 def check_block_bytes(block_bytes: int) -> None:
     """Raises ValueError unless files may be read in blocks of this size."""
     if not PAGE_BYTES <= block_bytes <= BLOCK_BYTES_MAX or block_bytes % PAGE_BYTES:
-        raise ValueError(f"block_bytes is {block_bytes}")
+        raise ValueError(f"block_bytes is {block_bytes}, not a multiple of 4096 up to 64 MiB")
 
 
 def check_text(text: str) -> None:
-    """Raises ValueError if this is not Unicode text: JSON can escape half of a surrogate pair."""
+    """Raises ValueError unless this is Unicode text: JSON can escape half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -104,7 +102,7 @@ def check_text(text: str) -> None:
 
 
 def shown(value: object) -> str:
-    """A value for a message, cut where it would be too long to read."""
+    """Returns a value for a message, cut short if it is too long to read."""
     if isinstance(value, (list, dict)):
         return f"{'list' if isinstance(value, list) else 'object'} of {len(value)}"
     text = ascii(value[:_SHOWN_CHARS_MAX] if isinstance(value, str) else value)

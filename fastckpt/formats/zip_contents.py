@@ -1,7 +1,7 @@
-"""The verified directory of a torch zip of ours says which records lie where in its body.
+"""The records in the body of a torch zip of ours, as its verified directory lists them.
 
-Responsible for names of what is damaged, and for what of the body is large. It must not know how
-bytes are read, nor what the records hold.
+Responsible for naming damaged records, and for finding large ones. It must not know how bytes are
+read, nor what the records hold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HEADER_BYTES_MAX = 1 << 16  # a record's header and what aligns its data
 def damaged_records(
     read_at: Callable[[int, int], bytes], index: Index, begin: int, end: int
 ) -> list[str]:
-    """Names the records whose own CRC-32 fails, of those that lie in a damaged range of a file.
+    """Returns the names of damaged records, by their own CRC-32s, in a damaged range of a file.
 
     Args:
         read_at: (offset, nbytes) -> that much of the file, unverified.
@@ -27,7 +27,7 @@ def damaged_records(
         begin, end: the range whose block checksum is wrong.
 
     Returns:
-        Names as "data/3"; empty if the damage is in a zip header or in padding.
+        Names such as "data/3"; none if the damage is in a zip header or in padding.
     """
     names = []
     directory_end = len(index.tail) - torch_zip.END_BYTES
@@ -46,15 +46,15 @@ def damaged_records(
 
 
 def storages_offset(index: Index) -> int:
-    """From where on the body holds no record that is large and no storage: behind data.pkl."""
+    """Returns where, behind data.pkl, the storages begin; 0 if data.pkl is not the first record."""
     entries = [*islice(zip_records.directory(index.tail, len(index.tail) - torch_zip.END_BYTES), 2)]
     return entries[1].offset if len(entries) == 2 and entries[0].name.endswith("data.pkl") else 0
 
 
 def blocks_of_large(index: Index, nbytes_min: int) -> set[int]:
-    """Numbers of blocks in which nothing lies but the data of one record of this size or more.
+    """Returns blocks that hold only data of one record of this size or more, by their numbers.
 
-    Not of all: what is near a header is left out.
+    Blocks near a header are left out.
     """
     found: set[int] = set()
     size = index.block_bytes
