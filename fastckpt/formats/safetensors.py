@@ -1,7 +1,7 @@
 """The safetensors format: one writer's part of a step, laid out so that stock readers open it.
 
 Responsible for the bytes of such a file and for reading its header (docs/format.md). It must not
-know which tensors they are pieces of, files, ranks, or how anything is compressed.
+know what its tensors are pieces of, files, ranks, or compression.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats.strict_json import NUMBER_END, check_text, decode, is_numbers, shown
 from fastckpt.plan.image import PAGE_BYTES, Image
 
-# By the names of the format; stock readers of safetensors know them all.
+# The dtypes by their names in the format; stock readers of safetensors know them all.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -37,14 +37,14 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 LENGTH_BYTES = 8
-HEADER_BYTES_MAX = 100_000_000  # of the JSON; stock readers refuse more
+HEADER_BYTES_MAX = 100_000_000  # of JSON; stock readers refuse more
 METADATA = "__metadata__"
 
 
 class Entry(NamedTuple):
-    """A tensor to be stored: its key in the header, and where its elements lie.
+    """A tensor to be stored: its key in the header, and the address of its elements.
 
-    `address` is that of contiguous, row-major memory of `shape`; 0 if there are no elements.
+    The elements are contiguous and row-major; without elements, the address is 0.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Extent(NamedTuple):
 
 
 def supported(dtype: torch.dtype) -> bool:
-    """Whether the format, as stock readers know it, has this dtype."""
+    """Tells whether stock readers know this dtype."""
     return dtype in NAMES
 
 
 def fits(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is elements in memory, just as the format can hold them."""
+    """Tells whether a tensor is plain elements in memory, of a dtype that the format has."""
     return (
         tensor.layout == torch.strided
         and tensor.device.type != "meta"
@@ -86,18 +86,17 @@ def layout(
     """Lays tensors out as one safetensors file, without copying them.
 
     Args:
-        entries: what to store. In the file, larger items come first and else the order is kept, so
-            that every entry is aligned to its items.
+        entries: what to store. In the file, those with larger items come first, so that each is
+            aligned to its items; otherwise the order is kept.
         owners: objects that own the entries' memory; the image keeps them.
         metadata: strings for the header's `__metadata__`, which is left out if this is empty.
 
     Returns:
-        The image: a body of any size, for the file ends where the data ends, and no tail. And the
-        offset in the file of each entry, in the order of `entries`.
+        The image, without a tail, and each entry's offset in the file, in the order of `entries`.
 
     Raises:
-        ValueError: a name twice, reserved or no Unicode text; a dtype that the format has not; a
-            header beyond 100 MB.
+        ValueError: a name is there twice, is reserved or is not Unicode; the format does not have
+            a dtype; or the header has more than 100 MB.
     """
     order = sorted(range(len(entries)), key=lambda number: -entries[number].dtype.itemsize)
     for name, dtype, _shape, _address in entries:
@@ -122,12 +121,12 @@ def layout(
 def header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], grain: int
 ) -> bytes:
-    """What comes before the data of a file of these tensors, without gaps and in this order.
+    """Returns the length and JSON that stand before the data of these tensors.
 
     Args:
-        tensors: name, dtype by its name in the format, and shape of each.
+        tensors: name, dtype by its name in the format, and shape of each, in the file's order.
         metadata: as layout()'s.
-        grain: its size is a multiple of so many bytes.
+        grain: bytes; the size of the result is a multiple of these.
 
     Raises:
         ValueError: as layout().
@@ -146,13 +145,13 @@ def header(
 
 
 def header_nbytes(head: bytes, nbytes: int) -> int:
-    """How much of a file of nbytes comes before its data: what parse() needs of it.
+    """Returns how many bytes, which parse() needs, come before the data of a file of nbytes.
 
     Args:
         head: the first 8 bytes or more.
 
     Raises:
-        CorruptCheckpoint: that cannot be the beginning of such a file.
+        CorruptCheckpoint: the head cannot be that of such a file.
     """
     size = LENGTH_BYTES + int.from_bytes(head[:LENGTH_BYTES], "little")
     try:
@@ -165,7 +164,7 @@ def header_nbytes(head: bytes, nbytes: int) -> int:
 
 
 def parse(head: bytes, nbytes: int) -> dict[str, Extent]:
-    """Reads the header of a safetensors file, by whomever it was written.
+    """Reads the header of any safetensors file, in memory proportional to the header's size.
 
     Args:
         head: the first header_nbytes() bytes of the file, or more. They carry no checksum of their
@@ -176,8 +175,7 @@ def parse(head: bytes, nbytes: int) -> dict[str, Extent]:
         Where each tensor lies, by name, in the header's order.
 
     Raises:
-        CorruptCheckpoint: anything is wrong with the header, or it does not fit the file's size.
-            Takes memory in proportion to the header, whatever that declares.
+        CorruptCheckpoint: the header is malformed, or does not fit the file's size.
     """
     size = header_nbytes(head, nbytes)
     try:
@@ -201,12 +199,12 @@ def parse(head: bytes, nbytes: int) -> dict[str, Extent]:
 
 
 def validate(header: object, size: int, nbytes: int) -> None:
-    """The one check of a header, by writer and reader. Raises ValueError saying what is wrong.
+    """Raises ValueError unless this is a header: the one check of writers and readers.
 
     Args:
         header: the decoded JSON.
         size: bytes before the data, the eight of the length among them.
-        nbytes: of the whole file.
+        nbytes: bytes of the whole file.
     """
     _check_header_nbytes(size, nbytes)
     if type(header) is not dict:
@@ -218,7 +216,7 @@ def validate(header: object, size: int, nbytes: int) -> None:
             _check_metadata(tensor)
             continue
         if type(tensor) is not dict or tensor.keys() != {"dtype", "shape", "data_offsets"}:
-            raise ValueError(f"{shown(name)} has not exactly dtype, shape and data_offsets")
+            raise ValueError(f"{shown(name)} does not have just dtype, shape and data_offsets")
         offsets = tensor["data_offsets"]
         if not is_numbers(offsets) or len(offsets) != 2:
             raise ValueError(f"data_offsets of {shown(name)} are not two numbers")
@@ -234,14 +232,14 @@ def validate(header: object, size: int, nbytes: int) -> None:
             raise ValueError(f"{shown(name)} begins at {begin}, which {wrong} it")
         end = following
     if size + end != nbytes:
-        raise ValueError(f"its data ends at {size + end}, the file at {nbytes}")
+        raise ValueError(f"its data ends at {size + end}, but the file at {nbytes}")
 
 
 def _check_header_nbytes(size: int, nbytes: int) -> None:
     if size - LENGTH_BYTES > HEADER_BYTES_MAX:
-        raise ValueError(f"it has {size - LENGTH_BYTES} bytes, at most {HEADER_BYTES_MAX} may be")
+        raise ValueError(f"it has {size - LENGTH_BYTES} bytes, must be at most {HEADER_BYTES_MAX}")
     if size > nbytes:
-        raise ValueError(f"it would end at {size}, the file ends at {nbytes}")
+        raise ValueError(f"it would end at {size}, but the file ends at {nbytes}")
 
 
 def _check_metadata(metadata: object) -> None:
@@ -255,11 +253,11 @@ def _check_metadata(metadata: object) -> None:
 
 
 def nbytes_of(dtype: Any, shape: Any, name: str) -> int:
-    """Bytes of a tensor of this dtype, by its name in the format, and shape.
+    """Returns the bytes of a tensor of this dtype, by its name in the format, and shape.
 
     Raises:
         ValueError: the dtype is not known, the shape is not a list of numbers from 0, or the size
-            does not fit 63 bits (with dimensions of size 0 left out, so that strides fit as well).
+            does not fit 63 bits (without dimensions of size 0, so that strides fit as well).
     """
     if type(dtype) is not str or dtype not in DTYPES:
         raise ValueError(f"dtype of {shown(name)} is {shown(dtype)}, which is not known")

@@ -1,7 +1,7 @@
 """The index of a writer in a step directory: its pieces of tensors, and the checksums of its file.
 
-Responsible for what an index says, for its bytes, and for the names that ranks and pieces get
-(docs/format.md). It must not know the manifest, files, or how tensors are split and moved.
+Responsible for the bytes of an index, and for names of files and pieces (docs/format.md). It must
+not know the manifest, files, or how tensors are split and moved.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INDEX_BYTES_MAX = 1 << 30
 PER_RANK = "fastckpt.per_rank"
 _PER_RANK_OF = f"{PER_RANK}~rank"
 _PADDING_BEFORE = "fastckpt.padding~rank"
-# Version 1 has no values of other ranks than the writer.
+# Version 1 has no values of ranks other than the writer.
 _FIRST_VERSION = 1
 _CRC_DIGITS = 8
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}")
@@ -43,8 +43,8 @@ _HEX = re.compile("[0-9a-f]*")
 class Piece(NamedTuple):
     """A rectangle of a tensor and where it lies in a writer's (uncompressed) safetensors file.
 
-    `dtype` is a name of the safetensors format, `shape` the whole tensor's. `box` is the part that
-    is stored, row-major, from byte `begin` of the file.
+    `dtype` is a name of the safetensors format, and `shape` the whole tensor's. `box` is the part
+    that is stored, row-major, from byte `begin` of the file.
     """
 
     key: str
@@ -56,11 +56,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """An index says what one writer stored, and how to verify it.
+    """The index says what one writer stored, and how to verify it.
 
     Attributes:
         nonce: 16 to 64 hex digits, the same in every file of one save.
-        rank: of the writer.
+        rank: the writer's.
         file: name of its safetensors file.
         file_nbytes: size of that file as stored.
         nbytes: size of the uncompressed safetensors file.
@@ -68,8 +68,8 @@ class ShardIndex:
         block_crcs: CRC-32 of each block.
         codec: None, or "zstd" if each block is stored as a frame.
         frames: with a codec, the stored bytes of each block's frame and its padding; else empty.
-        pieces: of tensors.
-        per_rank: begin and size in bytes of the entry PER_RANK, if there is one.
+        pieces: the pieces of tensors.
+        per_rank: begin and size in bytes of the entry PER_RANK, or None.
     """
 
     nonce: str
@@ -85,8 +85,8 @@ class ShardIndex:
     per_rank: tuple[int, int] | None
 
     def values_of(self, rank: int) -> tuple[int, int] | None:
-        """Begin and size in bytes of the values of a rank, the writer or one whose shard it
-        gathered; None: they are not here.
+        """Returns begin and size, in bytes, of the values of the writer or of a rank whose shard
+        it gathered; None if they are not here.
         """
         if rank == self.rank:
             return self.per_rank
@@ -95,7 +95,7 @@ class ShardIndex:
         return next(((piece.begin, piece.box.numel) for piece in found), None)
 
     def keys_in(self, begin: int, end: int) -> list[str]:
-        """Keys of the tensors of which something lies in a range of the uncompressed file."""
+        """Returns the keys of the tensors with bytes in a range of the uncompressed file."""
         return sorted(
             {
                 piece.key
@@ -106,7 +106,7 @@ class ShardIndex:
         )
 
     def to_bytes(self) -> bytes:
-        """The index's file. ValueError if something in it is out of range."""
+        """Returns the content of the index's file. Raises ValueError as validate() does."""
         written = {
             "format": FORMAT,
             "version": VERSION if any(map(is_per_rank, self.pieces)) else _FIRST_VERSION,
@@ -140,15 +140,14 @@ class ShardIndex:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> ShardIndex:
-        """Reads what to_bytes() made.
-
-        An index carries no checksum of its own, the manifest does: see Writer.parse_index().
+        """Reads what to_bytes() made; Writer.parse_index() compares its checksum first.
 
         Raises:
-            CorruptCheckpoint: it is malformed. IncompatibleCheckpoint: a newer format.
+            CorruptCheckpoint: it is malformed.
+            IncompatibleCheckpoint: a newer fastckpt wrote it.
         """
         if len(content) > INDEX_BYTES_MAX:
-            raise CorruptCheckpoint(f"the index has {len(content)} bytes: too many")
+            raise CorruptCheckpoint(f"{len(content)} bytes are too many for an index")
         try:
             written: Any = decode(content)
             check_version(written, FORMAT, VERSION)
@@ -182,9 +181,7 @@ class ShardIndex:
 
 
 def validate(index: Any) -> None:
-    """The one check of an index as JSON, by writer and reader. Raises ValueError saying what is
-    wrong.
-    """
+    """Raises ValueError unless this is an index's JSON: the one check of writers and readers."""
     kinds: dict[str, type | tuple[type, ...]] = {
         **dict.fromkeys(("format", "nonce", "file", "crc32"), str),
         **dict.fromkeys(("version", "rank", "file_nbytes", "nbytes", "block_bytes"), int),
@@ -202,7 +199,7 @@ def validate(index: Any) -> None:
     blocks = block_count(index["nbytes"], block_bytes)
     digits = index["crc32"]
     if blocks == 0 or len(digits) != _CRC_DIGITS * blocks or _HEX.fullmatch(digits) is None:
-        raise ValueError(f"{len(digits)} characters of CRC-32 for {blocks} blocks")
+        raise ValueError(f"crc32 is not one CRC-32 of 8 hex digits for each of {blocks} blocks")
     _check_frames(index, blocks)
     _check_pieces(index)
 
@@ -211,10 +208,10 @@ def _check_frames(index: Any, blocks: int) -> None:
     codec, frames, file_nbytes = index["codec"], index["frames"], index["file_nbytes"]
     if codec is None:
         if frames or file_nbytes != index["nbytes"]:
-            raise ValueError("it has frames, or a size of its own as stored, but no codec")
+            raise ValueError("it has frames, or another size as stored, but no codec")
         return
     if codec != "zstd":
-        raise ValueError(f"codec is {shown(codec)}")
+        raise ValueError(f"codec is {shown(codec)}, not null or zstd")
     if not is_numbers(frames) or len(frames) != blocks:
         raise ValueError(f"frames are not {blocks} numbers, one for each block")
     if any(not frame or frame % PAGE_BYTES for frame in frames) or sum(frames) != file_nbytes:
@@ -229,7 +226,7 @@ _PIECE_KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _check_pieces(index: Any) -> None:
-    """Pieces are inside their tensors, and they and PER_RANK apart from each other in the file."""
+    """Raises ValueError unless pieces lie inside their tensors, and apart in the file."""
     extents = []
     for piece in index["pieces"]:
         check_members(piece, _PIECE_KINDS, "a piece")
@@ -238,13 +235,13 @@ def _check_pieces(index: Any) -> None:
         nbytes_of(piece["dtype"], shape, key)
         nbytes = nbytes_of(piece["dtype"], size, key)
         if not is_numbers(offset) or not len(offset) == len(size) == len(shape):
-            raise ValueError(f"a piece of {shown(key)} has not as many dimensions as its tensor")
+            raise ValueError(f"a piece of {shown(key)} has more or fewer dimensions than that has")
         if any(o + s > end for o, s, end in zip(offset, size, shape, strict=True)):
             raise ValueError(f"a piece of {shown(key)} is not inside its tensor")
         extents.append((piece["at"], nbytes, key))
     gathers = any(piece["key"].startswith(_PER_RANK_OF) for piece in index["pieces"])
     if gathers != (index["version"] > _FIRST_VERSION):
-        raise ValueError("its version does not go with whether it has values of other ranks")
+        raise ValueError("its version does not fit: only version 2 has values of other ranks")
     if index["per_rank"] is not None:
         if not is_numbers(index["per_rank"]) or len(index["per_rank"]) != 2:
             raise ValueError("per_rank is not a list of two numbers")
@@ -258,11 +255,11 @@ def _check_pieces(index: Any) -> None:
             raise ValueError(f"a piece of {shown(key)} overlaps another in the file")
         end = max(end, begin + nbytes)
     if end > index["nbytes"]:
-        raise ValueError(f"pieces end at {end}, the file ends at {index['nbytes']}")
+        raise ValueError(f"pieces end at {end}, but the file ends at {index['nbytes']}")
 
 
 def check_version(written: object, form: str, version: int) -> None:
-    """Raises IncompatibleCheckpoint if this is the format, in a version above this one."""
+    """Raises IncompatibleCheckpoint if this is the format `form`, in a version above `version`."""
     if isinstance(written, dict) and written.get("format") == form:
         found = written.get("version")
         if type(found) is int and version < found < NUMBER_END:
@@ -272,24 +269,24 @@ def check_version(written: object, form: str, version: int) -> None:
 
 
 def check_nonce(nonce: str) -> None:
-    """Raises ValueError unless this can be a nonce."""
+    """Raises ValueError unless this is a nonce."""
     if _NONCE.fullmatch(nonce) is None:
         raise ValueError(f"nonce {shown(nonce)} is not 16 to 64 hex digits")
 
 
 def check_file_name(name: str) -> None:
-    """Raises ValueError unless this names a file of the directory itself, and no hidden one."""
+    """Raises ValueError unless this names a file, not a hidden one, in the directory itself."""
     if _FILE_NAME.fullmatch(name) is None:
-        raise ValueError(f"file name {shown(name)} is not up to 40 of [A-Za-z0-9._-], or hidden")
+        raise ValueError(f"file name {shown(name)} is hidden, or not up to 40 of [A-Za-z0-9._-]")
 
 
 def crc_digits(crc: int) -> str:
-    """A CRC-32 as it stands in the JSON."""
+    """Returns a CRC-32 as it stands in the JSON."""
     return f"{crc:08x}"
 
 
 def lines(written: dict[str, Any]) -> bytes:
-    """JSON with each item of the last member, a list, on a line; the closing brace is left out."""
+    """Returns JSON without its closing brace, each item of the last member, a list, on a line."""
     *_, (name, items) = written.items()
     opening = encode(written | {name: []})[: -len("]}")]
     rows = ",".join(f"\n{encode(item)}" for item in items)
@@ -297,29 +294,30 @@ def lines(written: dict[str, Any]) -> bytes:
 
 
 def shard_name(rank: int, codec: str | None) -> str:
-    """Name of a writer's safetensors file."""
+    """Returns the name of a writer's safetensors file."""
     return f"rank-{rank:05d}.safetensors" + (".zst" if codec == "zstd" else "")
 
 
 def index_name(rank: int) -> str:
-    """Name of a writer's index."""
+    """Returns the name of a writer's index."""
     return f"rank-{rank:05d}.json"
 
 
 def per_rank_key(rank: int) -> str:
-    """Key of the values of a rank whose shard another one wrote. No path has it: there a `~` comes
-    with a digit.
+    """Returns the key of the values of a rank whose shard another rank wrote.
+
+    No tensor has such a key: in tensors' keys, a digit follows each `~`.
     """
     return f"{_PER_RANK_OF}{rank}"
 
 
 def padding_key(rank: int) -> str:
-    """Name of the zeros before the part of a rank whose shard is in another one's file."""
+    """Returns the name of the zeros before a rank's part of a file that another rank wrote."""
     return f"{_PADDING_BEFORE}{rank}"
 
 
 def is_per_rank(piece: Piece) -> bool:
-    """Whether this is no tensor, but the values of a rank."""
+    """Tells whether a piece holds the values of a rank, and is not of a tensor."""
     return piece.key.startswith(_PER_RANK_OF)
 
 
@@ -327,5 +325,5 @@ def entry_name(key: str, shape: Sequence[int], box: Box) -> str:
     """Returns a piece's name in its safetensors file; different pieces have different names."""
     if box.sizes != tuple(shape):
         return f"{key}@{','.join(map(str, box.offsets))}"
-    # An empty list of offsets keeps a key from looking like a piece of another, or being reserved.
+    # With "@" behind it, a key is not taken for another tensor's piece or for a reserved name.
     return f"{key}@" if "@" in key or key in (PER_RANK, METADATA) else key

@@ -1,9 +1,8 @@
-"""Zip records as torch writes them: stored, sizes in a descriptor behind the data, data aligned by
-padding.
+"""Zip records as torch writes them: stored, aligned by padding, sizes in a descriptor behind.
 
-Responsible for the structures of the zip format (PKWARE's APPNOTE, sections 4.3 and 4.5), with
-zip64 fields only where a value needs them, as torch's readers compute offsets from that. It must
-not know what the records contain.
+Responsible for the structures of the zip format (PKWARE's APPNOTE, sections 4.3 and 4.5). zip64
+fields are there only if a value needs them, since torch's readers compute offsets from that. It
+must not know what the records contain.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ DESCRIPTOR_CRC_AT = 4
 
 
 class Entry(NamedTuple):
-    """One record of a zip's central directory; offset is that of its local header."""
+    """One record of a zip's central directory; `offset` is that of its local header."""
 
     name: str
     offset: int
@@ -52,9 +51,7 @@ def _zip64_extra(offset: int, nbytes: int, stored_nbytes: int) -> bytes:
 
 
 def local_header(name: bytes, offset: int, nbytes: int, alignment: int, mark: bytes = b"") -> bytes:
-    """A local header as torch writes it: sizes and CRC follow in a descriptor, padding makes the
-    data aligned.
-    """
+    """Returns a local header as torch writes it, padded so that the record's data is aligned."""
     # torch writes the header before it knows the stored size, and leaves it zero.
     zip64 = _zip64_extra(offset, nbytes, 0)
     padding = _padding(offset, len(name), len(zip64), alignment)
@@ -69,7 +66,7 @@ def local_header(name: bytes, offset: int, nbytes: int, alignment: int, mark: by
 
 
 def descriptor(offset: int, nbytes: int, crc: int) -> bytes:
-    """Returns what follows a record's data; torch computes the next offset from its size."""
+    """Returns a record's descriptor; torch computes the next record's offset from its size."""
     if not nbytes:
         return b""
     wide = offset >= _U32 or nbytes >= _U32
@@ -82,7 +79,7 @@ def central_header(name: bytes, offset: int, nbytes: int, crc: int) -> bytes:
     size = min(nbytes, _U32)
     return (
         _CENTRAL.pack(
-            0x02014B50,
+            _CENTRAL_MAGIC,
             0,
             0,
             flags,
@@ -114,17 +111,17 @@ def end_offset(name: bytes, offset: int, nbytes: int, alignment: int) -> int:
 
 
 def crc_of(central: bytes) -> int:
-    """The CRC-32 in a central header."""
+    """Returns the CRC-32 in a central header."""
     return int.from_bytes(central[CRC_AT : CRC_AT + 4], "little")
 
 
 def with_crc(central: bytes, crc: int) -> bytes:
-    """A central header with its CRC-32 replaced."""
+    """Returns a central header with its CRC-32 replaced."""
     return central[:CRC_AT] + struct.pack("<I", crc) + central[CRC_AT + 4 :]
 
 
 def end_records(offset: int, nbytes: int, entries: int, comment_nbytes: int) -> bytes:
-    """Returns what closes a zip with such a directory at offset; the comment follows it."""
+    """Returns the end records of a zip whose directory is at offset; the comment follows them."""
     end = offset + nbytes
     end64 = _END64.pack(0x06064B50, 44, 0x031E, 45, 0, 0, entries, entries, nbytes, offset)
     locator = _LOCATOR64.pack(0x07064B50, 0, end, 1)
@@ -139,11 +136,10 @@ def end_records(offset: int, nbytes: int, entries: int, comment_nbytes: int) -> 
 
 
 def directory(data: bytes, end: int) -> Iterator[Entry]:
-    """The entries of a central directory in verified bytes, of which the end record begins at
-    `end`.
+    """Yields the entries of a central directory in verified bytes; the end record begins at `end`.
 
     Raises:
-        CorruptCheckpoint: it was made to mislead: its checksum is right, but it is no directory.
+        CorruptCheckpoint: the directory is malformed, although its checksum is right.
     """
     try:
         yield from _entries(data, end)
@@ -173,9 +169,7 @@ def _entries(data: bytes, end: int) -> Iterator[Entry]:
 
 
 def opening_padding(head: bytes) -> bytes:
-    """The alignment padding of the local header that a file begins with, as far as head holds it;
-    nothing if it begins otherwise.
-    """
+    """Returns the padding in a file's first local header, as far as head holds it, or b""."""
     if len(head) < _LOCAL.size or head[:4] != b"PK\x03\x04":
         return b""
     fields = _LOCAL.unpack_from(head)
@@ -190,9 +184,7 @@ def opening_padding(head: bytes) -> bytes:
 
 
 def data_offset(header: bytes, offset: int) -> int | None:
-    """Where the data begins of a record whose local header, read from offset, this is; None if cut
-    off.
-    """
+    """Returns where the data of the record with this local header begins; None if that is cut."""
     if len(header) < _LOCAL.size:
         return None
     fields = _LOCAL.unpack(header)
