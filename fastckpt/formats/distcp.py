@@ -1,8 +1,8 @@
 """A file of items, end to end: torch zips of single tensors, and bytes; plus block checksums.
 
 Responsible for the bytes of a `.distcp` file of torch.distributed.checkpoint as fastckpt writes it
-(docs/format.md), and for where in what torch.save writes of a tensor its elements lie. It must not
-know which item is of which state, files, or who reads what.
+(docs/format.md), and for where the elements lie in a tensor that torch.save wrote. It must not
+know what state the items are of, files, or who reads what.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Image, Index, address_o
 
 VERSION = 1
 ITEM_ALIGNMENT = torch_zip.TORCH_ALIGNMENT
-# What a file ends in: version, first byte and CRC-32 of the tail, the CRC's own digits excluded.
+# The end of a file: version, offset of the tail, CRC-32 of the tail but for these digits.
 _END = re.compile(rb"fastckpt distcp (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
 END_BYTES = len(f"fastckpt distcp {1:02d} {0:016x} {0:08x}")
 _CRC_DIGITS = 8
-_SEPARATE_BYTES = 1 << 20  # bytes of this size and more are not copied when they are laid out
+_SEPARATE_BYTES = 1 << 20  # bytes objects of this size and more are not copied by layout()
 _KINDS = {"version": int, "body_bytes": int, "block_bytes": int, "crc32": str, "items": list}
 _KINDS["item_crc32"] = str
-# Quantized types and those smaller than a byte, of which torch.save writes no plain tensor.
+# torch.save writes no plain tensors of quantized types and of those smaller than a byte.
 _UNUSUAL = re.compile(r"torch\.(q.*|u?int[1-7])")
 DTYPES = {
     str(value)[6:]: value
@@ -47,9 +47,9 @@ DTYPES = {
 class Item(NamedTuple):
     """One item of a file.
 
-    `offset` and `nbytes` are the whole item's. From byte `data` of the file on lie `data_nbytes` of
-    elements in row-major order, of the type that `dtype` names and with that CRC-32; or all of the
-    item, of which nothing more is known: then `dtype` is "".
+    `offset` and `nbytes` are the whole item's. `data_nbytes` of elements, row-major and of type
+    `dtype`, begin at byte `data` of the file; `crc` is their CRC-32. If `dtype` is "", these are
+    all bytes of the item, of which nothing more is known.
     """
 
     offset: int
@@ -62,15 +62,16 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """A written file: how to verify it, and its items in their order."""
+    """A written file: how to verify it, and its items in order."""
 
     index: Index
     items: tuple[Item, ...]
 
 
 class _Shell(NamedTuple):
-    """What torch.save writes around the elements of one tensor; its CRC-32 stands in `back`, at two
-    places.
+    """The bytes that torch.save writes around a tensor's elements, and where their CRC-32 goes.
+
+    `crc_places` are offsets in `back`, two or, without elements, none.
     """
 
     front: bytes
@@ -79,11 +80,11 @@ class _Shell(NamedTuple):
 
 
 class _NoData:
-    """Stands for the storage of a tensor while that is pickled."""
+    """Stands for the storage of a tensor that is pickled."""
 
 
 class _TensorPickler(pickle.Pickler):
-    """Pickles what torch's __reduce_ex__ says of a tensor, as torch.save does."""
+    """Pickles a tensor as torch.save does."""
 
     def __init__(self, file: io.BytesIO, storage: tuple[object, ...]) -> None:
         super().__init__(file, protocol=2)
@@ -94,7 +95,7 @@ class _TensorPickler(pickle.Pickler):
 
 
 class _Rebuilt:
-    """Pickled as a call of `function`."""
+    """An object that is pickled as a call of `function`."""
 
     def __init__(self, function: Any, arguments: tuple[object, ...]) -> None:
         self._call = function, arguments
@@ -104,7 +105,7 @@ class _Rebuilt:
 
 
 def _pickled(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
-    """data.pkl of a contiguous tensor on the CPU."""
+    """Returns data.pkl of a contiguous tensor on the CPU."""
     empty: Any = torch.empty(0, dtype=dtype, device="cpu")
     rebuild, (storage, offset, _sizes, _strides, *more) = empty.__reduce_ex__(2)
     strides, step = [0] * len(sizes), 1
@@ -124,7 +125,7 @@ def _pickled(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
 
 @lru_cache(1)
 def _small_records() -> tuple[tuple[str, bytes], ...]:
-    """The records that this torch writes between data.pkl and the elements."""
+    """Returns the records that this torch writes between data.pkl and the elements."""
     captured = torch_pickle.capture(torch.empty(0, device="cpu"), pickle, 2, False, False)
     small = ((name, content) for name, content in captured.records if isinstance(content, bytes))
     return tuple(
@@ -134,8 +135,7 @@ def _small_records() -> tuple[tuple[str, bytes], ...]:
     )
 
 
-# Laid out once for each dtype and sizes: torch.save runs for no tensor, and the engine fills in the
-# CRC-32 of the elements at both of its places.
+# Laid out once for each dtype and sizes, without torch.save; the engine fills in the CRC-32s.
 @lru_cache(4096)
 def _shell(
     dtype: torch.dtype, sizes: tuple[int, ...], small: tuple[tuple[str, bytes], ...]
@@ -166,8 +166,9 @@ def _shell(
 
 
 def fronts(dtype: torch.dtype, sizes: tuple[int, ...]) -> Iterator[bytes]:
-    """What stands before the elements of a contiguous tensor that torch.save wrote: this torch
-    first, then those before it. Nothing if there is no such tensor of this type.
+    """Yields what may stand before the elements of a contiguous tensor in a file of torch.save.
+
+    This torch's bytes come first, then those of older ones; there are none for unusual dtypes.
     """
     if str(dtype)[6:] not in DTYPES:
         return
@@ -180,8 +181,7 @@ def fronts(dtype: torch.dtype, sizes: tuple[int, ...]) -> Iterator[bytes]:
 
 
 def layout(contents: Sequence[torch.Tensor | bytes]) -> tuple[Image, list[tuple[int, int]]]:
-    """Lays items out, one at least: of a tensor, contiguous, what torch.save would write, of bytes
-    these.
+    """Lays out items: contiguous tensors as torch.save would write them, and bytes as they are.
 
     Returns:
         The image, and offset and size of each item.
@@ -203,11 +203,10 @@ class _Builder:
         self._offset = 0
         self._headers = bytearray()
         self._header_begin = 0
-        # Segments in order: a tensor, bytes, or a range of the headers, whose address is known at
-        # the end.
+        # Segments in order: a tensor, bytes, or a range of the headers, which move as they grow.
         self._parts: list[torch.Tensor | bytes | tuple[int, int]] = []
         self._slots: list[tuple[int, int]] = []
-        self._awaiting: list[int] = []  # numbers of items whose CRC is in a slot, and of that slot
+        self._awaiting: list[int] = []  # number of an item with elements, number of its slot, ...
         self._small = _small_records()
 
     def add_bytes(self, content: bytes) -> None:
@@ -277,7 +276,7 @@ class _Builder:
 
 
 class _Tail:
-    """Returns the bytes behind the body: checksums, the list of items, and the file's end."""
+    """The bytes behind the body: checksums, the list of items, and the file's end."""
 
     def __init__(self, body_nbytes: int, items: list[Item], slot_of: dict[int, int]) -> None:
         self._body_nbytes = body_nbytes
@@ -310,12 +309,10 @@ class _Tail:
 
 
 def validate(described: Any, body_nbytes: int) -> None:
-    """The one check of what a tail says, by writer and reader. Raises ValueError saying what is
-    wrong.
-    """
+    """Raises ValueError unless this is a tail's JSON: the one check of writers and readers."""
     check_members(described, _KINDS, "the tail")
     if described["version"] != VERSION:
-        raise ValueError(f"version is {described['version']}")
+        raise ValueError(f"version is {described['version']}, not {VERSION}")
     block_bytes, items = described["block_bytes"], described["items"]
     check_block_bytes(block_bytes)
     if described["body_bytes"] != body_nbytes or body_nbytes <= 0 or body_nbytes % PAGE_BYTES:
@@ -333,24 +330,23 @@ def validate(described: Any, body_nbytes: int) -> None:
         if not end <= offset <= data <= data + data_nbytes <= offset + nbytes <= body_nbytes:
             raise ValueError(f"an item at {offset} lies outside of the body or in another one")
         if dtype and (dtype not in DTYPES or data_nbytes % DTYPES[dtype].itemsize):
-            raise ValueError(f"an item at {offset} has the type {dtype!r}")
+            raise ValueError(f"an item at {offset} cannot be of the type {dtype!r}")
         end = offset + nbytes
 
 
 def tail_offset(end: bytes, nbytes: int) -> int | None:
-    """Where the tail of a file of nbytes begins, from its last bytes; None if it does not end as
-    files of ours do.
-    """
+    """Returns where the tail of a file of nbytes begins; None if its end is not fastckpt's."""
     match = _END.search(end)
     offset = 0 if match is None else int(match[2], 16)
     return offset if 0 < offset < nbytes <= offset + TAIL_BYTES_MAX else None
 
 
 def parse(tail: bytes, body_nbytes: int) -> Contents:
-    """Verifies a file's tail, which begins at body_nbytes.
+    """Verifies a file's tail, which begins at body_nbytes, and reads it.
 
     Raises:
-        CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: a newer format.
+        CorruptCheckpoint: the tail is damaged.
+        IncompatibleCheckpoint: a newer fastckpt wrote it.
     """
     match = _END.search(tail)
     if match is None or zlib.crc32(tail[:-_CRC_DIGITS]) != int(match[3], 16):

@@ -1,9 +1,9 @@
 """Pickles of plain values, read by an interpreter that runs nothing which they name.
 
 Responsible for the opcodes that picklers of protocol 2 and later write, and for a bound: the value
-takes at most some hundred times the memory of the bytes, whatever these say (Python's own reader
-allocates what a length or a memo's index claims, and copies, joins or hashes what is named again
-and again: some dozens of bytes cost gigabytes, or hours). The price is several times the time of
+takes at most some hundred times the memory of its bytes, whatever they claim. (For Python's own
+reader, a few dozen bytes may cost gigabytes or hours: it allocates what a length or a memo's index
+claims, and copies, joins or hashes one value again and again.) This takes several times as long as
 that reader, which is in C. It must not know which classes a file may hold; the caller tells.
 """
 
@@ -17,12 +17,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-_KEY_DEPTH_MAX = 8  # tuples within a tuple that is a key: hash() recurses on the stack of C
-_KEY_BITS_MAX = 64  # of an int that is a key: it does not keep its hash
+_KEY_DEPTH_MAX = 8  # of tuples in a key that is a tuple: hash() recurses on the stack of C
+_KEY_BITS_MAX = 64  # of a key that is an int, which is hashed anew each time
 _HASHES_PER_BYTE = 64
 _NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
 
-# What bytes make the interpreter raise that no pickler wrote.
+# The errors that the interpreter raises for bytes that no pickler wrote.
 DAMAGE = (ValueError, TypeError, AttributeError, LookupError, struct.error)
 
 _u16 = struct.Struct("<H").unpack_from
@@ -33,15 +33,15 @@ _f64 = struct.Struct(">d").unpack_from
 
 
 class Refused(pickle.UnpicklingError):
-    """A pickle that is whole asks for what it does not get."""
+    """A pickle, which need not be damaged, asks for something that it is not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """Stands for a global of a pickle that is called with arguments; `make` checks them.
+    """Stands for a global that a pickle calls with arguments, which are passed to `make`.
 
     `make` takes memory in proportion to the length of its arguments, which is accounted for, and
-    raises ValueError or TypeError where they are none that a pickler would have written.
+    raises ValueError or TypeError for arguments that no pickler would have written.
     """
 
     make: Callable[..., Any]
@@ -49,8 +49,9 @@ class Callee:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Stands for a class of a pickle whose instances are made without arguments and then get their
-    attributes. `take` sets them where the state that was pickled is not the `__dict__`.
+    """Stands for a class whose instances are made without arguments and then get attributes.
+
+    `take` sets these if the pickled state is not the `__dict__`.
     """
 
     kind: type
@@ -58,21 +59,22 @@ class Record:
 
 
 def loads(content: bytes, find: Callable[[str, str], Any]) -> tuple[Any, int]:
-    """The value of a pickle, and the number of bytes that it has.
+    """Returns the value of the pickle that content begins with, and the pickle's size in bytes.
 
     Args:
-        find: called with module and name of each global; returns a Callee, a Record, or a value
-            that can do no harm. Raises Refused for all others.
+        find: is called with module and name of each global. It returns a Callee, a Record, or a
+            value that can do no harm, and raises Refused for all others.
 
     Raises:
-        Refused: it needs what is not given. One of DAMAGE: no pickler wrote it.
+        Refused: the pickle needs something that it is not given.
+        DAMAGE: one of these errors, because no pickler wrote the bytes.
     """
     return _Machine(content, find).run()
 
 
 class _Machine:
-    """The state of one loads(): a method for each opcode, which is told where its argument begins
-    and returns where that ends.
+    """The state of one loads(). A method for each opcode takes the offset behind it, where its
+    argument begins, and returns where that ends.
     """
 
     def __init__(self, content: bytes, find: Callable[[str, str], Any]) -> None:
@@ -80,9 +82,9 @@ class _Machine:
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # stacks under the marks
         self._memo: dict[int, Any] = {}
-        self._records: dict[type, Record] = {}  # classes that were named so far
-        # Elements that a pickler wrote once and that are copied: each of them takes a byte at
-        # least. More copies than bytes are of one thing again and again.
+        self._records: dict[type, Record] = {}  # classes named so far
+        # A pickler writes each element once, in at least a byte, before it is copied: whoever
+        # needs more copies than there are bytes copies the same values over and over.
         self._copies_left = len(content)
         self._hashes_left = _HASHES_PER_BYTE * len(content)  # of elements of keys
 
@@ -90,7 +92,7 @@ class _Machine:
         content, table, memo, stack, at = self._content, _TABLE, self._memo, self._stack, 0
         while True:
             op = content[at]
-            # The most frequent ones do without a call.
+            # The most frequent opcodes do without a call.
             if op == 0x94:  # MEMOIZE
                 memo[len(memo)] = stack[-1]
                 at += 1
@@ -116,7 +118,7 @@ class _Machine:
     def _span(self, begin: int, nbytes: int) -> bytes:
         part = self._content[begin : begin + nbytes]
         if len(part) != nbytes:
-            raise ValueError(f"{nbytes} bytes from {begin} on are more than it has")
+            raise ValueError(f"it ends before the {nbytes} bytes from {begin} on do")
         return part
 
     def _copies(self, count: int) -> None:
@@ -262,7 +264,7 @@ class _Machine:
     def _extend(self, items: list[Any], at: int) -> int:
         target = self._stack[-1]
         if type(target) is not list:
-            raise ValueError("it appends to what is no list")
+            raise ValueError("it appends to a value that is not a list")
         target.extend(items)
         return at
 
@@ -276,7 +278,7 @@ class _Machine:
     def _put_items(self, items: list[Any], at: int) -> int:
         target, pairs = self._stack[-1], iter(items)
         if type(target) is not dict and type(target) is not OrderedDict:
-            raise ValueError("it puts items into what is no dict")
+            raise ValueError("it puts items into a value that is not a dict")
         for name, value in zip(pairs, pairs, strict=True):
             target[name if type(name) is str else self.key(name)] = value
         return at
@@ -285,12 +287,12 @@ class _Machine:
         items = self._marked()
         target = self._stack[-1]
         if type(target) is not set:
-            raise ValueError("it adds items to what is no set")
+            raise ValueError("it adds items to a value that is not a set")
         target.update(map(self.key, items))
         return at
 
     def key(self, value: Any, depth: int = _KEY_DEPTH_MAX) -> Any:
-        """The value, if to hash and to compare it takes a bounded time."""
+        """Returns the value; raises ValueError if hashing and comparing it takes unbounded time."""
         kind = type(value)
         if kind in self._records:
             parts: Collection[Any] = vars(value).values()
@@ -321,7 +323,7 @@ class _Machine:
     def _stack_global(self, at: int) -> int:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise ValueError("the name of a global is no text")
+            raise ValueError("the name of a global is not text")
         return self._push_found(module, name, at)
 
     def _push_found(self, module: str, name: str, at: int) -> int:
@@ -334,9 +336,9 @@ class _Machine:
     def _reduce(self, at: int) -> int:
         arguments, called = self._stack.pop(), self._stack.pop()
         if type(called) is not Callee:
-            raise Refused("a call of what is no function or class that it may call")
+            raise Refused("a call of something that may not be called")
         if type(arguments) is not tuple:
-            raise ValueError("arguments are no tuple")
+            raise ValueError("the arguments of a call are not a tuple")
         for argument in arguments:
             if hasattr(argument, "__len__"):
                 self._copies(len(argument))
@@ -349,7 +351,7 @@ class _Machine:
     def _new(self, at: int) -> int:
         arguments, named = self._stack.pop(), self._stack.pop()
         if type(named) is not Record:
-            raise Refused("an instance of what is no class that it may have instances of")
+            raise Refused("an instance of something that may have no instances")
         if arguments != ():
             raise ValueError(f"a {named.kind.__name__} is made with arguments")
         self._stack.append(object.__new__(named.kind))
@@ -366,11 +368,11 @@ class _Machine:
             record.take(target, state)
             return at
         if type(state) is not dict:
-            raise ValueError(f"the attributes of a {type(target).__name__} are no dict")
+            raise ValueError(f"the attributes of a {type(target).__name__} are not a dict")
         self._copies(len(state))
         for name in state:
             if type(name) is not str:
-                raise ValueError(f"an attribute of a {type(target).__name__} has no name")
+                raise ValueError(f"an attribute's name in a {type(target).__name__} is not text")
         target.__dict__.update(state)
         return at
 
@@ -406,7 +408,7 @@ class _Machine:
 
     def _frame(self, at: int) -> int:
         if _u64(self._content, at)[0] > len(self._content) - at - 8:
-            raise ValueError("a frame is longer than what follows")
+            raise ValueError("a frame is longer than the bytes that follow")
         return at + 8
 
 

@@ -235,7 +235,7 @@ def _check_pieces(index: Any) -> None:
         nbytes_of(piece["dtype"], shape, key)
         nbytes = nbytes_of(piece["dtype"], size, key)
         if not is_numbers(offset) or not len(offset) == len(size) == len(shape):
-            raise ValueError(f"a piece of {shown(key)} has more or fewer dimensions than that has")
+            raise ValueError(f"a piece of {shown(key)} and the tensor differ in their dimensions")
         if any(o + s > end for o, s, end in zip(offset, size, shape, strict=True)):
             raise ValueError(f"a piece of {shown(key)} is not inside its tensor")
         extents.append((piece["at"], nbytes, key))

@@ -1,8 +1,6 @@
-"""The torch zip format: what torch.save would write, laid out before it is written, plus block
-checksums.
+"""The torch zip format: what torch.save would write, laid out beforehand, plus block checksums.
 
-Responsible for the bytes of the file (docs/format.md). It knows the records that torch expects and
-the zip format; it must not know files, threads or staging.
+Responsible for the bytes of the file (docs/format.md). It must not know files, threads or staging.
 """
 
 from __future__ import annotations
@@ -32,12 +30,11 @@ RECORD = ".data/fastckpt"
 TORCH_ALIGNMENT = 64
 PADDING_SHARE_MAX = 0.01
 
-# What the alignment padding of the first local header of every file of ours opens with.
+# In every file of ours, the first local header's alignment padding begins with this.
 MARK = b"fastckpt1"
 HEAD_BYTES = 128
 
-# The comment of the end record: version, first byte and CRC-32 of the tail, the CRC's own digits
-# excluded.
+# The end record's comment: version, offset of the tail, CRC-32 of the tail but for these digits.
 _COMMENT = re.compile(rb"fastckpt (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
 _COMMENT_BYTES = len(f"fastckpt {1:02d} {0:016x} {0:08x}")
 _CRC_DIGITS = 8
@@ -48,7 +45,7 @@ HEADER_BYTES_MAX = 2 * PAGE_BYTES
 
 @cache
 def container_version() -> bytes:
-    """The content of torch's `version` record, taken from a file stock torch makes."""
+    """Returns the content of torch's `version` record, from a file that stock torch makes."""
     buffer = io.BytesIO()
     torch_save(None, buffer)
     with zipfile.ZipFile(buffer) as archive:
@@ -56,7 +53,7 @@ def container_version() -> bytes:
 
 
 def _end_offset(records: Iterable[tuple[str, Any]], alignment: int) -> int:
-    """Returns where the last record ends if all are aligned so."""
+    """Returns where the last record ends if all have this alignment."""
     offset = 0
     for name, content in records:
         full_name = f"{ARCHIVE}/{name}".encode()
@@ -65,12 +62,10 @@ def _end_offset(records: Iterable[tuple[str, Any]], alignment: int) -> int:
 
 
 def _choose_alignment(records: Sequence[tuple[str, Any]]) -> int:
-    """One alignment for the whole file: the user's, else 4096 where that costs under 1%, else
-    torch's 64.
-    """
+    """Returns the file's alignment: the user's, else 4096 if that costs under 1%, else 64."""
     recorded = [content for name, content in records if name == ".storage_alignment"]
     if not recorded:
-        # This torch cannot record another one, and readers of its files compute offsets from 64.
+        # This torch cannot record an alignment, and readers of its files compute offsets from 64.
         return TORCH_ALIGNMENT
     chosen = int(recorded[0])
     if chosen != TORCH_ALIGNMENT:
@@ -88,7 +83,7 @@ def layout(captured: Capture) -> Image:
         if name == ".storage_alignment":
             content = str(alignment).encode()
         builder.add(name, content)
-    # torch's container writer adds what the pickling side was told to leave out.
+    # If pickling was told to leave this record out, torch's container writer adds it.
     has_byteorder = any(name == "byteorder" for name, _ in captured.records)
     return builder.finish([] if has_byteorder else [(b"byteorder", sys.byteorder.encode())])
 
@@ -97,8 +92,8 @@ def layout_shared(arrangement: Arrangement) -> tuple[Image, int]:
     """Lays records out as one torch zip that several ranks write.
 
     Returns:
-        The image, and how many bytes of its body, from the beginning, are the first rank's to
-            write. On other ranks than the first only the body means something.
+        The image, whose tail counts on the first rank only, and how many bytes at the body's
+            beginning the first rank has to write.
     """
     builder = _Builder(PAGE_BYTES)
     for name, content in arrangement.front:
@@ -124,19 +119,18 @@ def layout_shared(arrangement: Arrangement) -> tuple[Image, int]:
 
 
 class _Builder:
-    """The state of one layout(): header bytes gathered so far, and what refers to them."""
+    """The state of one layout(): the headers so far, and what refers to them."""
 
     def __init__(self, alignment: int) -> None:
         self.alignment = alignment
         self.offset = 0
         self.headers = bytearray()
-        # Segments in order: a storage, or a range of self.headers, whose address is known at the
-        # end.
+        # Segments in order: a storage, or a range of self.headers, which moves while it grows.
         self.parts: list[torch.UntypedStorage | tuple[int, int]] = []
         self.header_begin = 0
         self.slots: list[tuple[int, int]] = []
         self.central: list[bytes] = []
-        # Central headers that wait for a CRC: number of the entry, in the order of the slots.
+        # Numbers of the central headers that wait for a CRC, in the order of the slots.
         self.awaiting: list[int] = []
 
     def add(self, name: str, content: bytes | torch.UntypedStorage) -> None:
@@ -149,7 +143,7 @@ class _Builder:
             self._close_header()
             self.parts.append(content)
             self.offset += nbytes
-            self.slots.append((self.offset + 4, len(self.parts) - 1))
+            self.slots.append((self.offset + zip_records.DESCRIPTOR_CRC_AT, len(self.parts) - 1))
             self.awaiting.append(len(self.central))
         elif nbytes:
             assert isinstance(content, bytes)
@@ -170,8 +164,7 @@ class _Builder:
     def finish(self, closing: Sequence[tuple[bytes, bytes | bytearray]]) -> Image:
         record_offset = self.offset
         name = f"{ARCHIVE}/{RECORD}".encode()
-        # The checksum record's data begins the tail: aligned to a page whatever the records'
-        # alignment.
+        # The checksum record's data is where the tail begins, so it is always aligned to a page.
         mark = MARK if record_offset == 0 else b""
         self._put(zip_records.local_header(name, record_offset, 1, PAGE_BYTES, mark))
         self._close_header()
@@ -192,7 +185,7 @@ class _Builder:
 
 
 class _Tail:
-    """Everything behind the body: checksum record, torch's closing records, zip directory."""
+    """The bytes behind the body: checksum record, torch's closing records, zip directory."""
 
     def __init__(
         self,
@@ -221,7 +214,7 @@ class _Tail:
         return tail
 
     def _opening(self, block_crcs: Sequence[int]) -> tuple[bytes, bytes]:
-        """The checksum record from its data on, and its entry in the directory."""
+        """Returns the checksum record from its data on, and its entry in the directory."""
         checksums = {
             "version": VERSION,
             "body_bytes": self.body_nbytes,
@@ -235,7 +228,7 @@ class _Tail:
         return content + zip_records.descriptor(self.record_offset, len(content), crc), entry
 
     def _joined(self, block_crcs: Sequence[int], central: Sequence[bytes]) -> bytes:
-        """All but its own checksum."""
+        """Returns the tail without its own checksum."""
         opening, entry = self._opening(block_crcs)
         parts, entries = [opening], [*central, entry]
         offset = self.body_nbytes + len(opening)
@@ -265,7 +258,7 @@ class _Tail:
 
 
 def whole_record(short: bytes, data: bytes | bytearray, offset: int) -> tuple[bytes, bytes]:
-    """A whole record at an offset, and its entry in the directory."""
+    """Returns a record for this offset, and its entry in the directory."""
     name, crc = ARCHIVE.encode() + b"/" + short, zlib.crc32(data)
     header = zip_records.local_header(name, offset, len(data), TORCH_ALIGNMENT)
     entry = zip_records.central_header(name, offset, len(data), crc)
@@ -273,16 +266,12 @@ def whole_record(short: bytes, data: bytes | bytearray, offset: int) -> tuple[by
 
 
 def _identity(crc: int) -> bytes:
-    """torch's serialization id is 40 digits that depend on the content; ours on the checksums of
-    it.
-    """
+    """Returns 40 digits as torch's serialization id; they depend on the content's checksums."""
     return f"{zlib.crc32(RECORD.encode()):020d}{crc:020d}".encode()
 
 
 def validate(checksums: Any, body_nbytes: int) -> None:
-    """The one check of the checksum record, by writer and reader. Raises ValueError saying what is
-    wrong.
-    """
+    """Raises ValueError unless this is a checksum record: the one check of writers and readers."""
     if not isinstance(checksums, dict):
         raise ValueError("the checksum record is not an object")
     expected = {"version": int, "body_bytes": int, "block_bytes": int, "crc32": str}
@@ -290,7 +279,7 @@ def validate(checksums: Any, body_nbytes: int) -> None:
         if type(checksums.get(key)) is not kind:
             raise ValueError(f"the checksum record has no {kind.__name__} {key!r}")
     if checksums["version"] != VERSION:
-        raise ValueError(f"version is {checksums['version']}")
+        raise ValueError(f"version is {checksums['version']}, not {VERSION}")
     block_bytes = checksums["block_bytes"]
     check_block_bytes(block_bytes)
     if checksums["body_bytes"] != body_nbytes or body_nbytes <= 0 or body_nbytes % PAGE_BYTES:
@@ -303,19 +292,17 @@ def validate(checksums: Any, body_nbytes: int) -> None:
 
 
 def ends_body(before: bytes) -> bool:
-    """Whether these bytes before a tail, HEADER_BYTES_MAX, hold the checksum record's header."""
+    """Tells whether the HEADER_BYTES_MAX bytes before a tail hold the checksum record's header."""
     return f"{ARCHIVE}/{RECORD}".encode() in before
 
 
 def is_marked(head: bytes) -> bool:
-    """Whether a file that begins so (HEAD_BYTES or more) was begun by fastckpt."""
+    """Tells whether fastckpt made the file with this head, of HEAD_BYTES or more."""
     return zip_records.opening_padding(head).startswith(MARK)
 
 
 def tail_offset(end: bytes, nbytes: int) -> int | None:
-    """Where the tail of a file of nbytes begins, from its last bytes; None if fastckpt did not end
-    it.
-    """
+    """Returns where the tail of a file of nbytes begins; None if its end is not fastckpt's."""
     match = _COMMENT.search(end)
     if match is None:
         return None
@@ -324,15 +311,16 @@ def tail_offset(end: bytes, nbytes: int) -> int | None:
 
 
 def parse(tail: bytes, body_nbytes: int) -> Index:
-    """Verifies a file's tail, which begins at body_nbytes, and returns how to verify the rest.
+    """Verifies a file's tail, which begins at body_nbytes, and returns how to verify the body.
 
     Raises:
-        CorruptCheckpoint: the tail is damaged. IncompatibleCheckpoint: a newer format.
+        CorruptCheckpoint: the tail is damaged.
+        IncompatibleCheckpoint: a newer fastckpt wrote it.
     """
     comment = _COMMENT.search(tail)
     if comment is None or zlib.crc32(tail[:-_CRC_DIGITS]) != int(comment[3], 16):
         raise CorruptCheckpoint("its closing records (checksums and zip directory) are damaged")
-    _check_version(int(comment[1]))  # judged only now: a damaged digit is damage
+    _check_version(int(comment[1]))  # after the checksum: a damaged digit is damage
     try:
         checksums, _ = json.JSONDecoder().raw_decode(tail[: _json_end(tail)].decode())
         if isinstance(checksums, dict):
@@ -348,7 +336,7 @@ def parse(tail: bytes, body_nbytes: int) -> Index:
 
 
 def closing_crc(tail: bytes | bytearray) -> int:
-    """The CRC-32 in the closing comment of a tail: with the size it tells one file from another."""
+    """Returns the CRC-32 in a tail's comment, which with the size tells one file from another."""
     return int(tail[-_CRC_DIGITS:], 16)
 
 
