@@ -1,8 +1,7 @@
-"""Objects go through torch's pickler here, into records of a torch zip, tensors by reference.
+"""torch's pickler turns objects into records of a torch zip, with tensors by reference.
 
-Responsible for the only private entry point of torch that saving needs, for noting which tensors
-were met, and for what torch makes of such records once they are verified. It must not know the
-bytes of a file.
+Responsible for the one private function of torch that saving needs, for noting which tensors it
+meets, and for unpickling verified records. It must not know the bytes of a file.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.serialization import location_tag
 
 from fastckpt.errors import CorruptCheckpoint
 
-# Bound here once: a program may put fastckpt.save and fastckpt.load in their places.
+# Bound once, here: a program may put fastckpt.save and fastckpt.load in their places.
 torch_save, torch_load = torch.save, torch.load
 
 SMALL_BYTES = 64 << 10
@@ -40,15 +39,14 @@ class SkipData(Exception):
 
 @dataclass
 class Capture:
-    """A capture holds what torch's pickler made of an object: the records of the zip, in order.
+    """The records of a zip that torch's pickler made of an object, in order.
 
     Attributes:
-        records: name and content; content is bytes, or a storage that the record is copied from.
-        tensors: the tensors met while pickling and their version counters at that moment.
-        copies_small: take the content of storages up to SMALL_BYTES now: as bytes, or as a storage
-            of the same device.
-        readable: types of devices whose storages stay what they are; torch copies others to the
-            CPU.
+        copies_small: whether storages up to SMALL_BYTES are copied now, to bytes on the CPU or to
+            a storage on the same device.
+        readable: types of devices whose storages are kept; torch copies others to the CPU.
+        records: name and content: bytes, or a storage that the record is copied from.
+        tensors: the tensors met while pickling, with their version counters at that moment.
     """
 
     copies_small: bool = False
@@ -58,8 +56,8 @@ class Capture:
     tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Storages by the name of their record, noted before the first record is written; where one
-        # is on a device, torch is kept from copying it by being told to leave out all contents,
+        # Storages by the names of their records, noted before the first record is written. If one
+        # is on a device, torch would copy it to the host: it is told to leave out all contents,
         # which then come from here.
         self.met: dict[str, torch.UntypedStorage] = {}
         self._leaving_out = ExitStack()
@@ -67,7 +65,7 @@ class Capture:
         self.uncounted: list[torch.Tensor] = []  # tensors met that have no version counter
         self._of_tensors: set[int] | None = None
 
-    # torch.serialization._save calls these; the content arrives as str, bytes or storage.
+    # torch.serialization._save calls write_record() and, without contents, write_record_metadata().
     def write_record(self, name: str, content: Any, nbytes: int) -> None:
         if name == "data.pkl" and self._on_devices() and not _skips_data():
             self._leaving_out.enter_context(torch.serialization.skip_data())
@@ -80,11 +78,11 @@ class Capture:
         self.records.append((name, content))
 
     def _lasting(self, storage: torch.UntypedStorage) -> bytes | torch.UntypedStorage:
-        """The storage if it may be read late, else a copy of it."""
+        """Returns the storage if it may be read later, else a copy of it."""
         if self._of_tensors is None:
             tensors = [*(tensor for tensor, _ in self.tensors), *self.uncounted]
             self._of_tensors = set(map(_identity, tensors))
-        # Nobody counts the changes of a storage that stands in the object as such.
+        # torch counts no changes of a storage that the object holds without a tensor.
         if storage.nbytes() <= SMALL_BYTES or storage._cdata not in self._of_tensors:
             return _copied(storage)
         return storage
@@ -102,18 +100,18 @@ class Capture:
         return bool(types & self.readable - _CPU)
 
     def finish(self) -> None:
-        """Takes back what torch was told."""
+        """Lets torch copy contents again, and drops what only pickling needs."""
         self._leaving_out.close()
         self.met.clear()
         self.uncounted.clear()
 
     def storages(self) -> Iterator[torch.UntypedStorage]:
-        """Those of the records that are not bytes."""
+        """Returns the storages among the records' contents."""
         return (content for _, content in self.records if isinstance(content, torch.UntypedStorage))
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """A number that names a tensor's storage; 0 for a tensor without one of its own."""
+    """Returns a number that stands for a tensor's storage; 0 if it has none of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -130,7 +128,7 @@ def _copied(storage: torch.UntypedStorage) -> bytes | torch.UntypedStorage:
 
 
 def _skips_data() -> bool:
-    """Whether the user has entered torch.serialization.skip_data()."""
+    """Tells whether the user has entered torch.serialization.skip_data()."""
     state = getattr(torch.serialization, "_serialization_tls", None)
     return bool(getattr(state, "skip_data", False))
 
@@ -143,19 +141,18 @@ def capture(
     observe_tensors: bool,
     readable: frozenset[str] = _CPU,
 ) -> Capture:
-    """Pickles obj as torch.save does and notes which storages it consists of; copies no tensor of
-    a readable device.
+    """Pickles obj as torch.save does, and notes its storages without copying readable ones.
 
     Args:
-        obj, pickle_module, pickle_protocol, disable_byteorder_record: as torch.save's arguments.
-        observe_tensors: for a save that goes on while training does: also note every tensor and its
-            version counter, and copy what is small, such as the buffers a forward pass updates, and
-            storages that belong to no tensor.
+        obj, pickle_module, pickle_protocol, disable_byteorder_record: torch.save's arguments.
+        observe_tensors: whether training goes on before all is copied. If so, each tensor and its
+            version counter are noted, and small storages, such as buffers that a forward pass
+            updates, and storages that belong to no tensor are copied.
         readable: types of devices whose storages stay where they are.
 
     Raises:
         SkipData: torch.serialization.skip_data() is active.
-        Exception: whatever torch.save raises for an object that cannot be pickled.
+        Exception: the error that torch.save raises for an object that cannot be pickled.
     """
     captured = Capture(copies_small=observe_tensors, readable=readable)
     save = getattr(torch.serialization, "_save", None)
@@ -163,11 +160,11 @@ def capture(
         return _capture_by_copy(obj, pickle_module, pickle_protocol)
     met = captured.met if readable - _CPU else None
     module = _Shim(pickle_module, captured if observe_tensors else None, met)
-    # Pickling makes many objects and no garbage in circles: collecting in the midst of it would
-    # only add to the stall, by as much as the rest of the program has objects.
+    # Pickling makes many objects but no cycles: a garbage collection in the midst of it would only
+    # lengthen the stall, in proportion to the objects of the whole program.
     collecting = gc.isenabled()
     try:
-        gc.disable()  # in here: a signal handler may raise as soon as it has returned
+        gc.disable()  # inside of the try: a signal handler may raise as soon as this has returned
         save(obj, captured, module, pickle_protocol, disable_byteorder_record)
     finally:
         try:
@@ -193,7 +190,7 @@ _REBUILD: Any = getattr(torch._utils, "_rebuild_tensor_v2", None)
 
 
 def _storage_types() -> dict[torch.dtype, tuple[Any, int]]:
-    """The class by which torch names a storage of each dtype, and the bytes of an element."""
+    """Returns, by dtype, the class by which torch names a storage, and an element's bytes."""
     names = "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 bool"
     make: Any = torch.storage.TypedStorage
     found: dict[torch.dtype, tuple[Any, int]] = {}
@@ -204,9 +201,7 @@ def _storage_types() -> dict[torch.dtype, tuple[Any, int]]:
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """Returns what Tensor.__reduce_ex__ says of a plain tensor, but sooner; NotImplemented for
-    any other tensor.
-    """
+    """Returns what a plain tensor's __reduce_ex__ does, but faster; for others NotImplemented."""
     if (
         tensor.layout is not torch.strided
         or tensor.dtype not in _STORAGE_TYPES
@@ -224,7 +219,7 @@ def _reduced(tensor: torch.Tensor) -> Any:
 
 
 def _is_as_torch_says() -> bool:
-    """Whether _reduced() says what this torch does, of a tensor that has all there is to say."""
+    """Tells whether _reduced() agrees with this torch, on a tensor with all that it tells."""
     probe = torch.zeros(6, device="cpu").as_strided((2, 2), (1, 2), 1).requires_grad_()
     try:
         rebuild, (typed, *values) = probe.__reduce_ex__(2)  # type: ignore[no-untyped-call]
@@ -234,7 +229,7 @@ def _is_as_torch_says() -> bool:
         nbytes, number = stored.storage.nbytes(), stored.storage._cdata
         same = said == (storage_type.__name__, nbytes // size, number)
         return same and rebuild is _rebuild and values == ours
-    except Exception:  # as this torch is unlike those known, it goes its own way
+    except Exception:  # this torch is unlike those known: its own code is used
         return False
 
 
@@ -246,7 +241,7 @@ _KNOWN = _is_as_torch_says()
 
 
 def _typed(stored: _Stored) -> Any:
-    """The TypedStorage that torch would have made."""
+    """Returns the TypedStorage that torch would have made."""
     typed: Any = torch.storage.TypedStorage
     return typed(wrap_storage=stored.storage, dtype=stored.dtype, _internal=True)
 
@@ -258,7 +253,7 @@ class _Tables:
         persistent_id: the method of torch's pickler, which refers to them.
 
     Raises:
-        KeyError: they are not where they are known to be.
+        KeyError: this torch keeps them elsewhere.
     """
 
     def __init__(self, persistent_id: Any) -> None:
@@ -268,9 +263,7 @@ class _Tables:
         self._dtypes: dict[int, torch.dtype] = inner["storage_dtypes"]
 
     def name(self, stored: _Stored) -> Any:
-        """Returns what torch's persistent_id says of a storage, noted as it does; None where it has
-        an objection.
-        """
+        """Returns what torch's persistent_id does, and notes the storage; None if torch objects."""
         storage, dtype = stored.storage, stored.dtype
         address = storage.data_ptr()
         if address and self._dtypes.setdefault(address, dtype) != dtype:
@@ -296,21 +289,21 @@ _NO_HOOKS = OrderedDict, ()
 
 
 def _has_version(tensor: torch.Tensor) -> bool:
-    """Lazy parameters have no data yet, and inference tensors no version counter."""
+    """Returns False for lazy parameters, which have no data yet, and for inference tensors."""
     return not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference()
 
 
 def pickles(value: object, wanted: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
-    """A wanted tensor that pickling a value would come to, wherever in it; None if there is none.
+    """Returns a wanted tensor that pickling a value would reach, at any depth, or None.
 
-    Goes through everything that pickle does, and keeps nothing of it. What cannot be pickled is
-    left to whoever pickles it.
+    It visits all that pickle does and keeps nothing. A value that cannot be pickled is no error:
+    whoever pickles it will find out.
     """
     search = _Search(wanted)
     try:
         search.dump(value)
     except Exception:
-        pass  # it has ended early, as pickling will: by an error of its own, or at what was found
+        pass  # the search has found a tensor, or has met an error that pickling will meet, too
     return search.found
 
 
@@ -318,7 +311,7 @@ class _Search(pickle.Pickler):
     """A pickler that writes nothing and stops at the first tensor that is wanted."""
 
     def __init__(self, wanted: Callable[[torch.Tensor], bool]) -> None:
-        # Out of band: arrays are neither looked into nor copied.
+        # With a buffer_callback, arrays stay out of band: they are neither visited nor copied.
         super().__init__(_Nowhere(), protocol=5, buffer_callback=lambda _buffer: None)
         self._wanted = wanted
         self.found: torch.Tensor | None = None
@@ -355,11 +348,11 @@ class _Shim:
 
         class Pickler(base):  # type: ignore[misc]
             # torch derives from this class and defines persistent_id, which pickle calls for every
-            # object, some twenty for each tensor: that is 40% of a save's pickling without this.
+            # object, some twenty for each tensor: without this, that is 40% of the pickling.
             def __init_subclass__(cls) -> None:
                 persistent_id = cls.persistent_id
                 of_torch.append(persistent_id)
-                with suppress(AttributeError, KeyError, ValueError):  # another torch: it names all
+                with suppress(AttributeError, KeyError, ValueError):  # an unknown torch names all
                     tables.append(_Tables(persistent_id))
 
                 def filtered(self: Any, obj: object) -> Any:
@@ -384,7 +377,7 @@ class _Shim:
             return
         noted = [] if observer is None else observer.tensors
         uncounted = [] if observer is None else observer.uncounted
-        observes = observer is not None  # the class below is part of a circle: it refers to no more
+        observes = observer is not None  # the class below is in a cycle: it must not hold observer
 
         def note(self: Any, obj: object) -> Any:
             if isinstance(obj, torch.Tensor):
@@ -397,14 +390,14 @@ class _Shim:
                 if knows and tables and type(obj) is torch.Tensor:
                     return _reduced(obj)
             elif knows and type(obj) is OrderedDict and not obj and not obj.__dict__:
-                return _NO_HOOKS  # which each tensor has
+                return _NO_HOOKS  # every tensor has this one
             return NotImplemented if inherited is None else inherited(self, obj)
 
         Pickler.reducer_override = note
 
     def forget(self) -> None:
-        """Lets go of the storages, to which torch's class refers: a class is part of a circle, and
-        older torch (2.9 is) leaves both to the garbage collector.
+        """Lets go of the storages that torch's class refers to: a class is part of a cycle, and
+        older torch, such as 2.9, leaves both to the garbage collector.
         """
         self._tables.clear()
         for function in self._of_torch:
@@ -413,7 +406,7 @@ class _Shim:
 
 
 def _capture_by_copy(obj: object, pickle_module: Any, pickle_protocol: int) -> Capture:
-    """The slow way to the same records: torch.save to memory and read the zip back."""
+    """Makes the same records more slowly: torch.save writes a zip to memory, which is read back."""
     buffer = io.BytesIO()
     torch_save(obj, buffer, pickle_module, pickle_protocol)
     captured = Capture()
@@ -436,9 +429,9 @@ def unpickled(
         how: tells in messages how to read with weights_only=False.
 
     Raises:
-        CorruptCheckpoint: they are not what torch.save writes.
-        MemoryError, RuntimeError: there is no memory for what they hold.
-        pickle.UnpicklingError: weights_only, and they hold more than that allows.
+        CorruptCheckpoint: the bytes are not what torch.save writes.
+        MemoryError, RuntimeError: there is not enough memory for what they hold.
+        pickle.UnpicklingError: they hold more than weights_only=True allows.
     """
     try:
         return torch_load(source, map_location="cpu", weights_only=weights_only)
@@ -450,12 +443,12 @@ def unpickled(
         said = str(error).splitlines() or [""]
         reason = next((line for line in said if "WeightsUnpickler" in line), said[0]).strip()
         raise pickle.UnpicklingError(
-            f"{what}: there are objects among it that only weights_only=False gives back, which "
-            f"runs code that the file names: if you trust whoever wrote it, {how}. "
+            f"{what}: some of the objects need weights_only=False, which runs code that the file "
+            f"names: if you trust whoever wrote it, {how}. "
             f"torch says: {reason}"
         ) from None
     except Exception as error:
-        # Without weights_only it may be code that the file names which fails.
+        # Without weights_only, code that the file names may have failed: that is not damage.
         if (not weights_only and "PytorchStreamReader" not in str(error)) or "alloc" in str(error):
             raise
-        raise CorruptCheckpoint(f"{what}: not what torch.save writes: {error}") from None
+        raise CorruptCheckpoint(f"{what}: these bytes are not from torch.save: {error}") from None
