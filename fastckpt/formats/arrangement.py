@@ -41,7 +41,6 @@ class Arrangement:
 
 
 def nbytes_of(content: bytes | torch.UntypedStorage) -> int:
-    """Returns the size of a record's content."""
     return content.nbytes() if isinstance(content, torch.UntypedStorage) else len(content)
 
 

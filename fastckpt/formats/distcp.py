@@ -84,8 +84,6 @@ class _NoData:
 
 
 class _TensorPickler(pickle.Pickler):
-    """Pickles a tensor as torch.save does."""
-
     def __init__(self, file: io.BytesIO, storage: tuple[object, ...]) -> None:
         super().__init__(file, protocol=2)
         self._storage = storage

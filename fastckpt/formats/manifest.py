@@ -309,9 +309,8 @@ def key_hash(key: str) -> int:
 
 
 def may_have_values(writers: Sequence[Writer], rank: int) -> list[Writer]:
-    """Returns the writers whose file may hold a rank's values, likely ones first.
-
-    These are the rank itself, or else those that may have gathered its shard.
+    """Returns the writers whose file may hold a rank's values, likely ones first: the rank itself,
+    or else those that may have gathered its shard.
     """
     own = [writer for writer in writers if writer.rank == rank]
     if own:

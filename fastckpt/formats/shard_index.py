@@ -269,7 +269,6 @@ def check_version(written: object, form: str, version: int) -> None:
 
 
 def check_nonce(nonce: str) -> None:
-    """Raises ValueError unless this is a nonce."""
     if _NONCE.fullmatch(nonce) is None:
         raise ValueError(f"nonce {shown(nonce)} is not 16 to 64 hex digits")
 
@@ -281,7 +280,6 @@ def check_file_name(name: str) -> None:
 
 
 def crc_digits(crc: int) -> str:
-    """Returns a CRC-32 as it stands in the JSON."""
     return f"{crc:08x}"
 
 
@@ -294,20 +292,15 @@ def lines(written: dict[str, Any]) -> bytes:
 
 
 def shard_name(rank: int, codec: str | None) -> str:
-    """Returns the name of a writer's safetensors file."""
     return f"rank-{rank:05d}.safetensors" + (".zst" if codec == "zstd" else "")
 
 
 def index_name(rank: int) -> str:
-    """Returns the name of a writer's index."""
     return f"rank-{rank:05d}.json"
 
 
 def per_rank_key(rank: int) -> str:
-    """Returns the key of the values of a rank whose shard another rank wrote.
-
-    No tensor has such a key: in tensors' keys, a digit follows each `~`.
-    """
+    """Returns the key of a gathered rank's values; in tensors' keys, a digit follows each `~`."""
     return f"{_PER_RANK_OF}{rank}"
 
 

@@ -296,8 +296,7 @@ def _has_version(tensor: torch.Tensor) -> bool:
 def pickles(value: object, wanted: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
     """Returns a wanted tensor that pickling a value would reach, at any depth, or None.
 
-    It visits all that pickle does and keeps nothing. A value that cannot be pickled is no error:
-    whoever pickles it will find out.
+    It keeps nothing of what it visits. An error of pickling ends the search and is not raised.
     """
     search = _Search(wanted)
     try:

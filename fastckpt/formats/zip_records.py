@@ -111,12 +111,10 @@ def end_offset(name: bytes, offset: int, nbytes: int, alignment: int) -> int:
 
 
 def crc_of(central: bytes) -> int:
-    """Returns the CRC-32 in a central header."""
     return int.from_bytes(central[CRC_AT : CRC_AT + 4], "little")
 
 
 def with_crc(central: bytes, crc: int) -> bytes:
-    """Returns a central header with its CRC-32 replaced."""
     return central[:CRC_AT] + struct.pack("<I", crc) + central[CRC_AT + 4 :]
 
 
@@ -169,7 +167,7 @@ def _entries(data: bytes, end: int) -> Iterator[Entry]:
 
 
 def opening_padding(head: bytes) -> bytes:
-    """Returns the padding in a file's first local header, as far as head holds it, or b""."""
+    """Returns the padding in a file's first local header, as far as head holds it."""
     if len(head) < _LOCAL.size or head[:4] != b"PK\x03\x04":
         return b""
     fields = _LOCAL.unpack_from(head)

@@ -281,7 +281,6 @@ def span(box: Box, shape: Sequence[int]) -> tuple[float, float]:
 def _check_coordinate(
     mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[int | None]
 ) -> None:
-    """Raises ValueError unless coordinate and placements fit the mesh."""
     if not len(mesh_shape) == len(coordinate) == len(placements):
         raise ValueError(
             f"a mesh of shape {tuple(mesh_shape)} needs as many coordinates and placements as it"

@@ -59,7 +59,6 @@ class Image:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file in bytes."""
         return self.body_nbytes + self.tail_nbytes
 
     @classmethod
@@ -69,7 +68,6 @@ class Image:
 
     @classmethod
     def of_bytes(cls, content: bytearray) -> Image:
-        """Returns the image of exactly these bytes."""
         image = cls.tailless(content)
         image.append(address_of(content), len(content))
         return image
@@ -83,12 +81,10 @@ class Image:
         return number
 
     def rows(self) -> Iterator[Segment]:
-        """Returns the segments as tuples."""
         columns = iter(self.segments)
         return (Segment(*row) for row in zip(columns, columns, columns, strict=True))
 
     def slot_rows(self) -> Iterator[Slot]:
-        """Returns the slots as tuples."""
         columns = iter(self.slots)
         return (Slot(*row) for row in zip(columns, columns, strict=True))
 
