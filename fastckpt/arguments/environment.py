@@ -1,4 +1,4 @@
-"""The environment variables that are read: the user's staging budget, and a launcher's job.
+"""The environment variables that are read: the user's staging budget, and a launcher's ranks.
 
 No other module reads any. It must not know what is done with their values.
 """

@@ -1,1 +1,1 @@
-"""Formats: each module lays out one as an Image and parses its bytes; none opens files."""
+"""Formats: a module for each lays it out as an Image and parses its bytes; none opens files."""

@@ -285,7 +285,7 @@ def _validate_writer(writer: Any) -> None:
         keys = _unpacked(writer["keys"])
         if len(keys) > KEYS_MAX or any(a >= b for a, b in pairwise(keys)):
             raise ValueError(
-                f"keys are {len(keys)}: they must be ascending, and at most {KEYS_MAX}"
+                f"there are {len(keys)} keys; they must be ascending, and at most {KEYS_MAX}"
             )
 
 

@@ -118,7 +118,7 @@ class _Machine:
     def _span(self, begin: int, nbytes: int) -> bytes:
         part = self._content[begin : begin + nbytes]
         if len(part) != nbytes:
-            raise ValueError(f"it ends before the {nbytes} bytes from {begin} on do")
+            raise ValueError(f"it claims {nbytes} bytes from {begin} on, which is more than it has")
         return part
 
     def _copies(self, count: int) -> None:
