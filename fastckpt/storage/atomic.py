@@ -1,7 +1,6 @@
-"""Making a written file visible, and removing what dead processes left behind.
-
-Responsible for temporaries and their names, and for the order sync / rename / directory sync. It
-must not know what the file contains or how it was written.
+"""Makes written files and directories visible, and removes what dead processes left behind: the
+names of temporaries, and the order sync, rename, directory sync. It must not know what a file
+contains or how it was written.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _NAME_BYTES_MAX = 150  # leaves room for the suffix below within the 255 bytes o
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 _SUFFIX = re.compile(r"\.(?P<host>[^.]*)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z")
 _numbers = itertools.count()
-# The name, in a hidden directory, of one that had the name which the hidden one is made of.
+# The name that a directory which is being replaced has meanwhile, inside a hidden directory.
 REPLACED = ".replaced"
 _KEPT_OPEN = (errno.EPERM, errno.EBUSY)
 _CLOSED_S, _CLOSED_POLL_S = 0.5, 0.05
@@ -46,7 +45,7 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When the process began, in ticks since boot (proc(5), field 22 of stat); None: it is gone."""
+    """Returns when a process began, in ticks since boot (proc(5), stat, field 22); None if gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return int(file.read().rsplit(")", 1)[1].split()[19])
@@ -55,14 +54,14 @@ def _started(pid: int) -> int | None:
 
 
 def temporary_path(path: str) -> str:
-    """A new name beside path, in the same directory, that tells who owns it."""
+    """Returns a new name in path's directory that says which process owns it."""
     pid = os.getpid()
     suffix = f".{_host()}-{pid}-{_started(pid) or 0}-{next(_numbers)}.tmp"
     return os.path.join(os.path.dirname(path), _prefix(path) + suffix)
 
 
 def temporaries(storage: Storage, path: str) -> list[str]:
-    """Temporaries of saves to path, whoever made them."""
+    """Returns the temporaries of saves to path, whichever process made them."""
     directory = os.path.dirname(path)
     try:
         names = storage.names(directory)
@@ -72,14 +71,14 @@ def temporaries(storage: Storage, path: str) -> list[str]:
 
 
 def temporaries_among(names: Iterable[str], path: str) -> list[str]:
-    """Those of the names in path's directory that are temporaries of saves to it."""
+    """Returns which of the names in path's directory are temporaries of saves to path."""
     prefix = _prefix(path)
     found = ((name, _SUFFIX.search(name)) for name in names)
     return [name for name, match in found if match and name[: match.start()] == prefix]
 
 
 def others_at_work(storage: Storage, path: str) -> list[int]:
-    """Other processes of this host, which live, that are saving to path now: their pids."""
+    """Returns the pids of other live processes of this host that are saving to path."""
     matches = (
         _SUFFIX.search(name)
         for name in temporaries(storage, path)
@@ -95,7 +94,7 @@ def is_of_this_host(temporary: str) -> bool:
 
 
 def is_of_dead(temporary: str) -> bool:
-    """Whether its name says that a process of this host made it which is gone."""
+    """Whether a temporary's name says that a process of this host made it, which is gone."""
     match = _SUFFIX.search(os.path.basename(temporary))
     if match is None or match["host"] != _host():
         return False
@@ -106,16 +105,16 @@ def is_of_dead(temporary: str) -> bool:
 def remove_debris(storage: Storage, path: str) -> list[str]:
     """Removes temporaries of saves to path whose process is surely dead; returns their paths.
 
-    Surely dead: the name says this host, no process with that pid and start time exists, and nobody
-    holds the lock that a writer keeps on its temporary (which also covers other pid namespaces on
-    this host; where a writer keeps none, see claim(), the name alone tells).
+    A process is surely dead if the name says this host, no process has that pid and start time, and
+    nobody locks the temporary. The lock also protects processes in other pid namespaces of this
+    host. Where writers keep no lock (see claim()), the name alone decides.
     """
     directory, prefix = os.path.dirname(path), _prefix(path)
     removed = []
     try:
         names = storage.names(directory)
     except PermissionError:
-        return []  # a directory that may be written to but not listed: debris stays
+        return []  # the directory may be written to but not listed: debris stays
     for name in names:
         match = _SUFFIX.search(name)
         if match is None or name[: match.start()] != prefix or not is_of_dead(name):
@@ -137,19 +136,18 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
 
 
 def claim(storage: Storage, fd: int, path: str) -> None:
-    """Locks what this process has begun to make, open as fd, so that nobody takes it for debris.
+    """Locks a file or directory that this process is making, so that nobody takes it for debris.
 
-    Not where locks are mandatory, for other ranks could not write to it then. There, and where the
-    lock is refused, its name alone tells that it is not: it has the host, the process, and when
-    that began.
+    Where locks are mandatory it takes none, since other ranks could not write to the file then.
+    There, and where the lock is refused, the name alone protects it.
 
     Raises:
-        StorageError: of op "open": the file system does not tell what it is.
+        StorageError: the kind of file system cannot be found out (op "open").
     """
     with reported("open", path):
         is_mandatory = storage.policy(fd)[1].mandatory_locks
     if not is_mandatory:
-        with suppress(OSError):  # the name tells
+        with suppress(OSError):  # the name still says that its process lives
             storage.lock(fd)
 
 
@@ -157,9 +155,10 @@ def claim(storage: Storage, fd: int, path: str) -> None:
 def temporary(
     storage: Storage, path: str, purpose: Purpose | None = None
 ) -> Iterator[tuple[int, str]]:
-    """A new claimed file beside path, as (descriptor, name), which the body writes and renames.
+    """Creates and claims a file beside path, for the body to write and rename.
 
-    The descriptor, and with it the lock, is kept until then. The file is removed if the body fails.
+    Yields its descriptor, which stays open and locked until the body ends, and its name. If the
+    body fails, the file is removed.
 
     Raises:
         StorageError: path is a directory, or its directory is missing, full or not writable.
@@ -171,8 +170,8 @@ def temporary(
             raise IsADirectoryError(errno.EISDIR, "not a regular file")
         remove_debris(storage, path)
         name = temporary_path(path)
-        # Until it is whole nobody else may open what replaces a file that has another owner, group
-        # or mode, and never may all the world write to it. Other ranks have the same owner.
+        # The file replaced may have another owner, group or mode: until the new one has them too,
+        # only this user, as whom all ranks run, may open it.
         mode = NEW_MODE if replaced is None else 0o600
         with _creating(storage, path):
             fd = storage.create(name, mode, purpose)
@@ -180,7 +179,7 @@ def temporary(
         claim(storage, fd, path)
         yield fd, name
     except BaseException:
-        # Closed first: some daemons keep an open file under another name, or refuse to remove it.
+        # Some daemons keep an open file under another name, or refuse to remove it: close first.
         try:
             served = _is_served(storage, fd)
         finally:
@@ -192,8 +191,8 @@ def temporary(
 
 @contextmanager
 def _creating(storage: Storage, path: str) -> Iterator[None]:
-    """Says of a file system that has no such name, as /proc, and whose directory is there, that it
-    makes none.
+    """Explains ENOENT for a new file in a directory that exists: the file system (/proc, for
+    example) creates no files.
     """
     try:
         yield
@@ -206,7 +205,7 @@ def _creating(storage: Storage, path: str) -> Iterator[None]:
 
 
 def _is_served(storage: Storage, fd: int) -> bool:
-    """Whether a daemon serves the file system of a file."""
+    """Whether a FUSE daemon serves a file's file system."""
     try:
         return storage.policy(fd)[0].startswith("fuse")
     except OSError:
@@ -216,17 +215,15 @@ def _is_served(storage: Storage, fd: int) -> bool:
 def _remove_closed(storage: Storage, name: str, served: bool) -> None:
     """Removes a file that was closed just now.
 
-    Args:
-        storage, name: whose file.
-        served: a daemon serves it, which hears of a close(2) later, and may refuse until then, or
-            make the file anew (rclone uploads what is closed, be it empty).
+    If a daemon serves it, this goes on for _CLOSED_S: the daemon hears of the close(2) later. Until
+    then it may refuse, and then create the file anew (rclone uploads even an empty one).
     """
     until = time.monotonic() + _CLOSED_S
     while True:
         try:
             storage.remove(name)
         except OSError as error:
-            # Gone by the rename, or left for the next save to remove: the first error counts.
+            # It was renamed, or the next save removes it; the error that led here counts.
             if not served or error.errno not in (*_KEPT_OPEN, errno.ENOENT):
                 return
         if not served or time.monotonic() >= until:
@@ -235,39 +232,37 @@ def _remove_closed(storage: Storage, name: str, served: bool) -> None:
 
 
 def settle(storage: Storage, fd: int, path: str, durable: bool) -> None:
-    """Makes sure that what was written has arrived: on the device, or else with the file system."""
+    """Makes a file durable, or else only has the file system report errors of earlier writes."""
     with reported("sync" if durable else "flush", path):
         (storage.sync if durable else storage.flush)(fd)
 
 
 def cut(storage: Storage, fd: int, path: str, nbytes: int) -> None:
-    """Gives a file that was written by whole pages its size."""
+    """Cuts a file that was written in whole pages to its size."""
     with reported("truncate", path):
         patiently(storage, fd, lambda: storage.truncate(fd, nbytes))
 
 
 def real_path(path: str) -> str:
-    """Returns where a path leads to."""
+    """Returns the path without symbolic links; a separator at its end stays."""
     real = os.path.realpath(path)
-    # realpath drops the claim to be a directory
     return os.path.join(real, "") if path.endswith(os.sep) else real
 
 
 def check_directory(storage: Storage, path: str) -> None:
-    """Raises StorageError, at once and in the caller's own call, if a file's directory is missing.
-
-    What else prevents a save is found out when its file is opened, in the background.
+    """Raises StorageError if a file's directory is missing, so that save() itself raises it. Other
+    faults show when the file is opened, in the background.
     """
     try:
         is_missing = storage.status(os.path.dirname(path)) is None
-    except OSError:  # it may pass, and opening the file is tried again where that helps
+    except OSError:  # this may pass; opening the file decides
         return
     if is_missing:
         raise StorageError("open", path, errno.ENOENT)
 
 
 def close_quietly(storage: Storage, fd: int) -> None:
-    """Closes a file whose content has settled or no longer matters: no error means a loss."""
+    """Closes a file whose content is settled or no longer matters: an error loses nothing."""
     try:
         storage.close(fd)
     except OSError as error:
@@ -275,9 +270,10 @@ def close_quietly(storage: Storage, fd: int) -> None:
 
 
 def take_permissions(storage: Storage, fd: int, temporary: str, path: str) -> None:
-    """Gives a temporary, open as fd, the permissions of the file it will replace, if there is one.
+    """Gives a temporary, open as fd, the permissions of the file it will replace; if there is none,
+    those that the umask allows a new file.
 
-    Call it when no rank has to open the temporary any more: it may become read-only.
+    The temporary may become read-only, so call this when no rank has to open it any more.
 
     Raises:
         StorageError: of op "open" or "set mode".
@@ -296,26 +292,23 @@ def take_permissions(storage: Storage, fd: int, temporary: str, path: str) -> No
 def publish(
     storage: Storage, temporary: str, path: str, durable: bool, fd: int | None = None
 ) -> int | None:
-    """THE commit: gives the file, whose content is already durable, its final name.
+    """THE commit: renames a temporary, whose content is already durable, to its final name.
+
+    Before the rename every reader sees the old checkpoint, after it the new one. Until the
+    directory is synced, a crash may bring the old one back, whole.
 
     Args:
-        storage, temporary, path: rename one to the other.
-        durable: sync the directory.
-        fd: of the file, if it is open: a server that refuses is then asked again (patiently()).
-
-    After rename every reader sees the new checkpoint, before it the old one. The directory is
-    synced afterwards, for until then a crash may bring the old name's content back: still a whole
-    checkpoint.
+        durable: whether the directory is synced.
+        fd: the temporary, if it is open; a server that refuses is then asked again (patiently()).
 
     Returns:
-        A descriptor that keeps the replaced file, or None. Freeing its blocks takes a file system
-            longer than the commit itself (ext4 that discards them, up to 0.15 s/GiB); it happens at
-            close, which can wait until the commit was told. Always None on a file system that is
-            not local.
+        A descriptor of the replaced file, or None. Closing it frees the file's blocks, which may
+            take longer than the commit itself (up to 0.15 s/GiB on ext4 with discard) and can wait
+            until the result was told. Always None on network file systems.
 
     Raises:
-        StorageError: of op "open directory" or "rename", and nothing has changed; or of op "sync
-            directory", and the error is `visible`.
+        StorageError: op "open directory" or "rename": nothing has changed. Op "sync directory": the
+            error is `visible`.
     """
     with naming_in(storage, [os.path.dirname(path)] if durable else [], path) as make_durable:
         replaced = None if fd is None else _kept(storage, fd, path)
@@ -334,12 +327,11 @@ def publish(
 
 
 def _kept(storage: Storage, fd: int, path: str) -> int | None:
-    """A descriptor of what path names, if the file open as fd is about to replace that on a local
-    file system.
+    """Returns a descriptor of the file that fd's file is about to replace, on local file systems.
 
-    Elsewhere a file that is open cannot be replaced at once. A client of NFS first renames it away,
-    so that for a moment nothing has the name, and for good if the client dies then. A client of
-    CIFS is refused, removes it, is refused until nobody has it open, and then neither is there.
+    Elsewhere an open file cannot be replaced at once. A client of NFS first renames it away, so
+    that nothing has the name for a moment, or for good if the client dies then. A client of CIFS
+    removes it, but the rename is refused until nobody has it open: meanwhile neither is there.
     """
     with reported("open", path):
         if storage.policy(fd)[1].remote:
@@ -347,23 +339,23 @@ def _kept(storage: Storage, fd: int, path: str) -> int | None:
     try:
         return storage.open(path)
     except OSError:
-        return None  # nothing there, or not readable: then rename itself frees the blocks
+        return None  # there is none, or it is not readable: the rename itself frees its blocks
 
 
 @contextmanager
 def naming_in(
     storage: Storage, directories: Collection[str], path: str
 ) -> Iterator[Callable[[], None]]:
-    """Opens the directories in which the body gives a checkpoint its name, before it does so: what
-    can fail without having changed anything fails here.
+    """Opens directories that are to be synced, before the body gives a checkpoint its name: an
+    error here changes nothing.
 
     Args:
-        directories: none, if the name need not be durable.
-        path: the name.
+        directories: those in which names change; none, if the name need not be durable.
+        path: the checkpoint's path, for messages.
 
     Yields:
-        A function for the body to call when the name has been given: makes that durable. It raises
-            a StorageError that is `visible`, since every reader sees the checkpoint by then.
+        A function that syncs them, for the body to call when the name is given. Its StorageError is
+            `visible`, since every reader sees the checkpoint by then.
 
     Raises:
         StorageError: of op "open directory".
@@ -395,20 +387,19 @@ def naming_in(
 def replace_file(
     storage: Storage, path: str, content: bytes, durable: bool, *, commits: bool = True
 ) -> int | None:
-    """Gives a path new content at once: after a crash it has the old or the new one, whole.
+    """Replaces a file's content in one step: after a crash it has the old or the new one, whole.
 
     Args:
-        storage, path, content: what is written where.
-        durable: the content is synced before the path has it.
-        commits: this makes a checkpoint visible: all names in the directory are durable before, and
-            this one afterwards. False: another file does that later.
+        durable: whether the content is synced before the rename.
+        commits: whether this file makes a checkpoint visible. If so, and `durable`, the directory
+            is synced before and after the rename.
 
     Returns:
-        A descriptor that keeps the file replaced, or None; closing it takes a while.
+        A descriptor of the replaced file, or None, as publish() does.
 
     Raises:
-        StorageError: the path has what it had; or if the error is `visible`, the new content, but
-            perhaps not durably.
+        StorageError: the file has its old content; or if the error is `visible`, the new content,
+            but perhaps not durably.
     """
     directory = os.path.dirname(path)
     with temporary(storage, path) as (fd, name):
@@ -416,14 +407,14 @@ def replace_file(
             patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
         take_permissions(storage, fd, name, path)
         settle(storage, fd, path, durable)
-        if durable and commits:
+        if durable and commits:  # a commit record may name only files whose names are durable
             with reported("sync directory", directory):
                 storage.sync_directory(directory)
         return publish(storage, name, path, durable and commits, fd)
 
 
 def make_directory(storage: Storage, path: str, durable: bool) -> None:
-    """Makes a directory and those it lies in, where they are missing, each durably.
+    """Makes a directory and its missing parents, and syncs the parent of each if durable.
 
     Raises:
         StorageError: of op "make directory" or "sync directory".
@@ -439,7 +430,7 @@ def make_directory(storage: Storage, path: str, durable: bool) -> None:
 
 
 def remove_files(storage: Storage, paths: Sequence[str]) -> None:
-    """Removes files that nothing needs; one that stays costs space, and the next save tries."""
+    """Removes files that nothing needs. One that cannot be removed is left to the next save."""
     for path in paths:
         try:
             storage.remove(path)
@@ -450,21 +441,21 @@ def remove_files(storage: Storage, paths: Sequence[str]) -> None:
 
 
 def publish_directory(storage: Storage, directory: str, path: str, aside: str, fd: int) -> None:
-    """THE commit of a directory, all in which is durable: gives it its final name.
+    """THE commit of a directory, whose content is already durable: gives it its final name.
 
-    What had that name is in its place afterwards. Where a file system cannot exchange two names it
-    is moved to `aside` first, and in between nothing has the name; it gets its name back if the new
-    one is refused it, or, if this process is killed, by remove_dead_directories().
+    A directory that had the name gets the new one's in exchange. Where the file system cannot
+    exchange two names, the old directory is moved into `aside` first, and nothing has the name for
+    a moment. If the new one cannot take it, the old one is moved back; if this process is killed,
+    remove_dead_directories() does so.
 
     Args:
-        storage, directory, path: which is to be renamed to what.
-        aside: a temporary_path() of path, be it there or not.
-        fd: something open on that file system, whose server is asked again when it refuses
-            (patiently()).
+        directory, path: the new directory's present and final path.
+        aside: a temporary_path() of path; it need not exist.
+        fd: any file open on that file system, for patiently().
     """
 
     def exchange() -> bool:
-        """False where the file system has no such call."""
+        """Exchanges the two names; returns False where the file system cannot."""
         try:
             storage.exchange(directory, path)
         except OSError as error:
@@ -485,22 +476,22 @@ def publish_directory(storage: Storage, directory: str, path: str, aside: str, f
         try:
             rename(directory, path)
         except OSError:
-            with suppress(OSError):  # the first error counts; the caller looks whether it is there
+            with suppress(OSError):  # the first error counts; the caller checks what has the name
                 rename(replaced, path)
                 storage.remove_directory(aside)
             raise
 
 
 def remove_directory(storage: Storage, path: str, hidden: str) -> None:
-    """Removes a directory by way of a hidden name, so that no part of it ever has its own."""
+    """Renames a directory to a hidden name, then removes it: its name never stands for a part."""
     storage.rename(path, hidden)
-    # Else a power cut might bring the name back, but not all that was removed of the directory.
+    # Without this sync, a power cut might bring back the name but not all of the content.
     storage.sync_directory(os.path.dirname(path))
     storage.remove_tree(hidden)
 
 
 def sync_directories(storage: Storage, directory: str) -> None:
-    """Makes the entries of a directory and of those below it durable."""
+    """Makes the entries of a directory, and of all directories below it, durable."""
     for name in storage.names(directory):
         path = os.path.join(directory, name)
         if storage.is_directory(path):
@@ -510,15 +501,15 @@ def sync_directories(storage: Storage, directory: str) -> None:
 
 
 def remove_dead_directories(storage: Storage, parent: str) -> None:
-    """Removes directories under temporary names whose process is dead: see remove_debris(). What
-    such a process had begun to replace, and did not, gets its name back.
+    """Removes directories with temporary names whose process is dead, as remove_debris() does. A
+    directory that such a process had moved aside, and not replaced, gets its name back.
     """
-    with suppress(PermissionError):  # may be written to but not listed: they stay
+    with suppress(PermissionError):  # the parent may be written to but not listed: they stay
         for name in storage.names(parent):
             path = os.path.join(parent, name)
             if not is_of_dead(path) or not storage.is_directory(path):
                 continue
-            with suppress(OSError):  # another process removes it: they only cost space
+            with suppress(OSError):  # another process may remove it too; it costs only space
                 fd = storage.open(path)
                 try:
                     if storage.lock(fd):
@@ -529,21 +520,21 @@ def remove_dead_directories(storage: Storage, parent: str) -> None:
 
 
 def _put_back(storage: Storage, aside: str) -> None:
-    """Gives what is in a hidden directory its name back, if nothing has that."""
+    """Gives a directory that was moved aside its name back, if nothing has that name."""
     replaced = os.path.join(aside, REPLACED)
     if not storage.is_directory(replaced):
         return
-    # (Of a name that is too long for _prefix() this is a hash: better a strange name than none.)
+    # If the name was too long for _prefix(), this is a hash: a strange name is better than none.
     path = os.path.join(os.path.dirname(aside), _SUFFIX.sub("", os.path.basename(aside))[1:])
     if storage.status(path) is None:
         storage.rename(replaced, path)
-        log.warning("%r is there again: a save was killed as it replaced that", path)
+        log.warning("%r has its name again: the save that was replacing it was killed", path)
 
 
 def _umask() -> int:
-    """This process's, by proc(5): umask(2) tells it only by changing it, for all threads."""
+    """Returns this process's umask from proc(5): umask(2) would change it, for all threads."""
     try:
         with open("/proc/thread-self/status", encoding="ascii", errors="replace") as status:
             return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
     except (OSError, StopIteration, ValueError):
-        return stat.S_IWOTH  # not known: rather too little
+        return stat.S_IWOTH  # it is not known: rather give too few permissions
