@@ -1,8 +1,6 @@
-"""The seam to the file system: every call that names a file.
-
-Responsible for turning OSError into StorageError, and for doing each call as the kind of file
-system asks for. It must not know formats, tensors, or in which order a commit calls it. Tests
-replace Storage by doubles that record, fail, shorten or forget what they are told.
+"""The seam to the file system: every system call that names a file, made as the kind of file system
+needs it, and the ways to report or retry its errors. It must not know formats, tensors, or the
+order of a commit. Tests replace Storage by doubles that record, fail, shorten or forget calls.
 """
 
 from __future__ import annotations
@@ -31,22 +29,22 @@ from fastckpt.storage.policies import LINGERING, REFUSALS, Policy
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 T = TypeVar("T")
 
-# How long a server that refuses what it just did is asked again, in seconds: a ticket of Kerberos
-# that has expired may be renewed, and a save whose bytes are still there goes on then.
+# For how many seconds a server that begins to refuse is asked again: an expired Kerberos ticket may
+# be renewed, and then a save goes on, for its bytes are still in memory.
 PATIENCE_S = 60.0
 _PAUSE_S = 0.25
-# How long to wait before a read that failed is tried again, in seconds.
+# The pauses between attempts to read, in seconds.
 REREAD_PAUSES_S = (0.02, 0.1, 0.4, 1.5, 3.0)
-# What these say of a name was read: there is something else than a regular file.
+# Errors which say that a name stands for something other than a regular file.
 NO_FILE = (errno.EINVAL, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
 _LASTING = (
     *(*NO_FILE, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG),
-    errno.EBUSY,  # of listed_anew(), which has tried often enough
+    errno.EBUSY,  # from listed_anew(), which has tried often enough
 )
-# What this process, or its machine, is short of says nothing about a disk.
+# Shortages of this process or machine, which say nothing about a disk.
 OWN_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
-# What a daemon that uploads a file as it is written answers to a size or an offset that is not
-# where it has come to: rclone, mountpoint-s3, goofys.
+# How daemons that upload a file while it is written (rclone, mountpoint-s3, goofys) refuse a size
+# or an offset that is not the next one.
 _OUT_OF_SEQUENCE = frozenset(
     {errno.EPERM, errno.EINVAL, errno.ESPIPE, errno.ENOSYS, errno.EOPNOTSUPP}
 )
@@ -55,20 +53,20 @@ _SEQUENTIAL = (
     "mount it with a cache for writes (rclone: --vfs-cache-mode writes), or save to another file "
     "system and copy"
 )
-# Between attempts at a file that others replace while it is read, in seconds.
+# Pauses between attempts to read a file that another machine replaces meanwhile, in seconds.
 _STALE_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
-# How long a rank looks for what the first rank has found, in seconds: clients of NFS remember for
-# up to 60 that something was not there.
+# For how many seconds a rank looks for what the first rank has found: clients of NFS remember for
+# up to 60 s that a name did not exist.
 APPEARS_S = 75.0
-# What flock(2) says where another process has the lock (EACCES: CIFS), and where there are none, so
-# that nobody has.
+# flock(2)'s errors where another process holds the lock (EACCES: CIFS), and where the file system
+# has no locks, so that nobody holds one.
 _HELD = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY})
-# Of a new file; who wants more than the world to read it widens it when it is whole.
+# The mode of a new file, which others may not write to until it is whole: see Storage.widen().
 NEW_MODE = 0o664
 
-# Descriptors of this process, for a child of fork() to close: it would keep locks and removed files
-# alive by them; and the file system of each, once it was looked at.
+# This process's descriptors, which a child of fork() closes, since they would keep locks and
+# removed files alive there; with the file system of each, once that was found out.
 _descriptors: dict[int, tuple[str, Policy] | None] = {}
 
 
@@ -87,15 +85,15 @@ def _policy(fd: int) -> tuple[str, Policy]:
 
 
 def close_inherited() -> None:
-    """In a child of fork(), closes what the parent had open."""
+    """Closes, in a child of fork(), the descriptors that the parent had open."""
     while _descriptors:
-        with suppress(OSError):  # closed by the parent just then
+        with suppress(OSError):  # the parent closed it just before the fork
             os.close(_descriptors.popitem()[0])
 
 
 @contextmanager
 def reported(op: str, path: str, offset: int | None = None) -> Iterator[None]:
-    """Turns an OSError of the body into a StorageError that names the operation and the path."""
+    """Turns the body's OSError into a StorageError that names the operation and the path."""
     try:
         yield
     except StorageError:
@@ -106,27 +104,27 @@ def reported(op: str, path: str, offset: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def shortage_told(storage: Storage, fd: int, path: str, nbytes: int) -> Iterator[None]:
-    """Says how much room a file needs that the body could not give it, and how much there is."""
+    """Turns the body's ENOSPC into a StorageError that says how much room is needed and left."""
     try:
         yield
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         detail = ""
-        with suppress(OSError):  # the error that it is to explain is the one that counts
-            taken = os.fstat(fd).st_blocks * 512  # it may have been allocated in part
+        with suppress(OSError):  # the error being explained counts
+            taken = os.fstat(fd).st_blocks * 512  # blocks may have been allocated in part
             detail = room_text(nbytes, storage.free_bytes(os.path.dirname(path)) + taken)
         raise StorageError("allocate", path, errno.ENOSPC, detail=detail) from error
 
 
 def room_text(needed: int, left: int) -> str:
-    """Both sides of a shortage, in words."""
+    """Returns both sides of a shortage, in words."""
     return f"{shown_size(needed)} are needed and {shown_size(left)} are left on the file system"
 
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Puts the path in front of what a format says is wrong."""
+    """Puts the path in front of the message of a format's error."""
     try:
         yield
     except CheckpointError as error:
@@ -136,10 +134,11 @@ def naming(path: str) -> Iterator[None]:
 
 
 def patiently(storage: Storage, fd: int, call: Callable[[], T]) -> T:
-    """Calls what is done to an open file, again while a server refuses it, for PATIENCE_S at most.
+    """Calls an operation on an open file, and again while a remote server refuses it, for
+    PATIENCE_S at most.
 
-    Only for calls that change nothing when they are refused, on what was open or writable a moment
-    ago: so no sync, after whose failure the kernel may have dropped the bytes.
+    The operation must change nothing when it is refused. So it is no sync, after whose failure the
+    kernel may have dropped the bytes.
     """
     until = time.monotonic() + PATIENCE_S
     while True:
@@ -154,18 +153,17 @@ def patiently(storage: Storage, fd: int, call: Callable[[], T]) -> T:
 
 
 def persistently(read: Callable[[], T], path: str) -> T:
-    """Calls what only reads, again after a pause while it fails, a few times at most; but not where
-    waiting will not help.
+    """Calls a function that reads, and again after REREAD_PAUSES_S unless its error is lasting.
 
-    A read that failed says nothing of the bytes: descriptors or memory may have been short, a
-    server may have restarted. So nobody may take it for damage, nor give up at the first.
+    A failed read says nothing about the bytes: descriptors or memory may have been short, a server
+    may have restarted. So it must not pass for damage, nor end a load at once.
 
     Args:
-        read: what is called. It has no lasting effect if it fails.
-        path: what it reads, for the message.
+        read: has no lasting effect if it fails.
+        path: what it reads, for messages.
 
     Raises:
-        StorageError: the last failure; a MemoryError as ENOMEM.
+        StorageError: the last failure; ENOMEM for a MemoryError.
     """
     pauses = iter(REREAD_PAUSES_S)
     while True:
@@ -182,9 +180,8 @@ def persistently(read: Callable[[], T], path: str) -> T:
 
 
 def from_the_path(read: Callable[[], T]) -> T:
-    """Calls what opens a path and reads it, from the beginning again where the server says that it
-    no longer knows the file (ESTALE): another machine has replaced it meanwhile. A few times at
-    most, then the error is the caller's.
+    """Calls a function that opens a path and reads it, and again a few times while that raises
+    ESTALE: another machine has replaced the file, and the server no longer knows the old one.
     """
     pauses = iter(_STALE_PAUSES_S)
     while True:
@@ -201,21 +198,19 @@ class Storage:
     """The real file system. Methods raise OSError as the system call does; callers use reported().
 
     Attributes:
-        transfer: None, or a function (kind, fd, memory, offset) -> bytes moved that replaces the
-            engine's reads and writes. A test double sets it; kind is "read" or "write".
-        direct_choice: what was measured of file systems; all storages of a process share it.
+        transfer: None, or a test double's function (kind, fd, memory, offset) -> bytes moved that
+            replaces the engine's reads and writes; kind is "read" or "write".
+        direct_choice: measurements of file systems, which all storages of a process share.
     """
 
     transfer: Callable[[str, int, memoryview, int], int] | None = None
     direct_choice = DirectChoice()
 
     def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
-        """Makes a new file for reading and writing; it must not exist. Returns its descriptor.
+        """Creates a file, which must not exist, for reading and writing; returns its descriptor.
 
         Args:
-            path, mode: as open(2)'s.
-            purpose: what for, if it may be long, for file systems on which that decides how it is
-                laid out.
+            purpose: decides the layout of a file that may be long, where files have layouts.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         if purpose is None or not lustre.is_lustre(os.path.dirname(path)):
@@ -227,36 +222,32 @@ class Storage:
         return fd
 
     def another_layout(self, fd: int) -> Layout | None:
-        """Where a file that found no room might find some: the layout of another one to be made in
-        its place. None where all files share the room.
+        """Returns a layout with which a file that found no room may find some when it is made anew;
+        None where all files share the room.
         """
         return lustre.another_layout(fd) if _policy(fd)[0] == "lustre" else None
 
     def refusal_text(self, fd: int, number: int) -> str:
-        """What is known of why a new file could not be given its size, or a block: where the room
-        was short, if not everywhere; or that the mount takes bytes in sequence only. Else "". It
-        raises nothing: the error that it is to explain is the one that counts.
-
-        Args:
-            fd: the file.
-            number: the error's errno.
+        """Explains the errno with which a new file was refused its size or a block: which part of
+        the file system is full, or that the mount takes bytes in sequence only. Returns "" if
+        nothing more is known, and raises nothing, since the error being explained counts.
         """
         try:
             name = _policy(fd)[0]
             if number == errno.ENOSPC:
                 return lustre.targets_text(fd) if name == "lustre" else ""
         except OSError:
-            return ""  # nothing is known
+            return ""
         if name.startswith("fuse") and number in _OUT_OF_SEQUENCE:
             return _SEQUENTIAL
         return ""
 
     def open(self, path: str) -> int:
-        """Opens a file for reading; does not wait for the other end of a FIFO."""
+        """Opens a file for reading, without waiting for the other end of a FIFO."""
         return _noted(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
     def open_known(self, path: str) -> int:
-        """Opens for reading what was there a moment ago, or is as another machine sees it."""
+        """Opens for reading a file that was there a moment ago, or that another machine sees."""
         try:
             return self.open(path)
         except FileNotFoundError:
@@ -265,11 +256,11 @@ class Storage:
             return self.open(path)
 
     def look_again(self, path: str) -> bool:
-        """Makes this machine ask anew what a path names, where it may remember what another machine
-        has changed; False where it does not.
+        """Makes this machine ask the server again what a path names; returns False where the file
+        system caches no names.
 
-        Opening a directory does that: a client of NFS compares its time with the server's then, and
-        forgets which names it did not find there before.
+        Opening a directory does so: a client of NFS then compares the directory's time with the
+        server's, and forgets which names it did not find there before.
         """
         above = os.path.dirname(path)
         try:
@@ -287,49 +278,47 @@ class Storage:
         return True
 
     def open_to_lock(self, path: str) -> int:
-        """Opens a file for lock(): for writing too, where that is allowed, without which a client
-        of NFS refuses (flock(2)).
-        """
+        """Opens a file for lock(), for writing too if possible, as NFS needs it (flock(2))."""
         flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             return _noted(os.open(path, os.O_RDWR | flags))
-        except PermissionError:  # then no more than reading is needed, but on a network file system
+        except PermissionError:  # local file systems lock what is open for reading, too
             return _noted(os.open(path, os.O_RDONLY | flags))
 
     def open_to_write(self, path: str) -> int:
-        """Opens a file that another rank has made."""
+        """Opens a file that another rank has made, for reading and writing."""
         return _noted(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
 
     def scratch(self) -> int:
-        """A file without a name, in memory; gone when it is closed (memfd_create(2))."""
+        """Makes a file in memory, without a name, that is gone when closed (memfd_create(2))."""
         return _noted(os.memfd_create("fastckpt", os.MFD_CLOEXEC))
 
     def open_of(self, pid: int, fd: int) -> int:
-        """Opens once more what another process has open, if this one may see its memory."""
+        """Opens a file that another process has open, if this one may see that one's memory."""
         return _noted(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
 
     def close(self, fd: int) -> None:
-        """Closes a descriptor; its lock is gone then, even where a child of fork() has a copy."""
+        """Closes a descriptor and releases its lock, even if a child of fork() has a copy."""
         _descriptors.pop(fd, None)
         self.direct_choice.closed(fd)
-        with suppress(OSError):  # where locks do not exist nobody holds one
+        with suppress(OSError):  # the file system may have no locks
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
     def lock(self, fd: int) -> bool:
-        """Takes the file's lock without waiting; False if another process holds it.
+        """Takes the file's lock, without waiting; returns False if another process holds it.
 
-        An OSError tells neither, as EBADF of NFS, where only what was opened for writing, as by
-        open_to_lock(), can be locked like this.
+        Raises OSError if neither is known, as EBADF on NFS, which locks only what was opened for
+        writing: see open_to_lock().
         """
         return _locked(fd, fcntl.LOCK_EX)
 
     def lock_shared(self, fd: int) -> bool:
-        """Shares the file's lock, without waiting; False if another process holds it alone."""
+        """Shares the file's lock, without waiting; returns False if another process holds it."""
         return _locked(fd, fcntl.LOCK_SH)
 
     def identity(self, fd: int) -> tuple[int, int]:
-        """Returns what tells an open file from every other one, whatever its name."""
+        """Returns the device and the number that tell an open file from every other one."""
         status = os.fstat(fd)
         return status.st_dev, status.st_ino
 
@@ -339,14 +328,14 @@ class Storage:
             if os.fstat(fd).st_nlink == 0:
                 return True
         except OSError as error:
-            if error.errno != errno.ESTALE:  # by which NFS says the same
+            if error.errno != errno.ESTALE:  # NFS's word for a removed file
                 raise
             return True
-        # A client that keeps it under another name (policies.LINGERING) counts that as a link.
+        # A client may keep it under another name (policies.LINGERING), which counts as a link.
         return self.status(path) is None
 
     def open_regular(self, path: str) -> int:
-        """Opens a regular file, not through a symbolic link, for reading."""
+        """Opens a regular file for reading, not through a symbolic link."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         fd = _noted(os.open(path, flags))
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -355,14 +344,14 @@ class Storage:
         return fd
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
-        """The content of a small regular file, at most so much of it."""
+        """Returns the content of a small regular file, nbytes_max of it at most."""
 
         def read() -> bytes:
             fd = self.open_regular(path)
             try:
                 return self.read_at(fd, min(nbytes_max, self.size(fd)), 0)
             finally:
-                with suppress(OSError):  # what was read was read; the first error counts
+                with suppress(OSError):  # it loses nothing of what was read; the first error counts
                     self.close(fd)
 
         return from_the_path(read)
@@ -375,11 +364,11 @@ class Storage:
             return False
 
     def leads_nowhere(self, path: str) -> bool:
-        """Whether path is a symbolic link, and nothing is where it leads to."""
+        """Whether path is a symbolic link to nothing."""
         return os.path.islink(path) and not os.path.exists(path)
 
     def directories(self, path: str) -> list[str]:
-        """Names of the directories in a directory, in no order; symbolic links are none."""
+        """Returns the names of a directory's directories, without symbolic links, in no order."""
         with os.scandir(path) as entries:
             return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
 
@@ -387,7 +376,7 @@ class Storage:
         os.mkdir(path)
 
     def make_directories(self, path: str) -> None:
-        """Makes a directory and those it lies in, where they are missing."""
+        """Makes a directory and its missing parents."""
         os.makedirs(path, exist_ok=True)
 
     def remove_directory(self, path: str) -> None:
@@ -414,8 +403,8 @@ class Storage:
         self.direct_choice.synced(fd, os.fstat(fd).st_size)
 
     def flush(self, fd: int) -> None:
-        """Lets the file system report what it could not write. A network file system does so when a
-        descriptor is closed, even a duplicate, which leaves the file's lock alone: close(2).
+        """Has a network file system report failed writes, which it does when a descriptor is
+        closed (close(2)), be it a duplicate: closing that does not release the file's lock.
         """
         self.direct_choice.flushed(fd)
         os.close(os.dup(fd))
@@ -427,7 +416,7 @@ class Storage:
         os.link(source, target, follow_symlinks=False)
 
     def exchange(self, one: str, other: str) -> None:
-        """Swaps what two paths name, at once: renameat2(2), which not every file system has."""
+        """Exchanges two names in one step: renameat2(2), which not every file system has."""
         libc = ctypes.CDLL(None, use_errno=True)
         names = (os.fsencode(one), os.fsencode(other))
         if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
@@ -435,41 +424,41 @@ class Storage:
             raise OSError(number, os.strerror(number))
 
     def remove_tree(self, path: str) -> None:
-        """Removes a directory with all that is in it."""
+        """Removes a directory and all that is in it."""
         shutil.rmtree(path)
 
     def touch(self, path: str) -> None:
         os.utime(path)
 
     def open_directory(self, path: str) -> int:
-        """Opens a directory, to sync it later."""
+        """Opens a directory for a later sync_directory()."""
         return _noted(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def sync_directory(self, directory: str | int) -> None:
-        """Makes the entries of a directory durable. It is given as a path, or as open."""
+        """Makes the entries of a directory, given by its path or descriptor, durable."""
         if isinstance(directory, str):
             fd = Storage.open_directory(self, directory)
             try:
                 Storage.sync_directory(self, fd)
             finally:
-                with suppress(OSError):  # the sync has told what there was to tell
+                with suppress(OSError):  # the sync has reported every error that counts
                     Storage.close(self, fd)
             return
         try:
             os.fsync(directory)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without the notion
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some sync no directories
                 raise
 
     def remove(self, path: str) -> None:
         os.unlink(path)
 
     def names(self, directory: str) -> list[str]:
-        """Returns what is in a directory, but for files that are removed and not gone yet."""
+        """Returns the names in a directory, without files that were removed and not freed yet."""
         return [name for name in os.listdir(directory) if not LINGERING.fullmatch(name)]
 
     def free_bytes(self, path: str) -> int:
-        """Returns how much may still be written to the file system that a path lies on."""
+        """Returns how many bytes may still be written to a path's file system."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
@@ -477,30 +466,30 @@ class Storage:
         return os.fstat(fd).st_size
 
     def status(self, path: str) -> os.stat_result | None:
-        """stat(2) of what path names, or None if nothing is there."""
+        """Returns stat(2) of a path, or None if nothing is there."""
         try:
             return os.stat(path)
         except FileNotFoundError:
             return None
 
     def widen(self, fd: int) -> None:
-        """Lets everybody write to a file."""
+        """Makes a file writable for everybody."""
         os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) | stat.S_IWOTH)
 
     def set_owner_and_mode(self, fd: int, like: os.stat_result) -> None:
-        """Gives a file the permissions of another, and its owner as far as this process may."""
+        """Gives a file another one's permissions, and owner as far as this process may."""
         own = os.fstat(fd)
         if (own.st_uid, own.st_gid) != (like.st_uid, like.st_gid):
             try:
                 os.fchown(fd, like.st_uid, like.st_gid)
             except OSError:
-                # Only root gives files away, not to owners that a user namespace does not map, and
-                # not on every file system: the file is then the saver's, as after cp.
+                # Only root may give files away, not on every file system, and not to owners outside
+                # its user namespace. The file then belongs to whoever saved it, as after cp.
                 pass
         os.fchmod(fd, stat.S_IMODE(like.st_mode))
 
     def read_at(self, fd: int, nbytes: int, offset: int) -> bytes:
-        """Up to nbytes at offset, fewer only at the end of the file. For headers, not for bulk."""
+        """Returns nbytes at an offset, fewer only at the end of the file: for headers, not bulk."""
         parts = []
         while nbytes > 0:
             part = os.pread(fd, nbytes, offset)
@@ -512,7 +501,7 @@ class Storage:
         return b"".join(parts)
 
     def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-        """Writes all of data, which is aligned to pages if the file was opened for O_DIRECT."""
+        """Writes all of data; with O_DIRECT its address, size and offset are aligned to pages."""
         view = memoryview(data).cast("B")
         while view:
             written = os.pwrite(fd, view, offset)
@@ -521,7 +510,7 @@ class Storage:
             view, offset = view[written:], offset + written
 
     def patch(self, fd: int, content: bytes, offset: int) -> None:
-        """Replaces a few bytes of a file, direct or not, by rewriting the pages they lie in."""
+        """Replaces a few bytes of a file by rewriting their pages, as O_DIRECT needs it."""
         begin = offset // PAGE_BYTES * PAGE_BYTES
         end = -(-(offset + len(content)) // PAGE_BYTES) * PAGE_BYTES
         pages = memoryview(mmap.mmap(-1, end - begin))
@@ -532,12 +521,14 @@ class Storage:
         self.write_at(fd, pages[:nbytes], begin)
 
     def policy(self, fd: int) -> tuple[str, Policy]:
-        """Name of the file system the open file lies on, and its policy."""
+        """Returns the name of an open file's file system, and its policy."""
         return _policy(fd)
 
     def set_direct(self, fd: int, *, writing: bool, offset: int | None = 0) -> str | None:
-        """Switches an open file to O_DIRECT and, given an offset, tries one page; with `writing` by
-        zeros, before there is content. Returns None if it works, or why not.
+        """Switches an open file to O_DIRECT; returns None if that works, else why it does not.
+
+        Tries one page at `offset`, if given: reads it, or with `writing` fills it with zeros, so
+        that it must have no content yet.
         """
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         try:
@@ -557,7 +548,7 @@ class Storage:
         return None
 
     def cached_share(self, fd: int) -> float:
-        """Share of the file that is in the page cache, 0.0 where the kernel does not tell."""
+        """Returns the share of a file in the page cache, or 0.0 if the kernel does not tell it."""
         nbytes = self.size(fd)
         cached: int = _engine.cached_bytes(fd, nbytes)
         return max(0.0, cached / nbytes) if nbytes else 0.0
@@ -576,14 +567,13 @@ def _locked(fd: int, how: int) -> bool:
 
 
 def is_written_through(path: str) -> bool:
-    """Whether a path names what must be written to and cannot be replaced.
-
-    That is a device, FIFO or socket, and anything named by a descriptor (/dev/fd, /proc/self/fd).
+    """Whether a path must be written to and cannot be replaced: a device, FIFO or socket, or what a
+    descriptor names (/dev/fd, /proc/self/fd).
     """
     try:
         mode = os.stat(path).st_mode
     except OSError:
-        return False  # nothing there, or not reachable: opening it tells
+        return False  # opening it will tell
     if os.path.realpath(os.path.dirname(os.path.abspath(path))).startswith("/proc/"):
         return True
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
