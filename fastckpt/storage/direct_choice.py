@@ -1,9 +1,8 @@
-"""Whether files of a file system are written with O_DIRECT, where its kind does not decide that.
+"""The choice for or against O_DIRECT, where the kind of file system does not decide it.
 
-Saves find it out by their own bytes: of the first four long files two are written in the usual way
-and two in the other, each timed from when it was made until all of it is durable, so that what was
-left in the page cache counts. Later files go the faster way. Nothing is written for the trial
-alone. This module must not know how a file is switched to O_DIRECT, nor what is written.
+Saves measure it with their own files: of the first four long ones, two are written in the usual way
+and two in the other, each timed from its creation until it is durable, page cache included. Later
+files go the faster way. This module must not know how a file is switched to O_DIRECT.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-TIMED_BYTES = 64 << 20  # shorter files take longer to be made and synced than to be written
-SAMPLES = 2  # of each way, of which the better one counts: others use the storage, too
-VALID_S = 3600.0  # then it is measured again: the load of a file system changes
+TIMED_BYTES = 64 << 20  # shorter files take longer to create and sync than to write
+SAMPLES = 2  # of each way; the better one counts, since others use the storage too
+VALID_S = 3600.0  # then it is measured again, for the load of a file system changes
 
 
 class _Running(NamedTuple):
-    """A file that is being timed: since when, on which file system, and how it is written."""
+    """A file that is being timed."""
 
     begun_s: float
     device: int
@@ -27,12 +26,11 @@ class _Running(NamedTuple):
 
 
 class _Known:
-    """The findings about one file system.
+    """The findings about one file system, and when its first file was timed.
 
     Attributes:
-        since_s: when its first file was timed.
-        rates: bytes/s of the files written with O_DIRECT (True) and buffered (False).
-        unusual_fails: the file system refused the unusual way, or a file written so was given up.
+        rates: bytes/s of each file written with O_DIRECT (True) or buffered (False).
+        unusual_fails: whether the unusual way was refused, or a file written so was given up.
     """
 
     def __init__(self, since_s: float) -> None:
@@ -50,11 +48,8 @@ class _Known:
 
 
 class DirectChoice:
-    """What one process has found out of its file systems, by their device numbers. No method waits
-    or takes a lock: a child of fork() may call them.
-
-    Args:
-        clock: seconds.
+    """A process's findings about its file systems, by device number. No method waits or takes a
+    lock, so a child of fork() may call them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,12 +58,12 @@ class DirectChoice:
         self._running: dict[int, _Running] = {}  # by descriptor
 
     def pick(self, device: int, usual: bool, nbytes: int | None) -> tuple[bool, str]:
-        """Whether a file is to be written with O_DIRECT, and why.
+        """Returns whether a file is to be written with O_DIRECT, and why.
 
         Args:
-            device: the file system's.
-            usual: what is done as long as nothing was measured.
-            nbytes: how much is written to the file at a stretch; None: it cannot be timed.
+            device: the file system's number (st_dev).
+            usual: whether O_DIRECT is used there as long as nothing was measured.
+            nbytes: the file's size; None if it cannot be timed.
         """
         known = self._known.get(device)
         if known is not None and self._clock() - known.since_s >= VALID_S:
@@ -82,34 +77,34 @@ class DirectChoice:
         if nbytes is None or nbytes < TIMED_BYTES:
             return usual, "not measured yet"
         many, others = len(known.rates[usual]), len(known.rates[not usual])
-        # Usual, other, other, usual: that the first save of a process is slow speaks against none.
+        # Usual, other, other, usual: the slow first save of a process then harms neither way.
         direct = usual if many < others or not many else not usual
         return direct, f"being measured: {known.text() or 'nothing yet'}"
 
     def begin(self, fd: int, device: int, direct: bool, usual: bool, nbytes: int) -> None:
-        """From now on a file is timed, if it is long enough, until it is synced or closed."""
+        """Times a file from now on, if it is long enough, until it is synced or closed."""
         if nbytes >= TIMED_BYTES:
             self._running[fd] = _Running(self._clock(), device, direct, direct is usual)
 
     def synced(self, fd: int, nbytes: int) -> None:
-        """A file of so many bytes is durable."""
+        """Notes the rate of a file that is durable now."""
         running = self._running.pop(fd, None)
         if running is not None:
             known = self._known.setdefault(running.device, _Known(running.begun_s))
             took_s = max(1e-9, self._clock() - running.begun_s)
-            if not known.is_decided:  # else the way that was chosen would only ever gain
+            if not known.is_decided:  # more samples would only favour the chosen way
                 known.rates[running.direct].append(nbytes / took_s)
 
     def flushed(self, fd: int) -> None:
-        """A file is not going to be synced, so its time tells nothing."""
+        """Forgets a file that is not going to be synced: its time means nothing."""
         self._running.pop(fd, None)
 
     def closed(self, fd: int) -> None:
-        """A file is closed; if it was being timed, it was given up."""
+        """Notes that a file is closed. If it was still being timed, its save has given it up."""
         running = self._running.pop(fd, None)
         if running is not None and not running.is_usual:
             self.refused(running.device)
 
     def refused(self, device: int) -> None:
-        """The file system does not take the unusual way."""
+        """Notes that the file system does not take the unusual way."""
         self._known.setdefault(device, _Known(self._clock())).unusual_fails = True

@@ -1,8 +1,7 @@
 """The layout of a file on Lustre: over which storage targets (OSTs) its bytes are striped.
 
-Responsible for the bytes of the layout attribute, as `lustre_user.h` (include/uapi/linux/lustre) of
-Lustre declares them, and for the decision which layout a new file gets. It must not know files,
-system calls or ranks.
+This module decides which layout a new file gets, and encodes and parses it as Lustre's header
+`lustre_user.h` (include/uapi/linux/lustre) declares it. It must not know files or system calls.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAGIC_V3 = 0x0BD30BD0
 MAGIC_SPECIFIC = 0x0BD50BD0  # v3 that lists its OSTs
 MAGIC_COMPOSITE = 0x0BD60BD0  # LOV_USER_MAGIC_COMP_V1: progressive layouts (PFL) and mirrors
 _HEAD = struct.Struct("<II16sIHH")  # magic, pattern, oi, stripe_size, stripe_count, stripe_offset
-_POOL = struct.Struct("<16s")  # v3 goes on with the pool's name: LOV_MAXPOOLNAME + 1
+_POOL = struct.Struct("<16s")  # follows in v3: the pool's name, LOV_MAXPOOLNAME + 1
 _OBJECT = struct.Struct("<16sII")  # oi, generation, index of the OST
 _COMPOSITE = struct.Struct("<IIIHHH6xQ")  # magic, size, generation, flags, entries, mirrors
 _PATTERN_RAID0 = 1  # LOV_PATTERN_RAID0
@@ -32,26 +31,26 @@ STRIPE_SIZE_UNIT = 1 << 16  # LOV_MIN_STRIPE_SIZE
 STRIPE_SIZE_MAX = (1 << 32) - STRIPE_SIZE_UNIT  # of 32 bits
 STRIPE_COUNT_MAX = 2000  # LOV_MAX_STRIPE_COUNT
 
-OWN_BIG_BYTES = 4 << 30  # a file of one rank that is longer gets several stripes
+OWN_BIG_BYTES = 4 << 30  # a longer file that one rank writes gets several stripes
 OWN_BYTES_PER_STRIPE = 8 << 30
 OWN_STRIPES_MAX = 8
 SHARED_BIG_BYTES = 1 << 30
 SHARED_STRIPES_MAX = 48
 SHARED_SIZES = (32 << 20, 16 << 20, 8 << 20)
-SHARED_STRIPES_PER_RANK = 64  # at least, or stripes are of the smallest size
+SHARED_STRIPES_PER_RANK = 64  # at least, except with the smallest size
 
 Stripe = str | tuple[int, int]  # "auto", "keep", or (count, size in bytes)
 
 
 class Layout(NamedTuple):
-    """Over how many OSTs, in pieces of how many bytes.
+    """A layout, or the one asked for.
 
     Attributes:
-        stripes: over how many OSTs; ALL_STRIPES for all there are, 0 for the file system's default.
-        stripe_bytes: size of a stripe; 0 for the file system's default.
-        pool: OSTs are of this pool; "" for any.
-        osts: their numbers, in order; empty where the server chooses, or has not yet.
-        is_composite: it has several parts, of which nothing else is told here.
+        stripes: the number of OSTs; ALL_STRIPES for all there are, 0 for the file system's default.
+        stripe_bytes: the size of a stripe; 0 for the file system's default.
+        pool: the pool that OSTs are taken from; "" for any.
+        osts: their numbers, in order; empty if the server chooses, or has not chosen yet.
+        is_composite: whether it has several parts; the other attributes then say nothing.
     """
 
     stripes: int
@@ -73,11 +72,11 @@ class Purpose(NamedTuple):
     """The purpose of a new file, as far as it decides on the layout.
 
     Attributes:
-        nbytes: how long it will be.
-        writers: how many ranks write it.
+        nbytes: the file's final size.
+        writers: the number of ranks that write it.
         stripe: as fastckpt.save's.
-        directory: whose default layout counts; "" for the one that the file is made in.
-        instead: the very layout, after another one had no room.
+        directory: the directory whose default layout counts; "" for the file's own.
+        instead: the layout to use, after a file with another one found no room.
     """
 
     nbytes: int
@@ -88,10 +87,10 @@ class Purpose(NamedTuple):
 
 
 def check_stripe(stripe: object) -> Stripe:
-    """The argument as it is.
+    """Returns the argument; a list becomes a tuple.
 
     Raises:
-        ValueError, TypeError: it is neither "auto", "keep" nor a count and a size that can be.
+        ValueError, TypeError: it is neither "auto", "keep" nor a possible count and size.
     """
     if stripe in ("auto", "keep"):
         return str(stripe)
@@ -105,13 +104,13 @@ def check_stripe(stripe: object) -> Stripe:
     if size % STRIPE_SIZE_UNIT or size > STRIPE_SIZE_MAX:
         raise ValueError(
             f"the stripe size is {size}, must be a positive multiple of {STRIPE_SIZE_UNIT} bytes, "
-            f"for Lustre's pages are as long, and at most {STRIPE_SIZE_MAX}"
+            f"the size of Lustre's pages, and at most {STRIPE_SIZE_MAX}"
         )
     return count, size
 
 
 def encoded(layout: Layout) -> bytes:
-    """The bytes by which a new file is given a layout."""
+    """Returns the attribute or ioctl's argument that gives a new file a layout."""
     assert not layout.is_composite and (not layout.osts or len(layout.osts) == layout.stripes)
     magic = MAGIC_SPECIFIC if layout.osts else MAGIC_V3 if layout.pool else MAGIC_V1
     first = layout.osts[0] if layout.osts else _OFFSET_ANY
@@ -123,10 +122,10 @@ def encoded(layout: Layout) -> bytes:
 
 
 def parsed(content: bytes) -> Layout:
-    """The layout that a file or a directory has.
+    """Returns the layout that the attribute of a file or directory says.
 
     Raises:
-        CorruptCheckpoint: these are no bytes of a layout.
+        CorruptCheckpoint: the bytes are no layout.
     """
     try:
         (magic,) = struct.unpack_from("<I", content)
@@ -134,24 +133,23 @@ def parsed(content: bytes) -> Layout:
             _COMPOSITE.unpack_from(content)
             return Layout(0, 0, is_composite=True)
         if magic not in (MAGIC_V1, MAGIC_V3, MAGIC_SPECIFIC):
-            raise ValueError(f"of magic {magic:#x}")
+            raise ValueError(f"its magic number is {magic:#x}")
         _magic, _pattern, _oi, size, count, _offset = _HEAD.unpack_from(content)
         at, pool = _HEAD.size, ""
         if magic != MAGIC_V1:
             pool = _POOL.unpack_from(content, at)[0].split(b"\0")[0].decode("ascii")
             at += _POOL.size
-        there = (len(content) - at) // _OBJECT.size  # a directory's has none
+        there = (len(content) - at) // _OBJECT.size  # 0 for a directory's
         objects = [_OBJECT.unpack_from(content, at + i * _OBJECT.size) for i in range(there)]
         osts = tuple(ost for _oi, _generation, ost in objects) if there == count else ()
     except (struct.error, ValueError) as error:
-        raise CorruptCheckpoint(f"a layout of Lustre that is none: {error}") from None
+        raise CorruptCheckpoint(f"the attribute is no layout of Lustre: {error}") from None
     return Layout(count, size, pool, osts)
 
 
 def shared_stripe_bytes(nbytes: int, ranks: int) -> int:
-    """Size of a stripe of a file that several ranks write; they cut it along multiples of that.
-
-    The largest that leaves each rank stripes enough for equal parts.
+    """Returns the stripe size of a file that several ranks write, who cut it along multiples of it:
+    the largest one that leaves each rank enough stripes for equal parts.
     """
     share = nbytes // max(1, ranks)
     fitting = (size for size in SHARED_SIZES if share >= SHARED_STRIPES_PER_RANK * size)
@@ -159,26 +157,22 @@ def shared_stripe_bytes(nbytes: int, ranks: int) -> int:
 
 
 def grain_bytes(nbytes: int, ranks: int, stripe: Stripe) -> int:
-    """Along multiples of what ranks cut a file: of whole blocks, and of whole stripes where it has
-    them. Every rank comes to the same, for it follows from what all of them know.
+    """Returns the number of bytes along whose multiples ranks cut a file: whole blocks, and whole
+    stripes where possible. All ranks find the same one, since they know the same arguments.
     """
     if isinstance(stripe, str):
         return shared_stripe_bytes(nbytes, ranks)
     grain = math.lcm(BLOCK_BYTES, stripe[1])
-    # Beyond that, parts would be too unequal.
+    # With fewer than eight grains for each rank, parts would be too unequal.
     return grain if grain * 8 * ranks <= nbytes or grain == BLOCK_BYTES else BLOCK_BYTES
 
 
 def decide(default: Layout, purpose: Purpose, osts: int | None) -> tuple[Layout | None, str]:
-    """Returns the layout that a new file gets.
+    """Returns the layout that a new file gets, None for the default, and the reason.
 
     Args:
-        default: what it would have.
-        purpose: what it is for.
-        osts: how many there are; None: nobody knows.
-
-    Returns:
-        The layout, or None for the default; and the reason.
+        default: the layout that it would have otherwise.
+        osts: the file system's number of OSTs, if known.
     """
     if purpose.instead is not None:
         return purpose.instead, "another layout was full"
@@ -204,21 +198,21 @@ def decide(default: Layout, purpose: Purpose, osts: int | None) -> tuple[Layout 
 
 
 def elsewhere(full: Layout, free: dict[int, int]) -> Layout:
-    """The layout to try when there was no room for a file in this one.
+    """Returns the layout to try when a file with this one found no room.
 
     Args:
-        full: with its OSTs, as far as known.
-        free: bytes free on each OST, as far as known.
+        full: that file's layout, with its OSTs as far as known.
+        free: the free bytes of each OST, as far as known.
     """
     size = full.stripe_bytes or BLOCK_BYTES
-    if full.pool:  # which OSTs are of it is not known
+    if full.pool:  # which OSTs belong to it is not known
         free = {}
     count = max(1, len(full.osts) or (len(free) if full.stripes == ALL_STRIPES else full.stripes))
     others = sorted((ost for ost in free if ost not in full.osts), key=lambda o: (-free[o], o))
     if len(others) >= count:
         return Layout(count, size, full.pool, tuple(others[:count]))
-    if free:  # the ones that have most, were they in it or not
+    if free:  # the emptiest ones, whether it used them or not
         roomy = sorted(free, key=lambda o: (-free[o], o))[: min(count, len(free))]
         return Layout(len(roomy), size, full.pool, tuple(roomy))
-    # Nobody knows: less on each, wherever the server finds room.
+    # Nothing is known: put less on each OST, and let the server choose them.
     return Layout(min(2 * count, STRIPE_COUNT_MAX), size, full.pool)

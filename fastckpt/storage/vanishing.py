@@ -1,7 +1,5 @@
-"""Names that others may remove meanwhile are listed again here, or kept while they are read.
-
-Responsible for how often a directory is listed, and for the lock that keeps a file. It must not
-know what the directory holds.
+"""Protection against names that others remove meanwhile: a directory is listed again, or a lock
+keeps the file. It must not know what the directory holds.
 """
 
 from __future__ import annotations
@@ -18,36 +16,32 @@ from fastckpt.storage.file_system import Storage, persistently, reported
 
 T = TypeVar("T")
 
-# Between listings of a directory whose entries are gone when they are looked at, in seconds. At
-# first somebody else is at work; then this machine remembers an old listing (sshfs: for 20 s).
+# The pauses between listings of a directory whose entries are gone when looked at, in seconds: the
+# short ones for others at work, the long ones for machines that remember a listing (sshfs: 20 s).
 LISTING_PAUSES_S = (0.0,) * 4 + (0.05, 0.1, 0.2, 0.4, 0.8, 1.5) + (3.0,) * 9 + (0.0,)
 _LOCK_S, _LOCK_POLL_S = 60.0, 0.01
 
 
 class Vanished(CheckpointError):
-    """Something that was listed is gone: list again.
-
-    Attributes:
-        path: of that.
-    """
+    """Raised if a path that was listed is gone, so that the directory has to be listed again."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(f"{path!r} is gone: it was removed")
+        super().__init__(f"{path!r} was listed, but was removed meanwhile")
         self.path = path
 
 
 def listed_anew(look: Callable[[], T | None]) -> T | None:
-    """Calls what lists a directory and looks at what it holds, again after a pause while something
-    that was listed is gone when it is looked at (Vanished).
+    """Calls a function that lists a directory and looks at the entries, again after a pause while
+    it raises Vanished, and returns what it returns.
 
-    Whoever removed it has made something newer before, which the listing lacked. So once something
-    was gone, finding nothing at all is no answer either.
+    Whoever removes an entry has made a newer one before. So once an entry was gone, finding nothing
+    is no answer either.
 
     Args:
-        look: returns what it has found; None: there is nothing.
+        look: returns None if there is nothing.
 
     Raises:
-        StorageError: it is gone however often it is listed, for half a minute.
+        StorageError: entries were still gone after half a minute (EBUSY).
     """
     path: str | None = None
     for pause_s in LISTING_PAUSES_S:
@@ -60,18 +54,18 @@ def listed_anew(look: Callable[[], T | None]) -> T | None:
         time.sleep(pause_s)
     assert path is not None
     times = len(LISTING_PAUSES_S)
-    detail = f"whatever was listed was gone when it was looked at, {times} times in a row"
+    detail = f"every entry that was listed was gone when it was looked at, {times} times in a row"
     raise StorageError("list", path, errno.EBUSY, detail=detail)
 
 
 @contextmanager
 def kept(storage: Storage, path: str) -> Iterator[None]:
-    """Keeps a file that was listed from being removed while the body reads what it stands for: by a
-    shared lock, as far as others ask for one before they remove it.
+    """Locks a listed file, shared, while the body reads what it stands for: whoever wants to remove
+    it has to lock it first.
 
     Raises:
-        Vanished: it is gone. StorageError: it cannot be opened, or another process holds it, to
-            remove it, for longer than that takes.
+        Vanished: the file is gone.
+        StorageError: it cannot be opened, or another process holds its lock for over _LOCK_S.
     """
 
     def opened() -> int:
