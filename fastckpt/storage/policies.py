@@ -1,7 +1,7 @@
 """Kinds of file systems: which one a file lies on, and how bytes are moved there.
 
-Responsible for recognising them and for THE table of what is done on each; docs/filesystems.md
-gives the reason and the source of every line. It must not know formats, nor who asks.
+POLICIES is THE table of what is done on each; docs/filesystems.md gives the reason and the source
+of every line. This module must not know formats, nor who asks.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ LUSTRE_MAGIC = 0x0BD00BD0
 
 
 class Policy(NamedTuple):
-    """A policy says how bytes are moved to and from one kind of file system.
-
-    The size of a block is no matter of it: 8 MiB is a multiple of every page, sector and usual
-    stripe, and enough for every one of them.
+    """How bytes are moved to and from one kind of file system, in blocks of 8 MiB everywhere: that
+    is a multiple of every page, sector and usual stripe.
 
     Attributes:
-        backend: "io_uring" or "threads", what "auto" means there.
+        backend: the meaning of "auto" there: "io_uring" or "threads".
         direct: whether O_DIRECT is tried; a probe of the real file has the last word.
         why: the reason for both.
-        allocates: whether fallocate(2) is asked for blocks ahead of writes; else a file is given
-            its size only. A refusal leaves the size alone, too.
-        syncs_all: fsync(2) makes a file durable; else fdatasync(2), which may leave out times.
-        renames_at_once: a reader sees the old file or the new one at any moment, and so does who
-            looks after a crash.
-        remote: who writes proves who he is to a server, by what may expire and be renewed.
-        mandatory_locks: flock(2) keeps every other descriptor from reading or writing what is
-            locked, those of other ranks too.
-        measured: neither way of writing is faster everywhere: long files decide, by their own
-            time, whether later ones are written with O_DIRECT (storage/direct_choice.py), and
-            `direct` is what is done until then.
-        caches_names: a machine may go on for a while believing that a name is not there, or means
-            what it did, when another machine has given it.
+        allocates: whether fallocate(2) gives a file its blocks before it is written. Otherwise, and
+            where that is refused, it is only given its size.
+        syncs_all: whether fsync(2) makes a file durable, or fdatasync(2), which may omit times.
+        renames_at_once: whether a reader sees the old file or the new one at any moment, even after
+            a crash.
+        remote: whether a server checks credentials, which may expire and be renewed.
+        mandatory_locks: whether flock(2) keeps all other descriptors, those of other ranks too,
+            from reading or writing the file.
+        measured: whether long files decide by their own time if later ones are written with
+            O_DIRECT (storage/direct_choice.py), since neither way is faster everywhere; `direct`
+            holds until then.
+        caches_names: whether a machine may believe for a while that a name is missing, or stands
+            for an old file, after another machine has changed that.
     """
 
     backend: str
@@ -53,7 +51,7 @@ class Policy(NamedTuple):
     caches_names: bool = True
 
     def text(self) -> str:
-        """All of it in words."""
+        """Returns the policy in words."""
         ahead = "blocks are allocated ahead" if self.allocates else "the size is set ahead"
         sync = "fsync" if self.syncs_all else "fdatasync"
         rename = "" if self.renames_at_once else "; a rename copies, so a crash may lose both files"
@@ -64,7 +62,7 @@ class Policy(NamedTuple):
 
 _DEEP = "direct I/O runs in parallel here, and io_uring keeps it deep without threads"
 _SERIAL = "io_uring would punt every write to one kernel worker per file here; threads do not"
-_DAEMON = "a process of its own serves this file system, which may drop O_DIRECT"
+_DAEMON = "a process of its own serves this file system and may ignore O_DIRECT"
 
 
 def _local(backend: str, direct: bool, why: str, measured: bool = False) -> Policy:
@@ -76,7 +74,7 @@ def _coherent(allocates: bool = False) -> Policy:
     return Policy("threads", True, _SERIAL, allocates=allocates, caches_names=False)
 
 
-# What "unknown" stands for is the safe line: what works everywhere.
+# "unknown" is the safe line, which works everywhere.
 POLICIES = {
     "ext4": _local("io_uring", True, _DEEP),
     "xfs": _local("io_uring", True, _DEEP),
@@ -111,13 +109,13 @@ POLICIES = {
     ),
 }
 
-# By mount type (proc(5)), which tells what shares a magic number, or has none of its own.
+# By mount type (proc(5)), which tells apart file systems that share a magic number or have none.
 _BY_TYPE = {
     **{kind: kind for kind in POLICIES if kind not in ("unknown", "object store")},
     "nfs4": "nfs",
     "fhgfs": "beegfs",
     "smb3": "cifs",
-    "9p": "unknown",  # its statfs passes the number on that the server's file system has
+    "9p": "unknown",  # its statfs passes on the number of the server's file system
     **{
         f"fuse.{daemon}": "object store"
         for daemon in ("gcsfuse", "s3fs", "mount-s3", "mountpoint-s3", "goofys", "geesefs")
@@ -126,7 +124,7 @@ _BY_TYPE = {
 }
 # By statfs(2).
 _BY_MAGIC = {
-    0xEF53: "ext4",  # ext2 and ext3 too, which the mount type tells
+    0xEF53: "ext4",  # of ext2 and ext3 too, which the mount type tells apart
     0x58465342: "xfs",
     0x9123683E: "btrfs",
     0x01021994: "tmpfs",
@@ -143,7 +141,7 @@ _BY_MAGIC = {
 
 
 class Mount(NamedTuple):
-    """A line of /proc/self/mountinfo: the type, what is mounted, and where."""
+    """A line of /proc/self/mountinfo: the file system's type, its source, and its mount point."""
 
     kind: str
     source: str
@@ -151,12 +149,7 @@ class Mount(NamedTuple):
 
 
 def recognised(magic: int | None, mount: Mount | None) -> str:
-    """Returns the line of POLICIES that is for a file system.
-
-    Args:
-        magic: its number by statfs(2); None if that is not known.
-        mount: None if that is not known.
-    """
+    """Returns the key in POLICIES for a file system's magic number (statfs(2)) and mount."""
     named = "" if mount is None else mount.kind
     if named in _BY_TYPE:
         return _BY_TYPE[named]
@@ -166,7 +159,7 @@ def recognised(magic: int | None, mount: Mount | None) -> str:
 
 
 def policy_of(fd: int) -> tuple[str, Policy]:
-    """Name of the file system that an open file lies on, and what is done there."""
+    """Returns the name of an open file's file system, and its policy."""
     mount = mount_of(fd)
     kind = recognised(magic_of(fd), mount)
     named = kind if mount is None or kind == mount.kind else mount.kind
@@ -174,9 +167,8 @@ def policy_of(fd: int) -> tuple[str, Policy]:
 
 
 def mount_of(fd: int) -> Mount | None:
-    """The mount an open file lies on, by /proc/self/{fdinfo,mountinfo} (proc(5)); None if that
-    cannot be told. By mount and not by device: the files of btrfs have a device number of their
-    own.
+    """Returns the mount of an open file by /proc/self/{fdinfo,mountinfo} (proc(5)), or None if that
+    is not known. The device number would not do: on btrfs files have other ones than the mount.
     """
     try:
         with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
@@ -188,24 +180,24 @@ def mount_of(fd: int) -> Mount | None:
                     dash = fields.index("-")
                     return Mount(fields[dash + 1], fields[dash + 2], _plain(fields[4]))
     except (OSError, ValueError, LookupError):
-        return None  # no /proc, or a line of another shape: the magic number has to do
+        return None  # there is no /proc, or it has another shape: the magic number has to do
     return None
 
 
 def _plain(text: str) -> str:
-    """A path without the escapes of mountinfo (a space is \\040)."""
+    """Returns a path without mountinfo's escapes (a space is \\040)."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def magic_of(file: int | str) -> int | None:
-    """f_type of statfs(2), of an open file or of what a path names; None if it cannot be told."""
-    status = ctypes.create_string_buffer(512)  # struct statfs is of 120 bytes at most
+    """Returns statfs(2)'s f_type for an open file or a path; None if it is not known."""
+    status = ctypes.create_string_buffer(512)  # struct statfs has 120 bytes at most
     try:
         if isinstance(file, str):
             refused = _libc.statfs(os.fsencode(file), status)
         else:
             refused = _libc.fstatfs(file, status)
-    except AttributeError:  # another libc
+    except AttributeError:  # this libc has no such function
         return None
     if refused:
         return None
@@ -215,9 +207,9 @@ def magic_of(file: int | str) -> int | None:
 
 _libc = ctypes.CDLL(None)
 
-# Names under which a client keeps a file that was removed while somebody had it open there: NFS,
-# CIFS, libfuse. They go by themselves; until then their directory is not empty.
+# Names under which clients of NFS, CIFS and libfuse keep a file that was removed while it was open.
+# They go away by themselves; until then their directory is not empty.
 LINGERING = re.compile(r"\.nfs[0-9a-fA-F]{8,}|\.__smb[0-9a-fA-F]+|\.fuse_hidden[0-9a-fA-F]{8,}")
 
-# By these a server refuses what it would do for somebody whose credentials are valid.
+# Errors by which a server refuses calls that it would accept with valid credentials.
 REFUSALS = frozenset({errno.EACCES, errno.EPERM, errno.EKEYEXPIRED, errno.ESTALE})
