@@ -1,8 +1,6 @@
-"""Staging resources of one process: the engine with its arena budget, its backends, and the step
-fence.
-
-Responsible for the threads staging may take, for choosing a backend, and for making an optimizer
-wait. It must not know formats or what a commit is.
+"""The staging resources of one process: the engine with its budget and threads, its backends, the
+choice of a file's route, and the hook by which an optimizer waits. It must not know formats or what
+a commit is.
 """
 
 from __future__ import annotations
@@ -29,39 +27,38 @@ from fastckpt.storage.file_system import PATIENCE_S, Storage, reported
 
 log = logging.getLogger("fastckpt")
 
-# What the extension raises where address space is short (ulimit -v), or threads, whose stacks take
-# some of it (ulimit -u).
+# The extension's errors if address space is short (ulimit -v), or threads (ulimit -u).
 _LIMITS = (MemoryError, RuntimeError)
 _RAISE_LIMITS = (
     "raise the limits of the process (ulimit -v, ulimit -u), or set FASTCKPT_STAGING_BYTES to less"
 )
 
 QUEUE_DEPTH = 16
-WINDOW_BLOCKS = 16  # a load keeps so many blocks read ahead of torch
+WINDOW_BLOCKS = 16  # how far a load reads ahead of torch
 IO_THREADS = 4
 STAGERS_MAX = 4
 _WARM_BYTES = 64 << 20  # populated at a time
 
 
 class Route(NamedTuple):
-    """A route says how one file's bytes go: through which backend, directly or not, and why."""
+    """How one file is read or written: its backend, whether with O_DIRECT, and the reason."""
 
     backend: _engine.Backend
     direct: bool
     why: str
-    patience_s: float = 0.0  # how long a write is tried again that a server refused
+    patience_s: float = 0.0  # for how long a write that a server refuses is tried again
     bucket: _engine.TokenBucket | None = None  # limits the rate
 
 
 class Staging:
-    """The engine of one process and what hangs on it. close() frees all of it.
+    """The engine of one process with its backends, GPUs and step fence. close() frees all of it.
 
     Args:
-        storage: the seam to the file system, asked for policies and probes; an attribute, too.
-        budget_bytes: hard limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of
+        storage: the seam to the file system; also an attribute.
+        budget_bytes: the limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of
             the memory available when the first save begins.
-        devices: whose memory is copied beside compute.
-        gds: writes from there without the host, where that is wanted.
+        devices: the GPUs whose memory is copied beside compute.
+        gds: GPUDirect Storage for those GPUs.
     """
 
     def __init__(
@@ -89,9 +86,7 @@ class Staging:
         self._transfers: dict[int, Callable[[str, int, memoryview, int], int]] = {}
 
     def engine(self) -> _engine.Engine:
-        """The engine; made at the first call. Its arena takes address space now and memory when
-        used.
-        """
+        """Returns the engine, made at the first call. Its arena takes memory only when used."""
         engine = self._engine
         if engine is not None:
             return engine
@@ -105,9 +100,9 @@ class Staging:
             return self._engine
 
     def _new_engine(self) -> _engine.Engine:
-        """An engine with the whole budget, or with as much as the limits of the process allow."""
+        """Makes an engine with the whole budget, or as much as the process's limits allow."""
         budget = self._budget_bytes or default_budget_bytes()
-        # Two at least: one may be asleep until a device has copied.
+        # At least two, since one may sleep until a device has copied.
         stagers = max(2, stager_count())
         while True:
             try:
@@ -116,17 +111,15 @@ class Staging:
                 is_least = self._budget_bytes is not None or budget <= BLOCK_BYTES
                 if is_least and stagers == 2:
                     raise CheckpointError(
-                        f"there are no {budget} bytes of address space for staging, or not the "
-                        f"{stagers} threads that copy ({error}): {_RAISE_LIMITS}"
+                        f"the process has no {budget} bytes of address space for staging, or no "
+                        f"{stagers} threads to copy ({error}): {_RAISE_LIMITS}"
                     ) from error
                 stagers = max(2, stagers // 2)
                 if not is_least:
                     budget //= 2
 
     def allowance(self, staging_bytes: int | None) -> Allowance:
-        """Returns the blocks that one save may hold, for a limit in bytes: None is the whole
-        budget, and one block is the least.
-        """
+        """Returns the blocks that one save may hold, at least one; None stands for the budget."""
         blocks = self.engine().arena_blocks
         return Allowance(
             blocks if staging_bytes is None else min(blocks, staging_bytes // BLOCK_BYTES)
@@ -142,16 +135,15 @@ class Staging:
         offset: int | None = 0,
         nbytes: int | None = None,
     ) -> Route:
-        """Decides backend and O_DIRECT for an open file by policy, by what was measured where that
-        leaves it open, by a probe and by what the caller asked for.
+        """Chooses backend and O_DIRECT for an open file by its file system's policy, by measurement
+        if the policy leaves it open, by a probe, and by the caller's request.
 
         Args:
-            fd, path: the file; path is for messages.
+            path: the file's path, for messages.
             requested: as fastckpt.save's backend.
-            writing: not reading.
-            offset: a page there is the probe, of zeros if `writing`; None: O_DIRECT is known to
-                work.
-            nbytes: so much is written at a stretch and then synced, which may be timed.
+            offset: of the page that the probe reads, or fills with zeros if `writing`; None if
+                O_DIRECT is known to work.
+            nbytes: how much is written without a pause and then synced, which may be timed.
 
         Raises:
             BackendUnavailable: `requested` names a backend that does not work here.
@@ -185,7 +177,7 @@ class Staging:
         if requested != "auto":
             why = f"{why}; backend {requested!r} was asked for"
         if requested == "auto" and not direct:
-            wanted = "threads"  # buffered io_uring transfers are punted to kernel workers
+            wanted = "threads"  # io_uring hands buffered transfers to kernel workers anyway
         if wanted == "io_uring":
             ring = self._uring_backend()
             if isinstance(ring, _engine.Backend):
@@ -200,10 +192,9 @@ class Staging:
     def through(
         self, fd: int, transfer: Callable[[str, int, memoryview, int], int]
     ) -> Iterator[Route]:
-        """The route by which blocks of fd are handed to a function while the body runs.
+        """Yields a route that hands blocks of fd to a function while the body runs.
 
         Args:
-            fd: the file.
             transfer: (kind, fd, memory, offset) -> bytes moved; called by several threads at once,
                 for different blocks.
         """
@@ -221,17 +212,17 @@ class Staging:
         return self._transfers[fd](kind, fd, memory, offset)
 
     def _decided(self, route: Route, path: str) -> Route:
-        """Tells of a route when it is taken for the first time."""
-        way = f"{route.backend.name}, {'direct' if route.direct else 'buffered'}"
+        """Logs a route when it is taken for the first time."""
+        taken = f"{route.backend.name}, {'direct' if route.direct else 'buffered'}"
         with self._lock:
-            new = (way, route.why) not in self._logged
-            self._logged.add((way, route.why))
+            new = (taken, route.why) not in self._logged
+            self._logged.add((taken, route.why))
         if new:
-            log.info("using %s, for %r and files like it: %s", way, path, route.why)
+            log.info("using %s, for %r and files like it: %s", taken, path, route.why)
         return route
 
     def _uring_backend(self) -> _engine.Backend | str:
-        """The ring, or why there is none; asked of the kernel once."""
+        """Returns the ring, or why there is none; the kernel is asked once."""
         with self._lock:
             if self._uring_refusal is None and "io_uring" not in self._backends:
                 try:
@@ -248,7 +239,7 @@ class Staging:
                     self._backends[name] = make()
                 except _LIMITS as error:
                     raise CheckpointError(
-                        f"there are no threads for reading and writing ({error}): {_RAISE_LIMITS}"
+                        f"no threads for reads and writes can be started ({error}): {_RAISE_LIMITS}"
                     ) from error
             return self._backends[name]
 
@@ -263,17 +254,16 @@ class Staging:
         route: Route | None = None,
         direct: Direct | None = None,
     ) -> EngineStream:
-        """Starts to read [0, nbytes) of fd, verifying blocks against crcs unless that is empty.
+        """Begins to read [0, nbytes) of fd, verifying blocks unless there are no checksums.
 
         Args:
-            fd, path: the file; path is for messages.
-            nbytes, block_bytes: its size and that of its blocks.
-            crcs: of every block.
+            path: the file's path, for messages.
+            crcs: every block's CRC-32, or none.
             wanted: numbers of the blocks that will be asked for, ascending; default: all.
-            route: how its bytes come; default: decided here.
-            direct: reads all of them to its GPU. The blocks are of BLOCK_BYTES then.
+            route: how it is read; default: chosen here.
+            direct: reads all blocks to its GPU; they have BLOCK_BYTES then.
         """
-        # Through a description of its own, which O_DIRECT does not take from the caller's.
+        # Opened anew, since O_DIRECT would change the caller's descriptor, too.
         with reported("open", path):
             own_fd = self.storage.open(f"/proc/self/fd/{fd}")
         try:
@@ -282,7 +272,7 @@ class Staging:
             if route is None:
                 fd, route = own_fd, self.route(own_fd, path, "auto", writing=False)
             engine, own = self.engine(), None
-            if block_bytes != engine.block_bytes:  # written with another block size: staged apart
+            if block_bytes != engine.block_bytes:  # blocks of another size need their own arena
                 held = min(WINDOW_BLOCKS, -(-nbytes // block_bytes))
                 held = min(held, engine.arena_blocks * engine.block_bytes // block_bytes)
                 arena_bytes = max(1, held) * block_bytes
@@ -297,12 +287,11 @@ class Staging:
         return EngineStream(stream, own, lambda: self._close(own_fd), self.devices.text)
 
     def direct(self, way: str, queue: Any, directory: str) -> Direct | None:
-        """Returns what reads files of a directory to a GPU by itself; None: they go by the host.
+        """Returns what reads a directory's files straight to a GPU, or None for reads by the host.
 
         Args:
             way: "host", "gds" or "auto".
-            queue: of the GPU; None if there is none.
-            directory: the file system is that of this one.
+            queue: the GPU's; None if there is none.
         """
         if way == "host" or queue is None:
             return None
@@ -311,8 +300,7 @@ class Staging:
         return self.gds.way(way, queue, 0 if status is None else status.st_dev)[0]
 
     def _close(self, fd: int) -> None:
-        """Closes what was only read: an error of that must not hide what was, or was not, read."""
-        with suppress(OSError):  # as said
+        with suppress(OSError):  # the file was only read, and an error must not hide how that went
             self.storage.close(fd)
 
     def _read_direct(
@@ -324,7 +312,7 @@ class Staging:
         wanted: Sequence[int],
         direct: Direct,
     ) -> EngineStream:
-        """A stream to a GPU, whose blocks there it shares with saves and one more stream."""
+        """Begins to read to a GPU, in blocks that saves and another stream use, too."""
         with reported("read", path):
             refusal = self.storage.set_direct(fd, writing=False)
 
@@ -340,48 +328,47 @@ class Staging:
             way = (direct.backend, refusal is None, BLOCKS // 2, list(wanted), direct.stage)
             stream = self.engine().read(fd, nbytes, list(crcs), *way)
             return EngineStream(stream, None, close, self.devices.text)
-        except BaseException:  # the number of the descriptor is soon another file's
+        except BaseException:  # the caller closes fd, whose number may become another file's
             if stream is not None:
                 stream.close()
             direct.end_file(fd)
             raise
 
     def warm(self, nbytes: int, reads: Reads) -> None:
-        """Backs as much of the arena with memory, so that the next save need not wait for pages;
-        pinned, if it reads devices like this one.
+        """Backs nbytes of the arena with memory ahead of a save, pinned if `reads` has devices.
 
-        The first save pays for pages as it goes; without this the second and third would too, since
-        blocks that come back early are used again before new ones are touched.
+        Saves use blocks again before they touch new ones. So without this the second and third save
+        would wait for pages of memory, as the first does.
         """
         with self._lock:
             engine = self._engine
             if engine is None:
-                return  # closed meanwhile
+                return  # it was closed meanwhile
             end = min(nbytes, engine.arena_blocks * BLOCK_BYTES)
             pinner = reads.ranges[0].queue if reads.ranges else None
             if pinner is not None and not self._warms_pinned:
                 self._warm_bytes, self._warms_pinned = 0, True
             begin, self._warm_bytes = self._warm_bytes, max(end, self._warm_bytes)
         for at in range(begin, end, _WARM_BYTES):
-            # An exiting process saves no more, and a kernel that refuses once does so again.
+            # An exiting process saves no more, and a kernel that has refused will do so again.
             exiting = not threading.main_thread().is_alive()
             if exiting or not engine.prefault(at, min(end, at + _WARM_BYTES), 1, pinner):
                 return
 
     def fence_next_step(self, handle: SaveHandle) -> None:
-        """Makes steps of any torch optimizer here pass the handle's fence first."""
-        # No lock: a signal handler may raise here, or save.
+        """Makes steps of all torch optimizers in this process pass the handle's fence first."""
+        # This takes no lock, since a signal handler may raise here, or save.
         for earlier in self._unstaged.copy():
             if earlier.done():
                 self._unstaged.pop(earlier, None)
         self._unstaged[handle] = None
-        # Registered from the training thread and never removed by another one: torch iterates over
-        # its hooks without a lock.
+        # The training thread registers it, and no other thread removes it: torch iterates over its
+        # hooks without a lock.
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
 
     def _wait_before_step(self, *_: object) -> None:
-        # Handles stay listed until staged: other optimizers may step on other threads.
+        # Handles stay until they are staged: other optimizers may step on other threads.
         for handle in self._unstaged.copy():
             begin_s = handle.elapsed_s()
             handle.pass_fence()
@@ -391,8 +378,8 @@ class Staging:
                 self._unstaged.pop(handle, None)
 
     def abandon(self) -> None:
-        """Forgets everything without freeing it: in a forked child its threads did not come along,
-        and at exit a daemon thread may be in it.
+        """Forgets everything without freeing it: a forked child lacks its threads, and at exit a
+        daemon thread may be in it.
         """
         kept = [
             self._engine,
@@ -400,7 +387,7 @@ class Staging:
             *self.gds.abandon(),
             *self.devices.abandon(),
         ]
-        for thing in kept:  # a destructor would wait for threads that do not exist here
+        for thing in kept:  # or destructors would wait for threads that do not exist here
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
         self._engine, self._backends, self._unstaged = None, {}, {}
         self._abandoned = True
@@ -408,7 +395,7 @@ class Staging:
             self._hook.remove()
 
     def close(self) -> None:
-        """Waits for transfers and frees threads, rings and the arena."""
+        """Waits for transfers, and frees threads, rings and the arena."""
         with self._lock:
             engine, self._engine = self._engine, None
             backends, self._backends = self._backends, {}
@@ -426,9 +413,9 @@ class Staging:
 
 Allowance = _engine.Allowance
 combine_crcs = _engine.crc32_combine  # (crc of a, crc of b, len(b)) -> crc of a + b
-crc32_kernel = _engine.crc32_kernel  # () -> name of the one that this CPU is best at
+crc32_kernel = _engine.crc32_kernel  # () -> name of the fastest one on this CPU
 
 
 def stager_count() -> int:
-    """Threads that copy and checksum: one per CPU this process may use, at most STAGERS_MAX."""
+    """Returns how many threads copy and checksum: one for each usable CPU, STAGERS_MAX at most."""
     return min(STAGERS_MAX, len(os.sched_getaffinity(0)))

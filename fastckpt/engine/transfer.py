@@ -1,8 +1,6 @@
-"""Images on their way from memory into files, and when their sources may change.
-
-Responsible for waiting on the engine and for turning its failures into errors; and for the little
-that goes into memory instead. It must not know
-what the image is of, nor how the file is named or committed.
+"""Images on their way from memory into files: waits for the engine, whose failures become errors,
+and copies of small ranges into memory. It must not know what an image holds, nor how its file is
+named or committed.
 """
 
 from __future__ import annotations
@@ -19,23 +17,21 @@ from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.storage.file_system import Storage, reported
 
 _ON_HOST = "nothing lies on a GPU"
-_WAIT_S = 3600.0  # one wait on the engine, repeated: a slow disk is not an error
+_WAIT_S = 3600.0  # of one wait on the engine; it is repeated, for a slow disk is no error
 
 
 class Fetch:
-    """Ranges of memory on their way to a copy of their own: those of the host at once, those of
-    devices in the order of their queues.
+    """Copies of memory ranges: ranges of the host are copied at once, those of devices by fill().
 
     Args:
-        staging: whose engine is used.
-        storage: keeps what is on its way.
-        ranges: address, and what receives as many bytes as it has.
-        path: of the file that they are for, for messages.
+        storage: makes the file in memory that device ranges go through.
+        ranges: pairs of an address and the memory that receives as many bytes as it has.
+        path: the file that they are for, for messages.
         allowance: as Transfer's.
         reads: says which addresses are devices'.
 
     Attributes:
-        transfer: what is still on its way.
+        transfer: the device ranges' Transfer.
     """
 
     def __init__(
@@ -67,7 +63,7 @@ class Fetch:
             route = staging.route(self._fd, path, "auto", writing=True)
             self.transfer.write_to(self._fd, 0, route)
         except BaseException:
-            self.__exit__()  # or what was staged would hold its blocks for ever
+            self.__exit__()  # or what was staged would never give back its blocks
             raise
 
     def __enter__(self) -> Fetch:
@@ -79,7 +75,7 @@ class Fetch:
             self._storage.close(self._fd)
 
     def fill(self) -> None:
-        """Waits until everything has been received."""
+        """Waits for the device ranges, and copies them into the given memory."""
         self.transfer.wait_written()
         offset = 0
         for memory in self._late:
@@ -91,22 +87,21 @@ class Fetch:
 
 
 class Transfer:
-    """An image that is being staged, and written once write_to() has said where to.
+    """An image's body that is being staged, and written once write_to() has said where to.
 
-    Leaving the context waits until nothing of it is in flight any more; what was not written by
-    then never is.
+    Leaving the context cancels what is not under way and waits for the rest.
 
     Args:
-        staging: whose engine and budget are used.
-        image: its body is moved; may be empty.
-        path: of the file, for messages.
-        allowance: the blocks that it may hold, together with others of the same save.
+        image: its body may be empty.
+        path: the file's path, for messages.
+        allowance: the blocks that it may hold, together with other files of the same save.
         stagers: the most threads that copy.
         reads: says which of its memory is on devices.
-        direct: writes what it can from a GPU straight to the file.
+        direct: writes blocks of a GPU straight to the file where it can.
 
     Raises:
-        StorageError, DeviceError: from any wait, when a write or a copy failed; the first failure.
+        StorageError, DeviceError: from wait_staged(), staged() and wait_written(): the first write
+            or copy that failed.
     """
 
     def __init__(
@@ -125,7 +120,7 @@ class Transfer:
         self._storage = staging.storage
         self._fd: int | None = None
         self._direct = direct
-        self._direct_fd: int | None = None  # registered
+        self._direct_fd: int | None = None  # while it is registered
         self._way = ""
         self._stats: SaveStats | None = None
         self._image: Image | None = image  # keeps the sources until they were copied
@@ -153,7 +148,7 @@ class Transfer:
         self._image = None
 
     def write_to(self, fd: int, offset: int, route: Route) -> None:
-        """Says where the image goes; fd stays open until the context is left."""
+        """Begins to write the image to fd, which stays open until the context is left."""
         if self._job is None:
             return
         backend, self._fd = route.backend, fd
@@ -163,30 +158,30 @@ class Transfer:
         self._job.write_to(fd, offset, backend, route.direct, route.patience_s, route.bucket)
 
     def _end_file(self) -> None:
-        """Gives the file back when nothing is in flight, and notes how its bytes went."""
+        """Deregisters the file when nothing is in flight, and notes how its bytes were written."""
         fd, self._direct_fd = self._direct_fd, None
         if fd is None or self._direct is None:
             return
         nbytes, through_host, reason = self._direct.end_file(fd)
         if reason:
             self._gds.warn(reason)
-            self._way = f"{reason}; {through_host} bytes of the GPU's went through the host"
+            self._way = f"{reason}; {through_host} bytes of the GPU went through the host"
         if self._stats is not None:
             self._stats.staging_why = self._way
             if not nbytes:
                 self._stats.staging = "host"
 
     def queued(self, timeout_s: float) -> bool:
-        """Whether all that was not copied is for devices to copy, after waiting so long for it."""
+        """Waits at most timeout_s; returns whether only devices have anything left to copy."""
         return self._job is None or self._job.wait_queued(timeout_s)
 
     def wait_queued(self) -> None:
-        """Waits until only devices are left to copy; a failure is the later waits' to raise."""
+        """Waits until only devices have anything left to copy; a later wait raises a failure."""
         while not self.queued(_WAIT_S):
             pass
 
     def staged(self, timeout_s: float) -> bool:
-        """Whether everything was copied, after waiting so long for it."""
+        """Waits at most timeout_s; returns whether everything was copied."""
         if self._job is not None and not self._job.wait_staged(timeout_s):
             return False
         self._check()
@@ -194,20 +189,19 @@ class Transfer:
         return True
 
     def wait_staged(self) -> None:
-        """Waits until everything was copied."""
         while not self.staged(_WAIT_S):
             pass
 
     def written(self, timeout_s: float) -> bool:
-        """Whether nothing is left to be written, or it failed, after waiting so long for it."""
+        """Waits at most timeout_s; returns whether the job has ended, well or by a failure."""
         return self._job is None or self._job.wait_written(timeout_s)
 
     def tokens_waited_s(self) -> float:
-        """Returns how long what was ready to be written waited for its rate."""
+        """Returns for how many seconds blocks that were ready to be written waited for tokens."""
         return 0.0 if self._job is None else self._job.tokens_waited_s()
 
     def wait_written(self) -> None:
-        """Waits until everything was written, and checks that it was everything."""
+        """Waits until everything was written, and compares the bytes written with the plan."""
         if self._job is None:
             return
         while not self._job.wait_written(_WAIT_S):
@@ -231,15 +225,15 @@ class Transfer:
             raise StorageError(op, self._path, number, offset, detail)
 
     def block_crcs(self) -> list[int]:
-        """CRC-32 of each block of the image; after wait_staged()."""
+        """Returns the CRC-32 of each block of the body; call it after wait_staged()."""
         return [] if self._job is None else self._job.block_crcs()
 
     def slot_crcs(self) -> list[int]:
-        """CRC-32 of each slot's segment; after wait_staged()."""
+        """Returns the CRC-32 of each slot's segment; call it after wait_staged()."""
         return [] if self._job is None else self._job.slot_crcs()
 
     def account(self, stats: SaveStats) -> None:
-        """Adds what devices did to a save's clocks; after wait_staged()."""
+        """Adds the copies by devices to a save's statistics; call it after wait_staged()."""
         nbytes, seconds = (0, 0.0) if self._job is None else self._job.device_copies()
         if self._job is None or not nbytes:
             stats.staging = stats.staging or "host"
@@ -259,5 +253,5 @@ class Transfer:
         stats.d2h_gbps = (before + nbytes / 1e9) / stats.d2h_s if stats.d2h_s else None
 
     def staged_bytes_max(self) -> int:
-        """Returns how much staging memory the save held at a time, at most."""
+        """Returns the most staging memory, in bytes, that files with this allowance held."""
         return 0 if self._job is None else self._job.blocks_held_max() * BLOCK_BYTES
