@@ -1,3 +1,3 @@
-"""Blocks of bytes between memory and open files, by the extension's threads. It must not know
+"""Moves blocks of bytes between memory and open files by the extension's threads. It must not know
 formats, names or commits.
 """

@@ -1,6 +1,6 @@
-"""How much memory staging may take: what the user set, else a share of what the machine has left.
+"""The staging memory that a process may take: as set by the user, else a share of the free memory.
 
-It must not know what the memory is used for.
+This module must not know what the memory is used for.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from fastckpt.plan.image import BLOCK_BYTES
 
 
 def default_budget_bytes() -> int:
-    """$FASTCKPT_STAGING_BYTES, else half of the memory available to this process now; where a
-    launcher says how many ranks are on the machine, this rank's share of that.
+    """Returns $FASTCKPT_STAGING_BYTES, else half of the memory available to this process now,
+    divided by the number of ranks on the machine if a launcher tells it.
     """
     told = environment.staging_bytes(least=BLOCK_BYTES)
     if told is not None:
@@ -31,7 +31,7 @@ def _memory_available_bytes() -> int:
 
 
 def _cgroup_headroom_bytes() -> int:
-    """Returns what the memory cgroup, v2 or v1, still grants; a huge number if none can be read."""
+    """Returns how many bytes the memory cgroup (v2 or v1) still grants; 1 << 62 if not known."""
     unlimited = 1 << 62
     for limit_path, usage_path in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

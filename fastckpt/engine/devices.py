@@ -1,7 +1,5 @@
-"""The GPUs of one process: whose memory is whose, and the order of copies among their streams.
-
-Responsible for the CUDA driver, one queue of copies for each device, and what a save reads of them.
-It must not know images, files, or when a checkpoint is committed.
+"""The GPUs of one process: the CUDA driver, a queue of copies for each device, and which memory a
+save reads from them, in which order with other work. It must not know images, files or commits.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ LIBRARY = "libcuda.so.1"
 
 
 class Reads:
-    """What one save reads of devices. Copies come after all that the streams which were current
-    when this was made had been given by then.
+    """The memory of devices that one save reads. Its copies come after all work that the current
+    streams had when this was made.
 
     Attributes:
-        ranges: addresses of devices, ascending, and whose they are; for the engine.
-        device: the one that the first range is of; None if there is none.
+        ranges: ascending address ranges with the queue of the device of each, for the engine.
+        device: the first range's device; None if there is no range.
     """
 
     def __init__(
@@ -50,36 +48,35 @@ class Reads:
         return number >= 0 and address < self.ranges[number].end
 
     def lead(self) -> bool:
-        """Makes the calling thread's current streams wait for the copies that were queued. False if
-        they cannot: the caller has to.
+        """Makes the calling thread's current streams wait for the queued copies. Returns False if
+        they cannot, so that the caller has to wait.
         """
         try:
             for ordinal, queue in self._queues.items():
                 stream = self._runtime.current_stream(ordinal).cuda_stream
                 self._waits.append(queue.lead(stream))
-        except _engine.DeviceError as error:  # of a lost device the copies will tell
+        except _engine.DeviceError as error:  # if the device is lost, the copies will say so
             log.info("waiting for copies on the host: %s", error)
             return False
         return True
 
     def forget_waits(self) -> None:
-        """Gives up what stall_s() would tell."""
         self._waits.clear()
 
     def stall_s(self) -> float | None:
-        """Returns how long streams were kept waiting, in seconds; None while one still waits."""
+        """Returns how many seconds streams waited for copies; None while one still waits."""
         seconds = [wait.seconds() for wait in list(self._waits)]
         return None if any(value < 0 for value in seconds) else sum(seconds, 0.0)
 
 
 class Devices:
-    """The GPUs of one process. Nothing is loaded before a tensor lies on one.
+    """The GPUs of one process. The driver is not loaded before torch uses a GPU.
 
     Args:
         kind: torch's name for this type of device.
         runtime: torch's module for it: is_initialized(), current_stream(ordinal).cuda_stream,
             is_available(), init(), current_device(), device_count().
-        library: where the driver is.
+        library: the driver's name or path.
     """
 
     def __init__(
@@ -91,24 +88,22 @@ class Devices:
         self._lock = threading.Lock()
         # State below is protected by _lock.
         self._driver: _engine.CudaDriver | None = None
-        # On ROCm torch.cuda is another driver's.
+        # On ROCm, torch.cuda stands for another driver.
         self._refused = kind == "cuda" and torch.version.hip is not None
         self._queues: dict[int, _engine.DeviceQueue] = {}
         self._warned: set[str] = set()
 
     def readable(self) -> frozenset[str]:
-        """Types of devices whose memory staging can copy by itself, "cpu" among them."""
+        """Returns the types of devices from which staging itself can copy, "cpu" included."""
         return frozenset(("cpu", self._kind) if self._loaded() else ("cpu",))
 
     def in_use(self) -> bool:
-        """Whether this process uses such devices already."""
+        """Whether this process already uses such devices."""
         return not self._refused and bool(self._runtime.is_initialized())
 
     def target(self, location: str | None = None) -> torch.device | None:
-        """The device that torch.load means by a location, if memory of it can be copied to; without
-        one, the current device.
-
-        Initialises it, as torch.load would.
+        """Initialises and returns the device that torch.load means by a location, or the current
+        one; None if nothing can be copied there.
         """
         location = self._kind if location is None else location
         if not location.startswith(self._kind) or self._refused:
@@ -118,7 +113,7 @@ class Devices:
         try:
             device = torch.device(location)
         except RuntimeError:
-            return None  # a location in torch's old words, or a wrong one: torch will say so
+            return None  # torch handles old spellings, and refuses wrong locations
         if device.type != self._kind:
             return None
         self._runtime.init()
@@ -136,15 +131,15 @@ class Devices:
                 except _engine.DeviceUnavailable as error:
                     self._refused = True
                     log.warning(
-                        "no copies beside compute, torch copies from GPUs itself: %s", error
+                        "no copies beside compute; torch copies from GPUs itself: %s", error
                     )
             return self._driver is not None
 
     def reads(self, storages: Iterable[torch.UntypedStorage]) -> Reads:
-        """Returns what a save reads of these storages, as users of the current streams see them.
+        """Returns the device memory of these storages, as work on the current streams leaves it.
 
         Raises:
-            DeviceError: the device refuses, or its current stream is being captured into a graph.
+            DeviceError: the driver refuses, or a current stream is being captured into a graph.
         """
         found: dict[int, list[tuple[int, int]]] = {}
         for storage in storages:
@@ -172,10 +167,10 @@ class Devices:
         return Reads(self._runtime, queues, kept, torch.device(self._kind, first))
 
     def queue(self, device: torch.device) -> _engine.DeviceQueue:
-        """Returns what copies for a device that target() gave.
+        """Returns the queue of a device that target() gave.
 
         Raises:
-            DeviceError: the device refuses.
+            DeviceError: the driver refuses.
         """
         try:
             return self._queue(device.index)
@@ -190,7 +185,7 @@ class Devices:
             return self._queues[ordinal]
 
     def driver(self) -> _engine.CudaDriver:
-        """The driver; a device has been used."""
+        """Returns the driver, which must be loaded."""
         assert self._driver is not None
         return self._driver
 
@@ -199,7 +194,7 @@ class Devices:
         return str(code) if self._driver is None else self._driver.text(code)
 
     def warn_unpinned(self, code: int) -> str:
-        """Says once that staging memory cannot be pinned; returns why."""
+        """Logs once that staging memory cannot be pinned, and returns why."""
         reason = f"staging memory is not pinned: {self.text(code)}"
         with self._lock:
             new = reason not in self._warned
@@ -209,13 +204,13 @@ class Devices:
         return reason
 
     def abandon(self) -> list[object]:
-        """Gives up everything without freeing it, which is the caller's to keep from happening."""
+        """Forgets everything, and returns it, so that the caller can keep it from being freed."""
         kept: list[object] = [*self._queues.values(), self._driver]
         self._queues, self._driver, self._refused = {}, None, True
         return kept
 
     def close(self) -> None:
-        """Frees the queues; nothing is in flight on them."""
+        """Frees the queues, on which nothing may be in flight."""
         with self._lock:
             queues, self._queues = self._queues, {}
         for queue in queues.values():
@@ -223,7 +218,7 @@ class Devices:
 
 
 def _merged(bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges, ascending and apart, that cover these: storages may share memory."""
+    """Returns disjoint, ascending ranges that cover these; storages may share memory."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(bounds):
         if merged and begin < merged[-1][1]:

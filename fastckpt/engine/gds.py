@@ -1,7 +1,6 @@
-"""GPUDirect Storage: whether blocks go from a GPU to a file by cuFile, or through the host.
-
-Responsible for cuFile's library, the registered blocks, and for the choice between the two ways,
-with its reason. It must not know images, or when a checkpoint is committed.
+"""GPUDirect Storage: cuFile's library, the registered blocks, and the choice, with its reason,
+whether bytes go between a GPU and a file by cuFile or through the host. It must not know images or
+commits.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from fastckpt.plan.image import BLOCK_BYTES
 log = logging.getLogger("fastckpt")
 
 LIBRARY = "libcufile.so.0"
-BLOCKS = 16  # of a GPU's memory, registered once
-THREADS = 8  # transfers under way at a time
+BLOCKS = 16  # registered in a GPU's memory
+THREADS = 8  # that is, transfers under way at a time
 
 
 class Direct:
-    """The blocks of one GPU, and what writes them. close() frees all.
+    """The registered blocks of one GPU, and their backend. close() frees all.
 
     Attributes:
-        stage: for the engine.
-        backend: writes blocks of the GPU by cuFile, and all others as ever.
+        stage: the blocks, for the engine.
+        backend: transfers blocks of the GPU by cuFile, and all others as other backends do.
     """
 
     def __init__(self, library: _engine.CufileLibrary, queue: _engine.DeviceQueue) -> None:
@@ -36,30 +35,29 @@ class Direct:
         self.backend = _engine.gds_backend(blocks, THREADS)
 
     def begin_file(self, fd: int) -> str:
-        """Registers a file; how its bytes will go, in words."""
+        """Registers a file; returns cuFile's mode for it and the reason, in words."""
         self.backend.begin_file(fd)
         name, why = self.backend.mode(fd)
         return f"cuFile, {name} mode: {why}"
 
     def end_file(self, fd: int) -> tuple[int, int, str]:
-        """After the last transfer: bytes that cuFile moved, bytes of the GPU's that went through
-        the host, and why these did, or nothing.
+        """Deregisters a file after its last transfer. Returns how many bytes cuFile moved, how many
+        bytes of the GPU went through the host, and why, or "".
         """
         return self.backend.end_file(fd)
 
     def close(self) -> None:
-        """An error of a load, kept by somebody, may keep this: not the GPU's memory, too."""
         self.backend.close()
+        # An error that somebody keeps may hold this object by its traceback: free the GPU's memory.
         del self.backend, self.stage, self.queue
 
 
 class Gds:
-    """One process's knowledge of GPUDirect Storage. Nothing is loaded before it is asked for.
+    """GPUDirect Storage of one process. cuFile is not loaded before GPUDirect is asked for.
 
     Args:
-        devices: the GPUs.
-        library: where cuFile is.
-        open_library: loads it.
+        library: cuFile's name or path.
+        open_library: loads it; default: the extension's CufileLibrary.
     """
 
     def __init__(
@@ -82,12 +80,12 @@ class Gds:
     def way(
         self, staging: str, queue: _engine.DeviceQueue | None, file_system: int
     ) -> tuple[Direct | None, str]:
-        """Returns how bytes go between a GPU and a file, None for through the host; and why.
+        """Returns what moves bytes between a GPU and a file, or None for the host, and the reason.
 
         Args:
             staging: "host", "gds" or "auto".
-            queue: of the GPU; None if there is none.
-            file_system: the file's, as stat(2) numbers them.
+            queue: the GPU's; None if there is none.
+            file_system: the device number of the file's file system (st_dev).
         """
         if staging == "host" or queue is None:
             return None, ""
@@ -102,7 +100,7 @@ class Gds:
         return direct, refusal
 
     def undecided(self, staging: str, reads: Reads, file_system: int) -> bool:
-        """Whether both ways are to be measured for a file system; who is told so does it."""
+        """Whether the caller has to measure both ways for a file system: True only once."""
         if staging != "auto" or not reads.ranges:
             return False
         with self._lock:
@@ -116,12 +114,12 @@ class Gds:
         queue: _engine.DeviceQueue,
         seconds: Callable[[Direct | None], float],
     ) -> None:
-        """Measures both ways for a file system, once, and keeps the faster.
+        """Measures both ways three times, and notes the one with the better median.
 
         Args:
-            file_system: its number.
-            queue: of the GPU.
-            seconds: how long it takes one way.
+            file_system: its device number (st_dev).
+            queue: the GPU's.
+            seconds: writes by cuFile, or with None through the host, and returns how long it took.
         """
         direct, why = self._of(queue)
         faster = False
@@ -129,7 +127,7 @@ class Gds:
             by_gpu, by_host = [], []
             for _ in range(3):
                 if not threading.main_thread().is_alive():
-                    return  # a process that ends saves no more
+                    return  # an exiting process saves no more
                 by_host.append(seconds(None))
                 by_gpu.append(seconds(direct))
             refused = direct.backend.fallback_reason()
@@ -141,13 +139,13 @@ class Gds:
         self.note(file_system, faster, why)
 
     def note(self, file_system: int, faster: bool, why: str) -> None:
-        """Keeps a verdict on a file system."""
+        """Notes and logs the verdict on a file system."""
         with self._lock:
             self._verdicts[file_system] = faster, why
         log.info("staging by %s: %s", "GPUDirect Storage" if faster else "the host", why)
 
     def _of(self, queue: _engine.DeviceQueue) -> tuple[Direct | None, str]:
-        """The blocks of a GPU, or why there are none; made at the first call."""
+        """Returns a GPU's blocks, made at the first call; or None and why there are none."""
         with self._lock:
             if self._refusal:
                 return None, self._refusal
@@ -167,7 +165,7 @@ class Gds:
                 return None, self._refusal
 
     def warn(self, reason: str) -> None:
-        """Says once why blocks go through the host that were meant not to."""
+        """Logs once why blocks go through the host though GPUDirect was chosen."""
         with self._lock:
             new = reason not in self._warned
             self._warned.add(reason)
@@ -175,13 +173,13 @@ class Gds:
             log.warning("%s; GPUs are copied to the host instead", reason)
 
     def abandon(self) -> list[object]:
-        """Gives up everything without freeing it, which is the caller's to keep from happening."""
+        """Forgets everything, and returns it, so that the caller can keep it from being freed."""
         kept: list[object] = [self._library, *self._direct.values()]
         self._library, self._direct, self._refusal = None, {}, "the process has forked, or ends"
         return kept
 
     def close(self) -> None:
-        """Frees blocks and threads; nothing is in flight."""
+        """Frees blocks and threads; nothing may be in flight."""
         with self._lock:
             direct, self._direct = self._direct, {}
             self._library, self._refusal = None, ""

@@ -1,8 +1,5 @@
-"""By which way one save goes from GPUs to its files; and which way is faster, found out by going
-both.
-
-Responsible for what is written to find that out, and for leaving nothing of it. It must not know
-cuFile, or what saves write.
+"""Chooses between pinned staging and GPUDirect for a save, from a timed trial of both, which leaves
+no file behind. It must not know cuFile, or what saves write.
 """
 
 from __future__ import annotations
@@ -23,17 +20,16 @@ from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
 
-TRIAL_BLOCKS = 32  # 256 MiB, six times
+TRIAL_BLOCKS = 32  # 256 MiB, written six times
 _NAME = "fastckpt-trial"
 
 
 class Choice:
-    """A choice between pinned staging and GPUDirect for one save.
+    """The choice between pinned staging and GPUDirect for one save.
 
     Args:
-        storage, staging: what writes.
         way: "host", "gds" or "auto".
-        reads: what the save reads of GPUs.
+        reads: the memory of GPUs that the save reads.
     """
 
     def __init__(self, storage: Storage, staging: Staging, way: str, reads: Reads) -> None:
@@ -44,10 +40,10 @@ class Choice:
         self._undecided: tuple[str, int] | None = None  # a directory, and its file system
 
     def direct(self, directory: str, stats: SaveStats) -> Direct | None:
-        """Returns what writes from a GPU straight to files of a directory, if that is chosen.
+        """Returns what writes from a GPU straight to a directory's files, if that is chosen.
 
         Raises:
-            StorageError: the directory cannot be looked at.
+            StorageError: stat(2) of the directory fails.
         """
         if self._way == "host" or not self._reads.ranges:
             return None
@@ -63,7 +59,7 @@ class Choice:
         return direct
 
     def learn(self) -> None:
-        """Measures, when the save is over, what later ones go by, if nobody has."""
+        """Runs the trial for later saves, if there was none; call it when the save is over."""
         undecided, device = self._undecided, self._reads.device
         self._undecided, self._reads = None, Reads()
         if undecided is None or device is None or not threading.main_thread().is_alive():
@@ -79,7 +75,7 @@ class Choice:
 
 
 class _Trial:
-    """Writes one block of a GPU again and again, to a file that is removed."""
+    """A trial file of TRIAL_BLOCKS copies of one GPU block, which is removed again."""
 
     def __init__(
         self, storage: Storage, staging: Staging, path: str, content: torch.Tensor
@@ -93,7 +89,7 @@ class _Trial:
             self._image.append(content.data_ptr(), BLOCK_BYTES)
 
     def seconds(self, direct: Direct | None) -> float:
-        """Returns how many seconds one of the two takes until all is durable."""
+        """Returns after how many seconds the file is durable, written by `direct` or the host."""
         storage, staging, path, image = self._storage, self._staging, self._path, self._image
         with atomic.temporary(storage, path) as (fd, name):
             route = staging.route(fd, path, "auto", writing=True)

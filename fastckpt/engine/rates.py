@@ -1,7 +1,5 @@
-"""The token buckets of one process: what limits the rate of writing.
-
-Responsible for all saves of an owner sharing one, and for how much is written at a time. It must
-not know what is written, nor how a rate was come by.
+"""The token buckets of one process, which limit the rate of writing. All saves of an owner share
+one. This module must not know what is written, nor where a rate comes from.
 """
 
 from __future__ import annotations
@@ -11,25 +9,24 @@ import threading
 from fastckpt import _engine
 from fastckpt.plan.image import BLOCK_BYTES
 
-# What is written at a time is what this takes of time, so that others who use a device get their
-# turn in between; but no less than that, or calls and metadata would count.
+# Writes have the size that takes _GRAIN_S at the given rate, so that others who use the device get
+# their turn in between; but no less than _GRAIN_BYTES_MIN, lest the cost of calls tells.
 _GRAIN_S, _GRAIN_BYTES_MIN = 0.01, 256 << 10
 
 
 class Rates:
-    """Buckets by owner: one Checkpointer's saves, say, which go on beside each other."""
+    """The buckets by owner, such as a Checkpointer, whose saves may overlap."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._buckets: dict[str, _engine.TokenBucket] = {}
 
     def bucket(self, owner: str, bytes_per_s: float, *, whole: bool = False) -> _engine.TokenBucket:
-        """The owner's, at this rate from now on.
+        """Returns the owner's bucket, which has this rate from now on.
 
         Args:
-            owner: whose.
-            bytes_per_s: above 0.
-            whole: blocks are not divided, because what writes them cannot take parts.
+            bytes_per_s: the rate, above 0.
+            whole: whether blocks are written whole, because their backend cannot take parts.
         """
         grain = BLOCK_BYTES if whole else grain_bytes(bytes_per_s)
         with self._lock:
@@ -40,6 +37,6 @@ class Rates:
 
 
 def grain_bytes(bytes_per_s: float) -> int:
-    """Returns how much is written at a time: a multiple of _GRAIN_BYTES_MIN, a block at most."""
+    """Returns the size of a write: a multiple of _GRAIN_BYTES_MIN, at most a block."""
     grain = int(min(bytes_per_s * _GRAIN_S, BLOCK_BYTES))
     return max(1, grain // _GRAIN_BYTES_MIN) * _GRAIN_BYTES_MIN

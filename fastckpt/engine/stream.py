@@ -1,7 +1,6 @@
-"""Streams give the bytes of one file in blocks, each verified before anything of it is copied out.
-
-Responsible for what every stream does, for how it tells why it cannot go on, and for the stream
-that the engine makes. It must not know formats, nor what a caller is told of a failure.
+"""Streams give the bytes of one file in blocks, each verified before any of it is copied out: their
+protocol, their faults, and the stream that the engine makes. It must not know formats, nor what a
+caller is told about a fault.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ import torch
 
 from fastckpt import _engine
 
-DAMAGE, PEERS = "verify", "broadcast"  # operations of a Fault that are no system calls
+DAMAGE, PEERS = "verify", "broadcast"  # operations of a Fault that are not system calls
 
 
 class Fault(NamedTuple):
-    """A fault is why a stream cannot give what is asked of it.
+    """The reason why a stream cannot give the bytes asked for.
 
     Attributes:
-        op: the operation that failed: "read"; "copy", to a device; DAMAGE, the CRC-32 of a block is
-            another one; PEERS, another rank takes part no more.
-        at: the offset in the file; of DAMAGE the number of the block.
-        errno: of a read.
-        text: the driver's words of a copy; what became of other ranks.
-        ranks: those of PEERS, as far as known.
+        op: what failed: "read"; "copy" to a device; DAMAGE, if a block has another CRC-32 than
+            expected; PEERS, if another rank no longer takes part.
+        at: the offset in the file; for DAMAGE the block's number.
+        errno: a read's errno, or the driver's code for a copy.
+        text: the driver's text for a copy; for PEERS what became of the other rank.
+        ranks: for PEERS those ranks, as far as known.
     """
 
     op: str
@@ -39,35 +38,36 @@ class Fault(NamedTuple):
 class Stream(Protocol):
     """The verified bytes of a file, for one reader. close() ends what is under way.
 
-    A method that returns False could not do what it was asked for, and fault() says why. The stream
-    is of no use then.
+    When a method returns False, fault() says why, and the stream is of no more use.
 
     Attributes:
-        defers: it is better to ask for a large storage when it is known where that belongs.
+        defers: whether a large storage should be read only when its device is known.
     """
 
     defers: bool
 
     def readinto(self, target: Any, offset: int) -> bool:
-        """Copies bytes from offset on to memory of the host, as many as it has."""
+        """Fills memory of the host with the bytes from offset on."""
 
     def fill(self, storage: torch.UntypedStorage, offset: int, devices: Sequence[Any]) -> bool:
-        """As readinto(), to a storage; if that is among `devices` (see Reads), only begins to."""
+        """Fills a storage, as readinto() does; if it is among `devices` (see Reads), arrive() waits
+        for that.
+        """
 
     def arrive(self) -> bool:
-        """Waits for what is on its way to devices."""
+        """Waits for bytes on their way to devices."""
 
     def fault(self) -> Fault | None:
-        """Why something could not be done; None if everything could."""
+        """Returns the stream's fault, or None."""
 
     def abandon(self) -> None:
-        """Closes a stream that nobody has read from, whether other ranks take part or not."""
+        """Closes a stream that nobody has read from, without waiting for other ranks."""
 
     def close(self) -> None: ...
 
 
 class RunStream(Stream, Protocol):
-    """A stream that one reader has to itself, and that moves runs of bytes with strides, too."""
+    """A stream of one rank alone, which also moves runs of bytes with strides."""
 
     defers: bool = True
 
@@ -76,17 +76,19 @@ class RunStream(Stream, Protocol):
         return self.read_runs(runs, list(devices))
 
     def read_runs(self, runs: Any, devices: list[Any]) -> bool:
-        """Moves rows, ascending, an array of numbers (see CopyRow), to the host or `devices`."""
+        """Copies ascending rows (see CopyRow), given as an array of integers, to their addresses,
+        which may be on `devices`.
+        """
 
     def nbytes_read(self) -> int:
-        """Returns how many bytes of the file were read, or are being read."""
+        """Returns how many bytes of the file were read or are being read."""
 
     def abandon(self) -> None:
         self.close()
 
 
 class EngineStream(RunStream):
-    """The engine's stream, its descriptor, and the engine made for it, if any; close() ends all."""
+    """The engine's stream, with its descriptor and its own engine if it has one."""
 
     def __init__(
         self,
@@ -113,7 +115,9 @@ class EngineStream(RunStream):
         return self._stream.nbytes_read()
 
     def beside(self, other: EngineStream) -> None:
-        """The same reader asks both: what one waits for is no memory that the other holds."""
+        """Tells both streams that they have the same reader, so that neither waits for memory that
+        the other one holds.
+        """
         self._stream.beside(other._stream)
 
     def fault(self) -> Fault | None:
