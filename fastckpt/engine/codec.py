@@ -1,10 +1,8 @@
-"""zstd frames between blocks in memory and a file: what the engine may call instead of reading and
-writing by itself.
+"""Writes and reads blocks as zstd frames, for the engine to call instead of a system call.
 
-Responsible for the layout of a compressed file: one frame with its content size for each block,
-padded to whole pages by a skippable frame, in block order from offset 0, so that `zstd -d` gives
-the uncompressed file back. It must not know what the blocks contain, which checksums they have, or
-who calls.
+A compressed file has one frame for each block, with its content size, padded to whole pages by a
+skippable frame, in block order from offset 0: `zstd -d` gives the uncompressed file back. This
+module must not know what blocks contain, or their checksums.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.plan.image import PAGE_BYTES
 from fastckpt.storage.file_system import Storage, reported
 
-# A block waits only while the blocks before it are compressed, for they were handed out earlier.
+# The limit of a block's wait until those before it are compressed, which were begun earlier.
 TURN_WAIT_S = 600.0
 
 _SKIPPABLE_MAGIC = 0x184D2A50
@@ -29,24 +27,23 @@ _SKIPPABLE_HEADER_BYTES = 8
 
 
 def padding_nbytes(nbytes: int) -> int:
-    """Bytes of the skippable frame that takes a frame of nbytes to the end of a page.
-
-    0 at the end of a page, else at least the 8 of a skippable frame's header.
+    """Returns the size of the skippable frame that fills the page after a frame of nbytes: 0, or at
+    least the 8 bytes of its header.
     """
     rest = -nbytes % PAGE_BYTES
     return rest + PAGE_BYTES if 0 < rest < _SKIPPABLE_HEADER_BYTES else rest
 
 
 def stored_nbytes_max(nbytes: int) -> int:
-    """The most that a block of nbytes takes in the file, padding included: whole pages."""
-    # zstd's own bound, ZSTD_COMPRESSBOUND in zstd.h, is nbytes + nbytes / 256 + 64 or less, and
-    # what a stream adds to it are the three bytes of an empty last block.
+    """Returns the most bytes that a block of nbytes takes in the file, padding included."""
+    # zstd's own bound, ZSTD_COMPRESSBOUND in zstd.h, is at most nbytes + nbytes / 256 + 64, and a
+    # stream adds the three bytes of an empty last block.
     frame = nbytes + nbytes // 256 + 128
     return frame + padding_nbytes(frame) + PAGE_BYTES
 
 
 class _Blocks:
-    """The blocks of an image of nbytes: all of block_bytes but the last."""
+    """The blocks of an image of nbytes, of which only the last may be shorter than block_bytes."""
 
     def __init__(self, nbytes: int, block_bytes: int) -> None:
         assert nbytes > 0 and block_bytes > 0
@@ -58,22 +55,22 @@ class _Blocks:
         return min(self.block_bytes, self.nbytes - index * self.block_bytes)
 
     def index_of(self, memory: memoryview, offset: int) -> int:
-        """The number of the block that a transfer is about, which is always a whole one."""
+        """Returns the number of a transfer's block; a transfer is always of a whole block."""
         index, inside = divmod(offset, self.block_bytes)
         assert inside == 0 and index < self.count and len(memory) == self.size(index)
         return index
 
 
 class _Workspace:
-    """A compressor and the memory for its frames, which is aligned to pages, as O_DIRECT wants."""
+    """A compressor and the memory for its frames, which is aligned to pages for O_DIRECT."""
 
     def __init__(self, level: int, block_bytes: int) -> None:
         self._compressor = zstandard.ZstdCompressor(level=level)
-        # Anonymous and shared: a fork while a direct write is in flight copies none of its pages.
+        # Shared, so that a fork during a direct write copies none of its pages.
         self._memory = mmap.mmap(-1, stored_nbytes_max(block_bytes))
 
     def stored(self, block: memoryview) -> memoryview:
-        """Compresses a block, without the GIL, and pads it; valid until the next call."""
+        """Compresses a block, without the GIL, and pads it. The bytes last until the next call."""
         target = memoryview(self._memory)
         with self._compressor.stream_reader(block, size=len(block)) as frame:
             nbytes = frame.readinto(target)
@@ -90,14 +87,13 @@ class _Workspace:
 class FrameWriter:
     """Compresses the blocks of one image and writes their frames, one after the other, to a file.
 
-    transfer() may be called by several threads, each with a block of its own. They compress at the
-    same time; a block then waits until the stored size of the one before it is known, and writes
-    overlap again. There are as many workspaces, of a block and a bit each, as there were threads in
-    transfer() at the same time. Frames lie in aligned memory, begin on a page and fill whole pages,
-    so that the descriptor may be one for direct I/O; the engine's job must not be direct, for it
+    Several threads may call transfer() at once, each with its own block and a workspace of a bit
+    more than a block. Compression and writes overlap; in between, a block waits until the stored
+    size of the one before it is known. Frames begin on a page and fill whole pages in aligned
+    memory, so the descriptor may have O_DIRECT; but the engine's job must not be direct, for it
     would pad the last block.
 
-    The first error ends the whole file: every other call, those that wait included, raises it too.
+    The first error ends the whole file: all other calls, even waiting ones, raise it too.
     """
 
     def __init__(
@@ -113,13 +109,12 @@ class FrameWriter:
         """Writes nothing yet.
 
         Args:
-            storage: what writes.
-            fd: the file, empty or of any size: nothing is read, nothing is truncated.
+            fd: the file, of any size: nothing is read or truncated.
             path: its path, for messages.
-            nbytes: size of the uncompressed image, at least 1.
-            block_bytes: size of its blocks; the last may be shorter.
-            level: of zstd. Level 1 codes the exponents of floating-point weights as well as any
-                other, and negative levels leave them as they are.
+            nbytes: the size of the uncompressed image, at least 1.
+            block_bytes: the size of its blocks, of which the last may be shorter.
+            level: zstd's. Level 1 compresses the exponents of floating-point weights as well as any
+                other level; negative levels do not compress them.
 
         Raises:
             ValueError: zstd has no such level.
@@ -130,8 +125,8 @@ class FrameWriter:
         self._level = level
         self._blocks = _Blocks(nbytes, block_bytes)
         self._changed = threading.Condition()
-        # State below is protected by _changed. Workspaces are not thread-local: a thread of the
-        # engine is a new one to Python at each call.
+        # State below is protected by _changed. Workspaces are not thread-local, since a thread of
+        # the engine is a new one to Python at each call.
         self._idle = [_Workspace(level, block_bytes)]
         self._frames: list[int] = []
         self._end = 0  # of the frames whose size is known
@@ -139,16 +134,13 @@ class FrameWriter:
         self._failure: StorageError | None = None
 
     def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
-        """Writes one block: all of it, or raises.
+        """Writes one whole block and returns its size.
 
         Args:
             kind: "write".
-            fd: the file's descriptor, the one given to the constructor.
-            memory: the whole block, uncompressed.
+            fd: the constructor's.
+            memory: the block, uncompressed.
             offset: its offset in the uncompressed image.
-
-        Returns:
-            len(memory).
 
         Raises:
             StorageError: this or another block could not be written, or its turn did not come
@@ -174,7 +166,7 @@ class FrameWriter:
         return len(memory)
 
     def frames(self) -> tuple[int, ...]:
-        """Bytes each block takes in the file, padding included; call it after the last transfer.
+        """Returns each block's stored size, padding included; call it after the last transfer.
 
         Raises:
             StorageError: a block could not be written.
@@ -193,7 +185,7 @@ class FrameWriter:
             return _Workspace(self._level, self._blocks.block_bytes)
 
     def _place(self, index: int, nbytes: int) -> int:
-        """Waits until the frames before block `index` have their place, and gives it its own."""
+        """Waits until all blocks before this one have their offset; returns the block's own."""
         with self._changed:
             assert index >= len(self._frames), "a block was given twice"
             self._changed.wait_for(
@@ -213,14 +205,14 @@ class FrameWriter:
         with self._changed:
             if self._failure is None:
                 if not isinstance(error, StorageError):
-                    # No fault of the world, or out of memory; the others only have to end.
+                    # A bug or a lack of memory, which this thread raises; the others only end.
                     error = StorageError("compress", self._path, errno.EIO)
                 self._failure = error
             self._idle.clear()
             self._changed.notify_all()
 
     def _raise_failure(self) -> None:
-        """Each thread raises an error of its own, for raising one notes where in it."""
+        """Raises the first failure as a new error, since raising one writes a traceback into it."""
         first = self._failure
         if first is not None:
             raise StorageError(first.op, first.path, first.errno or errno.EIO, first.offset)
@@ -229,8 +221,8 @@ class FrameWriter:
 class FrameReader:
     """Reads blocks of an image from the frames that a FrameWriter wrote.
 
-    transfer() may be called by several threads, for any blocks in any order. Whether the bytes are
-    the right ones is for the caller to check: a frame that cannot be decompressed gives zeros.
+    Several threads may call transfer(), for any blocks in any order. The caller has to verify the
+    bytes: a frame that cannot be decompressed gives zeros.
     """
 
     def __init__(
@@ -247,16 +239,15 @@ class FrameReader:
         """Reads nothing yet.
 
         Args:
-            storage: what reads.
             fd: the compressed file, open without O_DIRECT.
             path: its path, for messages.
-            nbytes: size of the uncompressed image, at least 1.
-            block_bytes: size of its blocks; the last may be shorter.
-            frames: what FrameWriter.frames() said: bytes each block takes in the file.
-            kept: receives each block's frame as it was read, for whoever wants that, too.
+            nbytes: the size of the uncompressed image, at least 1.
+            block_bytes: the size of its blocks, of which the last may be shorter.
+            frames: each block's stored size, as FrameWriter.frames() returned them.
+            kept: receives each block's frame as it is in the file, by block number.
 
         Raises:
-            CorruptCheckpoint: no writer can have said that.
+            CorruptCheckpoint: no writer can have returned such frames.
         """
         self._storage = storage
         self._fd = fd
@@ -264,30 +255,28 @@ class FrameReader:
         self._blocks = _Blocks(nbytes, block_bytes)
         if len(frames) != self._blocks.count:
             raise CorruptCheckpoint(
-                f"{path!r} should have {self._blocks.count} frames for {nbytes} bytes, its index "
-                f"lists {len(frames)}: load another checkpoint"
+                f"{path!r} should have {self._blocks.count} frames for {nbytes} bytes, but its "
+                f"index lists {len(frames)}: load another checkpoint"
             )
         for index, stored in enumerate(frames):
             limit = stored_nbytes_max(self._blocks.size(index))
             if not 0 < stored <= limit or stored % PAGE_BYTES:
                 raise CorruptCheckpoint(
-                    f"frame {index} of {path!r} has {stored} bytes by its index, which is not a "
-                    f"number of whole pages up to {limit}: load another checkpoint"
+                    f"the index of {path!r} gives frame {index} {stored} bytes, but a frame has a "
+                    f"multiple of {PAGE_BYTES}, at most {limit}: load another checkpoint"
                 )
         self._offsets = list(accumulate(frames, initial=0))
         self._kept = kept
 
     def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
-        """Reads one block. A damaged frame gives zeros, which the block's checksum tells apart.
+        """Reads one whole block and returns its size. A damaged frame gives zeros, which the
+        block's checksum reveals.
 
         Args:
             kind: "read".
-            fd: the file's descriptor, the one given to the constructor.
-            memory: receives the whole block, uncompressed.
+            fd: the constructor's.
+            memory: receives the block, uncompressed.
             offset: its offset in the uncompressed image.
-
-        Returns:
-            len(memory).
 
         Raises:
             StorageError: the file could not be read, or ends before the frame does (ENODATA).
@@ -307,7 +296,7 @@ class FrameReader:
 
 
 def _decompress(stored: bytes, target: memoryview) -> bool:
-    """Fills target from the frame that stored begins with; False if that cannot be done."""
+    """Fills target from the frame at the beginning of `stored`; returns False if it cannot."""
     try:
         # Checked first, so that a forged size or window allocates no more than a block.
         if zstandard.frame_content_size(stored) != len(target):

@@ -1,7 +1,5 @@
-"""A file of which some blocks go to a GPU as a whole, by GPUDirect Storage, and all others come
-through the host.
-
-Responsible for which stream reads what. It must not know formats, nor how a block is moved.
+"""Divides the reads of a file: blocks that go to a GPU as a whole come by GPUDirect Storage, all
+others through the host. It must not know formats, nor how a block is moved.
 """
 
 from __future__ import annotations
@@ -19,14 +17,13 @@ _RUN = 6
 
 
 class GdsStream(RunStream):
-    """Streams of one file, each opened when something is first asked of it; close() closes all.
+    """Streams of one file, each opened when it is first needed; close() closes all.
 
     Args:
-        open_stream: a stream of some of the file's blocks, which are read by what is given.
-        blocks: numbers of the blocks that may be asked for, ascending.
-        block_bytes: their size.
-        whole: those among them that the GPU is likely to be given as a whole.
-        direct: reads them.
+        open_stream: opens a stream of the blocks with these numbers, by GPUDirect or the host.
+        blocks: ascending numbers of the blocks that may be asked for.
+        whole: those of them that go to the GPU as a whole, as far as known.
+        direct: reads those to its GPU.
     """
 
     def __init__(
@@ -55,8 +52,8 @@ class GdsStream(RunStream):
         return self._streams[key]
 
     def _pieces(self, offset: int, nbytes: int) -> Iterator[tuple[bool, int, int]]:
-        """Whether it lies in whole blocks, where it begins, and its size: of runs of such blocks,
-        or of others.
+        """Divides a range into runs that lie in whole blocks (True) or in others (False), each with
+        its offset and size.
         """
         end = offset + nbytes
         while offset < end:
@@ -106,13 +103,7 @@ class GdsStream(RunStream):
 
 
 def goes_to(queue: Any, address: int, devices: Sequence[Any]) -> bool:
-    """Whether an address is memory of the device that a queue copies for.
-
-    Args:
-        queue: of the device.
-        address: of memory.
-        devices: ranges of addresses, ascending (see Reads.ranges).
-    """
+    """Whether an address lies in a range of `devices` (see Reads.ranges) that the queue serves."""
     number = bisect_right(devices, address, key=lambda kept: kept.begin) - 1
     return number >= 0 and address < devices[number].end and devices[number].queue is queue
 
@@ -120,13 +111,12 @@ def goes_to(queue: Any, address: int, devices: Sequence[Any]) -> bool:
 def whole_blocks(
     rows: Sequence[CopyRow], block_bytes: int, queue: Any, devices: Sequence[Any]
 ) -> set[int]:
-    """Blocks of which all that is wanted goes to one device, in one piece for each row.
+    """Returns the numbers of the blocks of which all wanted rows go to one device, each in one run.
 
     Args:
-        rows: what is wanted of a file.
-        block_bytes: the size of its blocks.
-        queue: of the device.
-        devices: ranges of addresses, ascending.
+        rows: the rows wanted of the file.
+        queue: the device's.
+        devices: ascending ranges of addresses, as Reads.ranges.
     """
     whole: set[int] = set()
     others: set[int] = set()

@@ -1,9 +1,8 @@
-"""The calls that Python threads are inside of at one moment, and when the last of them has ended.
+"""The calls that Python threads are in at one moment, and when the last of them has ended.
 
-torch counts a change in place when the operation ends, and not when it begins, so version counters
-tell of all changes before a moment only when the calls of that moment have ended. Frames are read
-through the extension, which is why this is in the engine's room. This module must not know tensors,
-nor what a save is.
+torch counts a change in place when the operation ends, so version counters show all changes before
+a moment only when all calls of that moment have ended. The extension reads the frames, hence this
+module is in the engine's room. It must not know tensors, nor what a save is.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ import torch
 
 from fastckpt import _engine
 
-# A thread that stands where it stood when the save began, and has used no CPU time to speak of, has
-# been in one call since then: a server that waits for requests in C. It is given this long to move
-# on. One that has computed may have come back to the same instruction for another tensor, as a
-# loop over tensors does, and has to be seen elsewhere.
+# A thread that is at the same instruction as when the save began, and has used hardly any CPU time,
+# has been in one call since then: a server that waits in C, for example. It gets this long to move
+# on. One that has computed may be at the same instruction for another tensor, in a loop over
+# tensors, and must be seen elsewhere.
 STAYED_S = 0.05
-_IDLE_S, _IDLE_SHARE = 0.0002, 0.001  # of CPU time, at once and of the time that has passed
+_IDLE_S, _IDLE_SHARE = 0.0002, 0.001  # CPU time that counts as none, and its share of time passed
 _MAIN_ASKED_S = 0.01
-# Training is not touched: a thread of ours looks, at intervals from the one of these to the other.
+# A thread of this library looks, at growing intervals; training is not touched.
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.0002, 0.005
 
-# Calls by these names wait, or move bytes between files and memory. No operation of torch that
-# changes a tensor has one of these names (tests/saving/test_step_fence.py).
+# Functions with these names wait, or move bytes between files and memory. No operation of torch
+# that changes a tensor has one of these names (tests/saving/test_step_fence.py).
 _NAMES = """
 __enter__ acquire wait join get sleep pause sigwait sigwaitinfo sigtimedwait waitpid waitid
 select poll epoll kqueue input accept _accept connect recv recvfrom recvmsg recv_into
@@ -45,7 +44,7 @@ synchronize _cuda_synchronize barrier monitored_barrier
 run_forever run_until_complete mainloop exec exec_
 """  # of Python and its libraries, of the engine, of devices and groups, of event loops in C
 WAITING = frozenset(_NAMES.split())
-# Of this library, by which threads of its own call the kernel and the engine: nothing in them
+# The modules from which this library's own threads call the kernel and the engine: nothing in them
 # changes a tensor.
 _OWN = """
 engine/codec engine/staging engine/transfer saving/image_file
@@ -54,20 +53,20 @@ storage/atomic storage/file_system storage/lustre storage/policies
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 OWN_FILES = frozenset(os.path.join(_PACKAGE, f"{name}.py") for name in _OWN.split())
 
-# What a call needs besides what it calls, at the same place of a line: the names of its arguments
-# are a constant from Python 3.13 on.
+# Instructions that belong to a call but do not load the function; LOAD_CONST, since the names of
+# keyword arguments are a constant from Python 3.13 on.
 _OF_CALLS = ("PUSH_NULL", "KW_NAMES", "LOAD_CONST")
 
-Stack = list[tuple[FrameType, int]]  # the innermost frame first, with the instruction it is at
+Stack = list[tuple[FrameType, int]]  # frames with their current instruction, the innermost first
 
 
 class Position(NamedTuple):
-    """A thread's position, told without holding its frame.
+    """A thread's position, without a reference to its frame.
 
     Attributes:
-        place: the innermost frame, its code and the instruction.
-        cpu_s: the CPU time that the thread has used; None where that cannot be told.
-        at_s: when that was, by time.monotonic().
+        place: the ids of the innermost frame and its code, and the instruction.
+        cpu_s: the CPU time that the thread has used, or None if it is not known.
+        at_s: when it was there, by time.monotonic().
     """
 
     place: tuple[int, int, int]
@@ -75,7 +74,7 @@ class Position(NamedTuple):
     at_s: float
 
     def has_stayed(self, before: Position) -> bool:
-        """Whether the thread has been in one call since an earlier moment, as far as is known."""
+        """Whether the thread has been in one call since an earlier position, as far as is known."""
         if self.place != before.place:
             return False
         if self.cpu_s is None or before.cpu_s is None:
@@ -85,7 +84,7 @@ class Position(NamedTuple):
 
 
 def positions() -> dict[int, Position]:
-    """Returns where each other thread stands, by its ident."""
+    """Returns the position of each other thread, by its ident."""
     return _positions(_engine.thread_stacks())
 
 
@@ -100,14 +99,15 @@ def _positions(stacks: dict[int, Stack]) -> dict[int, Position]:
 
 
 class RunningCalls:
-    """The calls that other threads than the caller's are inside of when this is made.
+    """The calls that other threads than the caller's are in when this is made.
 
-    The GIL makes a consistent picture of it: whoever does not hold it is inside a call that has
-    given it up, or between two instructions. A thread that later stands elsewhere has left its
-    call, or the call has gone on to Python code, so whatever operation it was in has ended.
+    The GIL makes the picture consistent: a thread that does not hold it is in a call that has
+    released it, or between two instructions. If the thread is elsewhere later, it has left the
+    call, or the call has gone on to Python code, so the operation that it was in has ended.
 
     Args:
-        before: positions() at an earlier moment: calls that began before are of no interest.
+        before: positions() when the save began. Threads that have stayed in one call since then
+            are waited for no longer than STAYED_S.
     """
 
     def __init__(self, before: dict[int, Position]) -> None:
@@ -122,10 +122,9 @@ class RunningCalls:
             if ident in before and position.has_stayed(before[ident]):
                 self._stayed.add(ident)
         self._begin_s = time.monotonic()
-        self._turns: int | None = None  # of the main thread, when it was asked for one more
+        self._turns: int | None = None  # the main thread's, when it was asked for one more
 
     def have_ended(self) -> bool:
-        """Whether all of them have."""
         if self._left:
             stacks = _engine.thread_stacks()
             for ident, call in list(self._left.items()):
@@ -137,8 +136,8 @@ class RunningCalls:
                 self._left.pop(ident, None)
         main = threading.main_thread().ident or 0
         if main in self._left and self._left[main].is_top and since_s > _MAIN_ASKED_S:
-            # A loop that comes back to one call over and over, which is where it is always met,
-            # moves on without being seen to.
+            # A loop over one call moves on, but is always met in that call: a turn of the main
+            # thread, which it takes between instructions, shows that the call has ended.
             turns = _engine.main_thread_turns()
             if self._turns is None:
                 self._turns = turns if _engine.ask_main_thread() else None
@@ -147,7 +146,7 @@ class RunningCalls:
         return not self._left
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all of them have ended, after waiting so long for it."""
+        """Waits at most timeout_s; returns whether all calls have ended."""
         deadline_s, pause_s = time.monotonic() + timeout_s, _PAUSE_MIN_S
         while not self.have_ended():
             if time.monotonic() > deadline_s:
@@ -157,7 +156,7 @@ class RunningCalls:
         return True
 
     def text(self) -> str:
-        """Says which thread stands where, of one that has not left its call."""
+        """Names a thread that has not left its call, with file and line."""
         ident, call = next(iter(self._left.items()))
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         code = call.frame.f_code
@@ -165,14 +164,14 @@ class RunningCalls:
         return f"thread {names.get(ident, str(ident))!r} at {place}"
 
     def forget(self) -> None:
-        """Lets go of the frames, which hold what their functions hold."""
+        """Releases the frames, which keep their functions' local variables alive."""
         self._left.clear()
 
 
 class _Call(NamedTuple):
-    """A frame of a thread, and the instruction of it that has not ended.
+    """A frame of a thread, its instruction that has not ended, and whether it was the innermost.
 
-    While the frame is held no other one can be mistaken for it. is_top: no frame was above it.
+    While the frame is held, no other one can have its identity.
     """
 
     frame: FrameType
@@ -183,9 +182,8 @@ class _Call(NamedTuple):
     def of(cls, stack: Stack) -> _Call:
         """Returns the call that a thread with these frames is in.
 
-        An operation of torch may have its kernel in Python (a dispatch mode, a tensor's subclass, a
-        library); it counts its change when Python has returned to it. So of several such the
-        outermost one counts.
+        An operation of torch may have a kernel in Python (a dispatch mode, a tensor subclass, a
+        library), and counts its change after that returns. So the outermost operation is taken.
         """
         for depth in range(len(stack) - 1, -1, -1):
             frame, instruction = stack[depth]
@@ -197,7 +195,7 @@ class _Call(NamedTuple):
         return cls(*stack[0], True)
 
     def is_running(self, stack: Stack) -> bool:
-        """Whether it is, in a thread with these frames."""
+        """Whether a thread with these frames is still in the call."""
         for frame, instruction in stack[:1] if self.is_top else stack:
             if frame is self.frame:
                 return self.instruction in (-1, instruction)
@@ -206,12 +204,12 @@ class _Call(NamedTuple):
 
 @lru_cache(512)
 def _waits(code: CodeType, instruction: int) -> bool:
-    """Whether an instruction calls what changes no tensor, but may take long."""
+    """Whether an instruction calls a function that changes no tensor but may take long."""
     return code.co_filename in OWN_FILES or _callee(code, instruction) in WAITING
 
 
 def _callee(code: CodeType, instruction: int) -> str | None:
-    """The name by which an instruction calls what it calls; None if that cannot be told."""
+    """Returns the name of the function that an instruction calls, or None if it is not known."""
     until = [its for its in dis.get_instructions(code) if its.offset <= instruction]
     call = until.pop()
     if call.opname in ("BEFORE_WITH", "SETUP_WITH"):
@@ -222,8 +220,8 @@ def _callee(code: CodeType, instruction: int) -> str | None:
         return None
     if sys.version_info < (3, 11):
         return _callee_on_stack(until, call)
-    # "a.b(x)" is called where it begins, and "a.b" is the longest part that begins there. What is
-    # called in "a.b(x)(y)" has no name.
+    # The name in "a.b(x)" is loaded by the longest instruction, "a.b", that begins where the call
+    # does. The function called in "a.b(x)(y)" has no name.
     at, found, end = call.positions, None, (-1, -1)
     if at is None or at.lineno is None:
         return None
@@ -242,13 +240,13 @@ def _callee(code: CodeType, instruction: int) -> str | None:
 
 
 def _name(its: dis.Instruction | None) -> str | None:
-    """The name of what an instruction puts on the stack."""
+    """Returns the name of the object that an instruction loads, if it has one."""
     named = its is not None and its.opname.startswith("LOAD_") and isinstance(its.argval, str)
     return its.argval if its is not None and named else None
 
 
 def _callee_on_stack(until: list[dis.Instruction], call: dis.Instruction) -> str | None:
-    """The same before Python 3.11, which knows lines only: what lies below the call's arguments."""
+    """Does the same by stack effects, since instructions have no columns before Python 3.11."""
     above = call.arg or 0
     if call.opname == "CALL_FUNCTION_KW":
         above += 1  # the names of the last arguments
@@ -257,7 +255,7 @@ def _callee_on_stack(until: list[dis.Instruction], call: dis.Instruction) -> str
     after = call
     for its in reversed(until):
         if after.is_jump_target or its.opcode in dis.hasjrel or its.opcode in dis.hasjabs:
-            return None  # a condition decides what lies there
+            return None  # a condition decides which function it is
         if above == 0:
             return _name(its)
         above -= dis.stack_effect(its.opcode, its.arg)

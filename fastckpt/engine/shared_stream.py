@@ -1,7 +1,6 @@
-"""Blocks of one file, read by the ranks of a group in turn and broadcast to all of them.
-
-Responsible for giving every rank every verified byte while each reads its share from storage, and
-for ending together when one cannot go on. It must not know what the file holds.
+"""Blocks of one file that the ranks of a group read in turn and broadcast to all: each reads only
+its share from storage, and all end together when one cannot go on. It must not know what the file
+holds.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ AHEAD = 8  # broadcasts under way at a time
 
 
 class SharedStream(Stream):
-    """A stream of a file's blocks for one reader on each rank of a group; a collective of theirs.
+    """A collective stream of a file's blocks, with one reader on each rank of a group.
 
-    Block i comes from rank i modulo the group's size. Ranks read the same ranges of the file in
-    roughly the same order; what one asks for again, after it has gone by, it reads by itself. The
-    group is used by this alone between the first readinto() and close().
+    Block i comes from rank i modulo the group's size. All ranks read the same ranges of the file in
+    roughly the same order. A rank that asks for an earlier block again reads it by itself. Nothing
+    else may use the group between the first readinto() and close().
 
     Args:
         group: a torch.distributed process group, over gloo or NCCL.
-        open_stream: makes a stream of these blocks (of all if there are none), for one's own share,
-            and for what is asked for again, or before its turn.
-        nbytes, block_bytes: size of the file's body and of its blocks.
+        open_stream: opens this rank's own stream of the blocks with these numbers, or of all: for
+            its share, and for blocks that it asks for again or before their turn.
+        nbytes, block_bytes: the sizes of the file's body and of its blocks.
     """
 
     def __init__(
@@ -75,13 +74,13 @@ class SharedStream(Stream):
         return whole
 
     def _read_to(self, target: torch.Tensor, offset: int) -> bool:
-        """As readinto(), to bytes on the device on whose memory blocks are when they have come."""
+        """Fills bytes on the device of the broadcasts, as readinto() does on the host."""
         done = 0
         while done < len(target):
             block, begin = divmod(offset + done, self._block_bytes)
             nbytes = min(len(target) - done, self._nbytes_of(block) - begin)
             part = target[done : done + nbytes]
-            if block < self._current:  # has gone by
+            if block < self._current:  # its broadcast is over
                 again = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 if not self.readinto(_bytes_of(again), offset + done):
                     return False
@@ -99,7 +98,7 @@ class SharedStream(Stream):
         while view:
             block, begin = divmod(offset, self._block_bytes)
             nbytes = min(len(view), self._nbytes_of(block) - begin)
-            # Whoever opens a zip looks at its end first; that is no reason to pass all the rest by.
+            # Whoever opens a zip file reads its end first: that must not skip all other blocks.
             early = block == self._blocks - 1 and block > self._current + 1
             if block < self._current or early:
                 if early not in self._own_streams:
@@ -128,7 +127,7 @@ class SharedStream(Stream):
         self._stream.close()
 
     def close(self) -> None:
-        """Ends the exchange; on a rank that has not seen all blocks, by telling the others."""
+        """Ends the exchange. A rank that has not received all blocks tells the others to stop."""
         self._stopping = True
         try:
             while self._fault is None and self._current + 1 < self._blocks:
@@ -144,7 +143,7 @@ class SharedStream(Stream):
         return min(self._block_bytes, self._nbytes - block * self._block_bytes)
 
     def _advance(self) -> bool:
-        """Takes the next block; False when its reader could not give it, on every rank alike."""
+        """Receives the next block; returns False on every rank if its reader could not read it."""
         if self._fault is not None:
             return False
         try:
@@ -155,7 +154,7 @@ class SharedStream(Stream):
         except RuntimeError as error:  # of torch.distributed: a connection broke, or timed out
             reason = str(error).partition("\n")[0]
             self._fault = Fault(PEERS, text=f"a rank is gone ({reason})")
-            self._under_way.clear()  # they fail alike, one time-out after the other
+            self._under_way.clear()  # the others would fail too, each after a time-out
             return False
         if self._buffer.numel():
             self._free.append(self._buffer)
@@ -167,7 +166,7 @@ class SharedStream(Stream):
         return self._fault is None
 
     def _begin(self, block: int) -> None:
-        """Starts the broadcast of a block, having read it where that is this rank's."""
+        """Begins the broadcast of a block, and reads it first if that is this rank's turn."""
         reader = block % self._ranks
         size = self._block_bytes + _STATUS.size
         buffer = self._free.pop() if self._free else None
@@ -188,7 +187,7 @@ class SharedStream(Stream):
         self._next += 1
 
     def _read(self, block: int, buffer: torch.Tensor) -> Fault | None:
-        """Reads one of this rank's blocks into buffer; why it could not."""
+        """Reads one of this rank's blocks into buffer; returns the fault if it cannot."""
         if self._stopping:
             return Fault(PEERS)
         target = _bytes_of(buffer)[: self._nbytes_of(block)]
@@ -203,18 +202,18 @@ class SharedStream(Stream):
 def _unpacked(status: memoryview) -> Fault | None:
     rank, op, at, number = _STATUS.unpack(status)
     if _OPS[op] == PEERS:
-        return Fault(PEERS, text=f"rank {rank} gave up; its own error tells why", ranks=(rank,))
+        return Fault(PEERS, text=f"rank {rank} gave up; its own error says why", ranks=(rank,))
     return Fault(_OPS[op], at, number) if op else None
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous uint8 tensor of the CPU."""
+    """Returns the memory of a contiguous uint8 tensor on the CPU."""
     array = (ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())
     return memoryview(array).cast("B")
 
 
 def _device_of(group: Any) -> torch.device:
-    """Returns the device on which tensors have to lie that the group broadcasts."""
+    """Returns the device on which the group broadcasts tensors."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -50,9 +50,7 @@ class Stream(Protocol):
         """Fills memory of the host with the bytes from offset on."""
 
     def fill(self, storage: torch.UntypedStorage, offset: int, devices: Sequence[Any]) -> bool:
-        """Fills a storage, as readinto() does; if it is among `devices` (see Reads), arrive() waits
-        for that.
-        """
+        """Fills a storage; one among `devices` (see Reads) is filled only when arrive() returns."""
 
     def arrive(self) -> bool:
         """Waits for bytes on their way to devices."""
@@ -76,9 +74,7 @@ class RunStream(Stream, Protocol):
         return self.read_runs(runs, list(devices))
 
     def read_runs(self, runs: Any, devices: list[Any]) -> bool:
-        """Copies ascending rows (see CopyRow), given as an array of integers, to their addresses,
-        which may be on `devices`.
-        """
+        """Copies ascending rows (see CopyRow), an array of integers, to the host or `devices`."""
 
     def nbytes_read(self) -> int:
         """Returns how many bytes of the file were read or are being read."""
@@ -115,9 +111,7 @@ class EngineStream(RunStream):
         return self._stream.nbytes_read()
 
     def beside(self, other: EngineStream) -> None:
-        """Tells both streams that they have the same reader, so that neither waits for memory that
-        the other one holds.
-        """
+        """Notes that both have the same reader, who must not wait for memory the other holds."""
         self._stream.beside(other._stream)
 
     def fault(self) -> Fault | None:
