@@ -1,5 +1,5 @@
-// The engine's threads: they stage the oldest job that may go on and verify what was read. See
-// engine.h.
+// The engine's threads, which stage the oldest job that can go on and verify blocks that were read.
+// See engine.h.
 #include "engine/engine.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ Engine::Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers)
     : stagers_(std::max(1U, stagers)), arena_(arena_bytes, block_bytes) {
     try {
         for (unsigned i = 0; i < stagers_; ++i) threads_.emplace_back([this] { run(); });
-    } catch (...) {  // no more threads are to be had: those there are must end before this object
+    } catch (...) {  // a thread could not be started: those that were must end before this object
         close();
         throw;
     }
@@ -87,8 +87,8 @@ void Engine::run() {
     }
 }
 
-// Waits for something to do. Of the threads that rest, one minds the clock for jobs that wait for
-// tokens.
+// Waits for something to do. One of the waiting threads also submits the blocks that wait for
+// tokens when these are due.
 void Engine::rest(std::unique_lock<std::mutex>& lock) {
     if (waiting_for_tokens_.empty() || clock_minded_) return changed_.wait(lock);
     auto first = Clock::time_point::max();
@@ -97,10 +97,10 @@ void Engine::rest(std::unique_lock<std::mutex>& lock) {
     changed_.wait_until(lock, first);
     clock_minded_ = false;
     const auto now = Clock::now();
-    const auto jobs = waiting_for_tokens_;  // which takes itself from the list, and back to its end
+    const auto jobs = waiting_for_tokens_;  // a copy, since jobs leave the list and join its end
     for (const auto& job : jobs)
         if (job->tokens_at_ && *job->tokens_at_ <= now) job->submit_ready_blocks();
-    // Should this thread have work now, the clock is another's to mind.
+    // This thread may have work now, so another one has to wait for the tokens.
     if (!waiting_for_tokens_.empty()) changed_.notify_all();
 }
 
@@ -128,8 +128,7 @@ bool Engine::copy_one(std::unique_lock<std::mutex>& lock) {
 }
 
 bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
-    // Jobs with nothing left to claim leave the queue; those that failed or were cancelled among
-    // them.
+    // Jobs with no block left to claim leave the queue, as do those that failed.
     const auto left = std::remove_if(jobs_.begin(), jobs_.end(), [](const auto& job) {
         return job->failure_.error != 0 || job->next_claim_ == job->blocks_.size();
     });
@@ -171,7 +170,7 @@ bool Engine::arrive_one(std::unique_lock<std::mutex>& lock, bool wait) {
     lock.lock();
     arrival_awaited_ = false;
     job->account(*block);
-    changed_.notify_all();  // the next one may be awaited while this one is summed up
+    changed_.notify_all();  // another thread may wait for the next one while this one checksums
     lock.unlock();
     if (!job->is_lost(*block)) job->copy(*block);
     lock.lock();

@@ -1,7 +1,6 @@
 // The engine moves blocks: memory -> staging block -> file (WriteJob) and file -> staging block ->
-// memory (ReadStream), checksumming each block on the way. It knows bytes, addresses, file
-// descriptors and offsets; it does not know formats, tensors, file names or when a checkpoint is
-// committed.
+// memory (ReadStream), and checksums each block on the way. It knows bytes, addresses, file
+// descriptors and offsets; it does not know formats, tensors, file names or commits.
 #pragma once
 
 #include <algorithm>
@@ -28,32 +27,31 @@ namespace fastckpt {
 
 using Clock = std::chrono::steady_clock;
 
-// A run of the image's bytes and where they lie in memory. Segments cover the image in order,
-// without gaps.
+// A run of the image's bytes and its address in memory. Segments cover the image in order, without
+// gaps.
 struct Segment {
     uint64_t offset;
     uint64_t nbytes;
     uint64_t address;
 };
 
-// Four bytes of the image that hold the little-endian CRC-32 of an earlier segment. They lie in a
-// later segment than the one they describe, and their place in that segment's memory is not read.
-// Slots of one segment follow each other. A slot beyond the image is reported and filled in
-// nowhere.
+// Four bytes of the image that receive the little-endian CRC-32 of a segment. They lie in the next
+// segment, and are written whatever that segment's memory holds there. Slots of one segment follow
+// each other. The CRC-32 of a slot beyond the image is only reported.
 struct Slot {
     uint64_t offset;
     uint64_t segment;
 };
 
-// Addresses [begin, end) are a device's, and this queue copies from there. Unified addressing sees
-// to it that no other memory has them.
+// Addresses [begin, end) of a device, and the queue that copies for it. By unified addressing no
+// other memory has these addresses.
 struct DeviceRange {
     uint64_t begin;
     uint64_t end;
     std::shared_ptr<DeviceQueue> queue;
 };
 
-// What devices have copied for a job, and how long that took them.
+// The bytes that devices have copied for a job, and how long that took them.
 struct DeviceCopies {
     uint64_t nbytes;
     double seconds;
@@ -62,10 +60,10 @@ struct DeviceCopies {
 struct Failure {
     Op::Kind kind = Op::Kind::write;
     uint64_t offset = 0;
-    int error = 0;  // errno, for a copy the driver's code; 0 means no failure
+    int error = 0;  // errno, or the driver's code of a copy; 0 means no failure
 };
 
-// How many blocks of the arena the jobs of one save may hold together, and do.
+// The number of arena blocks that the jobs of one save may hold together, and do hold.
 class Allowance {
   public:
     explicit Allowance(size_t blocks) : blocks_(std::max<size_t>(1, blocks)) {}
@@ -81,11 +79,10 @@ class Allowance {
 
 class Engine;
 
-// The one of these ranges, ascending, that an address belongs to; null if it is the host's.
+// Returns which of these ascending ranges an address lies in; null if it is the host's.
 const DeviceRange* range_of(const std::vector<DeviceRange>& ranges, uint64_t address);
 
-// A piece of a verified block on its way to the reader's memory, and the count of pieces still to
-// go.
+// A piece of a verified block on its way to the reader's memory, and how many pieces are left.
 struct Copy {
     std::byte* target;
     const std::byte* source;
@@ -93,23 +90,23 @@ struct Copy {
     size_t* pieces_left;
 };
 
-// One image, or one interval of it, on its way to one file descriptor. Made by Engine::stage.
+// An image, or an interval of one, on its way to a file. Made by Engine::stage.
 class WriteJob : public std::enable_shared_from_this<WriteJob> {
   public:
     ~WriteJob();
-    // Says where the blocks go, those staged already and those to come: the image's first byte to
-    // file_offset of fd. With `direct`, file_offset is a multiple of 4096 and the last block is
-    // padded with zeros to 4096: the caller cuts the file to its size. fd stays open until
-    // wait_written() returns true. Writes that a server refuses are tried again for `patience`.
-    // With a bucket, blocks go in its grains, of whole pages, as it has tokens; without one, at
-    // once and whole. Called once.
+    // Begins to write the blocks, staged already or later: the image's first byte to file_offset of
+    // fd, which stays open until wait_written() returns true. With `direct`, file_offset is a
+    // multiple of 4096 and the last block is padded with zeros to 4096: the caller cuts the file to
+    // its size. Writes that a server refuses are tried again for `patience`. With a bucket, blocks
+    // are written in its grains, of whole pages, as it has tokens; without one, whole and at once.
+    // Called once.
     void write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend, bool direct,
                   std::chrono::nanoseconds patience = {},
                   std::shared_ptr<TokenBucket> bucket = nullptr);
-    // True when all copies were done or are queued on their devices, or the job failed; false after
+    // True when all copies are done or queued on their devices, or the job failed; false after
     // `timeout`.
     bool wait_queued(std::chrono::duration<double> timeout);
-    // True when the sources are no longer read, because all was copied or the job failed; false
+    // True when the sources are no longer read, because all is copied or the job failed; false
     // after `timeout`.
     bool wait_staged(std::chrono::duration<double> timeout);
     // True when no transfer is outstanding, successful or not; false after `timeout`.
@@ -119,16 +116,16 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     uint64_t nbytes_written();
     std::vector<uint32_t> block_crcs();
     std::vector<uint32_t> slot_crcs();
-    // By all jobs that share this one's allowance, together.
+    // The most that all jobs which share this one's allowance held together.
     size_t blocks_held_max();
     // How long blocks that were ready to be written waited for the bucket.
     double tokens_waited_s();
-    // Why staging memory of this job is not pinned: the driver's code, or 0. After wait_queued().
+    // The driver's code if staging memory could not be pinned, or 0. Valid after wait_queued().
     int pin_error();
-    // After wait_staged().
+    // Valid after wait_staged().
     DeviceCopies device_copies();
-    // Stages no further block. What is in flight completes; the job then counts as failed with
-    // ECANCELED.
+    // Stages and submits no further block. Transfers in flight complete; the job then counts as
+    // failed with ECANCELED, unless every block was submitted before.
     void cancel();
 
   private:
@@ -189,8 +186,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     uint64_t nbytes_ = 0;
     std::vector<int64_t> slot_of_segment_;  // the first one; -1: none
 
-    // State below is protected by the engine's mutex, but for slot_crcs_ of segments that lie in
-    // one block: those are written by that block's stager before it takes the mutex.
+    // State below is protected by the engine's mutex, except slot_crcs_ of segments that lie in one
+    // block: that block's stager writes them before it takes the mutex.
     std::vector<std::unique_ptr<Block>> blocks_;
     std::vector<uint32_t> block_crcs_;
     std::vector<uint32_t> slot_crcs_;
@@ -203,17 +200,17 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     bool direct_ = false;
     Patience patience_;
     std::shared_ptr<TokenBucket> bucket_;         // null: nothing limits the rate
-    std::optional<Clock::time_point> tokens_at_;  // while there are none: when to ask again
+    std::optional<Clock::time_point> tokens_at_;  // when to ask again for tokens, if it has to
     Clock::time_point waits_since_;
     Clock::duration tokens_waited_{};
     size_t stagers_ = 0;
     size_t arriving_ = 0;  // blocks whose bytes are on their way from devices
     int pin_error_ = 0;
-    // What a device did for this job, by its own clock, in seconds since a first mark.
+    // A device's work for this job, by the device's clock, in seconds since a first mark.
     struct Clocked {
         DeviceQueue::Mark origin = nullptr;
-        double since = 0;  // busy without a break
-        double until = 0;
+        double since = 0;  // it was busy from here
+        double until = 0;  // to here without a break
         double busy = 0;
         uint64_t nbytes = 0;
     };
@@ -224,8 +221,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     Failure failure_;
 };
 
-// `count` runs of nbytes each in a file, a stride apart, and where in memory they go, also a stride
-// apart.
+// `count` runs of nbytes each in a file, a stride apart, and their addresses, also a stride apart.
 struct Run {
     uint64_t offset;
     uint64_t address;
@@ -240,24 +236,24 @@ struct Run {
 class ReadStream {
   public:
     ~ReadStream();
-    // Copies [offset, offset + nbytes) to target, waiting for the blocks; false on failure().
-    // Reading on in order keeps the window full ahead of the reader; reading elsewhere moves the
-    // window.
+    // Waits for the blocks and copies [offset, offset + nbytes) to target; false on failure() or
+    // corrupt_block(). The window stays full ahead of a reader in file order; reading elsewhere
+    // moves it.
     bool read(std::byte* target, uint64_t offset, uint64_t nbytes);
-    // Copies runs, which lie in wanted blocks; best in file order. `devices`, ascending, says which
-    // of the memory is no host memory: what goes there has arrived when close() returns, or
-    // arrive() is true. False as above.
+    // Copies runs, which lie in wanted blocks, best in file order. `devices`, ascending, says which
+    // addresses are devices': bytes for them have arrived when arrive() or close() returns. False
+    // as above.
     bool read_runs(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices = {});
-    // Waits for what is on its way to devices. False on failure().
+    // Waits for bytes on their way to devices. False on failure().
     bool arrive();
     Failure failure();
     // After read() returned false with failure().error == 0: the first block whose checksum is
     // wrong.
     int64_t corrupt_block();
-    // Bytes of the file that were read so far, or are being read.
+    // Bytes of the file that were read or are being read.
     uint64_t nbytes_read();
-    // Both streams are one reader's, which asks one of them at a time: while it waits for memory,
-    // the other's is given back, to be read again when it is asked for. Until either is closed.
+    // Tells that one reader uses both streams, one at a time, until either is closed: while it
+    // waits for memory, the other stream gives its own back and reads those blocks again later.
     void beside(ReadStream& other);
     void close();
 
@@ -294,12 +290,12 @@ class ReadStream {
     Engine& engine_;
     const int fd_;
     const uint64_t nbytes_;
-    const std::vector<uint32_t> crcs_;    // of every block of the file; empty: nothing is verified
+    const std::vector<uint32_t> crcs_;    // of all blocks of the file; empty: nothing is verified
     const std::vector<uint32_t> wanted_;  // blocks to read, ascending; empty: all
     Backend* const backend_;              // owned by the engine
     const bool direct_;
     const size_t window_blocks_;
-    std::shared_ptr<GdsStage> gds_;  // null: blocks are the arena's; given up by close()
+    std::shared_ptr<GdsStage> gds_;  // null: blocks are the arena's; reset by close()
 
     // State below is protected by the engine's mutex.
     // By place, which is the block's number among the wanted ones; null outside the window.
@@ -307,16 +303,16 @@ class ReadStream {
     size_t window_first_ = 0;  // a place
     uint64_t nbytes_read_ = 0;
     size_t held_ = 0;         // blocks
-    size_t outstanding_ = 0;  // of these, in transfer or being verified
+    size_t outstanding_ = 0;  // held blocks in transfer or being verified
     struct Departing;
-    std::deque<Departing> departing_;  // of these, read by devices, in the order of their marks
-    std::vector<ReadStream*> beside_;  // of the same reader
+    std::deque<Departing> departing_;  // held blocks that devices read, in the order of their marks
+    std::vector<ReadStream*> beside_;  // streams of the same reader
     bool closed_ = false;
     Failure failure_;
     int64_t corrupt_block_ = -1;
 };
 
-// Outlives its jobs and streams.
+// The threads, the arena, and the jobs and streams that use them, which it outlives.
 class Engine {
   public:
     Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers);
@@ -324,28 +320,27 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Starts to stage `segments`; WriteJob::write_to() says where they are written. At most
-    // `stagers_limit` threads serve the job, and as many blocks of the arena as `allowance` has
-    // left, which may be other jobs' too: each of them is given its file without waiting for
-    // another's blocks. The memory of the segments stays valid until wait_staged() returns true.
-    // `devices` says which of it is no host memory. With `gds`, blocks that lie on its device as a
-    // whole are staged there; they are as long as this engine's, and the backend that write_to() is
-    // given can write them.
+    // Begins to stage `segments`; WriteJob::write_to() says where they are written. At most
+    // `stagers_limit` threads serve the job. It holds at most the blocks that `allowance` has left;
+    // where jobs share one, write_to() must not wait for another job's blocks, or both may wait for
+    // ever. The segments' memory stays valid until wait_staged() returns true. `devices` says which
+    // of it is devices'. With `gds`, blocks that lie on its device as a whole are staged there: its
+    // blocks have this engine's size, and write_to()'s backend can write them.
     std::shared_ptr<WriteJob> stage(std::vector<Segment> segments, std::vector<Slot> slots,
                                     std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
                                     std::shared_ptr<Allowance> allowance, unsigned stagers_limit);
 
-    // Starts to read [0, nbytes) of fd; crcs holds the CRC-32 of every block, or is empty; `wanted`
-    // holds the numbers of the blocks that will be asked for, ascending, or is empty for all. fd
-    // stays open until close(). With `gds`, blocks are its device's, all that is asked for goes
-    // there, and the backend can read them; they are as long as this engine's.
+    // Begins to read [0, nbytes) of fd, which stays open until close(). crcs holds the CRC-32 of
+    // every block, or nothing; `wanted` the ascending numbers of the blocks that will be asked for,
+    // or nothing for all. With `gds`, blocks are its device's, have this engine's size, and go only
+    // to that device; the backend can read them.
     std::shared_ptr<ReadStream> read(int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
                                      std::vector<uint32_t> wanted, std::shared_ptr<Backend> backend,
                                      bool direct, size_t window_blocks,
                                      std::shared_ptr<GdsStage> gds);
 
-    // Backs bytes [begin, end) of the arena with pages, and pins them where a pinner is given;
-    // false if that was refused.
+    // Backs bytes [begin, end) of the arena with pages, and pins them if there is a pinner; false
+    // if that was refused.
     bool prefault(size_t begin, size_t end, unsigned threads,
                   const std::shared_ptr<Pinner>& pinner);
     size_t block_bytes() const { return arena_.block_bytes(); }
@@ -360,7 +355,7 @@ class Engine {
     friend class ReadStream;
     void run();
     void keep(const std::shared_ptr<Backend>& backend);
-    // Each does one piece of work, releasing the lock meanwhile; false if there is none.
+    // Each does one piece of work, with the lock released meanwhile; false if there is none.
     bool stage_one(std::unique_lock<std::mutex>& lock);
     bool arrive_one(std::unique_lock<std::mutex>& lock, bool wait);
     bool verify_one(std::unique_lock<std::mutex>& lock);
@@ -369,7 +364,7 @@ class Engine {
 
     const unsigned stagers_;
     std::vector<std::thread> threads_;
-    std::mutex queueing_mu_;  // held while a block's copies are queued; mu_ is not taken under it
+    std::mutex queueing_mu_;  // held while a block's copies are queued; mu_ is never taken under it
     std::mutex mu_;
     // State below is protected by mu_, and so is that of every job and stream.
     std::condition_variable changed_;  // any change that a waiter may wait for
@@ -377,13 +372,13 @@ class Engine {
     std::deque<std::shared_ptr<WriteJob>> jobs_;  // with blocks left to stage
     // Blocks on their way from devices, in the order in which they were queued.
     std::deque<std::pair<std::shared_ptr<WriteJob>, WriteJob::Block*>> arriving_;
-    bool arrival_awaited_ = false;  // by one thread: the others have better to do
+    bool arrival_awaited_ = false;  // one thread waits for a device; the others do other work
     std::deque<std::pair<ReadStream*, ReadStream::Block*>> to_verify_;
     std::deque<Copy> to_copy_;
     std::deque<std::shared_ptr<WriteJob>> waiting_for_tokens_;
-    bool clock_minded_ = false;  // by one thread, for all of these
-    // Every backend used, until close(): if the last reference went with an op, the backend's own
-    // thread would have to wait for itself.
+    bool clock_minded_ = false;  // one thread waits until the first of these may take tokens
+    // Every backend used, until close(): if an op held the last reference, the backend's own thread
+    // would destroy the backend, and wait for itself.
     std::vector<std::shared_ptr<Backend>> backends_;
     size_t streams_open_ = 0;
     size_t ops_outstanding_ = 0;

@@ -1,5 +1,5 @@
-// A block of a ReadStream, and what devices still copy from. Shared by the files that implement the
-// stream, and by nobody else.
+// A block of a ReadStream, and memory that devices still copy from. Only the files that implement
+// the stream include this.
 #pragma once
 
 #include <utility>
@@ -11,8 +11,8 @@ namespace fastckpt {
 
 using Departure = std::pair<DeviceQueue*, DeviceQueue::Mark>;
 
-// A block's way: reading, verifying, ready. One that leaves the window while on its way is freed
-// when it arrives; one that devices copy from, when they have.
+// A block's stages: reading, verifying, ready. A block that leaves the window earlier is freed when
+// it is ready; one that devices copy from, when they have copied.
 struct ReadStream::Block {
     enum class State : uint8_t { reading, verifying, ready };
     size_t place = 0;
@@ -22,8 +22,8 @@ struct ReadStream::Block {
     State state = State::reading;
     bool dropped = false;
     bool corrupt = false;
-    std::vector<DeviceQueue*> queues;   // that were given copies since the last mark
-    std::vector<Departure> departures;  // places in queues after which nobody copies from it
+    std::vector<DeviceQueue*> queues;   // those that were given copies since the last mark
+    std::vector<Departure> departures;  // marks in queues after which nobody copies from it
     Op op;
 };
 

@@ -1,5 +1,5 @@
 // ReadStream: keeps a window of wanted blocks ahead of a reader, verifies each against its CRC-32
-// and copies out what is asked for. See engine.h for the contract; knows no format.
+// and copies out the bytes asked for. See engine.h for the contract; it knows no format.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -16,8 +16,8 @@ namespace {
 constexpr uint64_t kDirectAlign = 4096;
 constexpr size_t kPieceBytes = size_t{1} << 20;
 
-// A large target is memory that its owner has just allocated and nobody touched: with huge pages
-// its faults cost a fraction, and they, not the device, would limit a load. Advice only.
+// A large target is usually new memory that nobody has touched. Its page faults, not the device,
+// would limit a load, and with huge pages they cost a fraction. This is advice only.
 void advise_huge(std::byte* target, uint64_t nbytes) {
     constexpr uint64_t kHugePage = uint64_t{2} << 20;
     const auto begin = (reinterpret_cast<uint64_t>(target) + kHugePage - 1) / kHugePage * kHugePage;
@@ -60,9 +60,8 @@ size_t ReadStream::place_of(size_t index) const {
     return static_cast<size_t>(found - wanted_.begin());
 }
 
-// A stream that was closed may be freed after the engine.
 ReadStream::~ReadStream() {
-    if (!closed_) close();
+    if (!closed_) close();  // a closed one may outlive the engine
 }
 
 void ReadStream::fill_window() {
@@ -70,8 +69,8 @@ void ReadStream::fill_window() {
     for (size_t place = window_first_; place < end && failure_.error == 0; ++place) {
         if (blocks_[place] != nullptr) continue;
         std::byte* memory = acquire();
-        // The reader waits for the first block: rather than wait for memory that this stream holds
-        // itself, give up the block that is needed last.
+        // The reader waits for the first block, and must not wait for memory that its own stream
+        // holds: give up the block that is needed last.
         if (memory == nullptr && place == window_first_ && drop_last_ready()) memory = acquire();
         if (memory == nullptr) return;
         auto block = std::make_unique<Block>();
@@ -101,7 +100,7 @@ void ReadStream::on_read(Block& block) {
     std::lock_guard lock(engine_.mu_);
     CHECK(engine_.ops_outstanding_ > 0);
     --engine_.ops_outstanding_;
-    // The file is shorter than it was when its end was read: someone truncated it.
+    // The file is shorter than when its end was read: somebody has truncated it.
     if (block.op.error == 0 && block.op.done < block.nbytes) block.op.error = ENODATA;
     if (block.op.error != 0 && failure_.error == 0)
         failure_ = {Op::Kind::read, block.op.offset + block.op.done, block.op.error};
@@ -114,7 +113,7 @@ void ReadStream::on_read(Block& block) {
     engine_.changed_.notify_all();
 }
 
-// Without the mutex: the block is this stager's until it is settled.
+// Called without the mutex: only this stager uses the block until it is settled.
 void ReadStream::verify(Block& block) {
     if (gds_ != nullptr) return verify_direct(block);
     block.corrupt =
@@ -147,8 +146,8 @@ void ReadStream::drop(size_t place) {
     engine_.changed_.notify_all();
 }
 
-// Blocks that left the window while on their way count as well: a stream holds no more than
-// promised.
+// Returns memory for a block, or null. Blocks that left the window during their read still count,
+// so that a stream holds no more than window_blocks_.
 std::byte* ReadStream::acquire() {
     if (held_ == window_blocks_) return nullptr;
     std::byte* memory = nullptr;
@@ -180,7 +179,8 @@ bool ReadStream::drop_last_ready() {
     return false;
 }
 
-// Gives back all that is not in transfer, and what is when it arrives. True if there was any.
+// Gives back the memory of all blocks, of those in transfer when they arrive. Returns whether any
+// came free at once.
 bool ReadStream::give_way(std::unique_lock<std::mutex>& lock) {
     const size_t held = held_;
     const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
@@ -206,23 +206,23 @@ void ReadStream::move_window(size_t first) {
         if (blocks_[place] != nullptr) blocks_[place]->dropped = false;
 }
 
-// Moves the window to the block that holds `offset` and waits for it; null on failure. Only the
-// reader moves the window, so the block stays until it pins another.
+// Moves the window to the block that holds `offset` and waits for it; null on failure. The block
+// stays until the reader, who alone moves the window, pins another one.
 ReadStream::Block* ReadStream::pin(std::unique_lock<std::mutex>& lock, uint64_t offset) {
     CHECK(!closed_);
     const size_t place = place_of(offset / engine_.block_bytes());
     Block* block = nullptr;
     move_window(place);
     for (;;) {
-        // Arena blocks may have come free since: whoever waits asks again.
+        // Arena blocks may have come free meanwhile: ask again.
         reclaim(lock, false);
         fill_window();
         block = blocks_[place].get();
         if (failure_.error != 0 || (block != nullptr && block->state == Block::State::ready)) break;
-        // A device that has copied tells nobody: where its blocks are what lacks, it is waited for.
+        // A device tells nobody that it has copied: wait for it if the memory that it reads lacks.
         if (block == nullptr && reclaim(lock, true)) continue;
-        // Nor is memory held by a reader that waits for some: two of them might wait for each
-        // other.
+        // A reader that waits for memory holds none in its other streams, lest two such readers
+        // wait for each other.
         bool gave_way = false;
         if (block == nullptr)
             for (ReadStream* other : beside_) gave_way |= other->give_way(lock);
@@ -240,7 +240,7 @@ ReadStream::Block* ReadStream::pin(std::unique_lock<std::mutex>& lock, uint64_t 
 bool ReadStream::read(std::byte* target, uint64_t offset, uint64_t nbytes) {
     const auto address = reinterpret_cast<uint64_t>(target);
     if (!read_runs({{offset, address, nbytes, 1, 0, 0}})) return false;
-    // A block that was read to its end is given back at once, and the next one is asked for.
+    // A block that was read to its end is given back at once, and the window moves on.
     const size_t block_bytes = engine_.block_bytes();
     const uint64_t end = offset + nbytes;
     if (nbytes == 0 || (end % block_bytes != 0 && end != nbytes_)) return true;
@@ -297,8 +297,8 @@ bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<Devic
     return devices.empty() || failure().error == 0;
 }
 
-// Copies on this thread and on the stagers that have nothing better to do: what takes time is not
-// the copy but the page faults of memory that is touched for the first time.
+// Copies on this thread and on idle stagers: page faults in memory that is touched for the first
+// time, which take most of the time, then overlap.
 void ReadStream::copy_out(std::unique_lock<std::mutex>& lock, std::byte* target,
                           const std::byte* source, size_t nbytes) {
     size_t pieces_left = 0;
@@ -308,7 +308,7 @@ void ReadStream::copy_out(std::unique_lock<std::mutex>& lock, std::byte* target,
             {target + at, source + at, std::min(kPieceBytes, nbytes - at), &pieces_left});
     }
     if (pieces_left > 1) engine_.changed_.notify_all();
-    // Pieces of another reader may come first; somebody then does ours.
+    // Pieces of another reader may come first; other threads may copy some of ours.
     while (pieces_left > 0 && engine_.copy_one(lock)) {
     }
     engine_.changed_.wait(lock, [&] { return pieces_left == 0; });
@@ -343,7 +343,7 @@ void ReadStream::close() {
     CHECK(engine_.streams_open_ > 0);
     --engine_.streams_open_;
     engine_.changed_.notify_all();
-    const auto gds = std::move(gds_);  // whoever holds the stream holds no memory of a device
+    const auto gds = std::move(gds_);  // so that whoever still holds the stream keeps no GPU memory
     lock.unlock();
 }
 

@@ -1,6 +1,5 @@
-// ReadStream's blocks on their way to devices: a block stays until nobody copies from it, while the
-// next ones are read; and those that were read there in the first place. See engine.h for the
-// contract.
+// ReadStream's copies to devices: a block stays until no device copies from it, while the next ones
+// are read; and checksums of blocks that were read to a device. See engine.h for the contract.
 #include <algorithm>
 
 #include "check.h"
@@ -15,7 +14,7 @@ bool ReadStream::send(Block& block, const std::shared_ptr<DeviceQueue>& queue, u
     if (gds_ != nullptr) {
         result = queue->copy_on_device(target, reinterpret_cast<uint64_t>(source), nbytes);
     } else {
-        engine_.arena_.pin(block.memory, queue);  // refused: the copy is slower, and as right
+        engine_.arena_.pin(block.memory, queue);  // if it is refused, the copy is only slower
         result = queue->copy_to_device(target, source, nbytes);
     }
     if (std::find(block.queues.begin(), block.queues.end(), queue.get()) == block.queues.end())
@@ -25,7 +24,7 @@ bool ReadStream::send(Block& block, const std::shared_ptr<DeviceQueue>& queue, u
     return false;
 }
 
-// Without the mutex, as verify(): the device sums up, and this waits.
+// Waits, without the mutex, for the device's checksum of a block.
 void ReadStream::verify_direct(Block& block) {
     DeviceQueue& queue = *gds_->queue();
     const size_t number = gds_->number(block.memory);
@@ -40,11 +39,11 @@ void ReadStream::verify_direct(Block& block) {
         block.corrupt = crc != crcs_[block.begin / engine_.block_bytes()];
         return;
     }
-    queue.wait_all();  // before the words are another block's
+    queue.wait_all();  // before another block uses the words
     fail(block.begin, result);
 }
 
-// Notes where in their queues the copies from a block end, which the reader is done with for now.
+// Marks where in their queues the copies from a block end, when the reader leaves the block.
 void ReadStream::depart(Block& block) {
     for (DeviceQueue* queue : block.queues) {
         DeviceQueue::Mark mark = nullptr;
@@ -52,7 +51,7 @@ void ReadStream::depart(Block& block) {
         if (result == cuda::kSuccess) {
             block.departures.emplace_back(queue, mark);
         } else {
-            queue->wait_all();  // before the block is another's
+            queue->wait_all();  // before the memory is another block's
             fail(block.begin, result);
         }
     }
@@ -64,8 +63,9 @@ void ReadStream::fail(uint64_t offset, cuda::Result result) {
     if (failure_.error == 0) failure_ = {Op::Kind::copy, offset, result};
 }
 
-// Under the engine's mutex, which is released meanwhile if `wait`: gives back memory that devices
-// copied from, in the order in which they do. True if there was any.
+// Gives back memory that devices have copied from, in the order of their copies; with `wait`, waits
+// for the first if there is none. Called under the engine's mutex, which waiting releases. Returns
+// whether there was any.
 bool ReadStream::reclaim(std::unique_lock<std::mutex>& lock, bool wait) {
     bool any = false;
     while (!departing_.empty()) {
@@ -75,7 +75,7 @@ bool ReadStream::reclaim(std::unique_lock<std::mutex>& lock, bool wait) {
         };
         if (!std::all_of(first.departures.begin(), first.departures.end(), reached)) {
             if (!wait || any) break;
-            lock.unlock();  // only the reader takes from the front, and only it is here
+            lock.unlock();  // only the reader, which is here, takes from the front
             for (const auto& [queue, mark] : first.departures) queue->wait(mark);
             lock.lock();
         }
@@ -88,7 +88,7 @@ bool ReadStream::reclaim(std::unique_lock<std::mutex>& lock, bool wait) {
     return any;
 }
 
-// Under the engine's mutex; the marks were reached.
+// Notes errors of copies whose marks were reached. Called under the engine's mutex.
 void ReadStream::finish(uint64_t begin, std::vector<Departure>& departures) {
     for (const auto& [queue, mark] : departures) {
         const cuda::Result result = queue->query(mark);

@@ -1,5 +1,4 @@
-// A block on its way through a WriteJob. Shared by the files that implement the job, and by nobody
-// else.
+// A block on its way through a WriteJob. Only the files that implement the job include this.
 #pragma once
 
 #include <deque>
@@ -21,16 +20,16 @@ struct RunCrc {
     }
 };
 
-// What one device copies into a block: between which places in its queue.
+// The copies of one device into a block, between two marks in the device's queue.
 struct WriteJob::Arrival {
     DeviceQueue* queue;
-    DeviceQueue::Mark begin;  // null where it is the end of what was queued before
+    DeviceQueue::Mark begin;  // null if they begin where those queued before end
     DeviceQueue::Mark end;    // null if the device refused it
     uint64_t nbytes;
     std::vector<DeviceQueue::CopyToHost> copies;  // until they are queued
 };
 
-// A block's way: claimed (memory taken), copied by a stager, sealed in file order, written,
+// A block's stages: claimed (memory taken), copied by a stager, sealed in file order, written,
 // released.
 struct WriteJob::Block {
     size_t index = 0;
@@ -38,21 +37,21 @@ struct WriteJob::Block {
     uint64_t end = 0;
     std::byte* memory = nullptr;      // of the arena, or
     size_t direct = GdsStage::kNone;  // the number of a block of device memory
-    size_t words_used = 0;            // of its checksums
+    size_t words_used = 0;            // of its checksums on the device
     State state = State::waiting;
-    // The block's bytes are before ++ [late_begin, late_end) ++ after, where the late ones hold
-    // slots whose CRC is known only once the blocks before this one are sealed. There is at most
-    // one such run: its slot describes the segment that was open when the block began.
+    // The block's bytes are before ++ [late_begin, late_end) ++ after. The late ones hold slots of
+    // the segment that was open when the block began, whose CRC is known only when the blocks
+    // before this one are sealed.
     RunCrc before;
     uint64_t late_begin = 0;
     uint64_t late_end = 0;
     RunCrc after;
-    uint32_t head_crc = 0;  // of the first segment's bytes in this block, where it began earlier
-    uint32_t tail_crc = 0;  // of the last segment's bytes in this block, where it goes on
+    uint32_t head_crc = 0;  // of the first segment's bytes in this block, if it began earlier
+    uint32_t tail_crc = 0;  // of the last segment's bytes in this block, if it goes on
     std::vector<Arrival> arrivals;
-    bool begins_clock = true;  // the queue may have nothing of this job's to do before
+    bool begins_clock = true;  // the queue may have been idle, so its arrivals need a first mark
     cuda::Result device_error = cuda::kSuccess;
-    std::deque<Op> parts;    // as they were submitted; an op stays where it is
+    std::deque<Op> parts;    // as submitted; a deque, since an op must stay where it is
     uint64_t submitted = 0;  // bytes
     size_t parts_under_way = 0;
 

@@ -1,6 +1,5 @@
-// WriteJob: copies an image's segments into blocks, checksums them in the same pass, fills in the
-// CRC slots in file order and hands each block to the backend. See engine.h for the contract; knows
-// no format.
+// WriteJob: copies an image's segments into blocks, checksums them in the same pass, and fills in
+// the CRC slots in file order. See engine.h for the contract; it knows no format.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -42,7 +41,7 @@ WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Sl
         CHECK(first < 0 || slots_[i - 1].segment == slots_[i].segment);
         if (first < 0) first = static_cast<int64_t>(i);
     }
-    // A described segment is copied as it is: it cannot hold the slot of the one before it.
+    // A segment with a slot is copied and checksummed as it is, so it cannot hold a slot itself.
     for (const Slot& slot : slots_)
         CHECK(slot.offset >= nbytes_ || slot_of_segment_[slot.segment + 1] < 0);
     start_clocks();
@@ -64,7 +63,7 @@ void WriteJob::check_plan() const {
     for (const Slot& slot : slots_) {
         CHECK(slot.segment < segments_.size() && slot.offset >= slots_end);
         slots_end = slot.offset + kSlotBytes;
-        if (slot.offset >= expected) continue;  // beyond the image
+        if (slot.offset >= expected) continue;  // it lies beyond the image
         CHECK(slot.segment + 1 < segments_.size());
         const Segment& holder = segments_[slot.segment + 1];
         CHECK(slot.offset >= holder.offset && slots_end <= holder.offset + holder.nbytes);
@@ -114,7 +113,7 @@ void WriteJob::copied(Block& block) {
     seal_ready_blocks();
 }
 
-// A piece of a block, copied unless gather() has done so; returns its CRC-32.
+// Copies a piece of a block, unless gather() has done so, and returns its CRC-32.
 uint32_t WriteJob::copy_piece(Block& block, const Segment& segment, uint64_t begin, uint64_t end,
                               uint32_t crc) const {
     if (block.is_direct()) return direct_crc(block, begin, end - begin);
@@ -145,21 +144,21 @@ void WriteJob::copy(Block& block) {
         if (goes_on) block.tail_crc = crc;
         if (!began_earlier && !goes_on) describe(slot, crc);
     }
-    if (block.is_direct()) return;  // is of whole pages
-    // A direct write, which is decided on later, takes whole pages: not of what was here before.
+    if (block.is_direct()) return;  // it has whole pages
+    // A direct write, if one is chosen later, writes whole pages: without what was here before.
     const uint64_t nbytes = block.end - block.begin;
     const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
     std::memset(block.memory + nbytes, 0, padded - nbytes);
 }
 
-// Notes the CRC of a segment for all of its slots, the first of which this is.
+// Notes the CRC of a segment for all of its slots, given the first one.
 void WriteJob::describe(int64_t slot, uint32_t crc) {
     const uint64_t segment = slots_[static_cast<size_t>(slot)].segment;
     for (auto i = static_cast<size_t>(slot); i < slots_.size() && slots_[i].segment == segment; ++i)
         slot_crcs_[i] = crc;
 }
 
-// Whether a slot of the segment before this one overlaps [begin, end).
+// Whether a slot of the segment before `index` overlaps [begin, end).
 bool WriteJob::holds_slot(size_t index, uint64_t begin, uint64_t end) const {
     const int64_t first = index > 0 ? slot_of_segment_[index - 1] : -1;
     if (first < 0) return false;
@@ -170,7 +169,7 @@ bool WriteJob::holds_slot(size_t index, uint64_t begin, uint64_t end) const {
     return false;
 }
 
-// Copies a piece of a segment that no slot describes, and which therefore may hold slots itself.
+// Copies a piece of a segment that has no slot, and which therefore may hold slots itself.
 void WriteJob::copy_header(Block& block, const Segment& segment, uint64_t begin, uint64_t end) {
     const auto index = static_cast<size_t>(&segment - segments_.data());
     if (!holds_slot(index, begin, end)) {
@@ -191,8 +190,7 @@ void WriteJob::copy_header(Block& block, const Segment& segment, uint64_t begin,
     block.append(crc32(0, target, end - begin), end - begin);
 }
 
-// Writes the CRCs of the slots that overlap [begin, end) into the block. Slots and blocks may
-// cross.
+// Writes CRCs into the slots, or parts of slots, that lie in [begin, end) of the block.
 void WriteJob::patch(Block& block, uint64_t begin, uint64_t end) const {
     auto slot =
         std::lower_bound(slots_.begin(), slots_.end(), begin,
@@ -207,8 +205,8 @@ void WriteJob::patch(Block& block, uint64_t begin, uint64_t end) const {
     }
 }
 
-// In file order, under the engine's mutex: completes the CRC of a segment that ends here, then the
-// block's own.
+// Completes the CRC of a segment that ends here, then the block's own. Called in file order, under
+// the engine's mutex, since both depend on the blocks before.
 void WriteJob::seal(Block& block) {
     auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
                                     [](uint64_t at, const Segment& s) { return at < s.offset; });
@@ -221,9 +219,8 @@ void WriteJob::seal(Block& block) {
         open_segment_crc_ = crc32_combine(open_segment_crc_, block.head_crc, nbytes);
         if (first_end <= block.end) describe(slot_of_segment_[first], open_segment_crc_);
     }
+    // If the last segment goes on, it is the open one from here.
     if (!first_is_open || first_end <= block.end) open_segment_crc_ = block.tail_crc;
-    // A segment that ends exactly with the block was not open and is complete; one that goes on
-    // left its tail above.
     RunCrc crc = block.before;
     if (block.has_late()) {
         patch(block, block.late_begin, block.late_end);
@@ -261,7 +258,7 @@ void WriteJob::on_written(Block& block) {
 
 void WriteJob::fail(const Failure& failure) {
     if (failure_.error == 0) failure_ = failure;
-    patience_.end.store(1);  // long ago: nothing of this job is worth trying again
+    patience_.end.store(1);  // long ago, since nothing of this job is worth another try
 }
 
 bool WriteJob::wait_queued(std::chrono::duration<double> timeout) {

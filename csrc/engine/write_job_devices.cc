@@ -1,5 +1,5 @@
-// WriteJob's blocks whose bytes, or some of them, lie on devices: copies are queued, and summed up
-// once they have arrived. See engine.h for the contract.
+// WriteJob's blocks with bytes on devices: their copies are queued, and checksummed when they have
+// arrived. See engine.h for the contract.
 #include <algorithm>
 #include <cstring>
 #include <mutex>
@@ -10,16 +10,16 @@
 
 namespace fastckpt {
 
-// Queues the copies of what lies on devices, and where there is any, copies the rest beside it: the
-// checksums then wait until all has arrived.
+// Queues the copies of bytes on devices. If there are any, it also copies the host's bytes: the
+// checksums are then taken when all have arrived.
 void WriteJob::gather(Block& block) {
     if (devices_.empty()) return;
     if (block.is_direct()) return gather_direct(block);
     auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
                                     [](uint64_t at, const Segment& s) { return at < s.offset; });
     std::vector<const Segment*> on_host;
-    // One block after the other: were those of two mixed in a queue, the time of both would be
-    // counted for each.
+    // Blocks queue their copies one after the other: if those of two were mixed, the time of both
+    // would count for each.
     std::unique_lock queueing(engine_.queueing_mu_, std::defer_lock);
     const auto place = [&](const Segment& s) {
         const uint64_t begin = std::max(block.begin, s.offset);
@@ -49,7 +49,7 @@ void WriteJob::gather(Block& block) {
             block.device_error = arrival.queue->copy_to_host(arrival.copies);
         arrival.copies = {};
         const cuda::Result result = arrival.queue->mark(&arrival.end);
-        if (result != cuda::kSuccess) arrival.queue->wait_all();  // before the block is another's
+        if (result != cuda::kSuccess) arrival.queue->wait_all();  // before the memory is another's
         if (block.device_error == cuda::kSuccess) block.device_error = result;
     }
     if (block.arrivals.empty()) return;
@@ -60,7 +60,7 @@ void WriteJob::gather(Block& block) {
     }
 }
 
-// What the block has of one queue, begun if there is nothing yet; null if the device refuses.
+// Returns the block's arrival by a queue, begun here if there is none; null if the device refuses.
 WriteJob::Arrival* WriteJob::arrive_by(Block& block, DeviceQueue* queue) {
     for (Arrival& arrival : block.arrivals)
         if (arrival.queue == queue) return &arrival;
@@ -88,7 +88,7 @@ bool WriteJob::arrived(const Block& block) const {
     });
 }
 
-// Without the mutex; what came of it is for account().
+// Waits, without the mutex, until a block's bytes have arrived or its device has failed.
 void WriteJob::await(Block& block) {
     for (const Arrival& arrival : block.arrivals) {
         if (arrival.end == nullptr) continue;
@@ -97,7 +97,7 @@ void WriteJob::await(Block& block) {
     }
 }
 
-// From now on devices' clocks run.
+// Marks on each device the moment from which its clock counts.
 void WriteJob::start_clocks() {
     for (const DeviceRange& range : devices_) {
         Clocked& clock = clocks_[range.queue.get()];
@@ -105,8 +105,8 @@ void WriteJob::start_clocks() {
     }
 }
 
-// Adds up how long each device was busy with this job. The marks of blocks overlap where several
-// threads queue at once, and come in about their order.
+// Adds up how long each device was busy with this job. If several threads queue at once, the times
+// of blocks overlap, and come only roughly in their order.
 void WriteJob::account(const Block& block) {
     for (const Arrival& arrival : block.arrivals) {
         Clocked& clock = clocks_[arrival.queue];
@@ -130,7 +130,7 @@ void WriteJob::account(const Block& block) {
     }
 }
 
-// Devices copy beside each other: the slowest one's time counts.
+// Devices copy at the same time, so the slowest one's time counts.
 DeviceCopies WriteJob::device_copies() {
     const std::lock_guard lock(engine_.mu_);
     DeviceCopies copies{0, 0};

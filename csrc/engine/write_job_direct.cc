@@ -1,5 +1,5 @@
-// WriteJob's blocks that never come to the host: copied within their device, summed up there and
-// written by cuFile. See engine.h for the contract, gds_stage.h for the blocks.
+// WriteJob's blocks that never come to the host: they are copied and checksummed on their device,
+// and written by cuFile. See engine.h for the contract, gds_stage.h for the blocks.
 #include <algorithm>
 
 #include "check.h"
@@ -11,8 +11,8 @@ namespace {
 constexpr uint64_t kDirectAlign = 4096;
 }
 
-// Whether all of a block's bytes lie on the device that stages, in whole pages. Then no slot is
-// among them: those lie in headers, which are the host's.
+// Whether all of a block's bytes lie on the staging device, in whole pages. Then no slot is among
+// them, since slots lie in headers, which are host memory.
 bool WriteJob::is_direct(size_t index) const {
     if (gds_ == nullptr) return false;
     const uint64_t begin = index * engine_.block_bytes();
@@ -26,14 +26,14 @@ bool WriteJob::is_direct(size_t index) const {
         if (range == nullptr || range->queue != gds_->queue()) return false;
         const uint64_t from = std::max(begin, segment->offset);
         const uint64_t to = std::min(end, segment->offset + segment->nbytes);
-        words += Crc32Gpu::words({from - begin, to - from}) + 1;  // where chunks begin is open
+        words += Crc32Gpu::words({from - begin, to - from}) + 1;  // the address may need one more
     }
     return words <= GdsStage::kWords;
 }
 
 bool WriteJob::wants_direct() const { return is_direct(next_claim_); }
 
-// Queues the copies within the device, and the checksums of what they leave.
+// Queues the copies within the device, and the checksums of the copied bytes.
 void WriteJob::gather_direct(Block& block) {
     DeviceQueue& queue = *gds_->queue();
     const uint64_t address = gds_->address(block.direct);
@@ -58,12 +58,12 @@ void WriteJob::gather_direct(Block& block) {
         block.device_error =
             gds_->crc().queue(ranges.data(), ranges.size(), gds_->words(block.direct));
     const cuda::Result marked = queue.mark(&arrival.end);
-    if (marked != cuda::kSuccess) queue.wait_all();  // before the block is another's
+    if (marked != cuda::kSuccess) queue.wait_all();  // before the memory is another block's
     if (block.device_error == cuda::kSuccess) block.device_error = marked;
     block.arrivals.push_back(arrival);
 }
 
-// The checksum of a block's next piece, in the order in which they were queued.
+// Returns the checksum of a block's next piece; called in the order in which they were queued.
 uint32_t WriteJob::direct_crc(Block& block, uint64_t begin, uint64_t nbytes) const {
     const Crc32Gpu::Range range{gds_->address(block.direct) + (begin - block.begin), nbytes};
     const uint32_t* words = gds_->words(block.direct) + block.words_used;

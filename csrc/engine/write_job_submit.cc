@@ -1,5 +1,5 @@
-// WriteJob's way out: sealed blocks are handed to the backend, as fast as that may be, or given up.
-// See engine.h for the contract.
+// Submits a WriteJob's sealed blocks to the backend, as fast as the bucket allows, or gives them
+// up. See engine.h for the contract.
 #include <algorithm>
 #include <cerrno>
 #include <utility>
@@ -30,8 +30,8 @@ void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> b
     engine_.changed_.notify_all();
 }
 
-// Hands sealed blocks to the backend, once there is one and as far as the rate allows; frees them
-// if the job failed.
+// Submits sealed blocks once there is a backend, as far as there are tokens; frees them if the job
+// failed.
 void WriteJob::submit_ready_blocks() {
     std::optional<Clock::time_point> later;
     while (next_submit_ < next_seal_ && !later) {
@@ -54,15 +54,15 @@ void WriteJob::submit_ready_blocks() {
     note_wait(later);
 }
 
-// Where what is submitted next of a block ends, counted from its begin. A block of device memory
-// is registered, and goes, as a whole.
+// Returns where the part of a block that is submitted next ends, counted from the block's begin. A
+// block of device memory is registered and written as a whole.
 uint64_t WriteJob::part_end(const Block& block) const {
     const uint64_t nbytes = block.end - block.begin;
     if (bucket_ == nullptr || block.is_direct()) return nbytes;
     return std::min(nbytes, block.submitted + std::max(kDirectAlign, bucket_->grain_bytes()));
 }
 
-// Keeps the engine's list of jobs that wait for tokens, and the time that they do.
+// Updates the engine's list of jobs that wait for tokens, and how long this one has waited.
 void WriteJob::note_wait(std::optional<Clock::time_point> later) {
     const auto now = Clock::now();
     if (tokens_at_) tokens_waited_ += now - waits_since_;
@@ -76,7 +76,7 @@ void WriteJob::note_wait(std::optional<Clock::time_point> later) {
     else
         list.erase(std::find_if(list.begin(), list.end(),
                                 [this](const auto& job) { return job.get() == this; }));
-    engine_.changed_.notify_all();  // somebody has to mind the clock, or need not any more
+    engine_.changed_.notify_all();  // a thread may have to wait for the tokens, or no longer
 }
 
 void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
@@ -102,7 +102,7 @@ void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
         else
             CHECK(op.done == op.nbytes);
         if (op.error == 0) nbytes_written_ += nbytes;
-        if (failure_.error != 0) submit_ready_blocks();  // what waits for tokens waits in vain
+        if (failure_.error != 0) submit_ready_blocks();  // gives up what waits for tokens
         if (block.parts_under_way == 0 && block.submitted == block.end - block.begin &&
             block.holds_memory())
             on_written(block);
