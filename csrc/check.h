@@ -1,6 +1,5 @@
-// Always-on assertion for programmer errors. Python builds extensions with NDEBUG, which turns
-// assert() into nothing; an engine that moves checkpoint bytes must not run on after an invariant
-// broke. Knows nothing of anything else.
+// An assertion for programmer errors that is always on: Python builds extensions with NDEBUG, which
+// removes assert(), and an engine must not run on with checkpoint bytes after an invariant broke.
 #pragma once
 
 #include <cstdio>

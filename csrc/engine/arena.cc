@@ -1,5 +1,4 @@
-// Staging arena: see arena.h. Everything about pages (huge pages, fork, population) is decided here
-// and nowhere else.
+// The staging arena's pages (huge pages, fork, population, pinning): see arena.h.
 #include "engine/arena.h"
 
 #include <sys/mman.h>
@@ -20,7 +19,8 @@ namespace {
 
 constexpr size_t kPinnedBlocks = 16;  // at a time
 
-// In steps of a huge page: each holds the process's memory lock, which its allocations wait for.
+// Populates in steps of a huge page, since each step holds the process's memory lock, for which its
+// allocations wait.
 bool populate(std::byte* begin, size_t nbytes) {
     constexpr size_t kStep = size_t{2} << 20;
     for (size_t at = 0; at < nbytes; at += kStep)
@@ -29,7 +29,7 @@ bool populate(std::byte* begin, size_t nbytes) {
     return true;
 }
 
-// Pages not yet there come from this node while it has some: mbind(2). Advice only.
+// Takes pages that are not there yet from this node, while it has some: mbind(2). Advice only.
 void prefer_node(void* memory, size_t nbytes, int node) {
     constexpr int kPreferred = 1;  // MPOL_PREFERRED, linux/mempolicy.h
     constexpr int kNodesMax = 64;
@@ -48,12 +48,10 @@ Arena::Arena(size_t budget_bytes, size_t block_bytes)
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     base_ = static_cast<std::byte*>(mapped);
-    // Huge pages make the first touch of a block some forty times cheaper in faults. Advice only: a
-    // kernel without them serves small pages.
+    // Huge pages cost some forty times fewer faults when a block is first touched. Advice only.
     madvise(base_, nbytes, MADV_HUGEPAGE);
-    // A child of fork() has none of our threads, so it can use none of these pages, and a
-    // copy-on-write break under a direct write in flight is how O_DIRECT and fork() corrupt data
-    // (open(2), NOTES).
+    // A child of fork() lacks the engine's threads and cannot use these pages. If it had them, a
+    // copy-on-write during a direct write could corrupt data (open(2), NOTES).
     madvise(base_, nbytes, MADV_DONTFORK);
     free_.reserve(blocks_);
     for (size_t i = blocks_; i-- > 0;) free_.push_back(base_ + i * block_bytes_);
@@ -67,8 +65,8 @@ Arena::~Arena() {
 
 std::byte* Arena::acquire() {
     if (free_.empty()) return nullptr;
-    // The block released last is given out first: pages are touched only as far as a save needs
-    // them at a time, and that is what the process keeps.
+    // The block released last comes first: so the process touches, and keeps, only as many pages as
+    // a save needs at a time.
     std::byte* block = free_.back();
     free_.pop_back();
     in_use_max_ = std::max(in_use_max_, blocks_in_use());
@@ -93,7 +91,7 @@ int Arena::pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner) {
         pinner_ = pinner;
         prefer_node(base_, blocks_ * block_bytes_, pinner->node());
     }
-    populate(memory, count * block_bytes_);  // sooner done here than page by page while pinning
+    populate(memory, count * block_bytes_);  // faster than page by page while pinning
     pin_error_ = pinner_->pin(memory, count * block_bytes_);
     pinned_[part] = pin_error_ == 0;
     return pin_error_;
@@ -128,7 +126,7 @@ bool Arena::prefault(size_t begin, size_t end, unsigned threads) const {
     try {
         for (unsigned t = 1; t < threads; ++t) workers.emplace_back(work);
     } catch (const std::system_error&) {
-        // Fewer threads than wished for: the work gets done all the same.
+        // Fewer threads do the same work.
     }
     work();
     for (auto& worker : workers) worker.join();

@@ -1,6 +1,5 @@
 // The staging arena: one anonymous mapping cut into equal blocks, with a hard budget in bytes. It
-// owns the pages and knows which blocks are free; it does not know what is staged in them, and it
-// does not lock (its owner does).
+// knows which blocks are free; it does not know what is staged in them, and its owner locks it.
 #pragma once
 
 #include <cstddef>
@@ -10,43 +9,43 @@
 
 namespace fastckpt {
 
-// Locks pages for a device to copy to and from. 0, or the device's error.
+// Locks pages of memory, so that a device can copy to and from them.
 class Pinner {
   public:
     virtual ~Pinner() = default;
+    // Returns 0, or the device's error.
     virtual int pin(void* memory, size_t nbytes) = 0;
     virtual void unpin(void* memory) = 0;
-    // The NUMA node that the device is near to, or -1.
+    // The NUMA node nearest to the device, or -1 if it is not known.
     virtual int node() = 0;
 };
 
 class Arena {
   public:
-    // Reserves address space only; pages come when a block is first used. budget_bytes is rounded
-    // down to whole blocks, at least one. Throws std::bad_alloc if the address space is refused.
+    // Reserves address space only; a block gets pages when it is first used. budget_bytes is
+    // rounded down to whole blocks, at least one. Throws std::bad_alloc.
     Arena(size_t budget_bytes, size_t block_bytes);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
-    // A free block, or nullptr when the budget is spent. The block used last is given first: it is
-    // the warmest.
+    // A free block, the one released last, or nullptr when the budget is spent.
     std::byte* acquire();
     void release(std::byte* block);
 
     // Backs bytes [begin, end) of the arena, cut to whole blocks and to its size, with pages, by
-    // `threads` threads; false if the kernel refused. Callable without the owner's lock: it changes
-    // no content and populating a page twice is harmless.
+    // `threads` threads; false if the kernel refused. Callable without the owner's lock, since it
+    // changes no content.
     bool prefault(size_t begin, size_t end, unsigned threads) const;
 
-    // Pins the part of the arena that a block lies in, once; pages of blocks that no device needs
-    // stay unpinned. 0, or the first refusal, after which nothing more is pinned: copies are then
-    // slower. Callable without the owner's lock.
+    // Pins the part of the arena that a block lies in, once, so that blocks which no device needs
+    // stay unpinned. Returns 0, or the first refusal, after which nothing more is pinned and copies
+    // are slower. Callable without the owner's lock.
     int pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner);
-    // The same for the blocks that lie in bytes [begin, end) of the arena.
+    // Does the same for the blocks in bytes [begin, end) of the arena.
     int pin(size_t begin, size_t end, const std::shared_ptr<Pinner>& pinner);
 
-    // Unpins everything; no device copies to or from it any more.
+    // Unpins everything; no device may copy to or from it any more.
     void unpin();
 
     size_t block_bytes() const { return block_bytes_; }

@@ -22,16 +22,16 @@
 
 namespace fastckpt {
 
-// How long writes of one job that a server refuses are tried again: a refusal for want of valid
-// credentials has changed nothing, and a ticket may be renewed.
+// For how long writes of one job that a server refuses are tried again: a refusal for lack of valid
+// credentials changes nothing, and a ticket may be renewed.
 struct Patience {
     std::chrono::nanoseconds whole{0};
-    // When it ends, in nanoseconds of the steady clock; 0: nothing is refused now.
+    // When it ends, in nanoseconds of the steady clock; 0 while nothing is refused.
     std::atomic<int64_t> end{0};
 };
 
 struct Op {
-    enum class Kind { read, write, copy };  // the last one is no backend's: to or from a device
+    enum class Kind { read, write, copy };  // copy: by a device, which is no backend's operation
     Kind kind = Kind::write;
     int fd = -1;
     std::byte* data = nullptr;
@@ -42,8 +42,7 @@ struct Op {
 
     Patience* patience = nullptr;  // null: refusals are final
 
-    // Set by the backend. A read that meets the end of the file ends with done < nbytes and no
-    // error.
+    // Set by the backend. At the end of the file a read ends with done < nbytes and no error.
     size_t done = 0;
     int error = 0;  // errno, 0 for none
     int retries = 0;
@@ -52,17 +51,18 @@ struct Op {
     std::function<void(Op&)> finished;
 };
 
-// Reports the end of an op. The callback is taken out first: it may free the op.
+// Reports the end of an op. It moves the callback out of the op first, which that may free.
 inline void finish(Op& op) {
     const auto finished = std::move(op.finished);
     finished(op);
 }
 
-// What to do after a transfer returned `result` (bytes, or -errno): updates op.done and op.error.
+// Updates op.done and op.error after a transfer returned `result` (bytes, or -errno), and says
+// whether it has to be called again.
 enum class Progress { finished, again };
 Progress advance(Op& op, ssize_t result);
 
-// Asked for a backend that does not work here; the text says why.
+// Thrown for a backend that does not work here; the text says why.
 struct BackendUnavailable : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -70,9 +70,9 @@ struct BackendUnavailable : std::runtime_error {
 class Backend {
   public:
     virtual ~Backend() = default;
-    // Takes the op (which must stay where it is until finished) and returns without waiting for it.
+    // Takes an op, which must stay at its address until finished, and does not wait for it.
     virtual void submit(Op* op) = 0;
-    // Finishes what was submitted, then stops its threads. Idempotent; submit() must not follow.
+    // Finishes all ops submitted, then stops its threads. Idempotent; submit() must not follow.
     virtual void close() = 0;
     virtual const char* name() const = 0;
 };
@@ -84,14 +84,13 @@ std::shared_ptr<Backend> threads_backend(unsigned threads);
 // build, the kernel or the sandbox has no io_uring.
 std::shared_ptr<Backend> uring_backend(unsigned depth);
 
-// Transfers by calling `transfer` for each attempt, one at a time, on one thread: the seam for test
-// doubles.
+// Calls `transfer` for each attempt, on `threads` threads: for codecs, cuFile and test doubles.
 using Transfer =
     std::function<ssize_t(const Op& op, std::byte* data, size_t nbytes, uint64_t offset)>;
 std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads = 1);
 
-// One attempt of an op by plain system calls: bytes or -errno. Buffered writes do not stay in the
-// page cache.
+// Makes one attempt of an op by system calls; returns bytes or -errno. Buffered writes do not stay
+// in the page cache.
 ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64_t offset);
 
 }  // namespace fastckpt

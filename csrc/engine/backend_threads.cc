@@ -1,5 +1,5 @@
-// Threads backend, and the rules every backend shares: what a short transfer, a retry and an error
-// mean. Knows pread/pwrite; does not know who submitted an op or why.
+// The threads backend, and the rules that all backends share: what a short transfer, a retry and an
+// error mean. It knows pread/pwrite; it does not know who submitted an op or why.
 #include <fcntl.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -24,8 +24,7 @@ constexpr int kRetriesMax = 100;
 constexpr size_t kDirectAlign = 4096;
 
 // Writes back the block just written and drops the one `kWindow` behind it, so that a checkpoint
-// does not evict the training job's data set from the page cache. Advice: its failure costs memory,
-// not bytes.
+// does not evict the training job's data set from the page cache. Advice only.
 void drop_behind(int fd, uint64_t offset, size_t nbytes) {
     constexpr uint64_t kWindow = uint64_t{64} << 20;
     sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes),
@@ -34,7 +33,7 @@ void drop_behind(int fd, uint64_t offset, size_t nbytes) {
     const auto behind = static_cast<off_t>(offset - kWindow);
     const unsigned wait =
         SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
-    // An error met here stays recorded on the file and is returned by the fdatasync of the commit.
+    // An error here stays recorded on the file, and the fdatasync before the commit returns it.
     sync_file_range(fd, behind, static_cast<off_t>(nbytes), wait);
     posix_fadvise(fd, behind, static_cast<off_t>(nbytes), POSIX_FADV_DONTNEED);
 }
@@ -45,8 +44,7 @@ ssize_t write_buffered(int fd, std::byte* data, size_t nbytes, uint64_t offset) 
     if (!dontcache_refused.load(std::memory_order_relaxed)) {
         const ssize_t n = pwritev2(fd, &iov, 1, static_cast<off_t>(offset), RWF_DONTCACHE);
         if (n >= 0 || (errno != EOPNOTSUPP && errno != EINVAL)) return n < 0 ? -errno : n;
-        // EOPNOTSUPP is the file system's answer, EINVAL that of a kernel which does not know the
-        // flag.
+        // EOPNOTSUPP is this file system's answer, EINVAL that of a kernel without the flag.
         if (errno == EINVAL) dontcache_refused.store(true, std::memory_order_relaxed);
     }
     const ssize_t n = pwrite(fd, data, nbytes, static_cast<off_t>(offset));
@@ -62,7 +60,7 @@ class ThreadsBackend final : public Backend {
         CHECK(threads > 0);
         try {
             for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
-        } catch (...) {  // no more threads are to be had: those there are must end first
+        } catch (...) {  // a thread could not be started: those that were must end first
             close();
             throw;
         }
@@ -131,12 +129,12 @@ ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64
 
 namespace {
 
-// What a server answers to expired credentials (a ticket of Kerberos, say) and lost handles.
+// Whether a server has answered that credentials (a Kerberos ticket, say) or a handle are expired.
 bool is_refusal(ssize_t result) {
     return result == -EACCES || result == -EPERM || result == -EKEYEXPIRED || result == -ESTALE;
 }
 
-// After a while, whether to try again.
+// Waits a while; returns whether to try again.
 bool wait_for_renewal(Patience& patience) {
     constexpr auto kPause = std::chrono::milliseconds(250);
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -158,8 +156,7 @@ Progress advance(Op& op, ssize_t result) {
     }
     if (result == -EINTR || result == -EAGAIN) {
         if (++op.retries <= kRetriesMax) {
-            // EAGAIN may mean that memory or a queue is short: give it time, more each try, 0.5 s
-            // in all at most.
+            // EAGAIN may mean that memory or a queue is short: wait longer each time, 0.5 s in all.
             if (result == -EAGAIN)
                 std::this_thread::sleep_for(std::chrono::microseconds(100 * op.retries));
             return Progress::again;
@@ -175,17 +172,15 @@ Progress advance(Op& op, ssize_t result) {
     CHECK(moved <= op.nbytes - op.done);
     if (op.kind == Op::Kind::read) {
         op.done += moved;
-        // A direct read that ends off the alignment has met the end of the file; the rest cannot be
-        // asked for.
+        // A direct read that ends off the alignment has reached the end of the file.
         const bool at_end = moved == 0 || (op.direct && moved % kDirectAlign != 0);
         return op.done == op.nbytes || at_end ? Progress::finished : Progress::again;
     }
-    // A short direct write is resumed from the last aligned byte: writing a sector twice is
-    // harmless.
+    // A short direct write goes on from its last aligned byte: writing a sector twice is harmless.
     if (op.direct && op.done + moved < op.nbytes) moved -= moved % kDirectAlign;
     op.done += moved;
     if (op.done == op.nbytes) return Progress::finished;
-    // No progress, again and again, is an error that the file system did not name.
+    // Many attempts without progress are an error that the file system did not name.
     if (moved == 0 && ++op.retries > kRetriesMax) {
         op.error = EIO;
         return Progress::finished;

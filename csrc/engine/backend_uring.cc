@@ -1,6 +1,5 @@
-// io_uring backend: one ring, driven by one thread that submits and reaps. Knows liburing; does not
-// know who submitted an op or why. Without liburing at build time only the reason for refusing is
-// left.
+// The io_uring backend: one ring, driven by one thread that submits and reaps. It knows liburing;
+// it does not know who submitted an op or why. Built without liburing, it only says so.
 #include "engine/backend.h"
 
 #if FASTCKPT_WITH_URING
@@ -36,8 +35,7 @@ class UringBackend final : public Backend {
             throw BackendUnavailable(std::string("eventfd failed with ") + std::strerror(errno));
         std::unique_lock lock(mu_);
         thread_ = std::thread([this] { run(); });
-        // The ring is set up on its own thread (IORING_SETUP_SINGLE_ISSUER binds it to its
-        // creator).
+        // The ring's own thread sets it up: IORING_SETUP_SINGLE_ISSUER binds a ring to its creator.
         ready_.wait(lock, [&] { return setup_done_; });
         if (setup_error_ != 0) {
             lock.unlock();
@@ -76,8 +74,9 @@ class UringBackend final : public Backend {
         CHECK(::write(wake_fd_, &one, sizeof one) == sizeof one);
     }
 
-    // Newest flags first; a kernel that does not know one answers EINVAL. DEFER_TASKRUN (6.1) keeps
-    // completion work on our thread instead of interrupting the trainer's: io_uring_setup(2).
+    // Tries the newest flags first; a kernel that does not know one answers EINVAL. DEFER_TASKRUN
+    // (6.1) keeps completion work on this thread instead of interrupting the trainer's:
+    // io_uring_setup(2).
     int setup() {
         const unsigned ladder[] = {
             IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_CLAMP,
@@ -94,8 +93,7 @@ class UringBackend final : public Backend {
         return error;
     }
 
-    // Setting a ring up proves little where a sandbox filters io_uring_enter: run one operation
-    // through it.
+    // Runs one operation: a sandbox may allow io_uring_setup and filter io_uring_enter.
     int try_nop() {
         io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
         if (sqe == nullptr) return -ENOMEM;
@@ -150,7 +148,7 @@ class UringBackend final : public Backend {
         io_uring_queue_exit(&ring_);
     }
 
-    // Puts waiting ops on the ring; false when there is nothing left to do and close() was called.
+    // Puts waiting ops on the ring; false when close() was called and nothing is left to do.
     bool fill() {
         if (!wake_armed_) arm_wake();
         std::lock_guard lock(mu_);

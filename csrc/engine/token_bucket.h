@@ -1,5 +1,5 @@
-// How fast bytes may go: so many a second, in grains. It knows time as it is told, and numbers of
-// bytes; it does not know what is moved, nor who waits.
+// The rate at which bytes may be written: so many a second, in grains. It knows times and numbers
+// of bytes; it does not know what is written, nor who waits.
 #pragma once
 
 #include <algorithm>
@@ -10,17 +10,16 @@
 
 namespace fastckpt {
 
-// A token bucket that several jobs share. What was taken has to be paid for at the rate; who asks
-// may be one grain ahead of that, so that a late waker catches up, and no burst is longer than two
-// grains. Safe to use from several threads.
+// A token bucket that several jobs share. Tokens taken are paid for at the rate. A job may take
+// some while at most one grain is unpaid, so that one that wakes late catches up, and no burst is
+// longer than two grains. Safe to use from several threads.
 class TokenBucket {
   public:
     using Time = std::chrono::steady_clock::time_point;
 
     TokenBucket(double bytes_per_s, uint64_t grain_bytes) { set(bytes_per_s, grain_bytes); }
 
-    // From now on this rate, also for what was taken before and is not paid for: a job that went at
-    // a crawl holds up nobody after it.
+    // Sets the rate, also for tokens that are not paid for: a slow job does not delay later ones.
     void set(double bytes_per_s, uint64_t grain_bytes,
              Time now = std::chrono::steady_clock::now()) {
         const std::lock_guard lock(mu_);
@@ -41,7 +40,7 @@ class TokenBucket {
         return std::nullopt;
     }
 
-    // What is moved at a time.
+    // The most bytes that are written at a time.
     uint64_t grain_bytes() const {
         const std::lock_guard lock(mu_);
         return grain_bytes_;
@@ -53,7 +52,7 @@ class TokenBucket {
     }
 
     static Time::duration cost_at(double bytes_per_s, double nbytes) {
-        constexpr double kLongest = 1e8;  // seconds; no rate makes a time that does not fit
+        constexpr double kLongest = 1e8;  // seconds, so that any rate gives a time that fits
         const double seconds = nbytes / bytes_per_s;
         return std::chrono::duration_cast<Time::duration>(
             std::chrono::duration<double>(std::min(seconds, kLongest)));
@@ -63,7 +62,7 @@ class TokenBucket {
     // State below is protected by mu_.
     double bytes_per_s_ = 1;
     uint64_t grain_bytes_ = 0;
-    Time paid_at_{};  // when all that was taken is paid for
+    Time paid_at_{};  // when all tokens taken are paid for
 };
 
 }  // namespace fastckpt
