@@ -1,6 +1,5 @@
-// The CRC-32 kernels and the choice between them. This file is responsible for computing the
-// checksum, with or without a copy, at memory speed and identically on every CPU; it must not know
-// what the bytes mean, who asked for them, or how the work is divided among threads.
+// The CRC-32 kernels and the choice between them: they compute the checksum, with or without a
+// copy, at memory speed and identically on every CPU. See crc32.h.
 #include "crc32/crc32.h"
 
 #include <array>
@@ -38,8 +37,8 @@ constexpr std::array<ByteTable, 16> make_tables() {
 
 alignas(64) constexpr std::array<ByteTable, 16> kTables = make_tables();
 
-// Keeps the compiler from loading a copied value a second time instead of holding it: the copy and
-// the checksum must see the same bytes even if the source is being written to.
+// Keeps the compiler from loading a copied value twice: the copy and the checksum must see the same
+// bytes even if the source is being written to.
 template <bool kCopy, typename T>
 inline T load_once(const uint8_t* source) {
     T value;
@@ -96,7 +95,7 @@ uint32_t update_portable(uint32_t state, uint8_t* target, const uint8_t* source,
 // accumulators hide the latency of the multiplication. At the end one block is left whose CRC is
 // that of all bytes folded into it; the tables finish it, which spares the Barrett reduction.
 
-// What each half of a block is multiplied by. A block's low half holds its higher powers, hence the
+// The factors of a block's two halves. A block's low half holds its higher powers, hence the
 // 64 bits between the two. The carry-less product of two reflected operands stands one bit low and
 // a 32-bit constant stands 32 bits low in its 64-bit lane; shifting the constant left by one
 // compensates for the first, subtracting 32 from the exponent for the second.
@@ -126,14 +125,14 @@ inline size_t bytes_to_line(const void* target) {
     return -reinterpret_cast<uintptr_t>(target) % kLine;
 }
 
-// A shorter copy goes through the tables instead: waiting for streamed stores to reach memory would
-// take longer than it does. Leaves a whole step of the wider kernel after aligning.
+// Shorter copies use the tables, since waiting for streamed stores to reach memory would take
+// longer. This leaves a whole step of the wider kernel after aligning.
 constexpr size_t kLeastStreamed = 320;
 
-// How far ahead a copy asks for its source. The processor's own prefetching ends with each page of
-// 4 KiB, and then waits for the address of the next one, which takes long in a virtual machine. So
-// lines are asked for across pages, and one of a later page for the sake of its address alone. On
-// an AMD EPYC (Genoa) with such pages both together copy a third more in the same time.
+// How far ahead a copy prefetches its source. The processor's own prefetching ends with each page
+// of 4 KiB, and then waits for the next one's address, which takes long in a virtual machine. So
+// lines of the next page are prefetched, and one of a later page for its address alone. On an AMD
+// EPYC (Genoa) with such pages both together copy a third more in the same time.
 constexpr size_t kBytesAhead = 2048;
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kPagesAhead = 8;
@@ -142,8 +141,7 @@ constexpr size_t kPagesAhead = 8;
 #define FASTCKPT_AVX512 __attribute__((target("pclmul,sse4.1,avx512f,vpclmulqdq")))
 #define FASTCKPT_INLINE inline __attribute__((always_inline))
 
-// At the beginning of a step of kStep bytes. Addresses behind the source do no harm: these never
-// fault.
+// Prefetches at the beginning of a step of kStep bytes. Addresses behind the source never fault.
 template <size_t kStep>
 FASTCKPT_SSE FASTCKPT_INLINE void prefetch(const uint8_t* source) {
     for (size_t line = 0; line < kStep; line += kLine)
@@ -172,7 +170,7 @@ FASTCKPT_SSE FASTCKPT_INLINE __m128i fold_sse(__m128i block, __m128i by, __m128i
     return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-// Folds what is left into `block`, which stands for everything before it, and reduces it.
+// Folds the remaining bytes into `block`, which stands for all before it, and reduces it.
 template <bool kCopy>
 FASTCKPT_SSE FASTCKPT_INLINE uint32_t finish(__m128i block, uint8_t* target, const uint8_t* source,
                                              size_t n) {
@@ -291,7 +289,7 @@ FASTCKPT_AVX512 uint32_t update_vpclmulqdq(uint32_t state, uint8_t* target, cons
 }
 
 bool has_pclmul() {
-    __builtin_cpu_init();  // in case a constructor of another unit gets here first
+    __builtin_cpu_init();  // a constructor of another unit may come first
     return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
 }
 
@@ -351,7 +349,7 @@ const crc32_kernels::Kernel& chosen() {
 
 // ---- Combination ----
 
-// x has order 2^32 - 1, the polynomial being primitive, so lengths count modulo that.
+// The polynomial is primitive, so x has order 2^32 - 1, and lengths count modulo that.
 constexpr uint64_t kOrder = 0xFFFFFFFFu;
 static_assert(power(kX, kOrder) == kOne);
 // kShifts[k][d] shifts a state by d * 256^k bytes.

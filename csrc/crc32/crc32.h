@@ -1,6 +1,6 @@
 // CRC-32 as zip and zlib define it (polynomial 0xEDB88320, bit-reflected, inverted before and
-// after), alone or fused with a copy. This file is responsible for the arithmetic and for picking
-// the fastest kernel the CPU offers; it must not know about tensors, zip records, threads or files.
+// after), alone or fused with a copy, by the fastest kernel that the CPU offers. It must not know
+// tensors, zip records, threads or files.
 #pragma once
 
 #include <cstddef>
@@ -12,9 +12,9 @@ namespace fastckpt {
 uint32_t crc32(uint32_t crc, const void* data, size_t n);
 
 // Copies `n` bytes from `source` to `target`, which must not overlap, and continues `crc` over
-// them. Each byte is loaded once, so that the result is the CRC of what was stored even when
-// another thread writes to `source` meanwhile. Where the kernel allows it the stores bypass the
-// cache; they are ordered before any store that follows the call.
+// them. Each byte is loaded once, so that the result is the CRC of the bytes stored even if another
+// thread writes to `source` meanwhile. Stores bypass the cache if the kernel can do so; they come
+// before any store that follows the call.
 uint32_t crc32_copy(void* target, const void* source, size_t n, uint32_t crc);
 
 // The CRC of a concatenation, from the CRCs of its two parts and the length of the second in bytes.
@@ -26,7 +26,7 @@ const char* crc32_kernel();
 // The implementations behind the functions above, for tests that compare them on one machine.
 namespace crc32_kernels {
 
-// `crc32` and `crc32_copy` may be called only if supported() returns true; they are null where the
+// `crc32` and `crc32_copy` may be called only if supported() returns true; they are null if the
 // kernel is for another architecture.
 struct Kernel {
     const char* name;

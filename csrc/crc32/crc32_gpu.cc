@@ -1,4 +1,4 @@
-// Launching the kernel of crc32_kernel.h, and checking it: see crc32_gpu.h.
+// Launches the kernel of crc32_kernel.h, and checks it: see crc32_gpu.h.
 #include "crc32/crc32_gpu.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace kernel = gpu_crc32;
 constexpr size_t kStates = Crc32Gpu::kRangeBytesMax / kernel::kChunk + 1;  // of a launch
 constexpr uint32_t kOne = 0x80000000u;
 
-// A state after zero bytes; linear, and what joins the CRCs of two parts.
+// Returns a state after nbytes zero bytes, which is the linear part of crc32_combine.
 uint32_t shifted(uint32_t state, uint64_t nbytes) { return crc32_combine(state, 0, nbytes); }
 
 kernel::Tables make_tables() {
@@ -46,7 +46,7 @@ size_t Crc32Gpu::words(const Range& range) {
     return end <= cut ? 1 : 1 + (end - cut + kernel::kChunk - 1) / kernel::kChunk;
 }
 
-// The states began as zero; zlib's begins as all ones and is inverted, which is added here.
+// The kernel's states begin as zero. zlib's begins as all ones and is inverted, which is done here.
 uint32_t Crc32Gpu::crc(const Range& range, const uint32_t* words) {
     const uint64_t end = range.address + range.nbytes;
     uint64_t begin = range.address, cut = first_cut(range);
@@ -92,8 +92,8 @@ void Crc32Gpu::load() {
                                 driver.text(result));
 }
 
-// Every kind of chunk: whole rows, ragged ends, less than 16 bytes. The host's memory is freed
-// last: freeing the device's waits for copies that an error has left behind.
+// Checks every kind of chunk: whole rows, ragged ends, less than 16 bytes. The host's memory is
+// freed last, since freeing the device's waits for copies that an error has left behind.
 void Crc32Gpu::check() {
     constexpr size_t kBytes = 3 * kernel::kChunk, kWordsMax = 16;
     const HostMemory host(queue_, kBytes + sizeof(kernel::Tables) + kWordsMax * sizeof(uint32_t));

@@ -1,6 +1,5 @@
-// CRC-32 of ranges of device memory, computed where they are. Responsible for the kernel on one
-// device, for what it is given, and for making CRCs of what it leaves; it must not know what the
-// ranges are. Values are those of crc32.h; how the kernel divides the work is in crc32_kernel.h.
+// CRC-32 of ranges of device memory, computed on the device: loads and launches the kernel of
+// crc32_kernel.h and makes CRCs, as crc32.h's, of its words. It must not know what the ranges hold.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +19,8 @@ class Crc32Gpu {
         uint64_t nbytes = 0;
     };
 
-    // Loads the kernel, and compares what it makes of known bytes with what the CPU makes of them.
-    // Throws cuda::Unavailable, with the reason, if the driver does not take it or it is wrong.
+    // Loads the kernel, and compares its CRCs of known bytes with the CPU's. Throws
+    // cuda::Unavailable, with the reason, if the driver does not take it or a CRC is wrong.
     explicit Crc32Gpu(std::shared_ptr<DeviceQueue> queue);
     ~Crc32Gpu();
     Crc32Gpu(const Crc32Gpu&) = delete;
@@ -29,13 +28,13 @@ class Crc32Gpu {
 
     static constexpr uint64_t kRangeBytesMax = uint64_t{256} << 20;
 
-    // How many words are left for a range: one for each 64 KiB, and none for an empty one.
+    // How many words a range gets: one for each chunk of 64 KiB that it touches.
     static size_t words(const Range& range);
-    // Queues the computation for ranges, at any addresses; their bytes are those that copies queued
-    // before have left. Words of one range after the other stand in `words`, host memory (pinned,
-    // or this waits), once a later mark is reached; it stays valid until then. From any thread.
+    // Queues the computation for ranges at any addresses, after all copies queued before. When a
+    // later mark is reached, `words` holds the words of one range after the other; this host memory
+    // stays valid until then (if it is not pinned, this call waits). Callable from any thread.
     cuda::Result queue(const Range* ranges, size_t count, uint32_t* words);
-    // The CRC of a range's bytes, from its words.
+    // The CRC of a range's bytes, made of its words.
     static uint32_t crc(const Range& range, const uint32_t* words);
 
   private:
@@ -48,8 +47,8 @@ class Crc32Gpu {
     cuda::Module module_ = nullptr;
     cuda::Function function_ = nullptr;
     DeviceMemory tables_;
-    DeviceMemory states_;  // of one launch: the next comes after they were copied, in stream order
-    std::mutex mu_;        // keeps a launch and its copy together
+    DeviceMemory states_;  // one launch's; by stream order the next comes after they were copied
+    std::mutex mu_;        // held over a launch and its copy
 };
 
 }  // namespace fastckpt

@@ -1,5 +1,5 @@
-// Arithmetic modulo the polynomial of CRC-32. This file is responsible for what shifting a checksum
-// by bits amounts to, at compile time too; it must not know how bytes are read.
+// Arithmetic modulo the polynomial of CRC-32, by which checksums are shifted, at compile time too.
+// It must not know how bytes are read.
 //
 // Polynomials over GF(2) are held bit-reflected throughout: the most significant bit of a 32-bit
 // value is the coefficient of x^0. A "state" is the CRC register itself, without the inversions
@@ -17,7 +17,7 @@ constexpr uint32_t kX8 = 0x00800000u;   // x^8, one byte's worth of shifting
 
 constexpr uint32_t times_x(uint32_t a) { return (a >> 1) ^ ((a & 1) != 0 ? kPolynomial : 0); }
 
-// Free of branches, which the bits of a CRC would leave unpredictable.
+// This has no branches, since the bits of a CRC would make them unpredictable.
 constexpr uint32_t multiply(uint32_t a, uint32_t b) {
     uint32_t product = 0;
     for (int degree = 0; degree < 32; ++degree) {

@@ -1,4 +1,4 @@
-// Loading cuFile, and its errors in words: see cufile_shim.h.
+// Loads cuFile and puts its errors into words: see cufile_shim.h.
 #include "gds/cufile_shim.h"
 
 #include <dlfcn.h>
@@ -10,7 +10,7 @@ namespace fastckpt::cufile {
 
 namespace {
 
-// What cuFile asks about disks. Containers seldom have it, and the library does not say so.
+// cuFile looks up disks here. Containers seldom have it, and the library does not say so.
 constexpr char kUdev[] = "/run/udev";
 
 std::string last_error() {
@@ -42,8 +42,7 @@ Library::Library(const std::string& path, std::shared_ptr<const cuda::Driver> dr
         throw Unavailable(modules +
                           " cannot be read: there is no telling whether nvidia-fs is loaded");
     const Error error = driver_open();
-    // Somebody else in this process opened it, and closes it.
-    if (error.code == DRIVER_ALREADY_OPEN) return;
+    if (error.code == DRIVER_ALREADY_OPEN) return;  // whoever opened it closes it
     if (error.code != 0) {
         std::string why = path + ": cuFileDriverOpen failed: " + text(error);
         if (access(kUdev, F_OK) != 0)
@@ -54,7 +53,7 @@ Library::Library(const std::string& path, std::shared_ptr<const cuda::Driver> dr
     opened_ = true;
 }
 
-// The first version is the one of old libraries; where both are, it does less.
+// Old libraries have only the first version; where both exist, it does less.
 Library::~Library() {
     if (!opened_) return;
     if (driver_close_v2 != nullptr)

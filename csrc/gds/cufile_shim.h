@@ -1,8 +1,7 @@
-// cuFile (GPUDirect Storage), found at run time: the few functions of libcufile.so.0 that move
-// device memory to and from files, by dlopen, so that building takes no headers and nothing is
-// loaded before it is asked for. It knows names, types and error numbers of that interface (CUDA 11
-// to 13); it does not know what is transferred, or what is done where it fails.
-// tests/stubs/cufile_headers.cc compares what stands here with NVIDIA's cufile.h.
+// cuFile (GPUDirect Storage), loaded at run time by dlopen, so that building needs no headers: the
+// few functions of libcufile.so.0 that move device memory to and from files. It knows names, types
+// and error numbers of that interface (CUDA 11 to 13); it does not know what is transferred, or
+// what happens after a failure. tests/stubs/cufile_headers.cc compares it with NVIDIA's cufile.h.
 #pragma once
 
 #include <sys/types.h>
@@ -36,15 +35,15 @@ struct Descriptor {  // CUfileDescr_t
 
 struct Properties {  // CUfileDrvProps_t
     struct {
-        unsigned major_version, minor_version;  // of nvidia-fs; 0.0 where it is not there
+        unsigned major_version, minor_version;  // of nvidia-fs; 0.0 if it is not loaded
         size_t poll_threshold, max_direct_io;
         unsigned status;   // bits: kinds of storage that the driver serves
-        unsigned control;  // bits: what cuFile was configured to do
+        unsigned control;  // bits: cuFile's configuration
     } nvfs;
     unsigned features;  // bits
     unsigned max_device_cache, per_buffer_cache, max_device_pinned, max_batch_io;
     unsigned max_batch_io_timeout_ms;
-    unsigned later[32];  // what releases to come may write behind what we know
+    unsigned later[32];  // room for fields of later releases
 };
 
 // Bits of Properties::nvfs.status.
@@ -61,13 +60,13 @@ enum Storage : unsigned {
     kBeeGfs = 9,
     kNvmeP2p = 11,  // up to CUDA 12
     kScateFs = 12,
-    kVirtioFs = 13,  // from CUDA 13 on, as the next
+    kVirtioFs = 13,  // this and the next from CUDA 13 on
     kPanFs = 14,
 };
 constexpr unsigned kPosixMode = 2;   // a bit of Properties::nvfs.control
 constexpr unsigned kP2pFeature = 4;  // a bit of Properties::features
 
-// Number, name, what it means to who meets it. Those above 5038 differ between releases.
+// Number, name, meaning. Numbers above 5038 differ between releases.
 #define FASTCKPT_CUFILE_ERRORS(X)                                                              \
     X(5001, DRIVER_NOT_INITIALIZED, "nvidia-fs is not loaded, and compat mode is not allowed") \
     X(5002, DRIVER_INVALID_PROPS, "invalid property")                                          \
@@ -110,8 +109,8 @@ constexpr unsigned kP2pFeature = 4;  // a bit of Properties::features
 enum Code : int { FASTCKPT_CUFILE_ERRORS(FASTCKPT_CUFILE_CODE) };
 #undef FASTCKPT_CUFILE_CODE
 
-// Result, name here, name in the library, arguments. Transfers return bytes; -1, and errno, where
-// the file system failed; or a negated Code.
+// Result, name here, name in the library, arguments. Transfers return bytes, -1 and errno if the
+// file system failed, or a negated Code.
 #define FASTCKPT_CUFILE_FUNCTIONS(X)                                                        \
     X(Error, driver_open, cuFileDriverOpen, ())                                             \
     X(Error, driver_properties, cuFileDriverGetProperties, (Properties * properties))       \
@@ -124,39 +123,38 @@ enum Code : int { FASTCKPT_CUFILE_ERRORS(FASTCKPT_CUFILE_CODE) };
     X(ssize_t, write, cuFileWrite,                                                          \
       (Handle handle, const void* base, size_t nbytes, off_t offset, off_t base_offset))
 
-// What a release may lack, and then is null.
+// Functions that a release may lack; they are null then.
 #define FASTCKPT_CUFILE_OPTIONAL(X)                     \
     X(Error, driver_close_v2, cuFileDriverClose_v2, ()) \
     X(Error, driver_close_v1, cuFileDriverClose, ())    \
     X(Error, get_version, cuFileGetVersion, (int* version))
 
-// No cuFile, or none that can be used: what was looked for and why it is not there.
+// Thrown if there is no cuFile that can be used; the text says why.
 class Unavailable : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
 };
 
-// The functions of one library, whose driver is open for as long as this lives. What they do is
-// NVIDIA's: cuFile API reference. After fork() a child must not use it.
+// The functions of one library, whose driver is open as long as this lives: see NVIDIA's cuFile API
+// reference. After fork() a child must not use them.
 class Library {
   public:
-    // Loads `path` ("libcufile.so.0") and opens its driver. Throws Unavailable, also where
-    // `modules` cannot be read: cuFileDriverOpen of 1.20 looks for nvidia-fs there and then never
-    // returns.
+    // Loads `path` ("libcufile.so.0") and opens its driver. Throws Unavailable, even if `modules`
+    // cannot be read: cuFileDriverOpen of 1.20 looks for nvidia-fs there and then never returns.
     Library(const std::string& path, std::shared_ptr<const cuda::Driver> driver,
             const std::string& modules = "/proc/modules");
     ~Library();
     Library(const Library&) = delete;
     Library& operator=(const Library&) = delete;
-    // The library stays loaded: its threads and exit handlers cannot be called back.
+    // The library stays loaded, because of its threads and exit handlers.
 
     // "CU_FILE_CUDA_DRIVER_ERROR (5011): the CUDA driver refused a call: CUDA_ERROR_..."
     std::string text(Error error) const;
-    // Of a transfer that returned `result` and set errno.
+    // The text for a transfer that returned `result` and set errno.
     std::string transfer_text(ssize_t result, int error_number) const;
-    // 1140 for 1.14; 0 where the library does not say.
+    // 1140 for 1.14; 0 if the library does not tell.
     int version() const;
-    // Zeros where the library refuses.
+    // Zeros if the library refuses.
     Properties properties() const;
 
 #define FASTCKPT_CUFILE_MEMBER(result, name, symbol, arguments) result(*name) arguments = nullptr;

@@ -1,4 +1,4 @@
-// cuFile, and the way around it: see gds_file.h.
+// Transfers by cuFile, and through the host instead: see gds_file.h.
 #include "gds/gds_file.h"
 
 #include <fcntl.h>
@@ -14,7 +14,7 @@ namespace fastckpt {
 namespace {
 
 constexpr size_t kDirectAlign = 4096;
-constexpr size_t kDevicePage = 65536;  // what a GPU pins memory by
+constexpr size_t kDevicePage = 65536;  // a GPU pins memory in units of this
 constexpr size_t kBufferBytes = size_t{8} << 20;
 constexpr int kInterruptionsMax = 8;
 
@@ -84,7 +84,7 @@ void GdsBackend::close() {
 }
 
 void GdsBackend::begin_file(int fd) {
-    end_file(fd);  // of one whose owner was interrupted, and could not say that it closed it
+    end_file(fd);  // in case its former owner was interrupted before it could do so
     File file;
     const int flags = fcntl(fd, F_GETFL);
     std::string refusal = blocks_->refusal();
@@ -148,13 +148,13 @@ void GdsBackend::deregister(const File& file) const {
     blocks_->library().handle_deregister(file.handle);
 }
 
-// One attempt: bytes, or -errno. What cuFile refuses is done at once by the host.
+// Makes one attempt; returns bytes or -errno. If cuFile refuses, the host does it at once.
 ssize_t GdsBackend::transfer(const Op& op, std::byte* data, size_t nbytes, uint64_t offset) {
     if (!blocks_->contains(data, nbytes)) return transfer_by_syscall(op, data, nbytes, offset);
     std::unique_lock lock(mu_);
     const auto found = files_.find(op.fd);
     CHECK(found != files_.end());
-    File& file = found->second;  // stays where it is, and alive while it is busy
+    File& file = found->second;  // it stays alive, at its address, while it is busy
     const bool direct = file.report.fallback_reason.empty();
     ++file.busy;
     lock.unlock();
@@ -174,7 +174,7 @@ ssize_t GdsBackend::transfer(const Op& op, std::byte* data, size_t nbytes, uint6
     return by_hand ? host_result : direct_result;
 }
 
-// Says in `refusal` why it did nothing that counts.
+// Returns bytes or -EINTR; or sets `refusal`, and nothing counts as transferred.
 ssize_t GdsBackend::by_cufile(cufile::Handle handle, const Op& op, std::byte* data, size_t nbytes,
                               uint64_t offset, std::string* refusal) const {
     const cufile::Library& library = blocks_->library();
@@ -191,7 +191,7 @@ ssize_t GdsBackend::by_cufile(cufile::Handle handle, const Op& op, std::byte* da
                                  : library.read(handle, blocks_->base(), nbytes, at, within);
     const int error = errno;
     const bool at_end = result == 0 && !write;
-    // Whoever reads directly takes a part of a page for the end of the file.
+    // Part of a page counts as the end of the file for a direct read, so it must be at the end.
     const bool torn = result > 0 && static_cast<size_t>(result) < nbytes &&
                       result % kDirectAlign != 0 && !ends_at(op.fd, offset + result);
     if (!torn && (at_end || (result > 0 && static_cast<size_t>(result) <= nbytes))) return result;
@@ -216,7 +216,7 @@ std::unique_ptr<HostMemory> GdsBackend::take_buffer() {
                                         std::min(kBufferBytes, blocks_->block_bytes()));
 }
 
-// At most a buffer's worth. A device that fails is EIO, and `failure` says so in words.
+// Moves at most a buffer's size. If the device fails, returns -EIO and sets `failure`.
 ssize_t GdsBackend::by_host(const Op& op, std::byte* data, size_t nbytes, uint64_t offset,
                             std::string* failure) {
     std::unique_ptr<HostMemory> buffer;
@@ -244,8 +244,8 @@ ssize_t GdsBackend::by_host(const Op& op, std::byte* data, size_t nbytes, uint64
     return result;
 }
 
-// Copies, and waits for that. The buffer of a copy whose mark cannot be awaited may be written to
-// later; it is the next op's then, which fails, too: such errors stay with the device.
+// Copies, and waits until that is done. If the wait fails, the copy may still write to the buffer
+// when the next op has it; but that op fails too, since the device keeps such an error.
 std::string GdsBackend::move(const Op& op, std::byte* host, std::byte* device,
                              size_t nbytes) const {
     DeviceQueue& queue = *blocks_->queue();

@@ -1,7 +1,6 @@
-// Blocks of device memory, and a backend that moves them to and from files by cuFile. Responsible
-// for what is registered with cuFile, and for moving through the host's memory what cuFile refuses,
-// so that a refusal costs time and never an op. It must not know what the blocks hold, which op
-// comes next, or when a block's contents are complete.
+// Blocks of device memory, and a backend that moves them to and from files by cuFile, or through
+// the host's memory if cuFile refuses: a refusal costs time and never an op. It must not know what
+// the blocks hold, which op comes next, or when a block's contents are complete.
 #pragma once
 
 #include <atomic>
@@ -21,12 +20,11 @@
 
 namespace fastckpt {
 
-// Blocks of one size in one piece of device memory, which is registered with cuFile once, as its
-// registration takes milliseconds and space in the device's BAR.
+// Blocks of one size in one piece of device memory. It is registered with cuFile once, since that
+// takes milliseconds and space in the device's BAR.
 class GdsBlocks {
   public:
-    // Throws DeviceError if there is no memory. Where cuFile does not register it, this works all
-    // the same: see refusal().
+    // Throws DeviceError if there is no memory. If cuFile refuses to register it, see refusal().
     GdsBlocks(std::shared_ptr<const cufile::Library> library, std::shared_ptr<DeviceQueue> queue,
               size_t count, size_t block_bytes);
     ~GdsBlocks();
@@ -38,7 +36,7 @@ class GdsBlocks {
     uint64_t address(size_t index) const;
     // Whether memory lies in the blocks. CHECKs that it does not lie there in part.
     bool contains(const std::byte* data, size_t nbytes) const;
-    // Of the first block: what offsets are counted from.
+    // The address of the first block, from which offsets count.
     std::byte* base() const { return base_; }
     // Why cuFile did not register the memory; empty if it did.
     const std::string& refusal() const { return refusal_; }
@@ -54,16 +52,16 @@ class GdsBlocks {
     std::string refusal_;
 };
 
-// What became of a file's transfers.
+// How a file's bytes were moved.
 struct GdsReport {
-    uint64_t direct_bytes = 0;  // by cuFile, whichever way it took
-    uint64_t host_bytes = 0;    // from and to the blocks, through memory of the host
+    uint64_t direct_bytes = 0;  // by cuFile, in whichever mode
+    uint64_t host_bytes = 0;    // from and to the blocks, through the host's memory
     std::string fallback_reason;
 };
 
-// Ops whose data lies in the blocks are moved by cuFile; all others are the host's memory and moved
-// by system calls. cuFileWrite reads memory at once and in no stream's order: whoever submits a
-// write has seen the mark behind what filled the block, and what follows a read begins after it.
+// Moves ops whose data lies in the blocks by cuFile, all others, in host memory, by system calls.
+// cuFileWrite reads memory at once and in no stream's order: a write may be submitted only when the
+// copies that fill the block are done, and a block may be used only when its read has finished.
 class GdsBackend final : public Backend {
   public:
     GdsBackend(std::shared_ptr<GdsBlocks> blocks, unsigned threads);
@@ -73,20 +71,20 @@ class GdsBackend final : public Backend {
     void close() override;
     const char* name() const override { return "gds"; }
 
-    // Before the first op of a descriptor with data in the blocks: registers it. Where that is
-    // refused, or the file was not opened with O_DIRECT, its ops go through the host.
+    // Registers a descriptor, before its first op with data in the blocks. If that is refused, or
+    // the file was not opened with O_DIRECT, its ops go through the host.
     void begin_file(int fd);
-    // After the last such op has finished, and before the descriptor is closed. Of a descriptor
-    // that was not begun there is nothing to report.
+    // Deregisters a descriptor, after its last such op has finished and before it is closed. The
+    // report is empty for one that was not begun.
     GdsReport end_file(int fd);
-    // What cuFile refused first, of all files; empty if nothing.
+    // Why cuFile first refused any file; empty if it did not.
     std::string fallback_reason() const;
-    // Which way cuFile claims to go for a file.
+    // The mode that cuFile claims for a file.
     GdsMode mode(int fd) const;
 
   private:
     struct File {
-        cufile::Handle handle = nullptr;  // null where it was not registered
+        cufile::Handle handle = nullptr;  // null if it was not registered
         unsigned busy = 0;
         GdsReport report;
     };
@@ -107,7 +105,7 @@ class GdsBackend final : public Backend {
     std::unordered_map<int, File> files_;
     std::vector<std::unique_ptr<HostMemory>> buffers_;  // one for each thread that needed one
     std::string first_refusal_;
-    // Last, so that its threads end before what they use.
+    // The last member, so that its threads end before the others are destroyed.
     const std::shared_ptr<Backend> threads_;
 };
 

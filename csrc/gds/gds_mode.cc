@@ -1,4 +1,4 @@
-// Reading cuFile's properties and the mount table: see gds_mode.h.
+// Reads cuFile's properties and the mount table: see gds_mode.h.
 #include "gds/gds_mode.h"
 
 #include <sys/stat.h>
@@ -18,11 +18,11 @@ constexpr bool has(unsigned flags, unsigned bit) { return (flags >> bit & 1u) !=
 
 struct Served {
     const char* file_system;
-    std::vector<Storage> by;  // one of these
+    std::vector<Storage> by;  // any one of these
 };
 
-// Which of the driver's bits stand for a file system; a local one is served by that of its disk,
-// which cannot be told from here.
+// The driver's bits for each file system. The one of a local file system is that of its disk, which
+// is not known here.
 const std::vector<Served>& served() {
     using namespace cufile;
     static const std::vector<Storage> local = {kNvme, kNvmeOf, kScsi, kScaleFlux, kNvMesh};

@@ -1,6 +1,6 @@
-// Whether cuFile moves a file's bytes between device and storage directly, or through the host's
-// memory ("compat mode"), which it does silently. Responsible for what can be told from its
-// properties and the file system; must not know blocks or transfers.
+// Tells from cuFile's properties and the file system whether cuFile moves a file's bytes directly
+// between device and storage, or silently through the host's memory ("compat mode"). It must not
+// know blocks or transfers.
 #pragma once
 
 #include <string>
@@ -15,12 +15,12 @@ struct GdsMode {
     const char* name() const { return direct ? "direct" : "compat"; }
 };
 
-// "ext4", as the mount table has it; empty where it does not say.
+// The file system's type by the mount table, such as "ext4"; empty if it is not known.
 std::string file_system_of(int fd);
 
-// What cuFile claims. Single requests may go through the host all the same: unaligned ones, those
-// that cufile.json sends there (for Weka and Spectrum Scale it tells reads from writes), and those
-// for devices of a file system that are not what the driver serves. Only cufile.log tells those.
+// The mode that cuFile claims. Single requests may still go through the host: unaligned ones, those
+// that cufile.json sends there (for Weka and Spectrum Scale separately for reads and writes), and
+// those for devices that the driver does not serve. Only cufile.log shows them.
 GdsMode gds_mode(const cufile::Properties& properties, const std::string& file_system);
 
 }  // namespace fastckpt

@@ -1,7 +1,6 @@
-// Blocks of device memory that a job stages in, or a stream reads into, instead of the arena's: a
-// copy within the device frees the tensor or fills it, checksums are computed where the block lies,
-// and cuFile moves it. Knows which blocks are free; it does not know what is staged in them, and it
-// does not lock (the engine does).
+// Blocks of device memory that a job stages in, or a stream reads into, instead of the arena's:
+// tensors are copied and checksums computed within the device, and cuFile moves the blocks. It
+// knows which blocks are free; it does not know what they hold, and the engine locks it.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +15,7 @@ namespace fastckpt {
 
 class GdsStage {
   public:
-    // Of all these blocks. Throws cuda::Unavailable if checksums cannot be computed there, and
-    // std::bad_alloc.
+    // Throws cuda::Unavailable if the device cannot compute checksums, and std::bad_alloc.
     explicit GdsStage(std::shared_ptr<GdsBlocks> blocks);
     ~GdsStage();
     GdsStage(const GdsStage&) = delete;
@@ -33,7 +31,7 @@ class GdsStage {
     uint64_t address(size_t number) const { return blocks_->address(number); }
     // The block that begins at an address.
     size_t number(const std::byte* block) const;
-    // Where the words of a block's checksums arrive.
+    // The host memory that receives the words of a block's checksums.
     uint32_t* words(size_t number) const;
     size_t block_bytes() const { return blocks_->block_bytes(); }
     const std::shared_ptr<DeviceQueue>& queue() const { return blocks_->queue(); }

@@ -1,4 +1,4 @@
-// Loading the CUDA driver: see cuda_shim.h.
+// Loads the CUDA driver, and puts its errors into words: see cuda_shim.h.
 #include "gpu/cuda_shim.h"
 
 #include <dlfcn.h>

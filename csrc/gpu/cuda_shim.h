@@ -1,7 +1,7 @@
-// The CUDA driver, found at run time: the few functions of libcuda.so.1 that staging needs, by
-// dlopen, so that building takes neither headers nor a toolkit and a process without a GPU loads
-// nothing. It knows names and types of that interface (CUDA 11 to 13); it does not know what is
-// copied, or why. tests/stubs/cuda_headers.cc compares what stands here with NVIDIA's cuda.h.
+// The CUDA driver, loaded at run time by dlopen, so that building needs neither headers nor a
+// toolkit: the few functions of libcuda.so.1 that staging needs. It knows names and types of that
+// interface (CUDA 11 to 13); it does not know what is copied, or why. tests/stubs/cuda_headers.cc
+// compares it with NVIDIA's cuda.h.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace fastckpt::cuda {
 using Result = int;                        // CUresult
 using Device = int;                        // CUdevice
 using DeviceAddress = unsigned long long;  // CUdeviceptr
-using Context = struct ContextTag*;        // CUcontext: the primary one, which torch uses, too
+using Context = struct ContextTag*;        // CUcontext: the primary one, as torch's
 using Stream = struct StreamTag*;          // CUstream; also torch's cuda_stream
 using Event = struct EventTag*;            // CUevent
 using Module = struct ModuleTag*;          // CUmodule
@@ -24,7 +24,7 @@ constexpr Result kSuccess = 0;
 constexpr Result kDeinitialized = 4;  // the driver has shut down, at exit
 constexpr Result kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
-constexpr unsigned kEventBlockingSync = 1;  // who waits sleeps instead of spinning
+constexpr unsigned kEventBlockingSync = 1;  // a waiting thread sleeps instead of spinning
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;  // for the contexts of all devices
 constexpr int kCaptureModeRelaxed = 2;
@@ -81,28 +81,28 @@ struct CopyAttributes {
        unsigned block_y, unsigned block_z, unsigned shared_nbytes, Stream stream,              \
        void** parameters, void** extra))
 
-// As above, of drivers since CUDA 12.8; null in older ones. Later headers have another function by
-// this name, and the libraries still this one.
+// Functions of drivers since CUDA 12.8; null in older ones. Later headers give this name to another
+// function, but the libraries still have this one.
 #define FASTCKPT_CUDA_LATER_FUNCTIONS(X)                                                          \
     X(copy_batch, cuMemcpyBatchAsync,                                                             \
       (DeviceAddress * targets, DeviceAddress * sources, size_t* sizes, size_t count,             \
        CopyAttributes* attributes, size_t* first_copies, size_t attributes_count, size_t* failed, \
        Stream stream))
 
-// No driver, or none that can be used: what was looked for and why it is not there.
+// Thrown if there is no driver that can be used; the text says why.
 class Unavailable : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
 };
 
-// The functions of one library. What they do is NVIDIA's: CUDA Driver API, reference manual.
+// The functions of one library: see NVIDIA's CUDA Driver API reference manual.
 class Driver {
   public:
     // Loads `library` ("libcuda.so.1") and initialises it. Throws Unavailable.
     explicit Driver(const std::string& library);
     Driver(const Driver&) = delete;
     Driver& operator=(const Driver&) = delete;
-    // The library stays loaded: its threads and exit handlers cannot be called back.
+    // The library stays loaded, because of its threads and exit handlers.
 
     // "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory"
     std::string text(Result result) const;

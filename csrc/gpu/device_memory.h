@@ -1,5 +1,5 @@
-// Memory that is owned: of a device, and of the host for copies to and from it. It knows how each
-// is taken and given back; it does not know what is kept there.
+// Owners of memory: of a device, and of the host for copies to and from it. They do not know what
+// the memory holds.
 #pragma once
 
 #include <sys/mman.h>
@@ -14,7 +14,7 @@
 
 namespace fastckpt {
 
-// Freed with this, for which the queue must be open; the driver then waits for what still uses it.
+// Memory of a device. The destructor frees it if the queue is open; the driver waits for its users.
 class DeviceMemory {
   public:
     // Throws DeviceError.
@@ -36,8 +36,7 @@ class DeviceMemory {
     cuda::DeviceAddress address_ = 0;
 };
 
-// Begins and ends on pages, as direct I/O wants it; pinned where that is possible, which is faster
-// and no more.
+// Memory of the host, aligned to pages for direct I/O, and pinned for speed if possible.
 class HostMemory {
   public:
     // Throws std::bad_alloc.
@@ -47,7 +46,7 @@ class HostMemory {
           data_(static_cast<std::byte*>(
               mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))) {
         if (data_ == MAP_FAILED) throw std::bad_alloc();
-        // As the arena: a child's copy-on-write would move what a device writes to.
+        // As in the arena: after a fork, a copy-on-write would move pages that a device writes to.
         madvise(data_, nbytes_, MADV_DONTFORK);
         pinned_ = queue_->pin(data_, nbytes_) == cuda::kSuccess;
     }

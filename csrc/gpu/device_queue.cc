@@ -8,9 +8,8 @@
 
 namespace fastckpt {
 
-// What was current before is so again afterwards, since the thread may be torch's. While another
-// thread captures a graph, much of what is called here would break that capture, were it not
-// relaxed for this thread.
+// The former context becomes current again afterwards, since the thread may be torch's. The capture
+// mode is relaxed for this thread, since otherwise many calls would break a capture of another one.
 DeviceQueue::Current::Current(const DeviceQueue& queue)
     : driver_(*queue.driver_),
       result_(queue.closed_ ? cuda::kDeinitialized : driver_.context_push(queue.context_)) {
@@ -44,7 +43,7 @@ DeviceQueue::DeviceQueue(std::shared_ptr<const cuda::Driver> driver, int ordinal
 
 DeviceQueue::~DeviceQueue() { close(); }
 
-// At exit the driver may have shut down: then it refuses all this, and nothing is left to free.
+// At exit the driver may have shut down: then it refuses all calls, and nothing is left to free.
 void DeviceQueue::close() {
     {
         const Current current(*this);
@@ -99,7 +98,7 @@ void DeviceQueue::follow(uint64_t stream) {
     Mark mark = nullptr;
     record(as_stream(stream), &mark);
     const cuda::Result result = driver_->stream_wait_event(stream_, mark, 0);
-    discard(mark);  // the stream waits for what the event was when it was asked to
+    discard(mark);  // the stream waits for the event as it was recorded before that call
     require(result, "order of streams");
 }
 
@@ -107,7 +106,7 @@ std::unique_ptr<DeviceQueue::Wait> DeviceQueue::lead(uint64_t stream) {
     const Current current(*this);
     require(current.result(), "context");
     require_uncaptured(as_stream(stream));
-    auto wait = std::make_unique<Wait>(shared_from_this());  // gives back what it has by then
+    auto wait = std::make_unique<Wait>(shared_from_this());  // discards its marks if this throws
     record(as_stream(stream), &wait->before_);
     Mark mark = nullptr;
     record(stream_, &mark);
@@ -135,8 +134,7 @@ cuda::Result DeviceQueue::copy_to_host(std::byte* target, uint64_t source, size_
 
 cuda::Result DeviceQueue::copy_to_host(const std::vector<CopyToHost>& copies) {
     if (copies.size() > 1 && driver_->copy_batch != nullptr && batches_) {
-        // Memory that is not pinned, a driver's limit: one by one they may be possible, and what
-        // was copied already is copied once more.
+        // It may have failed because of unpinned memory or a limit: copy all again, one by one.
         if (batch(copies) == cuda::kSuccess) return cuda::kSuccess;
         batches_ = false;
     }
@@ -235,7 +233,7 @@ std::string DeviceQueue::bus_id() {
     return result == cuda::kSuccess ? text : "";
 }
 
-// sysfs-bus-pci: the node, or -1 where the machine has only one or does not say.
+// Reads the node from sysfs (sysfs-bus-pci); -1 if the machine has only one or does not tell.
 int DeviceQueue::node() {
     std::string name = bus_id();
     std::transform(name.begin(), name.end(), name.begin(),

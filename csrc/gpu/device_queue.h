@@ -1,5 +1,5 @@
-// Copies between one GPU and the host, on a stream of our own beside those that compute. Knows the
-// order of streams, and which memory is pinned; it does not know blocks, files or tensors.
+// Copies between one GPU and the host, on a stream beside those that compute. It knows the order of
+// streams; it does not know blocks, files or tensors.
 #pragma once
 
 #include <atomic>
@@ -16,32 +16,32 @@
 
 namespace fastckpt {
 
-// The driver refused; `result` is its code.
+// Thrown if the driver refuses; `result` is its code.
 struct DeviceError : std::runtime_error {
     DeviceError(const std::string& text, cuda::Result code)
         : std::runtime_error(text), result(code) {}
     cuda::Result result;
 };
 
-// A stream is being captured into a CUDA graph: it cannot be ordered with what is not captured.
+// Thrown if a stream is being captured into a CUDA graph: then it has no order with other work.
 struct StreamCaptured : DeviceError {
     using DeviceError::DeviceError;
 };
 
-// Copies are done in the order in which they were queued. Callable from any thread; what is given a
-// stream takes its number as torch tells it (cuda_stream; 0 is the legacy default stream).
+// Does copies in the order in which they were queued. Callable from any thread. Streams are given
+// by torch's number (cuda_stream; 0 is the legacy default stream).
 class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQueue> {
   public:
-    // For the device that torch numbers so in this process. Throws DeviceError.
+    // `ordinal` is torch's number of the device in this process. Throws DeviceError.
     DeviceQueue(std::shared_ptr<const cuda::Driver> driver, int ordinal);
     ~DeviceQueue() override;
-    // Gives everything back; what is called from then on fails. Nothing is in flight. Idempotent.
+    // Frees everything; nothing may be in flight, and later calls fail. Idempotent.
     void close();
     DeviceQueue(const DeviceQueue&) = delete;
     DeviceQueue& operator=(const DeviceQueue&) = delete;
 
-    // The device's primary context on this thread, for as long as this lives: for calls of the
-    // driver, or of a library upon it, that are not among those below.
+    // Makes the device's primary context this thread's as long as this lives, for calls of the
+    // driver or of libraries that use it.
     class Current {
       public:
         explicit Current(const DeviceQueue& queue);
@@ -57,10 +57,10 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
         int mode_ = cuda::kCaptureModeRelaxed;
     };
 
-    // A place in a stream: reached once all before it is done.
+    // A place in a stream, reached when all work before it is done.
     using Mark = cuda::Event;
 
-    // How long a stream was kept waiting.
+    // How long a stream waited for copies.
     class Wait {
       public:
         explicit Wait(std::shared_ptr<DeviceQueue> queue) : queue_(std::move(queue)) {}
@@ -76,11 +76,11 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
         Mark before_ = nullptr, after_ = nullptr;
     };
 
-    // What is queued from now on begins when the stream has done what it was given so far. Throws
-    // DeviceError; StreamCaptured.
+    // Makes copies queued from now on wait for the work that the stream has now. Throws
+    // DeviceError, StreamCaptured.
     void follow(uint64_t stream);
-    // What the stream is given from now on begins when all that was queued so far is done; the
-    // caller does not wait. Throws DeviceError; StreamCaptured.
+    // Makes work given to the stream from now on wait for all copies queued so far; the caller does
+    // not wait. Throws DeviceError, StreamCaptured.
     std::unique_ptr<Wait> lead(uint64_t stream);
 
     struct CopyToHost {
@@ -91,30 +91,30 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
 
     // These report the driver's result. Host memory stays valid until a later mark is reached.
     cuda::Result copy_to_host(std::byte* target, uint64_t source, size_t nbytes);
-    // In one call where the driver has one for that: small copies cost less than their calls.
+    // Uses one call for all if the driver has it: small copies cost less than their calls.
     cuda::Result copy_to_host(const std::vector<CopyToHost>& copies);
     cuda::Result copy_to_device(uint64_t target, const std::byte* source, size_t nbytes);
     cuda::Result copy_on_device(uint64_t target, uint64_t source, size_t nbytes);
     // Parameters are copied before this returns.
     cuda::Result launch(cuda::Function function, unsigned blocks, unsigned threads,
                         void** parameters);
-    // Leaves a null mark where it fails.
+    // Sets `made` to null if it fails.
     cuda::Result mark(Mark* made);
     // kNotReady if it was not reached yet.
     cuda::Result query(Mark mark);
-    // Waits, asleep. On any error what was queued may never be done: the device is lost.
+    // Sleeps until it is reached. After an error the device is lost, and queued work may never end.
     cuda::Result wait(Mark mark);
-    // Waits for all that was queued, where no mark is to be had.
+    // Waits for all copies queued, if there is no mark to wait for.
     cuda::Result wait_all();
-    // Gives the mark back.
+    // Frees a mark for later use.
     void discard(Mark mark);
-    // From one mark, which was reached, to another.
+    // The time between two marks that were reached; 0 if it is not known.
     double seconds(Mark begin, Mark end);
 
-    // The name on its bus, such as "0000:1b:00.0"; empty if unknown.
+    // The device's name on its bus, such as "0000:1b:00.0"; empty if it is not known.
     std::string bus_id();
     const cuda::Driver& driver() const { return *driver_; }
-    // Throws DeviceError unless it is kSuccess, naming what failed.
+    // Throws a DeviceError that names what failed, unless the result is kSuccess.
     void require(cuda::Result result, const char* what) const;
 
     int pin(void* memory, size_t nbytes) override;
