@@ -1,6 +1,6 @@
-// The extension module fastckpt._engine: with bindings_*.cc the only file that knows Python. It
-// converts arguments, releases the GIL around everything that waits, and turns failures into plain
-// values; what they mean is decided in Python.
+// The extension module fastckpt._engine. Only this file and bindings_*.cc know Python. It converts
+// arguments, releases the GIL around all waits, and turns failures into plain values, whose meaning
+// Python decides.
 #include <fcntl.h>
 #include <linux/stat.h>
 #include <pybind11/functional.h>
@@ -30,7 +30,7 @@ template <typename Row>
 std::vector<Row> rows(const py::buffer& buffer) {
     const py::buffer_info info = buffer.request();
     const size_t nbytes = static_cast<size_t>(info.size * info.itemsize);
-    if (nbytes % sizeof(Row) != 0) throw py::value_error("buffer is not a whole number of rows");
+    if (nbytes % sizeof(Row) != 0) throw py::value_error("the buffer has no whole number of rows");
     std::vector<Row> out(nbytes / sizeof(Row));
     if (nbytes > 0) std::memcpy(out.data(), info.ptr, nbytes);
     return out;
@@ -42,10 +42,10 @@ py::object failure_or_none(const Failure& failure) {
     return py::make_tuple(kinds[static_cast<int>(failure.kind)], failure.offset, failure.error);
 }
 
-// A test double's transfer: called with (kind, fd, memory, offset), returns the bytes moved or
-// raises OSError.
+// Wraps a codec's or a test double's function (kind, fd, memory, offset) -> bytes moved, which may
+// raise OSError.
 Transfer python_transfer(py::function function) {
-    // The last reference may go on a backend thread, so it is dropped under the GIL.
+    // A backend thread may drop the last reference, and needs the GIL for that.
     std::shared_ptr<py::function> held(new py::function(std::move(function)), [](py::function* f) {
         py::gil_scoped_acquire gil;
         delete f;
@@ -65,7 +65,7 @@ Transfer python_transfer(py::function function) {
             error.discard_as_unraisable("fastckpt transfer");
             return -EIO;
         } catch (const py::cast_error&) {
-            return -EIO;  // the double answered with something that is no number
+            return -EIO;  // the function returned no number
         }
     };
 }
@@ -85,7 +85,7 @@ void allocate(int fd, uint64_t nbytes) {
     }
 }
 
-// Bytes of the file in the page cache, or -1 where the kernel cannot say: cachestat(2), Linux 6.5.
+// Returns how many bytes of a file are in the page cache; -1 before Linux 6.5: cachestat(2).
 int64_t cached_bytes(int fd, uint64_t nbytes) {
 #ifndef SYS_cachestat
     constexpr long SYS_cachestat = 451;

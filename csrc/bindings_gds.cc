@@ -1,6 +1,5 @@
-// The part of the extension module that is about cuFile and checksums on devices. As bindings.cc it
-// converts arguments and releases the GIL around everything that waits; it must not know what
-// failures mean.
+// The part of the extension module for cuFile and checksums on devices. It converts arguments and
+// releases the GIL around all waits; it must not know what failures mean.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -22,8 +21,8 @@ namespace {
 using OpRow = std::tuple<std::string, int, uint64_t, size_t, uint64_t, bool>;
 using OpEnd = std::tuple<size_t, int, int>;
 
-// Submits ops (kind, fd, address, nbytes, offset, direct) at once and waits until all have
-// finished: how many bytes, which errno, how many retries.
+// Submits ops (kind, fd, address, nbytes, offset, direct), waits until all have finished, and
+// returns the bytes, errno and retries of each.
 std::vector<OpEnd> run_ops(Backend& backend, const std::vector<OpRow>& rows) {
     std::vector<Op> ops(rows.size());
     std::mutex mu;
@@ -59,7 +58,7 @@ std::vector<Crc32Gpu::Range> ranges_of(const std::vector<std::pair<uint64_t, uin
     return ranges;
 }
 
-// CRCs of ranges of device memory, waited for.
+// Waits for the CRCs of ranges of device memory, and returns them.
 std::vector<uint32_t> crcs(Crc32Gpu& gpu, const std::shared_ptr<DeviceQueue>& queue,
                            const std::vector<Crc32Gpu::Range>& ranges) {
     size_t count = 0;

@@ -1,8 +1,8 @@
-// The part of the extension module that looks at Python's threads. It must not know why.
+// The part of the extension module that reads the stacks and clocks of Python's threads.
 //
-// In Python itself the stack of another thread cannot be walked: that thread may go on between one
-// frame and the next, and so it may within a single step, if the frame object that has to be made
-// starts the garbage collector. Here no Python code runs, so nobody else gets the GIL meanwhile.
+// Python code cannot walk another thread's stack: that thread may go on between two frames, or even
+// within a step, if the new frame object starts the garbage collector. Here no Python code runs, so
+// no other thread gets the GIL meanwhile.
 #include <pybind11/pybind11.h>
 
 #include <pthread.h>
@@ -18,7 +18,7 @@ void bind_threads(py::module_& m);
 
 namespace {
 
-// The collector does not run as long as this lives.
+// Keeps the garbage collector from running as long as this lives.
 class NoCollecting {
   public:
     NoCollecting() : was_enabled_(PyGC_Disable() == 1) {}
@@ -40,8 +40,8 @@ int lasti_of(PyFrameObject* frame) {
 #endif
 }
 
-// By the ident of each thread but the caller's: its frames, the innermost first, and the
-// instruction each of them is at.
+// Returns, by the ident of each thread but the caller's, its frames with their current
+// instructions, the innermost first.
 py::dict thread_stacks() {
     const NoCollecting paused;
     const auto own = py::int_(PyThread_get_thread_ident());
@@ -62,12 +62,12 @@ py::dict thread_stacks() {
     return stacks;
 }
 
-// By the ident of each thread but the caller's: the CPU time it has used, in seconds. Threads of
-// which it cannot be told are left out.
+// Returns, by the ident of each thread but the caller's, the CPU time it has used, in seconds, if
+// that is known.
 py::dict thread_seconds() {
     const NoCollecting paused;
     const auto own = PyThread_get_thread_ident();
-    // While the GIL is held no thread that has frames can end, and with it the clock.
+    // While this thread holds the GIL, no thread that has frames can end, nor can its clock.
     py::dict tops = py::module_::import("sys").attr("_current_frames")();
     py::dict seconds;
 #if defined(__linux__)
@@ -88,7 +88,8 @@ py::dict thread_seconds() {
 
 std::atomic<uint64_t> main_thread_turns{0};
 
-// Asks the main thread to count a turn between two of its instructions; false: not now.
+// Asks the main thread to count a turn between two of its instructions; false if it cannot be asked
+// now.
 bool ask_main_thread() {
     const auto count = [](void*) -> int {
         main_thread_turns.fetch_add(1);

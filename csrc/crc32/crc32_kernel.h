@@ -1,20 +1,20 @@
-// CRC-32 of ranges of device memory, as the source of a CUDA kernel. It stands once: NVRTC makes
-// crc32_ptx.h of it (crc32_kernel.py), and as plain C++ it is what the tests' stub of the
-// driver runs. It knows how a chunk is divided among threads; it does not know who asks, streams or
-// blocks, and it includes nothing, because NVRTC has nothing to include.
+// The source of the CUDA kernel that computes the CRC-32 of ranges of device memory. NVRTC makes
+// crc32_ptx.h from it (crc32_kernel.py), and the tests' stub of the driver runs it as plain C++. It
+// knows how a chunk is divided among threads; it does not know streams or blocks, and it includes
+// nothing, because NVRTC has nothing to include.
 //
-// A chunk is summed up by 256 threads as rows of 4096 bytes, 16 bytes for each thread: loads are
-// coalesced, and a thread steps from row to row by one look-up for each byte, in tables of what a
-// byte becomes once 4096 zero bytes have followed it. Rows end where the chunk's last whole 16
-// bytes end; what lacks at the beginning of the first row counts as zero, which the CRC of a state
-// that began as zero does not see. At the end each thread multiplies its state by the power of x
-// for its place in the row, and the sum of all is the chunk's. Up to 15 bytes are left for one
-// thread. Inversions of zlib's convention are the caller's.
+// 256 threads take a chunk as rows of 4096 bytes, 16 bytes for each thread, so that loads are
+// coalesced. A thread steps from row to row by one look-up for each byte, in tables of the state
+// that a byte becomes after 4096 zero bytes. The last row ends with the chunk's last whole 16
+// bytes. Bytes missing at the beginning of the first row count as zero, which does not change a
+// state that begins as zero. At the end each thread multiplies its state by the power of x for its
+// place in the row; the sum of all is the chunk's. One thread adds the last bytes, 15 at most. The
+// caller does the inversions of zlib's convention.
 //
-// What to expect of it, not measured: look-ups in shared memory, with the conflicts of banks that
-// random bytes give, allow 9 bytes for each clock and multiprocessor, 2 TB/s on an H100. A block of
-// 8 MiB is 128 chunks of 16 rows; each row costs a trip to memory, so that some 10 microseconds,
-// the launch included, are likely: several hundred GB/s.
+// An estimate, not a measurement: look-ups in shared memory, with the bank conflicts of random
+// bytes, allow 9 bytes for each clock and multiprocessor, 2 TB/s on an H100. A block of 8 MiB is
+// 128 chunks of 16 rows, and each row costs a trip to memory: some 10 microseconds with the launch,
+// or several hundred GB/s.
 #ifndef FASTCKPT_CRC32_KERNEL_H
 #define FASTCKPT_CRC32_KERNEL_H
 
@@ -29,13 +29,13 @@ namespace fastckpt::gpu_crc32 {
 using Word = unsigned;
 using Address = unsigned long long;
 
-// Enumerations, because NVRTC makes variables of constants that have a type.
+// These are enumerations, because NVRTC makes variables of typed constants.
 enum : unsigned {
     kThreads = 256,
     kGranule = 16,
     kRow = kThreads * kGranule,
     kChunk = 16 * kRow,
-    kRangesMax = 128,          // parameters of a kernel are 4 KiB at most
+    kRangesMax = 128,          // a kernel's parameters have 4 KiB at most
     kPolynomial = 0xEDB88320,  // reflected
 };
 enum : Address { kWhole = ~Address{kGranule - 1} };
@@ -46,17 +46,17 @@ struct Range {
     unsigned unused;
 };
 
-// The kernel's parameter, by value. Each chunk is a block of threads; they are numbered through the
-// ranges, which are not empty.
+// The kernel's parameter, by value. Each chunk has a block of threads. Chunks are numbered through
+// all ranges, none of which is empty.
 struct Work {
     Address tables;  // of Tables
-    Address states;  // of a Word for each chunk: its state, where it began as zero
+    Address states;  // of a Word for each chunk: its state, begun as zero
     Address count;
     Range ranges[kRangesMax];
 };
 
 struct Tables {
-    Word row[4][256];      // [k][b]: what b in byte k of a state becomes after kRow zero bytes
+    Word row[4][256];      // [k][b]: the state that b in byte k becomes after kRow zero bytes
     Word place[kThreads];  // x^(8n), n: bytes from the last word of a thread's granule to the end
 };
 
@@ -65,7 +65,7 @@ struct Shared {
     Word states[kThreads];
 };
 
-// Of bytes that others know as something else.
+// Bytes that may be of any type elsewhere.
 struct __attribute__((may_alias, aligned(16))) Granule {
     Word words[4];
 };
@@ -74,7 +74,7 @@ struct Chunk {
     Address begin, end;
 };
 
-// Chunks are cut where 16 bytes begin, so that only a range's ends are ragged.
+// Cuts chunks at multiples of 16 bytes, so that only a range's ends are ragged.
 FASTCKPT_DEVICE Chunk chunk_of(const Work& work, unsigned number) {
     unsigned low = 0, high = static_cast<unsigned>(work.count);
     while (high - low > 1) {
@@ -118,7 +118,7 @@ FASTCKPT_DEVICE unsigned byte_at(Address at) { return *reinterpret_cast<const un
 
 FASTCKPT_DEVICE Granule load(Address at) { return *reinterpret_cast<const Granule*>(at); }
 
-// Bytes before `begin` count as zero, and are not touched.
+// Loads a granule in which bytes before `begin` count as zero, and are not touched.
 FASTCKPT_DEVICE Granule load_from(Address at, Address begin) {
     if (at >= begin) return load(at);
     Granule granule = {};
@@ -127,7 +127,7 @@ FASTCKPT_DEVICE Granule load_from(Address at, Address begin) {
 #endif
     for (Address i = begin - at; i < kGranule; ++i) {
         const unsigned byte = byte_at(at + i) << (8 * (i % 4));
-        // Registers cannot be indexed.
+        // Without an index, since registers cannot be indexed.
         granule.words[0] |= i / 4 == 0 ? byte : 0;
         granule.words[1] |= i / 4 == 1 ? byte : 0;
         granule.words[2] |= i / 4 == 2 ? byte : 0;
@@ -136,7 +136,7 @@ FASTCKPT_DEVICE Granule load_from(Address at, Address begin) {
     return granule;
 }
 
-// Steps of a chunk, each done by all threads before the next begins.
+// The steps for a chunk. All threads finish one before the next begins.
 
 FASTCKPT_DEVICE void begin_chunk(Shared& shared, unsigned thread, const Work& work) {
     const Tables& tables = *reinterpret_cast<const Tables*>(work.tables);
@@ -161,7 +161,7 @@ FASTCKPT_DEVICE void sum_rows(Shared& shared, unsigned thread, const Work& work,
 #endif
     for (unsigned row = 1; row <= rows; ++row) {
         const Granule granule = next;
-        if (row < rows)  // on its way while the look-ups are done
+        if (row < rows)  // the load goes on during the look-ups
             next = load(first + (Address{row} * kThreads + thread - lacking) * kGranule);
         for (int k = 0; k < 4; ++k)
             sum.words[k] = after_a_row(shared, sum.words[k]) ^ granule.words[k];
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) fastckpt_crc32(Work work)
 
 #else
 
-// What the kernel does, by one thread of the host.
+// Does the kernel's work on one thread of the host.
 inline void run(const Work& work, unsigned chunks) {
     static thread_local Shared shared;
     for (unsigned number = 0; number < chunks; ++number) {

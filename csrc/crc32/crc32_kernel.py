@@ -1,9 +1,9 @@
-"""Makes crc32_ptx.h of crc32_kernel.h, with NVIDIA's run-time compiler (no GPU needed).
+"""Makes crc32_ptx.h from crc32_kernel.h with NVRTC, NVIDIA's run-time compiler; needs no GPU.
 
     python csrc/crc32/crc32_kernel.py libnvrtc.so.12
 
-Responsible for calling the compiler and for the form in which its output is checked in. Must not
-know what the kernel computes. NVRTC comes with a CUDA toolkit, or alone: nvidia-cuda-nvrtc-cu12.
+It must not know what the kernel computes. NVRTC comes with a CUDA toolkit, or alone as
+nvidia-cuda-nvrtc-cu12.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("crc32_kernel.h")
 TARGET = Path(__file__).with_name("crc32_ptx.h")
-# Pascal: what a driver compiles for every later GPU, too.
+# Pascal's, which drivers compile for every later GPU, too.
 OPTIONS = (b"--gpu-architecture=compute_60", b"--std=c++17")
-# NVRTC writes the version of its own release, which older drivers refuse; the instructions used are
-# all of this one, as ptxas confirms.
+# NVRTC writes the version of its own release, which older drivers refuse. This version has all the
+# instructions used, as ptxas confirms.
 PTX_VERSION = "6.0"
 
 HEADER = """\
-// Made by crc32_kernel.py of crc32_kernel.h with NVRTC {version}; not to be edited. The
-// kernel in the assembly language that every driver since CUDA 9 compiles for its GPU. It knows
-// nothing that its source does not say.
+// Made by crc32_kernel.py from crc32_kernel.h with NVRTC {version}; do not edit. The kernel in
+// the assembly language that every driver since CUDA 9 compiles for its GPU.
 #pragma once
 
 namespace fastckpt {{
@@ -60,7 +59,7 @@ class Compiler:
         return text.value
 
     def ptx(self, source: str) -> str:
-        """What the compiler makes of a source."""
+        """Returns the PTX that the compiler makes from a source."""
         program = ctypes.c_void_p()
         self._require(
             self._nvrtc.nvrtcCreateProgram(
@@ -77,7 +76,7 @@ class Compiler:
 
 
 def tidied(ptx: str) -> str:
-    """Without comments and empty lines, indented by spaces, for the version of PTX we ask for."""
+    """Removes comments and empty lines, indents by spaces, and sets PTX_VERSION."""
     ptx = re.sub(r"//[^\n]*", "", ptx)
     ptx = re.sub(r"(?m)^\.version \d+\.\d+$", f".version {PTX_VERSION}", ptx.replace(" \n", "\n"))
     lines = [line.expandtabs(4).rstrip() for line in ptx.splitlines()]
@@ -85,7 +84,7 @@ def tidied(ptx: str) -> str:
 
 
 def made_by(library: str) -> str:
-    """The text of the header."""
+    """Returns the text of the header."""
     compiler = Compiler(library)
     ptx = tidied(compiler.ptx(SOURCE.read_text(encoding="utf-8")))
     return HEADER.format(version=compiler.version(), ptx=ptx)

@@ -1,6 +1,5 @@
-// Made by crc32_kernel.py of crc32_kernel.h with NVRTC 12.9; not to be edited. The
-// kernel in the assembly language that every driver since CUDA 9 compiles for its GPU. It knows
-// nothing that its source does not say.
+// Made by crc32_kernel.py from crc32_kernel.h with NVRTC 12.9; do not edit. The kernel in
+// the assembly language that every driver since CUDA 9 compiles for its GPU.
 #pragma once
 
 namespace fastckpt {
