@@ -120,7 +120,7 @@ double WriteJob::tokens_waited_s() {
 
 void WriteJob::cancel() {
     std::lock_guard lock(engine_.mu_);
-    patience_.end.store(1);
+    patience_.end.store(1);  // no write is tried again
     if (next_submit_ < blocks_.size()) fail({Op::Kind::write, file_offset_, ECANCELED});
     submit_ready_blocks();
     engine_.changed_.notify_all();

@@ -136,7 +136,7 @@ GdsMode GdsBackend::mode(int fd) const {
     return gds_mode(blocks_->library().properties(), file_system_of(fd));
 }
 
-// Under mu_.
+// Called under mu_.
 void GdsBackend::refuse(File& file, const std::string& reason) {
     if (file.report.fallback_reason.empty()) file.report.fallback_reason = reason;
     if (first_refusal_.empty()) first_refusal_ = reason;

@@ -151,7 +151,7 @@ class FrameWriter:
         try:
             workspace = self._take_workspace()
             stored = workspace.stored(memory)
-            at = self._place(index, len(stored))
+            at = self._take_offset(index, len(stored))
             with reported("write", self._path, at):
                 self._storage.write_at(fd, stored, at)
         except BaseException as error:
@@ -184,7 +184,7 @@ class FrameWriter:
         with reported("allocate memory to compress", self._path):
             return _Workspace(self._level, self._blocks.block_bytes)
 
-    def _place(self, index: int, nbytes: int) -> int:
+    def _take_offset(self, index: int, nbytes: int) -> int:
         """Waits until all blocks before this one have their offset; returns the block's own."""
         with self._changed:
             assert index >= len(self._frames), "a block was given twice"

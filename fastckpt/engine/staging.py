@@ -41,7 +41,7 @@ _WARM_BYTES = 64 << 20  # populated at a time
 
 
 class Route(NamedTuple):
-    """How one file is read or written: its backend, whether with O_DIRECT, and the reason."""
+    """The way one file is read or written: by which backend, with O_DIRECT or not, and why."""
 
     backend: _engine.Backend
     direct: bool

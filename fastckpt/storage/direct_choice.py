@@ -63,7 +63,7 @@ class DirectChoice:
         Args:
             device: the file system's number (st_dev).
             usual: whether O_DIRECT is used there as long as nothing was measured.
-            nbytes: the file's size; None if it cannot be timed.
+            nbytes: how much is written without a pause; None if that cannot be timed.
         """
         known = self._known.get(device)
         if known is not None and self._clock() - known.since_s >= VALID_S:

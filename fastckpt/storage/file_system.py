@@ -314,7 +314,7 @@ class Storage:
         return _locked(fd, fcntl.LOCK_EX)
 
     def lock_shared(self, fd: int) -> bool:
-        """Shares the file's lock, without waiting; returns False if another process holds it."""
+        """Shares the file's lock, without waiting; returns False if another one has it alone."""
         return _locked(fd, fcntl.LOCK_SH)
 
     def identity(self, fd: int) -> tuple[int, int]:

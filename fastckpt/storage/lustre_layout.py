@@ -43,7 +43,7 @@ Stripe = str | tuple[int, int]  # "auto", "keep", or (count, size in bytes)
 
 
 class Layout(NamedTuple):
-    """A layout, or the one asked for.
+    """The striping of a file, as it is or as asked for.
 
     Attributes:
         stripes: the number of OSTs; ALL_STRIPES for all there are, 0 for the file system's default.

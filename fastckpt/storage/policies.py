@@ -17,8 +17,8 @@ LUSTRE_MAGIC = 0x0BD00BD0
 
 
 class Policy(NamedTuple):
-    """How bytes are moved to and from one kind of file system, in blocks of 8 MiB everywhere: that
-    is a multiple of every page, sector and usual stripe.
+    """The way bytes are moved to and from one kind of file system; on all of them in blocks of
+    8 MiB, a multiple of every page, sector and usual stripe.
 
     Attributes:
         backend: the meaning of "auto" there: "io_uring" or "threads".
