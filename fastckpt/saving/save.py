@@ -1,7 +1,7 @@
 """A save of one rank, from the state to the commit, whatever it writes and wherever that goes.
 
 A Plan says what this rank writes, as Outputs, and what ranks compare; a Place says where it becomes
-visible. This module is the order of the stages, told once. What would need a branch here needs a
+visible. This module tells the order of the stages, once. What would need a branch here needs a
 method of Plan, Place or Output instead.
 """
 
@@ -31,10 +31,10 @@ class Output:
 
     Attributes:
         image: what this rank writes; its body is staged before there is a file.
-        path: of the file, for messages.
-        is_small: one thread copies it, and GPUDirect would not be worth it.
-        file: takes it to the disk; set when it is staged.
-        begin: where in the file the body goes; known when the file is open.
+        path: the file's path, for messages.
+        is_small: whether more threads or GPUDirect would not pay.
+        file: brings the image to the disk; set when the image is staged.
+        begin: the offset of the body in the file; known when the file is open.
     """
 
     is_small = False
@@ -51,19 +51,15 @@ class Output:
         return self.image.nbytes
 
     def open(self) -> None:
-        """Makes the file, or opens the one that another rank has made; or neither, where nothing
-        is written.
-        """
+        """Makes the file or opens another rank's; does neither if this rank writes nothing."""
         raise NotImplementedError
 
     def fill_in(self) -> None:
-        """Writes what depends on checksums; called when everything was copied."""
+        """Writes what depends on checksums; called when everything has been copied."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Waits until the file has arrived, makes what stands beside it, and closes it, unless it
-        is to be open when it becomes visible.
-        """
+        """Waits until the file has arrived, and closes it unless the commit needs it open."""
         raise NotImplementedError
 
 
@@ -71,13 +67,11 @@ class WholeFile(Output):
     """A file that one rank writes all of.
 
     Args:
-        image: of the file.
-        path: of the file.
-        make: makes it; see ImageFile.make().
-        purpose: what it is for.
+        image, path: as the attributes of Output.
+        make, purpose: as ImageFile.make()'s.
 
     Attributes:
-        tail: what the image ends with, once that is written.
+        tail: the image's tail, once that is written.
     """
 
     def __init__(self, image: Image, path: str, make: Make, purpose: Purpose) -> None:
@@ -101,13 +95,12 @@ class Plan:
     """A plan says what one rank writes of a save, and what ranks compare and tell each other of it.
 
     Args:
-        reads: what of it lies on devices.
-        watched: what must not change before it was copied.
+        reads: the memory of the state that lies on devices.
+        watched: the tensors that must not change before they have been copied.
 
     Attributes:
-        way: "host", "gds" or "auto", as fastckpt.save's `staging`; set by a plan that cannot go
-            any way.
-        whole: blocks are written whole, whatever the pace.
+        way: "host", "gds" or "auto"; overrides fastckpt.save's `staging` unless it is None.
+        whole: whether blocks are written whole, whatever the pace.
     """
 
     way: str | None = None
@@ -118,54 +111,45 @@ class Plan:
         self.watched = watched
 
     def lay_out(self, pace: Pace) -> Sequence[Output]:
-        """The files that this rank writes. Those that are best synced early come last."""
+        """Returns the files that this rank writes; those that are best synced early come last."""
         raise NotImplementedError
 
     def samples(self) -> list[tuple[int, bytearray]]:
-        """Memory that is copied beside the files: addresses, and what receives the bytes."""
+        """Returns memory to copy beside the files: addresses, and what receives the bytes."""
         return []
 
     def agree(self, pace: Pace, nbytes: int) -> None:
-        """Finds out from other ranks where the files go.
-
-        Args:
-            pace: of this save.
-            nbytes: that this rank is about to write.
-        """
+        """Agrees with the other ranks on where the files go; this rank writes `nbytes`."""
         if pace.meets:
             pace.meet(nbytes)
 
     def compare(self) -> None:
-        """Makes sure that ranks hold the same of what they hold in common.
-
-        Raises:
-            RanksDisagree: they do not.
-        """
+        """Raises RanksDisagree unless ranks hold the same of what they hold in common."""
 
     def record(self) -> bytes:
-        """Returns what this rank tells the first one, when all of its files have arrived."""
+        """Returns what this rank tells the first one when all of its files have arrived."""
         return b""
 
     def publish(self, records: list[bytes]) -> None:
-        """THE commit, on the first rank, with the records of all."""
+        """Commits, on the first rank, with the records of all."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Drops references to what was copied; called once, when all was."""
+        """Drops references to what was copied; called once, when everything has been."""
         raise NotImplementedError
 
     def release(self) -> None:
         """Drops every reference to what was saved."""
 
     def committed(self) -> None:
-        """Called when the caller has been told that the save was committed."""
+        """Learns that the save was committed, after the caller has been told."""
 
 
 class Place:
-    """A place is where a save becomes visible. As it is here, nothing has to be made or removed.
+    """A place is where a save becomes visible. In this base class most methods do nothing.
 
     Attributes:
-        directory: that the files go to.
+        directory: the directory that the files go to.
     """
 
     directory: str
@@ -174,57 +158,50 @@ class Place:
         """Waits until this save may begin to stage.
 
         Args:
-            previous: saves in flight that were begun before this one, to the same place.
-            pipeline: of the save.
+            previous: saves in flight to the same place that were begun before this one.
+            pipeline: the pipeline that runs the save.
         """
 
     def pacing(self, asked: Pacing) -> Pacing:
-        """Returns how writing to this place is to be limited."""
+        """Returns the pacing that this place needs, given what the caller asked for."""
         return asked
 
     def begin(self) -> None:
-        """Makes what the files go into. A caller that waits at its fence is let go after this, so
-        what its saves make is in their order.
+        """Makes what the files go into. The fence opens only after this, so that several saves of
+        one caller make theirs in order.
         """
 
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:
-        """Opens all files."""
+        """Opens the files of all outputs."""
         for output in outputs:
             output.open()
 
     def wait_turn(self, previous: Sequence[SaveHandle]) -> None:
-        """Waits, on the first rank, until it may publish: when those before have, or failed."""
+        """Waits, on the first rank, until the saves before this one have published or failed."""
         for handle in previous:
             handle.wait_done()
 
     def follow(self, previous: Sequence[SaveHandle]) -> None:
-        """Does what is the other ranks' to do while the first one publishes."""
+        """Does the work that other ranks have while the first one publishes."""
 
     def go_on(self, save: Save, pipeline: Pipeline) -> None:
-        """Does what is left between this commit and the one that the caller waits for."""
+        """Goes on from this commit to the one that the caller waits for, if that is another."""
 
     def abandon(self) -> None:
         """Removes what this rank has made for a save that failed."""
 
     def fail(self, error: BaseException) -> None:
-        """Hears of the failure, after abandon()."""
+        """Learns of the failure, after abandon()."""
 
     def close(self) -> None:
-        """Lets go of what was open; the save has been committed or has failed."""
+        """Closes what is still open; the save has been committed or has failed."""
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
-        """Does what is left when the caller has been told: frees what the save has replaced."""
+        """Frees what the save has replaced, after the caller has been told the result."""
 
 
 class Save(Job):
-    """One save. Each rank runs its own, for the same place.
-
-    Args:
-        handle, agreement, fence, lane: as Job's.
-        plan: what this rank writes.
-        place: where it becomes visible.
-        options: how it is written.
-    """
+    """A save, as one rank runs it. The files of `plan` become visible in `place`; rest as Job's."""
 
     def __init__(
         self,
@@ -238,7 +215,7 @@ class Save(Job):
         lane: str,
     ) -> None:
         super().__init__(handle, agreement, plan.reads, plan.watched, fence=fence, lane=lane)
-        plan.reads = Reads()  # the job's from now on, which lets go of it in the end
+        plan.reads = Reads()  # the job has them from now on, and lets go of them in the end
         self.plan: Plan | None = plan
         self.place = place
         self.options = options
@@ -251,8 +228,8 @@ class Save(Job):
         pace = Pace(pacing, self.agreement, rates, self.lane, stats, whole=plan.whole)
         outputs = plan.lay_out(pace)
         nbytes = sum(output.image.nbytes for output in outputs)
-        # A failure is told before the files are closed and removed.
-        with ExitStack() as moving, self._telling():
+        with ExitStack() as moving, self._telling():  # a failure is told before files are closed
+            # No file exists yet, so copies wait for no metadata server and for no other rank.
             fetch = self._stage(pipeline, outputs, moving)
             place.begin()
             self.copying.watch()  # from here on the caller may be let go at any time
@@ -261,15 +238,15 @@ class Save(Job):
             stats.nbytes = sum(output.nbytes for output in outputs)
             pace.begin(nbytes)
             opened = [output for output in outputs if output.file.is_open]
-            # Every file, before anything waits for copies: with an allowance of one block, the
-            # blocks of one file have to be written for those of the next to be copied.
+            # All files begin before anything waits for copies: with an allowance of one block, the
+            # blocks of one file have to be written before those of the next can be copied.
             for output in opened:
                 output.file.begin(output.begin, pace)
             pace.end(*(output.file.transfer for output in opened))
             self.copying.wait()
             fetch.fill()
             plan.compare()
-            # The last ones first: they are small, and synced while the others are being written.
+            # The last files come first: they are small, and synced while others are being written.
             for output in reversed(opened):
                 output.fill_in()
                 output.file.wait_written()
@@ -280,7 +257,7 @@ class Save(Job):
             self.conclude(plan.record(), plan.publish)
 
     def _stage(self, pipeline: Pipeline, outputs: Sequence[Output], moving: ExitStack) -> Fetch:
-        """Begins to copy everything: the files' bytes, and samples beside them."""
+        """Begins to copy everything: the bytes of the files, and the samples beside them."""
         plan, staging, options = self.plan, pipeline.staging, self.options
         assert plan is not None
         allowance = staging.allowance(options.limit_bytes)
@@ -305,8 +282,8 @@ class Save(Job):
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tells of a failure at once: other ranks may be about to open what this one made, and
-        would report what they no longer find, or find another file by its number.
+        """Tells other ranks of a failure while the files are still open: a rank that is about to
+        open one would report that it is gone, or find another file under the same descriptor.
         """
         try:
             yield
