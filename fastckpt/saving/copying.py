@@ -1,6 +1,6 @@
-"""This module knows what a save still reads of the state, and when the state may change.
+"""The end of copying: from then on the caller may change the state that a save reads.
 
-Responsible for waiting until everything was copied, and for telling those who wait for that.
+Responsible for waiting until everything has been copied, and for telling those who wait for that.
 It must not know what is copied, nor where to.
 """
 
@@ -18,18 +18,18 @@ from fastckpt.saving.fence import Verdict, Watched
 
 
 class Copying:
-    """It follows what one save still reads of the state, and lets the caller go on when it may.
+    """The copying of one save: it follows what is still read, and lets the caller go on.
 
     Args:
-        handle: is told.
-        reads: what is read of devices.
-        watched: what must not change before it was copied.
-        forget: drops references to what was copied; called once, when all was.
+        handle: the handle that callers wait on.
+        reads: the memory of the state that lies on devices.
+        watched: the tensors that must not change before they have been copied.
+        forget: drops references to what was copied; called once, when everything has been.
 
     Attributes:
-        transfers: all that read the state; complete before watch().
-        interrupted: set by a caller that did not wait: unless all was copied by then, the save
-            fails. An attribute, since it takes a call to interrupt a caller again.
+        transfers: the transfers that read the state; complete before watch().
+        interrupted: set by a caller that could not wait: unless everything was copied by then, the
+            save fails. It is an attribute, because a second signal could break off a call.
     """
 
     def __init__(
@@ -50,25 +50,25 @@ class Copying:
         self.interrupted = False
 
     def watch(self) -> None:
-        """From now on lets the caller go on as soon as it may, whatever the save waits for: a slow
-        metadata server, or another rank.
+        """Begins to let the caller go on as soon as it may, on a thread of its own, since the save
+        may have to wait for a slow metadata server or another rank.
         """
         watcher = threading.Thread(target=self._watch, name=f"{threading.current_thread().name}-w")
         try:
             watcher.start()
         except RuntimeError:
-            return  # no thread is to be had: then the caller waits longer
+            return  # no thread can be started: then the caller waits longer
         self._watcher = watcher
 
     def _watch(self) -> None:
-        with suppress(Exception):  # kept, and raised where the save waits
+        with suppress(Exception):  # wait() keeps it, and raises it again where the save waits
             self.wait()
 
     def wait(self) -> None:
-        """Waits until everything was copied, and checks that nothing changed too early.
+        """Waits until everything has been copied, and checks that nothing had changed before.
 
         Raises:
-            StorageError, DeviceError, StagingConflict.
+            StorageError, DeviceError: a write or a copy failed. StagingConflict: a tensor changed.
         """
         with self._lock:
             if self._error is not None:
@@ -92,19 +92,19 @@ class Copying:
         self._verdict.check(self._handle.path)
         if self.interrupted:
             raise CheckpointError(
-                f"save to {self._handle.path!r} was interrupted before everything was copied; "
+                f"the save to {self._handle.path!r} was interrupted before everything was copied; "
                 "nothing was committed"
             )
         self._forget()
         self._handle.mark_staged()
 
     def _order(self) -> bool:
-        """Lets the calling thread go on to change the state, in the order of its streams."""
+        """Orders the calling thread's streams after the copies; returns False if it cannot."""
         self._verdict.give()
         return self._reads.lead()
 
     def close(self) -> None:
-        """Lets go of everything; nothing is in flight."""
+        """Drops all references; nothing is in flight any more."""
         if self._watcher is not None:
             self._watcher.join()
         self._verdict.forget()

@@ -1,10 +1,7 @@
 """The saves in flight of one process.
 
-    save: object -> capture (pickle) -> layout (image) -> stage and write (blocks) -> commit
-    load: file -> parse (index) -> read and verify (blocks) -> torch.load over the verified bytes
-
-Responsible for beginning saves on threads of their own, for their order, their errors, and for what
-happens to them at exit and after a fork. It must not know what a save writes: that is its Job's.
+Responsible for running each save on a thread of its own, for the order of saves, for their errors,
+and for what happens to them at exit and after a fork. It must not know what a save writes.
 """
 
 from __future__ import annotations
@@ -40,30 +37,26 @@ log = logging.getLogger("fastckpt")
 
 IN_FLIGHT_MAX = 16
 _HEAD_START_S = 0.001
-_LOOK_S = 0.5  # how often a save that waits for its turn looks whether it is still wanted
+_LOOK_S = 0.5  # how often a save that waits for a slot looks whether its caller still waits
 _FREEING_S = 60.0  # longest wait for the blocks of replaced files
 _LOWEST = 19  # nice(2)
-_SIZE_BYTES = 8  # of the number that each rank's record begins with: how much it has written
+_SIZE_BYTES = 8  # each rank's record begins with the number of bytes that it has written
 
 
 class InFlight(NamedTuple):
-    """A save in flight: its lane, and a latch that it sets when nothing of it is left to do."""
+    """A save in flight: its lane, and a latch that is set when nothing of it is left to do."""
 
     lane: str
     gone: Latch
 
 
 class Pipeline:
-    """The saves in flight of one process. close() waits for them and frees everything.
+    """The saves in flight of one process, and the storage and staging memory that they use.
 
-    A signal handler may raise on the thread that saves or waits, at any moment. So all that a save
-    holds is held by its own thread: the caller begins that thread, waits for it, and tells it by a
-    plain store if it was interrupted. What both look at is changed by single operations of dicts
-    and sets, without a lock.
-
-    Args:
-        storage: the seam to the file system.
-        budget_bytes, devices, gds: as Staging's.
+    A signal handler may raise at any moment on a thread that calls save() or waits. So whatever a
+    save holds is held by its own thread: the caller begins that thread, waits for it, and tells it
+    of an interruption by a plain store. State that both use is changed by single operations of
+    dicts and sets, without a lock. Args are as Staging's.
     """
 
     def __init__(
@@ -80,16 +73,17 @@ class Pipeline:
         for _ in range(IN_FLIGHT_MAX):
             self._slots.put(None)
         self._in_flight: dict[SaveHandle, InFlight] = {}  # in the order of save()
-        self._failed: dict[SaveHandle, None] = {}  # not yet known to have been asked for
-        self._telling: set[int] = set()  # threads that tell a result, which callbacks may run on
+        self._failed: dict[SaveHandle, None] = {}  # their errors may not have been asked for
+        self._telling: set[int] = set()  # threads that tell a result, and so may run callbacks
 
     def save(self, job: Job) -> SaveHandle:
-        """Sends a save on its way; returns when its fence allows."""
+        """Begins a save on a thread of its own; returns when its fence allows."""
         handle = job.handle
         with job.agreement.failing():
             if _exited and threading.current_thread() is not threading.main_thread():
                 raise CheckpointError(
-                    f"save to {handle.path!r} refused: the interpreter is exiting"
+                    f"the save to {handle.path!r} was refused, because the interpreter is exiting: "
+                    "only its main thread can still save"
                 )
         name = f"fastckpt-save-{os.path.basename(handle.path)}"
         try:
@@ -101,10 +95,10 @@ class Pipeline:
             else:
                 handle.pass_fence()
         except BaseException:  # Ctrl-C, say: the caller goes on, and may change what is not copied
-            # First of all: a second signal may end this handler, at its first call.
+            # This store comes first: a second signal may end this handler at its first call.
             job.copying.interrupted = handle.reported = True
-            if job.claim():  # no thread has begun it, and none will
-                error = CheckpointError("interrupted before it began")
+            if job.claim():  # no thread has begun the save, and none will
+                error = CheckpointError(f"the save to {handle.path!r} was interrupted as it began")
                 job.agreement.fail(error)
                 self._finish(job, error)
             raise
@@ -112,43 +106,42 @@ class Pipeline:
         return handle
 
     def _run_here(self, job: Job) -> None:
-        """No thread is to be had: the caller does the work. At exit it also sees the error, since
-        there will be no next save to raise it.
+        """Saves on the caller's thread, where no other can be started. At exit it also raises the
+        error, since no later save will.
         """
         self._run(job, on_caller=True)
         failure = job.handle.failure()
         if failure is not None and not isinstance(failure, Exception):
-            raise failure  # Ctrl-C: it was not the save's alone
+            raise failure  # Ctrl-C was meant for the caller, too
         if _exited:
             self.staging.close()
             job.handle.result()
 
     def _run(self, job: Job, on_caller: bool = False) -> None:
-        """A save from its beginning to its end."""
+        """Runs a save from its beginning to its end."""
         if not job.claim():
             return
         slot = not on_caller and self._take_slot(job)
         try:
-            # In flight first, and then what was before it: saves that begin at once agree on that.
+            # It enters first and looks then, so that saves that begin at once agree on their order.
             self._in_flight[job.handle] = InFlight(job.lane, Latch())
             job.previous = self._pending(job.lane, before=job.handle)
         finally:
             job.begun.set()
         if job.fence == "step" and not on_caller:
-            # The caller, who waits for nothing else, would wait for the GIL while an image is laid
-            # out.
+            # Laying out an image holds the GIL, and the caller waits for nothing else.
             time.sleep(_HEAD_START_S)
         try:
             error = job.run(self)
-        except BaseException as unforeseen:  # or whoever waits would wait for ever
+        except BaseException as unforeseen:  # else whoever waits would wait for ever
             error = unforeseen
         if slot:
             self._slots.put(None)  # before callbacks run, which may save, or raise
         self._finish(job, error)
 
     def _take_slot(self, job: Job) -> bool:
-        """Waits for its turn among IN_FLIGHT_MAX saves. False: the caller no longer waits for it,
-        and it will fail without one.
+        """Waits for one of IN_FLIGHT_MAX slots. Returns False if the caller was interrupted: then
+        the save fails without one.
         """
         while not job.copying.interrupted:
             try:
@@ -175,7 +168,7 @@ class Pipeline:
             finally:  # a callback may raise SystemExit
                 job.end(self)
             if error is None:
-                # Told after the result, so that no log that is stuck can hold that up.
+                # Logged after the result was told, so that a log that is stuck cannot delay it.
                 level = logging.DEBUG if job.agreement.rank else logging.INFO
                 log.log(level, "saved %r: %s", handle.path, handle.stats)
                 self.staging.warm(job.staging_nbytes, job.reads)
@@ -197,11 +190,10 @@ class Pipeline:
         return pending
 
     def wait_for(self, lane: str, *, ended: bool = False) -> None:
-        """Waits for the saves of this lane (one file: its path) that are in flight; a failure is
-        their handles' to report.
+        """Waits for the saves in flight of this lane (for a file, its path), and raises no errors.
 
-        With `ended` also for what they still do afterwards, within reason; but not in a callback of
-        one of them, which is among that.
+        With `ended` it also waits a while for what they do after the commit, unless it is called in
+        a callback of a save, which is part of that.
         """
         for handle in self._pending(lane):
             handle.wait_done()
@@ -209,7 +201,7 @@ class Pipeline:
             self._wait_gone(self._pending(lane))
 
     def _wait_gone(self, handles: list[SaveHandle]) -> None:
-        """Waits until nothing is left to do for these saves, within reason."""
+        """Waits until nothing of these saves is left to do, _FREEING_S in all at most."""
         until = time.monotonic() + _FREEING_S
         for handle in handles:
             save = self._in_flight.get(handle)
@@ -217,30 +209,29 @@ class Pipeline:
                 save.gone.wait(max(0.0, until - time.monotonic()))
 
     def raise_unreported(self, path: str) -> None:
-        """Raises the first error of an earlier save that nobody has asked for; then it counts as
-        asked for.
+        """Raises the first error of an earlier save that nobody has asked for, if there is one.
 
         Args:
-            path: where the save goes that is not begun because of that error, for the message; ""
-                for a file-like object.
+            path: the path of the save that is not begun because of it; "": a file-like object.
         """
         for first in self.unreported()[:1]:
             raise_earlier(first, path)
 
     def unreported(self) -> list[SaveHandle]:
-        """Failed saves that nobody asked for."""
+        """Returns the failed saves whose errors nobody has asked for."""
         for handle in self._failed.copy():
             if handle.reported:
                 self._failed.pop(handle, None)
         return [*self._failed.copy()]
 
     def allocate(self, fd: int, nbytes: int, path: str) -> None:
-        """Allocates; if the space is short, first lets committed saves free what they replaced.
+        """Allocates space; where it is short, first waits for committed saves to free what they
+        replaced.
 
         Raises:
-            StorageError: there is too little room, and how much. OSError: what else is refused.
+            StorageError: there is too little room; it says how much. OSError: any other refusal.
         """
-        others = self._in_flight.copy()  # before: what is freed from now on may be what was short
+        others = self._in_flight.copy()  # noted first: a save that ends meanwhile frees space, too
         with shortage_told(self.storage, fd, path, nbytes):
             try:
                 self.storage.allocate(fd, nbytes)
@@ -252,12 +243,10 @@ class Pipeline:
                 self.storage.allocate(fd, nbytes)
 
     def prepare(self, nbytes: int) -> None:
-        """Takes the pages that a save of so much stages in, on a thread of its own, which has less
-        right to a CPU than any other.
-        """
+        """Takes the pages that a save of `nbytes` stages in, on a thread of the lowest priority."""
 
         def take() -> None:
-            with suppress(OSError):  # then it has as much
+            with suppress(OSError):  # then it runs at the priority of the others
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
             self.staging.engine()
             self.staging.warm(nbytes, Reads())
@@ -265,23 +254,23 @@ class Pipeline:
         start_thread(take, "fastckpt-prepare")
 
     def drain(self) -> None:
-        """Waits for every save in flight, and for what it still does after its commit."""
+        """Waits for every save in flight, and for what it does after its commit."""
         while self._in_flight:
             for save in self._in_flight.copy().values():
                 save.gone.wait()
 
     def close(self) -> None:
-        """Waits for every save in flight and frees everything."""
+        """Waits for every save in flight and frees the engine's memory and threads."""
         self.drain()
         self.staging.close()
 
 
 def raise_earlier(handle: SaveHandle, not_begun: str | None = None) -> None:
-    """Raises the error of a save that failed, in a later call, and says that it is of that save.
+    """Raises the error of an earlier save in a later call; from now on it counts as asked for.
 
     Args:
-        handle: of the save that failed; from now on its error counts as asked for.
-        not_begun: where the save goes that is not begun because of that error; "": to a file-like
+        handle: the handle of the save that failed.
+        not_begun: the path of the save that is not begun because of that error; "": a file-like
             object. None: the call that raises begins no save.
     """
     error = handle.exception()
@@ -298,9 +287,9 @@ class Job:
 
     Args:
         handle: tells the path and takes the clocks; its result is set by the pipeline.
-        agreement: this save's round with the other ranks; of one rank where there are none.
-        reads: what of it lies on devices.
-        watched: what must not change before it was copied.
+        agreement: this save's round with the other ranks, or of this rank alone.
+        reads: the memory of the state that lies on devices.
+        watched: the tensors that must not change before they have been copied.
         fence: "call" or "step".
         lane: saves of one lane commit in the order of their beginning.
     """
@@ -324,13 +313,13 @@ class Job:
         self.fence = fence
         self.lane = lane
         self.previous: list[SaveHandle] = []  # all in flight: the last may fail before the others
-        self.begun = Latch()  # its thread has it, in its lane
+        self.begun = Latch()  # set when its thread has put it into its lane
         self._claims = [None]
-        self.staging_nbytes = 0  # what it would have used of the arena, had all pages been there
+        self.staging_nbytes = 0  # how much it would stage if all pages were there
 
     def claim(self) -> bool:
-        """Whether the caller of this is the one, of the save's thread and an interrupted save(), to
-        carry it through.
+        """Returns True once: to the save's thread or an interrupted save(), which then carries the
+        save through.
         """
         try:
             self._claims.pop()
@@ -339,12 +328,12 @@ class Job:
         return True
 
     def commit(self, pipeline: Pipeline) -> None:
-        """Writes and commits, or raises having removed what was begun."""
+        """Writes and commits; on an error, removes what this rank made, and raises."""
         try:
             self.write(pipeline)
         except BaseException as error:
             self.agreement.fail(error)
-            # The first rank may have committed before it was lost: its checkpoint is not destroyed.
+            # If the first rank was lost after its commit, its checkpoint must not be destroyed.
             if not self.agreement.may_be_visible or self.agreement.failed:
                 self.abandon(pipeline.storage)
             raise
@@ -354,10 +343,10 @@ class Job:
         raise NotImplementedError
 
     def abandon(self, storage: Storage) -> None:
-        """Removes what this rank has made of a save that failed, beyond what write() has."""
+        """Removes what this rank has made of a save that failed and write() has not removed."""
 
     def forget(self) -> None:
-        """Drops references to what was copied; called when all was."""
+        """Drops references to what was copied; called when everything has been."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -365,19 +354,20 @@ class Job:
         raise NotImplementedError
 
     def end(self, pipeline: Pipeline) -> None:
-        """Does what is left to do when the result has been told."""
+        """Does what is left to do after the result has been told."""
         self.agreement.close()
 
     def run(self, pipeline: Pipeline) -> BaseException | None:
-        """All of it, on the thread it is called on. Returns the error that prevented the commit."""
+        """Runs the whole save on this thread. Returns the error that prevented the commit."""
         try:
             if self.copying.interrupted:
-                raise CheckpointError("interrupted before it began")
+                path = self.handle.path
+                raise CheckpointError(f"the save to {path!r} was interrupted as it began")
             self.commit(pipeline)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the state
-            # Those that still run hold the job, in a circle with the handle's error: a device must
-            # not wait for the garbage collector. Nothing is being copied any more.
+            # Frames that still run hold the job, in a circle with the handle's error, and memory of
+            # devices must not wait for the garbage collector. Nothing is being copied any more.
             self.reads, self.choice = Reads(), None
             self.agreement.fail(error)
             return error
@@ -386,25 +376,25 @@ class Job:
             self.release()
             self.previous = []
         if self.agreement.rank:
-            # It looked for the path before the first rank had made it, and is told now that it has.
-            with suppress(OSError):  # it is seen later then
+            # This machine may still believe that the path does not exist, as when this rank looked.
+            with suppress(OSError):  # then the path is seen later
                 pipeline.storage.look_again(self.handle.path)
         return None
 
     def wait_for_previous(self) -> None:
-        """Waits until what was saved before in this lane has committed or failed."""
+        """Waits until the saves before this one in its lane have committed or failed."""
         for handle in self.previous:
             handle.wait_done()
 
     def wait_turn(self) -> None:
-        """On the first rank: returns when the saves before this one in its lane have committed."""
+        """Waits, on the first rank, until this save may publish."""
         self.wait_for_previous()
 
     def follow(self) -> None:
-        """On the other ranks: what they do while the first one commits."""
+        """Does the work that other ranks have while the first one commits."""
 
     def conclude(self, record: bytes, publish: Callable[[list[bytes]], None]) -> None:
-        """Commits, as Round.conclude() does, in its turn in its lane; adds up what ranks wrote."""
+        """Commits by Round.conclude(), in the lane's order; adds up what the ranks have written."""
         stats = self.handle.stats
 
         def publish_all(records: list[bytes]) -> None:
@@ -422,18 +412,18 @@ _exited = False
 
 
 def current() -> Pipeline:
-    """The process's pipeline, behind fastckpt.save and fastckpt.load; made at the first call."""
+    """Returns the process's pipeline, which is made at the first call."""
     global _current
     if _current is None:
         made = Pipeline()
-        with _lock:  # not around a call, in which a signal handler might save, too
+        with _lock:  # around no call: a signal handler that runs in one might save, too
             if _current is None:
                 _current = made
     return _current
 
 
 def _at_exit() -> None:
-    """Drains, says what failed unnoticed, frees everything."""
+    """Waits for all saves, reports failures that nobody has asked for, and frees everything."""
     global _exited
     _exited = True
     pipeline = _current
@@ -446,13 +436,13 @@ def _at_exit() -> None:
             f"{handle.failure()}\n"
         )
     if any(thread.daemon for thread in threading.enumerate()):
-        pipeline.staging.abandon()  # one of them may be in it; the kernel frees it in a moment
+        pipeline.staging.abandon()  # one may be using it; the kernel frees it in a moment
     else:
         pipeline.close()
 
 
 def _after_fork_in_child() -> None:
-    """The parent's saves go on in the parent; the child starts without any."""
+    """Leaves the parent's saves to the parent; the child begins without any."""
     global _current, _lock
     if _current is not None:
         _current.staging.abandon()
