@@ -1,7 +1,7 @@
-"""The verdict on a step-fence save: whether what it copied was, all of it, as it was at the call.
+"""The verdict on a save of the step fence: whether its tensors were copied as they were at save().
 
-Responsible for comparing version counters and samples of memory, at a moment that proves something,
-and for naming the tensor. It must not know how tensors are copied or what happens to the save.
+Responsible for comparing version counters and samples of memory at a moment that proves this, and
+for naming a tensor that changed. It must not know how tensors are copied.
 """
 
 from __future__ import annotations
@@ -23,39 +23,36 @@ log = logging.getLogger("fastckpt")
 
 PATIENCE_S = 60.0  # the longest wait for one call of another thread to end
 _NOTICE_S = 1.0
-# Samples show writes that torch does not count, where these change what lies there: all that are of
-# the whole of a sampled tensor, and some of those of a part.
+# Samples show writes that torch does not count: all that change a sampled tensor as a whole, and
+# some that change a part of it.
 _SAMPLED_TENSORS = 64
 _SAMPLE_BYTES = 64
 _SAMPLED_ELEMENTS = 8  # of a tensor whose memory is not one piece
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter)
-_RANDOM = random.Random()  # not the user's, whose numbers stay what they are
+_RANDOM = random.Random()  # one of our own, so that the user's numbers stay what they are
 
 _ADVICE = 'update it in an optimizer step, call wait_staged() first, or save with fence="call"'
 
 
 class Verdict:
-    """Whether what a save watches stayed as it was until it was copied. It is given once: by the
-    thread that goes on to change it, or by the save when all was copied, whichever comes first.
+    """The verdict whether the watched tensors stayed as they were until they had been copied. It is
+    given once: by the thread that goes on to change them, or by the save, whichever comes first.
 
-    An operation counts its change of a tensor when it ends. So the counters are compared when every
-    call has ended that some thread was inside of after the copy had: an operation that began before
-    the copy's end is in one of these calls, or has counted by then.
-
-    Args:
-        watched: what is watched, in parts.
+    torch counts a change of a tensor when the operation ends. So when everything has been copied,
+    the calls that threads are in are noted, and counters are compared once all of these have ended:
+    an operation that began before the copies' end is in one of these calls, or has counted by then.
     """
 
     def __init__(self, watched: Sequence[Watched]) -> None:
         self._watched = watched
-        # Calls that began before the save did race with save() itself, as with torch.save.
+        # Calls that began before the save race with save() itself, as they would with torch.save.
         self._before = positions() if any(part.is_open() for part in watched) else {}
         self._lock = threading.Lock()
-        self._running = ""  # a call that did not end
+        self._running = ""  # a call that did not end in time
 
     def give(self) -> None:
-        """Called when everything was copied, or is in the order of the caller's streams. Waits for
-        calls that may be changing what was; when it returns, the tensors may change.
+        """Gives the verdict, once everything has been copied or is copied in the order of the
+        caller's streams. Waits for calls that may be changing tensors, which may change after it.
         """
         with self._lock:
             parts = [part for part in self._watched if part.is_open()]
@@ -68,7 +65,7 @@ class Verdict:
                     self._wait(calls)
             finally:
                 calls.forget()
-            # Not if a signal handler has ended the wait: then the save will give the verdict.
+            # Not reached if a signal handler broke the wait off: then the save gives the verdict.
             for part in parts:
                 part.look()
 
@@ -83,7 +80,7 @@ class Verdict:
         """Gives the verdict if nobody has.
 
         Raises:
-            StagingConflict: a tensor was changed in place before it was copied, or may have been.
+            StagingConflict: a tensor was, or may have been, changed in place before it was copied.
         """
         self.give()
         running, self._running = self._running, ""
@@ -91,26 +88,26 @@ class Verdict:
             part.check(path)
         if running:
             raise StagingConflict(
-                f"{running} has been in one call for {PATIENCE_S:.0f} s, since before everything "
-                f"was copied that the save to {path!r} needs. It cannot be told whether that call "
-                f"changes a tensor of the state: {_ADVICE}"
+                f"{running} has been in one call for {PATIENCE_S:.0f} s, since before the save to "
+                f"{path!r} had copied the state. It cannot be told whether that call changes a "
+                f"tensor of the state: {_ADVICE}"
             )
 
     def forget(self) -> None:
-        """Lets go of everything; nobody will ask any more."""
+        """Drops all references; nobody will ask any more."""
         for part in self._watched:
             part.forget()
         self._watched = ()
 
 
 class Watched:
-    """Tensors that must not change before they were copied.
+    """Tensors that must not change before they have been copied.
 
     Args:
-        tensors: with the version counters (torch.Tensor._version) they had when they were captured;
-            emptied. Those whose storages have at most SMALL_BYTES were copied before save()
-            returned: they may change.
-        obj: what was saved; used to name a tensor.
+        tensors: tensors, and the version counters (torch.Tensor._version) they had when they were
+            captured. The list is emptied. Tensors with storages of at most SMALL_BYTES may change:
+            they were copied before save() returned.
+        obj: the object that is saved, which gives a tensor its name.
     """
 
     def __init__(self, tensors: list[tuple[torch.Tensor, int]], obj: object) -> None:
@@ -122,11 +119,11 @@ class Watched:
         self._changed: tuple[torch.Tensor, object, str] | None = None
 
     def is_open(self) -> bool:
-        """Whether there is something to look at."""
+        """Returns whether something is still watched."""
         return bool(self._counters)
 
     def has_changed(self) -> bool:
-        """Whether a change is to be seen already; the first one is kept for check()."""
+        """Returns whether a tensor has changed; keeps the first one for check()."""
         with self._lock:
             if self._changed is None:
                 self._changed = self._change()
@@ -142,7 +139,7 @@ class Watched:
         return None
 
     def look(self) -> None:
-        """Looks for the last time; from now on the tensors may change."""
+        """Looks for changes a last time; from now on the tensors may change."""
         try:
             self.has_changed()
         finally:
@@ -150,17 +147,13 @@ class Watched:
                 self._counters, self._samples, self._obj = [], [], None
 
     def forget(self) -> None:
-        """Lets go of everything; nobody will ask any more."""
+        """Drops all references; nobody will ask any more."""
         with self._lock:
             self._counters, self._samples = [], []
             self._obj = self._changed = None
 
     def check(self, path: str) -> None:
-        """Tells of a change that was seen.
-
-        Raises:
-            StagingConflict: there was one.
-        """
+        """Raises StagingConflict if a change was seen."""
         changed, self._changed = self._changed, None
         if changed is not None:
             tensor, obj, how = changed
@@ -174,10 +167,10 @@ class _Counter(NamedTuple):
     """A tensor and its version counter.
 
     Attributes:
-        tensor: by which it is named. It may be given other memory, and another counter with it
-            (`set_`, `.data =`, torch.utils.swap_tensors).
-        alias: has the memory that is saved, and its counter, for as long as they are of interest.
-        version: of the alias at the call.
+        tensor: the tensor of the state, for its name; `set_`, `.data =` and swap_tensors give it
+            other memory and another counter.
+        alias: a tensor that keeps the memory that is saved, and its counter.
+        version: the counter of the alias at the call.
     """
 
     tensor: torch.Tensor
@@ -186,10 +179,10 @@ class _Counter(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, version: int) -> _Counter:
-        """The counter of a tensor that was captured at this version."""
+        """Returns the counter of a tensor that was captured at this version."""
         if type(tensor) not in _OF_TORCH or tensor.layout is not torch.strided:
             return cls(tensor, tensor, version)
-        with torch._C._DisableTorchDispatch():  # a mode of the caller's is not concerned
+        with torch._C._DisableTorchDispatch():  # a dispatch mode of the caller's must not see this
             return cls(tensor, tensor.detach(), version)
 
 
@@ -202,15 +195,15 @@ class _Sample(NamedTuple):
     content: bytes
 
     def differs(self) -> bool:
-        """Whether they are others now."""
+        """Returns whether the bytes are others now."""
         if self.offset + len(self.content) > self.storage.nbytes():
-            return False  # freed by resizing it, which no check can make safe
+            return False  # the memory was freed by a resize, which no check can make safe
         now = ctypes.string_at(self.storage.data_ptr() + self.offset, len(self.content))
         return now != self.content
 
 
 def _samples(counters: Sequence[_Counter]) -> list[_Sample]:
-    """Bytes at two places, others each time, of large tensors on the host."""
+    """Takes a few bytes, at other places each time, of tensors on the host."""
     if len(counters) > _SAMPLED_TENSORS:
         counters = _RANDOM.sample(counters, _SAMPLED_TENSORS)
     found: list[_Sample] = []
@@ -219,7 +212,7 @@ def _samples(counters: Sequence[_Counter]) -> list[_Sample]:
             with torch._C.DisableTorchFunctionSubclass():
                 found += _samples_of(counter)
         except (NotImplementedError, RuntimeError):
-            continue  # it has no memory of its own
+            continue  # the tensor has no memory of its own
     return found
 
 
@@ -236,7 +229,7 @@ def _samples_of(counter: _Counter) -> Iterator[_Sample]:
         apart = int(_RANDOM.random() * (count * size // 4 - _SAMPLE_BYTES))
         offsets = [begin + apart, begin + count * size - apart - _SAMPLE_BYTES]
         nbytes = _SAMPLE_BYTES
-    else:  # what lies between its elements may be others'
+    else:  # memory between its elements may belong to other tensors
         offsets = [begin + size * _any_element(tensor) for _ in range(_SAMPLED_ELEMENTS)]
         nbytes = size
     for offset in offsets:
@@ -245,7 +238,7 @@ def _samples_of(counter: _Counter) -> Iterator[_Sample]:
 
 
 def _any_element(tensor: torch.Tensor) -> int:
-    """The place of some element, counted in elements from the first one."""
+    """Returns the place of a random element, counted in elements from the first one."""
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     return sum(_RANDOM.randrange(size) * stride for size, stride in axes)
 
@@ -258,7 +251,7 @@ def _is_copied(tensor: torch.Tensor) -> bool:
 
 
 def named_tensors(obj: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a nest of dicts, lists, modules and other objects, each once, with names as
+    """Yields the tensors in a nest of dicts, lists, modules and other objects, each once, named as
     "obj['model'].weight". Equal nests give equal names in equal order.
     """
     seen: set[int] = set()
@@ -285,11 +278,11 @@ _LEAVES = (str, bytes, int, float, bool, type(None), type, torch.dtype)
 
 
 def name_of(tensor: torch.Tensor, obj: object) -> str:
-    """Returns the place of a tensor in obj, as "tensor obj['model'].weight"."""
+    """Returns the name of a tensor in obj, as "tensor obj['model'].weight"."""
     try:
         for name, value in named_tensors(obj):
             if value is tensor:
                 return f"tensor {name}"
     except Exception:
-        pass  # the object is being changed meanwhile: it goes without a name
+        pass  # the object is changing meanwhile: its tensor is described without a name
     return f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"

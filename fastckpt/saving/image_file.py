@@ -1,7 +1,7 @@
 """The one way in which an image becomes a file: it is staged, written to a file that has a route
 and room for it, completed by what depends on its checksums, cut to its size and made durable.
 
-It must not know what the image is of, what its file is called in the end, or how that is committed.
+It must not know what the image holds, or how its file is named and committed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Make = Callable[[Purpose], AbstractContextManager[tuple[int, str]]]
 
 
 class _Full(Exception):
-    """There was no room, and there may be some in this layout."""
+    """The file system was full for a file, but may have room in this other layout."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -47,20 +47,20 @@ class ImageFile:
     written by then never is.
 
     Args:
-        pipeline: whose storage and staging are used.
-        image: its body is staged at once; it may be empty.
-        path: of the file, for messages.
-        options: how it is written.
-        allowance: the blocks of the budget that it may hold, together with the save's other files.
+        pipeline: has the storage and the staging memory.
+        image: the image, whose body is staged at once; it may be empty.
+        path: the file's path, for messages.
+        options: how the file is written.
+        allowance: the staging blocks that it may hold together with the save's other files.
         stagers: the most threads that copy.
-        reads: says which of its memory is on devices.
+        reads: the memory that lies on devices.
         direct: writes what it can from a GPU straight to the file.
-        stats: are told the route; None: nobody is.
+        stats: the save's numbers, which get the route.
 
     Attributes:
-        transfer: of the body.
+        transfer: the transfer of the body.
         is_open: whether there is a file yet.
-        fd, route: of the file, once it is open.
+        fd, route: the file's descriptor and route, once it is open.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ImageFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Whatever happens, blocks in flight arrive before the file they go to is closed.
+        # Blocks in flight arrive before their file is closed: its descriptor may then be another's.
         self.transfer.__exit__()
         self._files.__exit__(kind, error, trace)
 
@@ -109,22 +109,23 @@ class ImageFile:
         allocates: bool = True,
         timed: bool = False,
     ) -> str:
-        """Makes the file, with room for purpose.nbytes; where the file system is full in one part
-        and not in others, makes it anew in another one, once.
+        """Makes the file, with room for purpose.nbytes. Where one part of the file system is full,
+        makes it once more in another.
 
         Args:
-            make: makes it, as (descriptor, name); leaving the context with an error undoes that.
+            make: makes the file, as (descriptor, name), and undoes that if its context is left with
+                an error.
             purpose: what the file is for.
-            path: of the file, where it was not known before.
-            allocates: whether its size is known, and room is to be had before the first write.
-            timed: it is written at once, by this process alone, so that its time tells of the way
-                it went (Policy.measured).
+            path: the file's path, if it was not known before.
+            allocates: whether to allocate purpose.nbytes before the first write.
+            timed: whether this process alone writes the file, at once, so that the time it takes
+                tells how good its route is (Policy.measured).
 
         Returns:
             The file's name.
 
         Raises:
-            BackendUnavailable, StorageError: as Staging.route's; or there is no room.
+            BackendUnavailable, StorageError: as Staging.route(); or there is no room.
         """
         self._path = path or self._path
         while True:
@@ -140,12 +141,8 @@ class ImageFile:
                 purpose = purpose._replace(instead=layout)
 
     def join(self, fd: int, path: str, *, writing: bool = True, offset: int | None = 0) -> None:
-        """Takes a file that another rank has made, and closes it in the end.
-
-        Args:
-            fd: of the file, open for writing.
-            path: of the file.
-            writing, offset: as Staging.route's.
+        """Takes a file that another rank has made and this one has opened for writing; closes it in
+        the end. `writing` and `offset` are as Staging.route()'s.
         """
         self._files.callback(close_quietly, self._pipeline.storage, fd)
         self._path = path
@@ -160,16 +157,16 @@ class ImageFile:
             stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
 
     def through(self, transfer: Callable[[str, int, memoryview, int], int]) -> None:
-        """Hands blocks to a function, which writes them, as Staging.through() does."""
+        """Hands blocks to a function that writes them, as Staging.through() does."""
         self.route = self._files.enter_context(self._pipeline.staging.through(self.fd, transfer))
 
     def close(self) -> None:
-        """Closes the file, to which nothing is under way; another one may be made or joined."""
+        """Closes the file, with nothing in flight to it; then another may be made or joined."""
         self.is_open = False
         self._files.close()
 
     def _ready(self, fd: int, purpose: Purpose, allocates: bool, timed: bool) -> Route:
-        """Chooses the route of a new file, and has room allocated for it."""
+        """Chooses the route of a new file, and allocates room for it."""
         storage, path = self._pipeline.storage, self._path
         try:
             nbytes = purpose.nbytes if timed else None
@@ -193,15 +190,15 @@ class ImageFile:
             raise StorageError(error.op, error.path, number, error.offset, detail) from error
 
     def begin(self, offset: int = 0, pace: Pace | None = None) -> None:
-        """Lets what is staged go to the file, from an offset on, at this pace."""
+        """Begins to write what is staged, from an offset in the file on, at this pace."""
         self._pace = pace
         if pace is not None:
             self.route = pace.route(self.route)
         self.transfer.write_to(self.fd, offset, self.route)
 
     def complete(self) -> bytearray:
-        """Writes the tail of an image that this rank writes all of, when that was staged; returns
-        the tail.
+        """Writes the tail of an image that this rank writes all of, and returns it; everything has
+        been staged.
         """
         image, transfer = self._image, self.transfer
         tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
@@ -210,17 +207,17 @@ class ImageFile:
         return tail
 
     def add(self, image: Image, offset: int) -> None:
-        """Writes something small beside the body, and waits until that was written."""
+        """Writes a small image beside the body, and waits until it has been written."""
         staging, path = self._pipeline.staging, self._path
         with Transfer(staging, image, path, self._allowance, 1) as added:
             added.write_to(self.fd, offset, self.route)
             self._wait(added)
 
     def wait_written(self) -> None:
-        """Waits until the body was written.
+        """Waits until the body has been written.
 
         Raises:
-            StorageError, DeviceError: it was not. PeerFailed: another rank failed meanwhile.
+            StorageError, DeviceError: it could not be. PeerFailed: another rank failed meanwhile.
         """
         if self._image.body_nbytes:
             self._wait(self.transfer)
@@ -232,14 +229,13 @@ class ImageFile:
             self._pace.wait_written(transfer)
 
     def end(self, nbytes: int | None = None) -> None:
-        """Waits until all that was written to the file has arrived: on the device, or if it is not
-        to be durable, with the file system.
+        """Waits until the file has arrived: on the disk, or in the file system if not durable.
 
         Args:
-            nbytes: of the file, which is given that size; None: another rank does that.
+            nbytes: the size to cut the file to; None: another rank does that.
         """
         self.wait_written()
         storage = self._pipeline.storage
-        if nbytes is not None and self.route.direct:  # written by whole pages
-            cut(storage, self.fd, self._path, nbytes)  # before the sync, which is of the size too
+        if nbytes is not None and self.route.direct:  # O_DIRECT writes whole pages
+            cut(storage, self.fd, self._path, nbytes)  # before the sync, which covers the size, too
         settle(storage, self.fd, self._path, self._options.durable)

@@ -1,7 +1,7 @@
 """Pacing limits how hard saves lean on shared storage: their rate, their moment, their number.
 
-Responsible for this rank's share of what was asked for, and for the waits that come of it.
-It must not know what is written, nor where to. Everything here delays writing, never staging.
+Responsible for this rank's share of the rate, and for waiting until it may write. It must not know
+what is written, nor where to. Everything here delays writing, never staging.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from fastckpt.ranks.round import Round
 
 _LOOK_S = 2.0  # how often a paced write looks whether another rank has failed
 _JITTER_LOOK_S = 1.0
-_random = SystemRandom()  # the modules that the user seeds stay as they are
+_random = SystemRandom()  # leaves alone the generators that the user seeds
 
 
 class Pace:
-    """The pacing of one save on one rank. Without any, nothing here waits or says a word.
+    """The pacing of one save on one rank. Where none was asked for, nothing here waits.
 
     Args:
-        pacing: what was asked for.
+        pacing: the pacing that was asked for.
         agreement: the save's round.
-        rates: keeps the token bucket, which all saves of `owner` share.
-        owner: whose saves they are.
-        stats: are told.
-        whole: blocks go whole, because what writes them cannot take parts.
+        rates: keeps the token buckets.
+        owner: saves with the same owner share a bucket.
+        stats: the save's numbers, which get those of the pacing.
+        whole: whether blocks are written whole, because their writer cannot take parts.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Pace:
         self._owner = owner
         self._stats = stats
         self._whole = whole
-        self._rate: float | None = None  # of this rank
-        self._writers: dict[int, int] = {}  # of this node, and what each writes
+        self._rate: float | None = None  # this rank's, in bytes a second
+        self._writers: dict[int, int] = {}  # the bytes of each rank of this node that writes
         self._held_s = 0.0
         self._tokens_s: dict[Transfer, float] = {}
         stats.pacing = pacing.text()
 
     def heed(self, pacing: Pacing) -> None:
-        """From now on this is asked for; nothing was written yet."""
+        """Takes another pacing from now on; nothing has been written yet."""
         self._pacing = pacing
         self._stats.pacing = pacing.text()
 
@@ -69,31 +69,31 @@ class Pace:
 
     @property
     def files_per_node(self) -> int:
-        """Into how many they are to go."""
+        """The number of files per node that shards are to go into."""
         return self._pacing.writers_per_node or 1
 
     @property
     def meets(self) -> bool:
-        """Whether the ranks of a node share its rate, and have to tell each other of each save."""
+        """Whether ranks of a node share its rate, so that they have to meet() before each save."""
         return self._pacing.rate is not None and self._agreement.world_size > 1
 
     def meet(self, nbytes: int) -> list[nodes.Neighbour]:
-        """The ranks of this node, which learn how much each has to write. All ranks call it.
+        """Returns the ranks of this node, with the bytes that each has to write. All ranks call it.
 
         Raises:
             PeerFailed: another rank failed, or is missing.
         """
-        # A launcher's variables say how many ranks there are on the node, but not how much they
-        # have, and shares of the rate are in proportion, so that all end together.
+        # A launcher's variables tell how many ranks the node has, but not how much they write, and
+        # shares of the rate are in proportion to that, so that all end together.
         neighbours = nodes.neighbours(self._agreement, nbytes)
         self._writers = {each.rank: each.nbytes for each in neighbours if each.nbytes}
         return neighbours
 
     def share(self, nbytes: int) -> None:
-        """Takes this rank's share of its node's rate, to write so much.
+        """Takes this rank's share of its node's rate, to write `nbytes`.
 
         Raises:
-            CheckpointError: at that rate it would take longer than the others wait.
+            CheckpointError: at that rate it would take longer than other ranks wait.
         """
         pacing, size = self._pacing, self._agreement.world_size
         if pacing.rate is None or not nbytes:
@@ -109,24 +109,23 @@ class Pace:
             raise CheckpointError(
                 f"drain_rate is {pacing.rate:g} bytes/s, of which this rank has "
                 f"{self._rate:g}: its {nbytes} bytes would take {seconds:.0f} s, and ranks wait "
-                f"for each other no longer than timeout_s ({pacing.timeout_s:g} s)"
+                f"for each other no longer than timeout_s ({pacing.timeout_s:g} s): raise either"
             )
         self._stats.pacing += f"; {self._rate / 1e6:g} MB/s of it here"
 
     def route(self, route: Route) -> Route:
-        """The way to a file, at this rank's rate."""
+        """Returns a route with this rank's token bucket, if it has a rate."""
         if self._rate is None:
             return route
         bucket = self._rates.bucket(self._owner, self._rate, whole=self._whole)
         return route._replace(bucket=bucket)
 
     def begin(self, nbytes: int) -> None:
-        """Takes its share of the rate, and waits until this rank may begin to write so much; if
-        that is nothing, only for its turn, to pass it on.
+        """Takes this rank's share of the rate, and waits until it may write `nbytes`. A rank with
+        nothing to write waits too, for its turn, which it has to pass on.
 
         Raises:
-            CheckpointError: as share(). PeerFailed: another rank failed, or the one whose turn it
-                is took too long.
+            CheckpointError: as share(). PeerFailed: another rank failed, or took too long.
         """
         if not self._pacing:
             return
@@ -139,26 +138,26 @@ class Pace:
                 self._agreement.check()
         most = self._pacing.max_writers
         if most is not None:
-            # For each in its turn: who is late is blamed by all, and not who waits for it.
+            # One after the other, so that all blame the rank that is late, and not one that waits.
             for rank in turns_before(self._agreement.rank, self._agreement.world_size, most):
                 self._agreement.get("wrote", rank)
         self._held_s = self._stats.paced_s = time.monotonic() - began
 
     def end(self, *transfers: Transfer) -> None:
-        """Lets the next rank write, if that had to wait, when this one has written these."""
+        """Waits until these are written, and lets the next rank write, if ranks take turns."""
         if self._pacing.max_writers is not None:
             for transfer in transfers:
                 self.wait_written(transfer)
             self._agreement.put("wrote", b"")
 
     def wait_written(self, transfer: Transfer) -> None:
-        """As the transfer's; ends early if another rank fails, since at its pace it may be long."""
+        """Waits for a transfer; ends early if another rank fails, as a paced one may take long."""
         self._watch(transfer)
         self._tokens_s[transfer] = transfer.tokens_waited_s()
         self._stats.paced_s = self._held_s + max(self._tokens_s.values())
 
     def wait_one(self, transfer: Transfer) -> None:
-        """The same for one of many transfers that are written one after another."""
+        """As wait_written(), for one of many transfers that are written one after another."""
         self._watch(transfer)
         self._stats.paced_s += transfer.tokens_waited_s()
 
@@ -169,15 +168,15 @@ class Pace:
 
 
 def chain_of(rank: int, world_size: int, chains: int) -> int:
-    """In which of so many runs of ranks, one after another, a rank is."""
+    """Returns the number of the chain, a run of adjacent ranks, that a rank belongs to."""
     return rank * min(chains, world_size) // world_size
 
 
 def turns_before(rank: int, world_size: int, writers: int) -> range:
-    """The ranks that write before a rank, so that no more than `writers` write at a time.
+    """Returns the ranks that write before a rank, so that at most `writers` write at a time.
 
-    The ranks are cut into as many runs, and those of a run write one after the other: so the ones
-    that write at a time are spread over the nodes, as far as neighbours have neighbouring ranks.
+    Ranks of a chain write one after the other. As ranks of a node are mostly adjacent, those that
+    write at the same time are on different nodes.
     """
     chain, chains = chain_of(rank, world_size, writers), min(writers, world_size)
     return range(-(-chain * world_size // chains), rank)
