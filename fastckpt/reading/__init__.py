@@ -1,3 +1,1 @@
-"""All loads share this room: bytes of a file are verified before they are used. It must not know
-what they are used for.
-"""
+"""Verified reading, for all loads: bytes are checked before use. It must not know their use."""

@@ -1,8 +1,8 @@
-"""The one verified read: what is wanted of a file, the blocks that cover it, and bytes in memory.
+"""The one verified read: it brings ranges of a file to memory, by the blocks that cover them.
 
-Responsible for the streams that read a file's body, for the error that says why one could not, and
-for which files and which memory are fit for it. It must not know formats: whoever opened the file
-tells what lies in a damaged range.
+Responsible for streams over a file's body, for the errors of these streams, and for which files and
+which memory are fit for it. It must not know formats: whoever opened the file tells what lies in a
+damaged range.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import NO_FILE, Storage
 
-OVERWRITTEN = "the state may have been partly overwritten"  # an outcome
+OVERWRITTEN = "the state may have been partly overwritten"  # a Body.outcome
 _SCRATCH_BYTES = 1 << 20
 
 
@@ -36,13 +36,12 @@ class Body:
     """The part of an open file that is verified block by block.
 
     Attributes:
-        staging: what reads.
+        staging: reads the blocks.
         fd, path: the file, which stays open meanwhile; path is for messages.
-        index: its size and its blocks, with the checksum of each; with none, nothing is checked.
-        damaged: says what lies in a damaged range, from one byte to another, and what is to be
-            done.
-        outcome: what is left behind when a device or another rank has failed.
-        route: how blocks come; default: decided for each stream.
+        index: its size and its blocks, with the checksum of each; without any, nothing is checked.
+        damaged: tells what lies in a damaged range of bytes (begin, end), and what to do.
+        outcome: the state that a failure of a device or another rank leaves behind, in words.
+        route: how blocks are read; None: decided for each stream.
     """
 
     staging: Staging
@@ -54,7 +53,7 @@ class Body:
     route: Route | None = None
 
     def stream(self, wanted: Sequence[int] = (), direct: Direct | None = None) -> EngineStream:
-        """Begins to read blocks of these numbers, ascending, or all; with `direct` to its GPU."""
+        """Begins to read blocks by their numbers, ascending, or all; with `direct` to its GPU."""
         index = self.index
         blocks = (index.body_nbytes, index.block_bytes, index.block_crcs)
         return self.staging.read(self.fd, self.path, *blocks, wanted, self.route, direct)
@@ -62,12 +61,12 @@ class Body:
     def divided(
         self, wanted: Sequence[int], direct: Direct | None, whole: Collection[int]
     ) -> RunStream:
-        """As stream(), for memory of the host and of devices; what `direct` can read, it reads.
+        """As stream(), for memory of the host and of devices.
 
         Args:
             wanted: as stream()'s.
-            direct: reads to its GPU; None: everything comes through the host.
-            whole: numbers of the blocks that this GPU is likely to be given as a whole.
+            direct: reads what it can straight to its GPU; None: all blocks go through the host.
+            whole: the numbers of blocks that are likely to go to this GPU as a whole.
         """
         block_bytes = self.index.block_bytes
         if direct is None or self.route is not None or block_bytes != BLOCK_BYTES:
@@ -76,41 +75,38 @@ class Body:
         return GdsStream(self.stream, blocks, block_bytes, whole, direct)
 
     def move(self, stream: RunStream, rows: Iterable[CopyRow], devices: Sequence[Any] = ()) -> None:
-        """Moves rows to memory; those of `devices` are on their way there when this returns.
+        """Moves rows to memory; those of `devices` may still be under way when this returns.
 
         Raises:
-            CorruptCheckpoint, StorageError, DeviceError.
+            CorruptCheckpoint, StorageError, DeviceError: as check().
         """
         columns = array("Q", [value for row in rows for value in row])
         self.check(stream, stream.read_runs(columns, list(devices)))
 
     def read_all(self, stream: Stream) -> None:
-        """Reads and checks everything, keeping nothing of it.
-
-        Raises:
-            CorruptCheckpoint, StorageError, PeerFailed.
-        """
+        """Reads and checks the whole body, and keeps nothing; raises as check()."""
         scratch = memoryview(bytearray(_SCRATCH_BYTES))
         for at in range(0, self.index.body_nbytes, _SCRATCH_BYTES):
             self.check(stream, stream.readinto(scratch[: self.index.body_nbytes - at], at))
 
     def verify(self) -> None:
-        """As read_all(), by a stream of its own."""
+        """Reads and checks the whole body by a stream of its own."""
         with closing(self.stream()) as stream:
             self.read_all(stream)
 
     def check(self, stream: Stream, done: bool) -> None:
-        """Raises why a stream could not do something, unless it is done.
+        """Raises the error that kept a stream from doing something, unless it is done.
 
         Raises:
-            CorruptCheckpoint, StorageError, DeviceError, PeerFailed.
+            CorruptCheckpoint: a block is damaged. StorageError: a read failed. DeviceError: a copy
+                to a GPU failed. PeerFailed: another rank failed.
         """
         if done:
             return
         fault, path, left = stream.fault(), repr(self.path), f"; {self.outcome}"
         assert fault is not None
         if fault.op == PEERS:
-            raise PeerFailed(f"load of {path}: {fault.text}{left}", fault.ranks)
+            raise PeerFailed(f"the load of {path} failed: {fault.text}{left}", fault.ranks)
         if fault.op == "copy":
             what = f"copying {path} to a GPU, at offset {fault.at}"
             raise DeviceError(f"{what}, failed: {fault.text}{left}")
@@ -125,11 +121,8 @@ class Body:
 
 
 def takes_bytes(tensor: torch.Tensor, kinds: Collection[str]) -> bool:
-    """Whether bytes that are put where a tensor's elements lie become its elements.
-
-    Args:
-        tensor: of any kind.
-        kinds: types of the devices that bytes can be put on.
+    """Returns whether bytes put into a tensor's memory become its elements as they are; `kinds` are
+    the types of device that bytes can be moved to.
     """
     return (
         type(tensor) in PLAIN_TENSORS
@@ -142,14 +135,14 @@ def takes_bytes(tensor: torch.Tensor, kinds: Collection[str]) -> bool:
 
 @contextmanager
 def opened_regular(storage: Storage, path: str, missing: str = "") -> Iterator[int]:
-    """A regular file, open for reading.
+    """Opens a regular file for reading, and closes it.
 
     Args:
         storage, path: the file.
-        missing: what is said where there is none, if that is damage.
+        missing: the message if the file is missing and that is damage; "": it is a StorageError.
 
     Raises:
-        CorruptCheckpoint: there is something else, or nothing. StorageError: it cannot be opened.
+        CorruptCheckpoint: it is not a regular file, or missing. StorageError: it cannot be opened.
     """
     try:
         fd = storage.open_regular(path)

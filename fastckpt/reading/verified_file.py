@@ -1,7 +1,7 @@
-"""Verified reading: a file that fastckpt wrote, as a readable object whose every byte was checked.
+"""A file in torch's format that fastckpt wrote, as a file object whose every byte was verified.
 
-Responsible for recognising such a file, for feeding torch from parallel block reads and for saying
-what is damaged. It must not know what torch makes of the bytes.
+Responsible for recognising such a file, for feeding torch from parallel block reads and for telling
+which record is damaged. It must not know what torch makes of the bytes.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from fastckpt.storage.file_system import Storage, naming, reported
 T = TypeVar("T")
 
 DEFERRED_BYTES = 1 << 20  # storages of this size and more
-_MARK = bytes(range(1, 17))  # other bytes after swapping those of items of any size
+_MARK = bytes(range(1, 17))  # differs once items of any size have had their bytes swapped
 
 
 class OtherByteOrder(Exception):
-    """torch swapped bytes that were not there yet: the file has to be read without deferring."""
+    """torch has swapped bytes that were not read yet: the file must be read without deferring."""
 
 
 class VerifiedFile(io.RawIOBase):
-    """A file of ours opened for reading; read errors and damage are raised and kept in `error`.
+    """A file of ours, opened for reading by open_verified().
 
-    Made by open_verified(). torch's zip reader fetches each record with one readinto() into the
-    memory of the storage it made, so bytes are copied once, from the verified block.
+    torch's zip reader fetches each record by one readinto() to the memory of the storage that it
+    made, so bytes are copied once, from the verified block.
 
     Attributes:
-        error: what went wrong, if anything has.
-        nbytes: of the file.
+        error: the first read error or damage, which was raised, too; torch may have replaced it.
+        nbytes: the size of the file.
     """
 
     def __init__(self, body: Body, stream: Stream) -> None:
@@ -60,7 +60,7 @@ class VerifiedFile(io.RawIOBase):
 
     @property
     def closing_crc(self) -> int:
-        """The CRC-32 that the file ends in, which tells this file from another."""
+        """The CRC-32 at the end of the file, which tells this file from another."""
         return torch_zip.closing_crc(self._index.tail)
 
     def readable(self) -> bool:
@@ -80,22 +80,21 @@ class VerifiedFile(io.RawIOBase):
         return self._position
 
     def defer(self) -> None:
-        """From now on leaves large storages to be asked for by deferred() and fill()."""
+        """Leaves large storages unread from now on, until deferred() and fill() ask for them."""
         if self._stream.defers:
             with naming(self._body.path):
                 self._deferring_from = zip_contents.storages_offset(self._index)
 
     def stop_deferring(self) -> None:
-        """Begins anew, reading all that is asked for when it is."""
+        """Begins anew, and reads everything as soon as it is asked for."""
         self._deferring_from, self._position = None, 0
         self._deferred.clear()
 
     def deferred(self, address: int, nbytes: int) -> int | None:
-        """Where in the file the content of this memory is that was asked for and not yet read; None
-        if it was read.
+        """Returns the offset in the file of what was deferred for this memory; None if it was read.
 
         Raises:
-            OtherByteOrder: the memory was touched meanwhile, by swapping its bytes.
+            OtherByteOrder: torch has swapped the bytes of this memory meanwhile.
         """
         offset, length = self._deferred.pop(address, (0, 0))
         if not length:
@@ -105,7 +104,7 @@ class VerifiedFile(io.RawIOBase):
         return offset
 
     def fill(self, storage: torch.UntypedStorage, offset: int, devices: Sequence[Any]) -> None:
-        """Reads a storage; from a GPU, if it is among `devices` (see Reads.ranges)."""
+        """Reads into a storage, which is on a GPU if it is among `devices` (see Reads.ranges)."""
         self._check(self._stream.fill(storage, offset, devices))
 
     def _defers(self, nbytes: int, body: int) -> bool:
@@ -129,13 +128,12 @@ class VerifiedFile(io.RawIOBase):
         return nbytes
 
     def verify_all(self) -> None:
-        """Reads and checks the whole file, keeping nothing of it."""
+        """Reads and checks the whole file, and keeps nothing."""
         self._body.read_all(self._stream)
 
     def read_by(self, load: Callable[[VerifiedFile], T]) -> T:
-        """Returns what `load`, which calls torch, makes of the file if all that it read was whole.
-
-        The last block is checked as well, which may hold nothing that torch asks for.
+        """Returns what `load`, which calls torch, makes of the file, if all that it read was whole.
+        Checks the last block, too, which may hold nothing that torch asks for.
         """
         try:
             loaded = load(self)
@@ -150,11 +148,11 @@ class VerifiedFile(io.RawIOBase):
         return loaded
 
     def arrive(self) -> None:
-        """Waits for what is on its way to devices."""
+        """Waits until everything has arrived on devices."""
         self._check(self._stream.arrive())
 
     def abandon(self) -> None:
-        """Closes a file that is not read, with other ranks or without."""
+        """Closes a file that nobody has read from, whether other ranks take part or not."""
         if not self.closed:
             self._stream.abandon()
         super().close()
@@ -163,7 +161,7 @@ class VerifiedFile(io.RawIOBase):
         try:
             if not self.closed:
                 self._stream.close()
-        finally:  # or the garbage collector would close what is another file's by then
+        finally:  # else the garbage collector closes a descriptor that is another file's by then
             super().close()
 
     def _check(self, done: bool) -> None:
@@ -183,21 +181,20 @@ def open_verified(
     group: Any = None,
     direct: Direct | None = None,
 ) -> VerifiedFile | None:
-    """The file behind fd for verified reading; None if fastckpt did not write it.
+    """Opens the file behind fd for verified reading; returns None if fastckpt did not write it.
 
     Args:
-        fd: stays the caller's, and open until the result is closed.
-        path: for messages.
-        verify: check the blocks of the body, and refuse a file whose end is missing or damaged;
-            without it such a file is left to torch.
-        group: a torch.distributed process group whose ranks all do the same: each reads a share of
-            the blocks, and they exchange them.
+        fd: the caller's descriptor, which stays open until the result is closed.
+        path: the file's path, for messages.
+        verify: whether to check the blocks of the body, and to refuse a file whose end is missing
+            or damaged; if not, such a file is left to torch.
+        group: a torch.distributed process group whose ranks all make this call: each reads a share
+            of the blocks, and they exchange them.
         direct: reads what goes to its GPU; not with a group.
 
     Raises:
         CorruptCheckpoint: fastckpt wrote it, and its end is missing or damaged.
-        IncompatibleCheckpoint: a newer fastckpt wrote it.
-        StorageError: a read failed.
+        IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: a read failed.
     """
     with reported("read", path):
         nbytes = storage.size(fd)
@@ -231,7 +228,7 @@ def open_verified(
                 lambda at, size: storage.read_at(fd, size, at), index, begin, end
             )
         except (OSError, CorruptCheckpoint):
-            names = []  # a bad disk or a forged directory: the damage stands, only its name is lost
+            names = []  # a bad disk or a forged zip directory: damage is still told, without a name
         what = f"record {listed(names)}" if names else "a zip header or padding"
         return f"{what}; nothing was loaded: restore it from another checkpoint"
 

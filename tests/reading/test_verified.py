@@ -74,7 +74,7 @@ def test_a_device_and_other_ranks_are_told_with_what_is_left() -> None:
     )
     error = error_of(Fault(PEERS, text="rank 3 gave up", ranks=(3,)), outcome="nothing was loaded")
     assert isinstance(error, PeerFailed) and error.ranks == (3,)
-    assert str(error) == "load of 'a.pt': rank 3 gave up; nothing was loaded"
+    assert str(error) == "the load of 'a.pt' failed: rank 3 gave up; nothing was loaded"
 
 
 def test_bytes_go_only_to_memory_that_is_the_elements() -> None:
