@@ -1,1 +1,1 @@
-"""Ranks of a job talk to each other by this room. It must not know files or tensors."""
+"""All that ranks of a job tell each other. It must not know files or tensors."""

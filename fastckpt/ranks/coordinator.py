@@ -1,8 +1,8 @@
-"""Agreement between the ranks of one group, over a c10d store; or nobody.
+"""Agreement between the ranks of one group, over a c10d store, or of one process with itself.
 
-Responsible for the connection to the store, for rounds being begun in the same order on all ranks,
-and for their keys being freed. Must not know files, tensors, formats, or what is agreed on; never
-touches a process group, nor the training thread's connection to the store.
+Responsible for the connection to the store, for beginning rounds and for freeing their keys. It
+must not know what is agreed on, and never touches a process group or the training thread's
+connection to the store.
 """
 
 from __future__ import annotations
@@ -26,55 +26,56 @@ log = logging.getLogger("fastckpt")
 
 _UNFREED_ROUNDS = 64
 
-# What a process has begun in a group stays known when a Coordinator is closed and the next one made
-# for the same: the others count on.
+# Sessions outlive their Coordinators: the other ranks go on counting rounds where a process makes a
+# new Coordinator for the same group.
 _sessions: WeakKeyDictionary[Any, dict[str, Session]] = WeakKeyDictionary()
 _sessions_lock = threading.Lock()
-_has_warned = False  # of a job whose ranks do not know each other
+_has_warned = False  # whether this process has warned of ranks that do not know each other
 
 
 class Coordinator:
     """Rounds of agreement in one group, begun in the same order on each of its ranks.
 
-    Several may be opened one after another under one prefix, even by a later process on a store
-    that persists, if every rank opens as many, or if they share a session. Two small keys for each
+    Several Coordinators may follow each other under one prefix, even in a later process on a store
+    that persists, if every rank makes as many, or if they share a session. Two small keys for each
     rank stay in the store.
 
     Args:
         store: a torch.distributed store: TCPStore, FileStore, HashStore or PrefixStore of these.
         rank, world_size: this process's rank in the group, and the number of ranks.
-        prefix: what the keys begin with; the same on every rank.
-        session: of those before it; default: a new one.
+        prefix: the beginning of all keys; the same on every rank.
+        session: the session of the Coordinator before this one; None: a new one.
     """
 
     def __init__(
         self, store: Any, rank: int, world_size: int, prefix: str, session: Session | None = None
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        # The store is kept: in the process that hosts its server, this is what owns it.
+        # The store is kept, because in the process that hosts its server this object owns that.
         self._store, self._prefix = store, prefix
         self._pid, self._closed = os.getpid(), False
         self.session = session or Session()
-        self._lock = threading.RLock()  # of what follows, which only the background uses
+        self._lock = threading.RLock()  # guards the following, which only the background uses
         self._client: Any = None
         self._gone = ""
         self._unfreed: list[Round] = []
 
     @classmethod
     def alone(cls) -> Coordinator:
-        """For a single process: rank 0 of 1, over a store in its own memory."""
+        """Makes one for a single process: rank 0 of 1, over a store in its own memory."""
         return cls(c10d.HashStore(), 0, 1, "alone")
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None, name: str) -> Coordinator:
-        """For a torch.distributed group, over the job's own store; for None, alone().
+        """Makes one for a torch.distributed group, over the job's own store; for None, alone().
 
-        `name` says for what. ValueError: no torch.distributed, or not a rank of the group.
+        `name` tells the keys of one purpose from those of another. Raises ValueError if this
+        process is not a rank of the group, or torch.distributed is not initialised.
         """
         if group is None:
             return cls.alone()
         if not dist.is_initialized():
-            raise ValueError("group: torch.distributed is not initialised in this process")
+            raise ValueError("group is given, but torch.distributed is not initialised here")
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise ValueError("group: this process is not one of its ranks")
@@ -88,32 +89,32 @@ class Coordinator:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the store has failed."""
+        """Whether the store has failed for good."""
         return bool(self._gone)
 
     def begin(
         self, label: str, timeout_s: float = TIMEOUT_S, consequence: str = COMMITTED_NOTHING
     ) -> Round:
-        """Begins a round without a word to anybody: microseconds, for the training thread.
+        """Begins a round in microseconds, without a word to other ranks, on the training thread.
 
         Every rank begins rounds of the same labels in the same order. Each wait may take timeout_s
-        seconds. What a failure means for the caller is its consequence, in words.
+        seconds. `consequence` says in messages what a failure means for the caller.
 
-        ValueError: timeout_s is not positive, or this Coordinator is closed. CheckpointError: this
-        process was forked from the one that is a rank.
+        Raises ValueError if timeout_s is not positive or this Coordinator is closed, and
+        CheckpointError if this process was forked from the one that is a rank.
         """
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s is {timeout_s}, must be positive")
+            raise ValueError(f"timeout_s is {timeout_s}, must be above 0 seconds")
         if self.world_size == 1 and os.getpid() != self._pid:
-            self.__dict__ = Coordinator.alone().__dict__  # a child is alone too, for itself
+            self.__dict__ = Coordinator.alone().__dict__  # a forked child is alone by itself
         self._check_usable()
         return Round(self, label, timeout_s, consequence)
 
     def close(self, linger_s: float = LINGER_S) -> None:
-        """Frees the connection, and within linger_s keys of failed rounds. Close all before.
+        """Closes the connection and frees this rank's keys; all rounds have been closed before.
 
-        Ranks that have not left a failed round are waited for: they are yet to read why it failed.
-        Those are not whose absence it failed for.
+        Waits linger_s seconds at most for ranks that have not left a failed round, since they have
+        yet to read why it failed; but not for those whose absence it failed for.
         """
         since = time.monotonic()
         try:
@@ -134,14 +135,15 @@ class Coordinator:
             raise ValueError("this Coordinator is closed")
         if os.getpid() != self._pid:
             raise CheckpointError(
-                f"forked from process {self._pid}, which is the rank: save and restore there"
+                f"this process was forked from process {self._pid}, which is the rank: save and "
+                "restore there"
             )
 
     def call(self, operation: str, key: str | list[str], *values: Any) -> Any:
-        """One operation of the store, for a round; ConnectionError once the store has failed."""
+        """Calls an operation of the store; raises ConnectionError once the store has failed."""
         self._check_usable()
         try:
-            if self._gone:  # what its connection would say next is unknown
+            if self._gone:  # the connection may be in the midst of an answer: it is not used again
                 raise ConnectionError(self._gone)
             prefix = self.session.prefix if self._client is not None else self._opened()
             full = prefix + key if isinstance(key, str) else [prefix + each for each in key]
@@ -163,12 +165,12 @@ class Coordinator:
             return self.session.prefix
 
     def _is_awaited(self) -> bool:
-        """Whether ranks have yet to leave failed rounds."""
+        """Returns whether ranks have yet to leave failed rounds."""
         with self._lock:
             return any(old.failed and old.is_awaited() for old in self._unfreed)
 
     def free(self, ended: list[Round], failed_too: bool = False) -> None:
-        """Deletes this rank's keys of rounds all left, and of the oldest."""
+        """Deletes this rank's keys of rounds that all ranks have left, and of the oldest rounds."""
         with self._lock:
             rounds, self._unfreed = [*ended, *self._unfreed], []  # newest first
             for age, old in enumerate(rounds):
@@ -179,18 +181,15 @@ class Coordinator:
 
 
 def default_group() -> Any:
-    """The group of all ranks; None where torch.distributed is not initialised."""
+    """Returns the group of all ranks; None where torch.distributed is not initialised."""
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return None
 
 
 def check_alone(what: str) -> None:
-    """Makes sure that this process is the only rank of something that is of all ranks, but was made
-    when torch.distributed was not initialised.
-
-    Raises:
-        ValueError: it was initialised since, with several ranks.
+    """Raises ValueError if there are several ranks by now, but `what` was made for all ranks before
+    torch.distributed was initialised, and so for this rank alone.
     """
     group = default_group()
     ranks = 1 if group is None else dist.get_world_size(group)
@@ -205,10 +204,8 @@ def check_alone(what: str) -> None:
 
 
 def warn_of_unknown_ranks(what: str) -> None:
-    """Says, once, that a launcher has started several ranks, but something that all of them should
-    do together is done by this one alone, since torch.distributed is not initialised.
-
-    The first rank is not told: that it saves alone may well be meant.
+    """Warns once, where a launcher has started several ranks, that this one does alone what all
+    should do together. The first rank is not warned: that it saves alone may well be meant.
     """
     global _has_warned
     rank, ranks = launched_rank() or (0, 1)
@@ -225,7 +222,7 @@ def warn_of_unknown_ranks(what: str) -> None:
 
 
 def ranks_within(group: Any) -> dict[int, int] | None:
-    """Rank in the group of each global rank; None where they are the same."""
+    """Returns the rank in the group of each global rank; None where they are the same."""
     if group is None or group is default_group():
         return None
     return {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}

@@ -1,4 +1,4 @@
-"""A process keeps here what it shares with the ranks of a group, from one save to the next.
+"""The things that a process shares with the ranks of a group, from one save to the next.
 
 Responsible for one connection to the store for each group. It must not know what is saved.
 """
@@ -19,11 +19,7 @@ T = TypeVar("T")
 
 
 class Together:
-    """Ranks of one group keep what they have agreed on, for the files that they save together.
-
-    Args:
-        coordinator: speaks to the other ranks.
-    """
+    """The memory of one group of ranks across the files that they save together."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
@@ -31,7 +27,7 @@ class Together:
         self._unequal: frozenset[str] = frozenset()
 
     def unequal(self) -> frozenset[str]:
-        """Names of tensors whose contents were found to differ: rank 0's count."""
+        """Returns the names of tensors that were found to differ, so that only rank 0's count."""
         return self._unequal
 
     def note_unequal(self, names: set[str]) -> None:
@@ -42,11 +38,11 @@ class Together:
 
 
 class PerGroup(Generic[T]):
-    """Keeps one object for each group of ranks, for as long as the group is there.
+    """One object for each group of ranks, kept for as long as the group exists.
 
     Args:
-        name: for what, among the keys of the store.
-        make: makes the object, at the first use, with what speaks to the ranks of the group.
+        name: tells the keys of these objects from others' in the store.
+        make: makes the object at its first use, given the Coordinator of the group.
     """
 
     def __init__(self, name: str, make: Callable[[Coordinator], T]) -> None:
@@ -56,7 +52,7 @@ class PerGroup(Generic[T]):
         self._lock = threading.Lock()
 
     def of(self, group: Any) -> T:
-        """Returns the object of a group, or of this process alone (None)."""
+        """Returns the object of a group, or that of this process alone (None)."""
         if group is None:
             return self._alone
         with self._lock:

@@ -1,7 +1,7 @@
-"""The ranks of one save learn which of them share a machine, and how much each has to write.
+"""The neighbours of a rank in one save: the ranks on its machine, and how much each has to write.
 
-Responsible for ranks finding that out from each other: each tells the first one, which answers once
-for each machine. It must not know what is written, nor what is made of the answer.
+Each rank tells the first one about itself, which answers once for each machine. It must not know
+what is written, nor how the answer is used.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 class Neighbour(NamedTuple):
-    """A rank of this machine, this one among them.
+    """A rank of this machine, which may be this very one.
 
     Attributes:
-        rank: of the process.
-        nbytes: what it has to write.
-        space: processes of the same one see each other's memory.
+        rank: its number.
+        nbytes: the bytes that it has to write.
+        space: a name that is equal for processes that can open each other's memory.
     """
 
     rank: int
@@ -33,8 +33,8 @@ class Neighbour(NamedTuple):
 
 
 def groups(neighbours: Sequence[Neighbour], count: int) -> list[list[int]]:
-    """The ranks of a machine cut into those that share a file, `count` times, but for processes
-    that do not see each other. The first of each group writes it.
+    """Returns the ranks of a machine in groups that share a file, which the first of a group makes:
+    `count` groups, or more where ranks cannot open each other's memory.
     """
     found: list[list[int]] = []
     spaces: dict[str, list[int]] = {}
@@ -48,14 +48,8 @@ def groups(neighbours: Sequence[Neighbour], count: int) -> list[list[int]]:
 
 
 def neighbours(agreement: Round, nbytes: int) -> list[Neighbour]:
-    """The ranks of this machine, ascending; all ranks call it, and wait for each other.
-
-    Args:
-        agreement: the save's round.
-        nbytes: what this rank has to write.
-
-    Raises:
-        PeerFailed: one of them failed, or is missing.
+    """Returns the ranks of this machine, ascending. All ranks call it, each with the bytes that it
+    has to write, and wait for each other. Raises PeerFailed if a rank failed or is missing.
     """
     own = [_machine(), nbytes, _space()]
     agreement.put("machine", json.dumps(own).encode())
@@ -71,7 +65,7 @@ def neighbours(agreement: Round, nbytes: int) -> list[Neighbour]:
 
 
 def _machine() -> str:
-    """Returns what tells this machine from others, the same in all of its containers."""
+    """Returns a name of this machine, which is the same in all of its containers."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
@@ -80,9 +74,9 @@ def _machine() -> str:
 
 
 def _space() -> str:
-    """Whose memory can be reached under /proc: processes of one namespace and user."""
+    """Returns a name of this process's namespaces and user, whose memory /proc lets it open."""
     try:
         names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user")]
     except OSError:
-        names = [f"process {os.getpid()}"]  # nobody else's, for all that is known
+        names = [f"process {os.getpid()}"]  # nothing is known, so it shares with nobody
     return " ".join([*names, str(os.geteuid())])

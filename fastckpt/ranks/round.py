@@ -1,8 +1,8 @@
 """One agreement between the ranks of a group about one save or restore, over a c10d store.
 
-Responsible for records that ranks leave for each other, for one failure ending a round on all ranks
-with the same cause, and for waits that end. Must not know files, tensors, formats, or what a record
-says; never touches a process group.
+Responsible for the records that ranks leave for each other, for ending a round on all ranks with
+the first failure, and for waits that end. It must not know what a record says, and never touches a
+process group.
 """
 
 from __future__ import annotations
@@ -23,19 +23,16 @@ log = logging.getLogger("fastckpt")
 
 TIMEOUT_S, LINGER_S = 600.0, 5.0
 _LOOK_S, _GRACE_S = 1.0, 2.0  # how often to look where a missing rank is; its time to return
-_REJOIN_S, _REJOIN_POLL_S = (
-    10.0,
-    0.05,
-)  # a rank that was missed: how long for the others to be there
+_REJOIN_S, _REJOIN_POLL_S = 10.0, 0.05  # how long, how often a late rank looks for the others
 _RANKS_LOOKED_AT, _RANKS_IN_BATCH, _CAUSE_CHARS = 16, 256, 4000
-_RECORD_BYTES = 8_000_000  # a TCPStore hangs up on more
+_RECORD_BYTES = 8_000_000  # a TCPStore closes the connection on more
 _DECIDED, _ABSENT = b"decided", b"absent"  # the latter makes compare_set a get that does not wait
 _IN_DOUBT = "the checkpoint may or may not be visible"
 COMMITTED_NOTHING = "nothing was committed"
 
 
 class Connection(Protocol):
-    """The part of a Coordinator that a round which it began needs."""
+    """The part of a Coordinator that its rounds need."""
 
     rank: int
     world_size: int
@@ -43,13 +40,13 @@ class Connection(Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """Whether the store has failed."""
+        """Whether the store has failed for good."""
 
     def call(self, operation: str, key: str | list[str], *values: Any) -> Any:
-        """One operation of the store; ConnectionError once it has failed."""
+        """Calls an operation of the store; raises ConnectionError once the store has failed."""
 
     def free(self, ended: list[Round]) -> None:
-        """Deletes this rank's keys of rounds that all have left."""
+        """Deletes this rank's keys of rounds that all ranks have left."""
 
 
 class Round:
@@ -57,12 +54,11 @@ class Round:
 
     Every call but fail() and close() raises PeerFailed: for the first failure of any rank, for
     ranks still missing when time is up, or for a store that is gone. All ranks that can be told
-    raise the same text; it says what is known of the checkpoint.
+    raise the same text, which says what is known of the checkpoint.
 
-    Attributes: rank and world_size as the Coordinator's; label as given to begin(); name, that with
-    the number of earlier rounds of the label; operations, how many the store was asked for so far;
-    may_be_visible, whether conclude() may have committed for all that is known here, unless the
-    round has failed.
+    Attributes: rank and world_size as the Coordinator's; label as given to begin(); name, the label
+    with the number of earlier rounds of that label; operations, the number of operations of the
+    store so far; may_be_visible, whether conclude() may have committed without this rank knowing.
     """
 
     def __init__(
@@ -72,11 +68,11 @@ class Round:
         self.label, self.operations = label, 0
         self._coordinator, self._session = coordinator, coordinator.session
         self._timeout_s, self._consequence = timeout_s, consequence
-        # Rank 0, which knows best who is missing, has the first word.
+        # The others wait a little longer: rank 0 knows best who is missing, and is to say so first.
         self._patience_s = timeout_s + (min(60.0, timeout_s / 10) if self.rank else 0.0)
         self._set_number(self._session.begin(label))
         self._keys: list[str] = []
-        self._end = b""  # once known: _DECIDED, or the failure
+        self._end = b""  # how the round ended, once known: _DECIDED, or the failure
         self._joined = self._closed = self.may_be_visible = False
 
     def _set_number(self, number: int) -> None:
@@ -84,9 +80,9 @@ class Round:
         self._path = hashlib.sha256(self.name.encode(errors="surrogatepass")).hexdigest()
 
     def put(self, key: str, value: bytes) -> None:
-        """Leaves this rank's record under key, once; ValueError if it has more than 8 MB."""
+        """Leaves this rank's record under key, once; raises ValueError for more than 8 MB."""
         if len(value) > _RECORD_BYTES:
-            raise ValueError(f"record {key!r} has {len(value)} bytes, at most {_RECORD_BYTES}")
+            raise ValueError(f"record {key!r} has {len(value)} bytes; at most {_RECORD_BYTES} fit")
         self._keys.append(self._at(key, self.rank))
         self._call("set", self._keys[-1], value)
 
@@ -99,7 +95,7 @@ class Round:
         return self._records(key, range(self.world_size))
 
     def poll(self, key: str, rank: int = 0) -> bytes | None:
-        """The record that `rank` put under key, None if it is not there yet."""
+        """Returns the record that `rank` put under key; None if it is not there yet."""
         if self._call("check", [self._at(key, rank)]):
             return self.get(key, rank)
         self.check()
@@ -108,10 +104,10 @@ class Round:
     def same(
         self, key: str, digest: bytes, detail: Callable[[], bytes]
     ) -> list[tuple[list[int], bytes]] | None:
-        """Finds out whether all ranks have the same digest; all call it, with keys of their own.
+        """Compares a digest on all ranks, each of which calls this with the same key.
 
-        Returns None if so. Else, equal on every rank: for each digest the ranks that have it and
-        what detail(), called on the lowest of these alone, returned; in the order of these.
+        Returns None if all are equal. Otherwise, the same on every rank: for each digest, the ranks
+        that have it, and what detail() returned, which only the lowest of them calls.
         """
         self.put(f"{key}.digest", digest)
         if self.rank == 0:
@@ -123,15 +119,15 @@ class Round:
         groups: list[list[int]] = json.loads(self.get(f"{key}.unequal"))
         if self.rank in [ranks[0] for ranks in groups]:
             self.put(f"{key}.detail", detail())
-        if self.rank == 0:  # passes on what others may delete when they close
+        if self.rank == 0:  # copies the details, which their ranks may delete when they close
             for ranks in groups:
                 self.put(f"{key}.detail of {ranks[0]}", self.get(f"{key}.detail", ranks[0]))
         return [(ranks, self.get(f"{key}.detail of {ranks[0]}")) for ranks in groups] or None
 
     def fail(self, error: BaseException) -> None:
-        """Tells every rank that this one failed; without effect after decide(). Never raises."""
+        """Tells every rank that this one failed; has no effect after decide(). Never raises."""
         if isinstance(error, PeerFailed) and (self.failed or self._coordinator.is_gone):
-            return  # all know it, or none can be told
+            return  # all ranks know it, or none can be told
         try:
             self._join(0.0)
             self._post(f"rank {self.rank} failed: {type(error).__name__}: {error}", [self.rank])
@@ -140,7 +136,7 @@ class Round:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """An error in the body is this rank's, so that nobody waits for it; then it has left."""
+        """Makes an error in the body this rank's failure, so that nobody waits, and closes."""
         try:
             yield
         except BaseException as error:
@@ -149,8 +145,9 @@ class Round:
             raise
 
     def decide(self) -> None:
-        """On rank 0, before it commits: unless one came first, no failure counts from here on."""
+        """Makes later failures count no more, before rank 0 commits; raises an earlier one."""
         assert self.rank == 0, "rank 0 commits"
+        # fail() sets the same key by compare-and-set, so exactly one of the two comes first.
         self._end = self._call("compare_set", self._at("end"), b"", _DECIDED)
         self.check()
 
@@ -165,14 +162,14 @@ class Round:
         """Commits once every rank is done, or nowhere: the same outcome on every rank.
 
         Args:
-            record: what this rank tells the first one, when all that it brings is durable.
+            record: what this rank tells the first one; all that it has written is durable.
             publish: makes the checkpoint visible; called on the first rank, with all records.
-            turn: on the first rank, returns when it may do so.
+            turn: returns when the first rank may publish; called there.
             follow: what the other ranks do meanwhile.
 
         Raises:
-            PeerFailed: another rank failed or is missing. If rank 0's error is `visible`, so is
-                this one. Exception: what publish() raises, on the first rank.
+            PeerFailed: another rank failed or is missing; `visible` if rank 0's error is.
+            Exception: what publish() raises, on the first rank.
         """
         self.may_be_visible = self.rank != 0
         self.put("done", record)
@@ -196,7 +193,7 @@ class Round:
         self._tell_outcome(None)
 
     def _tell_outcome(self, error: BaseException | None) -> None:
-        """On rank 0, after decide(): tells the others how its commit went."""
+        """Tells the others, from rank 0, how its commit went."""
         told: list[object] = []
         if error is not None:
             text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
@@ -204,12 +201,12 @@ class Round:
         self.put("outcome", json.dumps(told).encode())
 
     def _hear_outcome(self) -> PeerFailed | None:
-        """On the others: waits for that. Returns the failure of the commit, `visible` or not."""
+        """Waits for rank 0's outcome; returns the failure of the commit, or None."""
         told = json.loads(self.get("outcome"))
         return PeerFailed(told[0], (0,), visible=told[1]) if told else None
 
     def check(self) -> None:
-        """Raises the failure, if there is one."""
+        """Raises the failure of the round, if there is one."""
         if not self._end and self._call("check", [self._at("end")]):
             self._end = self._call("get", self._at("end"))
         if self.failed:
@@ -219,10 +216,10 @@ class Round:
     def close(self, linger_s: float = LINGER_S) -> None:
         """Leaves the round and frees its keys. Idempotent, never raises.
 
-        Rank 0 waits, for linger_s seconds at most, until all have left, for its process may host
-        the store; what is left then, its next close frees. The others delete their records here,
-        so they close when rank 0 has told them that nobody needs these any more; or, after a
-        failure, which may find others reading them, by a later close.
+        Rank 0, whose process may host the store, waits linger_s seconds at most until all have
+        left; a later close frees the rest. The other ranks delete their records here, after rank 0
+        has told the outcome, when nobody reads them any more. After a failure others may still be
+        reading, so a later close deletes them.
         """
         if self._closed:
             return
@@ -247,12 +244,12 @@ class Round:
         return self._end not in (b"", _DECIDED)
 
     def is_over(self) -> bool:
-        """Whether every rank has closed this round; asked when this one has."""
+        """Returns whether every rank has closed this round; this one has."""
         return self._absent() <= 0
 
     def is_awaited(self) -> bool:
-        """Whether a rank has yet to close this round, other than those whose absence it failed for,
-        which may be dead.
+        """Returns whether a rank has yet to close this round, not counting the ranks whose absence
+        it failed for, which may be dead.
         """
         missing = len(json.loads(self._end)[2]) if self.failed else 0
         return self._absent() > missing
@@ -260,11 +257,11 @@ class Round:
     def _absent(self) -> int:
         """Returns how many ranks have not closed this round."""
         left = self._call("compare_set", self._at("left"), _ABSENT, _ABSENT)
-        # rank 0 deletes it after the last
+        # Rank 0 deletes the key after the last has left.
         return 0 if left == _ABSENT else self.world_size - int(left)
 
     def delete(self) -> None:
-        """Deletes this rank's records; on rank 0 also what all ranks share."""
+        """Deletes this rank's records; on rank 0 also the keys that all ranks share."""
         for key in self._keys + ([] if self.rank else [self._at("end"), self._at("left")]):
             self._call("delete_key", key)
 
@@ -285,11 +282,11 @@ class Round:
             ) from None
 
     def _join(self, patience_s: float) -> None:
-        """Takes this rank's place among the rounds of the label.
+        """Joins the round, under the number that this rank's first word settles.
 
-        The others may have given up on this rank in the round that it comes to: then it has missed
-        a call of theirs, or is very late. If they are at a later round by now, that is the one
-        meant. If not, it is told what they were, and its next call is in step with theirs.
+        The others may have given up on this rank in this round: then it missed a call of theirs, or
+        is very late. If they are at a later round of the label by now, this rank moves there. If
+        not, it hears their failure, and its next call is in step with theirs.
         """
         if self._joined:
             return
@@ -313,7 +310,7 @@ class Round:
         self._call("set", f"last/{self.rank}", self._session.record())
 
     def _is_missed(self) -> bool:
-        """Whether the others gave up on this rank, which has not said a word yet."""
+        """Returns whether the others gave up on this rank, which has not said a word yet."""
         if self.world_size == 1:
             return False
         if not self._end and self._call("check", [self._at("end")]):
@@ -321,7 +318,7 @@ class Round:
         return self.failed and self.rank in json.loads(self._end)[1]
 
     def _later(self) -> int | None:
-        """The first round after this one that another rank has begun and this one has not."""
+        """Returns the number of the next round that another rank has begun and this one has not."""
         others = set(range(self.world_size)) - set(json.loads(self._end)[1])
         told = self._call("compare_set", f"last/{min(others)}", _ABSENT, _ABSENT) if others else b""
         if told in (b"", _ABSENT):
@@ -340,15 +337,15 @@ class Round:
         return records
 
     def _wait(self, key: str, keys: list[str], ranks: Sequence[int]) -> None:
-        """Until `keys` are there, which are those of the first of `ranks`."""
+        """Waits for `keys`, which are those of the first of `ranks`; blames ranks that are lost."""
         since = looked = time.monotonic()
-        deadline = since + self._patience_s  # of this wait: what this rank did before is no wait
+        deadline = since + self._patience_s  # each wait has its own: work in between is no wait
         strayed: dict[int, float] = {}
         while not self._call("check", keys):
             try:
                 self.check()
             except PeerFailed:
-                if not self._call("check", keys):  # what was there before the failure counts
+                if not self._call("check", keys):  # records from before the failure still count
                     raise
             now = time.monotonic()
             if now >= deadline:
@@ -365,7 +362,7 @@ class Round:
             pause(since, deadline)
 
     def _whereabouts(self, rank: int, key: str) -> tuple[bool, str]:
-        """Whether a rank can no longer join this round, and what it did instead, in words."""
+        """Returns whether a rank can no longer join this round, and what it did instead."""
         told = self._call("compare_set", f"last/{rank}", _ABSENT, _ABSENT)
         if told == _ABSENT:
             return False, "did not join"
@@ -380,7 +377,7 @@ class Round:
         return False, f"did not join (its last was {label!r})"
 
     def _give_up(self, key: str, ranks: Sequence[int]) -> None:
-        """Blames the missing, unless somebody was faster, or rank 0 has decided."""
+        """Ends the round for the absence of the ranks that are still missing, and raises."""
         missing = [rank for rank in ranks if not self._call("check", [self._at(key, rank)])]
         did = [f"rank {rank} {self._whereabouts(rank, key)[1]}" for rank in missing[:8]]
         did += [f"{len(missing) - 8} more are missing"] if len(missing) > 8 else []
@@ -391,11 +388,8 @@ class Round:
             raise PeerFailed(f"{self.label}: {lost}: {_IN_DOUBT}", (0,))
 
     def _post(self, why: str, ranks: Sequence[int], missing: Sequence[int] = ()) -> None:
-        """Ends the round by a failure, unless it has ended.
-
-        Args:
-            why, ranks: what PeerFailed says.
-            missing: ranks that may never leave the round, for they have not come to it.
+        """Ends the round by a failure of these ranks, unless it has ended. Those of `missing` have
+        not come to the round, and may never leave it.
         """
         text = f"{self.label}: {why[:_CAUSE_CHARS]}; {self._consequence}"
         failure = [text, [*ranks], [*missing]]
@@ -403,6 +397,6 @@ class Round:
 
 
 def pause(since: float, until: float) -> None:
-    """Sleeps for 5% of the time waited, so that thousands who wait do not drown the store."""
+    """Sleeps for 5 % of the time waited, so that thousands of ranks do not flood the store."""
     now = time.monotonic()
     time.sleep(max(0.0, min(max((now - since) / 20, 0.001), 1.0, until - now)))

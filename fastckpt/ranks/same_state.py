@@ -1,7 +1,7 @@
-"""Whether ranks that say they hold the same state do: its structure, and samples of its contents.
+"""The comparison of states that all ranks should hold alike: structure, and samples of contents.
 
-Responsible for what one rank tells of its state, and for finding the tensor and the ranks where two
-such descriptions differ. It must not know how ranks exchange them, or what becomes of the save.
+Responsible for the description of one rank's state, and for finding the tensor and the ranks where
+descriptions differ. It must not know how ranks exchange them, or what becomes of the save.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 from fastckpt.errors import RanksDisagree
 
-SAMPLED_BYTES = 64 << 10  # of all tensors, each save
-_RANGE_BYTES = 128  # few and long, since a GPU is asked for each
+SAMPLED_BYTES = 64 << 10  # of all tensors together, each save
+_RANGE_BYTES = 128  # ranges are few and long, since each from a GPU is a copy of its own
 _RANGES_MAX = 4  # of one tensor
 _SAMPLED_MAX = SAMPLED_BYTES // _RANGE_BYTES  # tensors
 _NAMED_MAX = 3  # differences in one message
 
 
 class Sampled(NamedTuple):
-    """A tensor's memory whose contents should be the same on all ranks."""
+    """Memory of a tensor whose contents should be the same on all ranks."""
 
     name: str
     address: int
@@ -34,8 +34,8 @@ class Description:
     """A description of the state that one rank saves, for the others.
 
     Args:
-        texts: name of every tensor, and what has to be the same about it; or what makes that, not
-            before it is needed.
+        texts: the name of every tensor, and in words what ranks must have alike of it; or a
+            function that is called for that when it is needed.
         first_rank: names of tensors whose contents count on the first rank only.
     """
 
@@ -51,15 +51,12 @@ class Description:
         self._seed = 0
 
     def lay_out(self, storages: Iterable[tuple[str, str]]) -> None:
-        """Adds in which order memory is written: a tensor that lies there, and what has to be the
-        same about it all.
-        """
+        """Adds storages in the order of writing: a tensor in each, and what must agree."""
         self._storages += [(f"the storage of {name}", text) for name, text in storages]
 
     def sample(self, parts: Sequence[Sampled], seed: int) -> None:
-        """Chooses a few ranges of each part, the same on all ranks for equal seeds.
-
-        At most SAMPLED_BYTES in all; with more parts than can be sampled, others each time.
+        """Chooses a few ranges of each part, SAMPLED_BYTES in all at most; equal seeds choose the
+        same ranges on all ranks. If there are too many parts, another seed chooses other parts.
         """
         self._seed = seed
         stride = max(1, -(-len(parts) // _SAMPLED_MAX))
@@ -74,15 +71,15 @@ class Description:
             self._samples.append((name, taken))
 
     def samples(self) -> list[tuple[int, bytearray]]:
-        """Returns what was chosen, and where it is copied before descriptions are compared."""
+        """Returns the chosen ranges: addresses, and buffers to copy to before comparing."""
         return [part for _, taken in self._samples for part in taken]
 
     def detail(self) -> bytes:
-        """All of it, for disagreement()."""
+        """Returns the whole description, for disagreement()."""
         return zlib.compress(json.dumps(self._all()).encode(), level=1)
 
     def digest(self) -> bytes:
-        """32 bytes that are equal where details are."""
+        """Returns 32 bytes that are equal where details are."""
         return hashlib.sha256(repr(self._all()).encode()).digest()
 
     def _all(self) -> list[Any]:
@@ -95,15 +92,11 @@ class Description:
 def disagreement(
     groups: Sequence[tuple[list[int], bytes]], path: str
 ) -> tuple[RanksDisagree, set[str]]:
-    """Says where descriptions differ.
+    """Returns an error that tells where descriptions differ, and the tensors whose contents do.
 
     Args:
         groups: for each distinct description, the ranks that gave it and its detail().
-        path: of the checkpoint, for the message.
-
-    Returns:
-        The error, which names tensors and ranks, and the names of the tensors of which nothing but
-            the contents differ.
+        path: the checkpoint's path, for the message.
     """
     groups = sorted(groups, key=lambda group: min(group[0]))
     details: list[tuple[list[int], Any]] = [
@@ -118,7 +111,7 @@ def disagreement(
         if base[2] != other[2]:
             names = sorted(set(base[2]) ^ set(other[2]))
             found.append(f"{_ranks(ranks)} did not see that {names[0]} differed before")
-        if base[4] != other[4]:  # then samples are of other ranges, and say nothing
+        if base[4] != other[4]:  # another seed sampled other ranges, so their CRCs say nothing
             found.append(
                 f"{_ranks(ranks)} had missed an earlier call, and from the next one on is in step "
                 "with rank 0 again"

@@ -1,6 +1,6 @@
-"""A session numbers the rounds that this process has begun in one group under one name.
+"""The numbers of the rounds that this process has begun in one group under one name.
 
-Responsible for numbering the rounds of a label and for what others are told of them. It must not
+Responsible for numbering the rounds of a label, and for telling other ranks of them. It must not
 know the store, nor what a round is for.
 """
 
@@ -12,26 +12,26 @@ import os
 import threading
 from typing import Any
 
-_REMEMBERED = 4096  # rounds, and labels: of a run that saves for ever, the last ones
+_REMEMBERED = 4096  # the last rounds, and labels, of a run that saves for ever
 
 
 class Session:
     """The rounds of one rank, over the life of its process.
 
-    Rounds are begun on the training thread and take their numbers in the background, where a rank
-    that missed a call skips those that the others are through with.
+    The training thread begins rounds, which take their final numbers in the background, where a
+    rank that missed a call skips the numbers that the others are through with.
 
     Attributes:
-        prefix: of the keys in the store, "" until a first connection has found it out.
-        lock: of what only the background uses.
-        pid: the process.
+        prefix: the prefix of the keys in the store; "" until a first connection has found it.
+        lock: guards state that only the background uses.
+        pid: the number of the process.
     """
 
     def __init__(self) -> None:
         self.prefix = ""
         self.lock = threading.RLock()
         self.pid = os.getpid()
-        # What begin() changes needs no lock, which a thread that is gone after a fork could hold.
+        # begin() takes no lock: after a fork, a thread that no longer exists could hold it.
         self._next: dict[str, int] = {}
         self._order: dict[str, int] = {}
         self._begun = itertools.count()
@@ -40,9 +40,9 @@ class Session:
         self._taken: dict[str, set[int]] = {}  # under lock
 
     def begin(self, label: str) -> int:
-        """The number of a new round of a label."""
+        """Returns the number of a new round of a label."""
         number = self._next.pop(label, 0)
-        self._next[label] = number + 1  # at the end: what was used last
+        self._next[label] = number + 1  # taken out and put in again, so that it is the newest
         _forget_oldest(self._next)
         self._note(name_of(label, number))
         return number
@@ -54,7 +54,7 @@ class Session:
         _forget_oldest(self._order)
 
     def take(self, label: str, number: int) -> int:
-        """The number for good of a round that was begun with this one."""
+        """Returns the final number of a round that was begun with this one."""
         with self.lock:
             taken = self._taken[label] = self._taken.pop(label, set())
             _forget_oldest(self._taken)
@@ -64,7 +64,7 @@ class Session:
             return number
 
     def move(self, label: str, number: int, later: int) -> None:
-        """A round gives up its number, which nobody waits at, for a later one."""
+        """Moves a round from its number, which nobody waits at, to a later one."""
         with self.lock:
             self._under_way.discard(name_of(label, number))
             self._keep(label, later)
@@ -78,25 +78,25 @@ class Session:
             self._note(name)
 
     def is_taken(self, label: str, number: int) -> bool:
-        """Whether a round of this rank has this number for good."""
+        """Returns whether this is the final number of a round of this rank."""
         return number in self._taken.get(label, ())
 
     def end(self, label: str, number: int) -> None:
-        """A round is over."""
+        """Notes that a round is over."""
         self._under_way.discard(name_of(label, number))
 
     def leave(self) -> None:
-        """No more rounds will follow, unless some are still under way."""
+        """Notes that no rounds will follow, unless some are still under way."""
         if not self._under_way:
             self._last = None
 
     def record(self) -> bytes:
-        """Returns what others are told: the round that was begun last, and those under way."""
+        """Returns a record for the others: the round that was begun last, and those under way."""
         last = self._last  # read first: rounds begun before it are among the following
         return json.dumps([last, sorted(self._under_way.copy())]).encode()
 
     def is_past(self, name: str, other: str) -> bool:
-        """Whether a rank that is at `other` has passed `name`; what was not begun here is ahead."""
+        """Returns whether a rank at `other` has passed `name`; rounds not begun here are ahead."""
         return self._order.get(other, 1 << 62) > self._order.get(name, -1)
 
 
@@ -106,12 +106,12 @@ def _forget_oldest(known: dict[str, Any]) -> None:
 
 
 def name_of(label: str, number: int) -> str:
-    """A round's name, equal on all ranks."""
+    """Returns a round's name, which is equal on all ranks."""
     return f"{label}#{number}"
 
 
 def numbers_in(record: bytes, label: str) -> list[int]:
-    """Numbers of the rounds of a label that a record() tells of, ascending."""
+    """Returns the numbers of the rounds of a label that a record() tells of, ascending."""
     last, under_way = json.loads(record)
     parted = (name.rpartition("#") for name in {last, *under_way} if name is not None)
     return sorted(int(number) for its, _, number in parted if its == label)

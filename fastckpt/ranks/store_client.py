@@ -1,4 +1,4 @@
-"""A client of a torch.distributed store of one's own, beside the one that the training uses.
+"""A second client of a torch.distributed store, beside the one that the training uses.
 
 Responsible for opening it with every torch that is supported. It must not know what is stored.
 """
@@ -18,24 +18,24 @@ OPERATION_S = 30.0  # bounds one operation of the store, none of which waits for
 
 
 def own_client(store: Any) -> Any:
-    """A second client of a store, where it needs one lest calls hold up those of the first."""
+    """Returns a client whose calls do not hold up those of the given one, the training's."""
     base, timeout = store, timedelta(seconds=OPERATION_S)
     while isinstance(base, c10d.PrefixStore):
         base = base.underlying_store
     if isinstance(base, c10d.TCPStore):
-        # Refused at once where torch's client would go on trying for the store's own timeout.
+        # A dead server refuses this at once; torch's client would try for the store's own timeout.
         socket.create_connection((base.host, base.port), OPERATION_S).close()
     if hasattr(store, "clone"):  # torch 2.8 and later
         client = store.clone()
         if isinstance(base, c10d.TCPStore | c10d.FileStore):
             client.set_timeout(timeout)
         return client
-    # A second FileStore would do, but the destructors of such a torch, which remove the file, end
-    # the process when they meet. No call of ours waits, so the first one serves.
+    # In older torch, two FileStores of a file end the process when both of their destructors remove
+    # the file. No call of ours waits, so the training's own client serves.
     client = base
     if isinstance(base, c10d.TCPStore):
         client = c10d.TCPStore(base.host, base.port, timeout=timeout, wait_for_workers=False)
-    if base is not store:  # a prefix cannot be asked for: those who share it agree on another
+    if base is not store:  # its prefix cannot be read: clients that share it agree on another one
         prefix = store.compare_set("fastckpt/prefix", "", os.urandom(16).hex())
         client = c10d.PrefixStore(prefix.decode(), client)
     return client
