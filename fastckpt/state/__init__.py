@@ -1,3 +1,1 @@
-"""A state, taken apart into named tensors and values, and put together again. It must not know
-files or ranks.
-"""
+"""A state, taken apart into named tensors and values, and put together again; no files or ranks."""

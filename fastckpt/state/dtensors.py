@@ -19,12 +19,12 @@ PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def is_sharded(value: object) -> bool:
-    """Whether a tensor is a DTensor, of which each rank holds a part."""
+    """Returns whether a value is a DTensor, of which each rank holds a part."""
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 
 def is_of_several_ranks(value: object) -> bool:
-    """Whether a tensor is one that several ranks hold parts of: a DTensor or a ShardedTensor."""
+    """Returns whether a value is a tensor of several ranks: a DTensor or a ShardedTensor."""
     if type(value) in PLAIN_TENSORS or not isinstance(value, torch.Tensor):
         return False
     return is_sharded(value) or hasattr(value, "local_shards")
@@ -36,9 +36,9 @@ class Part(NamedTuple):
     Attributes:
         local: its memory.
         box: the part of the global tensor that this is.
-        holders: ranks of the group with the same part, ascending; equal ones are one object.
-        placement: in words, the same on all ranks.
-        identity: what DTensors that are one have in common; ranks come to the same conclusions.
+        holders: the group's ranks with the same part, ascending; equal tuples are one object.
+        placement: the placement in words, the same on all ranks.
+        identity: equal for DTensors that share their memory; all ranks find the same ones equal.
     """
 
     local: torch.Tensor
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 class _Spread(NamedTuple):
-    """The part that follows from mesh, placements and shape, alike for many tensors of a model."""
+    """The facts that follow from mesh, placements and shape, alike for many tensors of a model."""
 
     box: Box
     holders: tuple[int, ...]
@@ -58,11 +58,11 @@ class _Spread(NamedTuple):
 
 
 class Parts:
-    """Finds what this rank of a group holds of DTensors. It keeps them.
+    """Finds this rank's parts of DTensors, and keeps these tensors alive.
 
     Args:
-        world_size: of the group.
-        rank_of: rank in the group of a global rank; None where they are the same.
+        world_size: the number of ranks in the group that saves.
+        rank_of: the rank in the group of each global rank; None where they are the same.
     """
 
     def __init__(self, world_size: int, rank_of: Mapping[int, int] | None) -> None:
@@ -71,14 +71,14 @@ class Parts:
         self._ranks: dict[Any, tuple[int, ...]] = {}
         self._holders: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._spreads: dict[tuple[Any, ...], _Spread] = {}
-        self._kept: list[Any] = []  # an id says nothing once its object is gone
+        self._kept: list[Any] = []  # keeps tensors alive, so that their ids stay theirs
 
     def of(self, key: str, tensor: Any) -> Part:
-        """Returns what this rank holds of a DTensor that messages call `key`.
+        """Returns this rank's part of a DTensor that messages call `key`.
 
         Raises:
-            TypeError: as dtensor_part(); its elements are not what shards can hold; or the mesh has
-                not exactly the ranks of the group.
+            TypeError: as dtensor_part(); or shards cannot hold its elements; or its mesh has other
+                ranks than the group.
         """
         self._kept.append(tensor)
         mesh, placements, shape = tensor.device_mesh, tuple(tensor.placements), tensor.shape
@@ -90,7 +90,7 @@ class Parts:
         _check_local(key, tensor, local, spread.box)
         _check_storable(key, local)
         if spread.is_empty_somewhere:
-            identity: tuple[Any, ...] = (id(tensor),)  # there, no memory would tell
+            identity: tuple[Any, ...] = (id(tensor),)  # some ranks have no memory to tell them by
         else:
             memory = (local.data_ptr(), local.shape, local.stride(), local.dtype, local.is_neg())
             identity = (memory, spread_by)
@@ -126,11 +126,11 @@ class Parts:
 
 
 def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:
-    """Returns what a DTensor holds in this rank, and which part of the global tensor that is.
+    """Returns a DTensor's memory in this rank, and which part of the global tensor that is.
 
     Raises:
-        TypeError: its placement is Partial, unknown or no rectangle; it holds something else than
-            its placement says; or this rank is not in its mesh.
+        TypeError: its placement is Partial or unknown, or means no rectangle; its memory has other
+            sizes than its placement means; or this rank is not in its mesh.
     """
     box, local = _box(key, tensor), _local(tensor)
     _check_local(key, tensor, local, box)
@@ -138,10 +138,10 @@ def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    with torch.no_grad():  # else each is a node of a graph
+    with torch.no_grad():  # else to_local() adds a node to a graph
         local: torch.Tensor = tensor.to_local()
     if type(local) not in PLAIN_TENSORS and hasattr(local, "wait"):
-        arrived: torch.Tensor = local.wait()  # of a collective that may still run
+        arrived: torch.Tensor = local.wait()  # a collective may still be computing it
         return arrived
     return local
 
@@ -150,7 +150,9 @@ def _box(key: str, tensor: Any) -> Box:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise TypeError(f"{key!r} is a DTensor on a mesh that lacks this rank")
+        raise TypeError(
+            f"{key!r} is a DTensor on a mesh that lacks this rank: save and restore it on its ranks"
+        )
     sizes = tuple(mesh.mesh.shape)
     dims, order = _dims(key, tensor, sizes)
     return shard_box(
@@ -162,7 +164,7 @@ def _box(key: str, tensor: Any) -> Box:
 
 
 def _check_local(key: str, tensor: Any, local: torch.Tensor, box: Box) -> None:
-    """Raises TypeError unless this is of the size that the placement means."""
+    """Raises TypeError unless a part has the sizes that its placement means."""
     if box.sizes != tuple(local.shape) and (local.numel() or 0 not in box.sizes):
         raise TypeError(
             f"{key!r} holds {tuple(local.shape)} here, but {tuple(tensor.placements)} of "
@@ -172,7 +174,7 @@ def _check_local(key: str, tensor: Any, local: torch.Tensor, box: Box) -> None:
 
 
 def _check_storable(key: str, local: torch.Tensor) -> None:
-    """Raises TypeError unless the elements are what shards can hold."""
+    """Raises TypeError unless shards can hold the elements."""
     kind = None
     if not safetensors.supported(local.dtype):
         kind = f"of {local.dtype}"
@@ -188,14 +190,14 @@ def _check_storable(key: str, local: torch.Tensor) -> None:
 
 
 def _chunks(size: int, ranks: int) -> set[int]:
-    """The sizes into which shard_box() cuts a dimension: full ones, a smaller one, empty ones."""
+    """Returns the sizes that shard_box() cuts a dimension into: full, smaller and empty ones."""
     chunk = -(-size // ranks)
     positions = (0, min(size // max(1, chunk), ranks - 1), ranks - 1)
     return {max(0, min(chunk, size - position * chunk)) for position in positions}
 
 
 def _dims(key: str, tensor: Any, sizes: Sequence[int]) -> tuple[tuple[int | None, ...], list[int]]:
-    """The tensor dimension that each mesh dimension shards, and in which order they apply."""
+    """Returns the tensor dimension that each mesh dimension shards, and the order they apply in."""
     dims: list[int | None] = []
     late = []
     for number, placement in enumerate(tensor.placements):
@@ -213,7 +215,7 @@ def _dims(key: str, tensor: Any, sizes: Sequence[int]) -> tuple[tuple[int | None
                 "for example by redistribute() to Replicate or Shard"
             )
     for number in late:
-        # Any other number of parts means that a rank holds every so many rows and no rectangle.
+        # With any other split factor a rank holds rows at intervals, which are no rectangle.
         parts = prod(sizes[i] for i in range(number + 1, len(dims)) if dims[i] == dims[number])
         if tensor.placements[number].split_factor != parts:
             _refuse_placement(key, tensor, "in which a rank holds no rectangle of it")

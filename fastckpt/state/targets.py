@@ -1,7 +1,6 @@
-"""Targets say where stored values are to go in a state that exists.
+"""The targets of a restore: which parts of stored tensors a rank wants, and in which memory.
 
-Responsible for saying which part of which tensor a rank wants, and into which memory. It must not
-know files, nor who reads them.
+It must not know files, nor who reads them.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from fastckpt.plan.boxes import Box
 
 
 class Target(NamedTuple):
-    """A target: where a part of a stored tensor is wanted.
+    """A part of a stored tensor that is wanted, and the memory for it.
 
     Attributes:
-        key: of the tensor.
-        tensor: memory of the part: of its sizes, of any dtype, strides and device.
-        shape: of the whole tensor.
+        key: the key of the stored tensor.
+        tensor: the memory: of the part's sizes, and of any dtype, strides and device.
+        shape: the shape of the whole stored tensor.
         box: the part.
     """
 

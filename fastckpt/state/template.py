@@ -1,7 +1,7 @@
-"""Restoring into a state that exists: which stored value goes where in it.
+"""The restore into a state that exists: which stored value goes where in it.
 
-Responsible for walking a state beside what was saved of one, for making tensors that the state
-lacks, and for putting values in place once they are all there. It must not know files or ranks.
+Responsible for walking a state beside the nest that was saved, for making tensors that the state
+lacks, and for putting values in place once all have been read. It must not know files or ranks.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from fastckpt.state.tree import (
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """The box of all of a tensor."""
+    """Returns the box of a whole tensor."""
     return Box((0,) * len(shape), shape)
 
 
 class Template:
-    """A state to be restored, and what was saved. Nothing of the state changes before put().
+    """A state to restore, beside what was saved. Only the memory of targets changes before put().
 
     Args:
-        state: as was given to Checkpointer.restore.
+        state: as given to Checkpointer.restore.
         saved: the nest of objects of a step.
         per_rank: this rank's values by name; None if the saving job had no such rank.
-        find: raises unless the step holds the parts of tensors it is given (StepReader.find).
-        where: the path of what was saved, for messages.
+        find: raises unless the step holds all the parts of tensors it is given (StepReader.find).
+        where: the path of the step, for messages.
 
     Attributes:
-        targets: what is to be read before put().
+        targets: the parts of tensors that must be read before put().
 
     Raises:
         IncompatibleCheckpoint: the state has something that was not saved, or of another shape.
@@ -72,7 +72,7 @@ class Template:
         self._ignored: list[str] = []
         self._whole: dict[str, torch.Tensor] = {}
         self._saved = saved
-        self._filled: dict[int, Any] = {}  # by identity, which lasts as long as what was saved
+        self._filled: dict[int, Any] = {}  # by identity; self._saved keeps the objects alive
         if not isinstance(state, dict | list) and not is_stateful(state):
             raise TypeError(f"state is {type(state).__name__}, must be a dict, a list or stateful")
         new = self._visit(state, saved, "state", 0)
@@ -83,19 +83,19 @@ class Template:
 
     @property
     def ignored(self) -> str:
-        """Names what was saved and the state does not ask for; "" if that is nothing."""
+        """The names of saved values that the state does not ask for; "" if there are none."""
         return listed(self._ignored)
 
     def _misfit(self, text: str) -> IncompatibleCheckpoint:
         return IncompatibleCheckpoint(f"{self._where!r} does not fit: {text}")
 
     def put(self) -> None:
-        """Gives the values to the state; the targets were read."""
+        """Gives the values to the state; the targets have been read."""
         for action in self._actions:
             action()
 
     def _visit(self, value: Any, saved: Any, path: str, depth: int) -> Any:
-        """Returns what stands at this place afterwards; in place where it can be."""
+        """Returns the value that belongs here after the restore: the old object where it can be."""
         if depth > DEPTH_MAX:
             raise self._misfit(f"{path} is nested more than {DEPTH_MAX} deep")
         if isinstance(value, PerRank):
@@ -160,7 +160,7 @@ class Template:
         self._actions.append(put)
 
     def _tensor(self, tensor: Any, saved: Any, path: str) -> None:
-        """Fills a tensor with the part of a stored one that it is to hold."""
+        """Makes a target or an action that fills a tensor with its part of a stored one."""
         if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
             raise TypeError(f"{path} has no shape (yet): it cannot be restored in place")
         stored, shape = stored_of(saved), tuple(tensor.shape)
@@ -192,7 +192,7 @@ class Template:
             self._actions.append(put)
 
     def _stateful(self, value: Any, saved: Any, path: str, depth: int) -> None:
-        """Restores an object by its load_state_dict, its tensors in place first."""
+        """Restores an object by its load_state_dict(), after its tensors in place."""
         value = unwrapped(value)
         own = value.state_dict()
         saved = unescaped(saved)
@@ -205,7 +205,7 @@ class Template:
         if isinstance(value, torch.optim.Optimizer):
             own = _completed(value, own, saved)
         unknown = [key for key in saved if key not in own]
-        own = _copied(own)  # it may be the very dict that the object lives by
+        own = _copied(own)  # it may be the very dict that the object keeps its state in
         self._add_missing(own, saved, depth)
         self._dict(own, saved, path, depth)
         if unknown and _is_strict(value):
@@ -216,7 +216,7 @@ class Template:
         self._actions.append(lambda: value.load_state_dict(own))
 
     def _add_missing(self, own: dict[Any, Any], saved: Mapping[Any, Any], depth: int) -> None:
-        """A state_dict gets what it lacks: load_state_dict decides whether that fits."""
+        """Adds to a state_dict the keys it lacks: load_state_dict() decides whether they fit."""
         for key, item in saved.items():
             if key not in own:
                 own[key] = None
@@ -224,13 +224,13 @@ class Template:
                 self._add_missing(own[key], unescaped(item), depth + 1)
 
     def _loaded(self, saved: Any) -> Any:
-        """A saved value as a new object: tensors of the shards are read whole."""
+        """Returns a saved value as a new object, with tensors of the shards read whole."""
         return fill(saved, self._whole_tensor, self._whole_own_value, self._filled)
 
     def _whole_tensor(self, stored: Stored) -> torch.Tensor:
         key, dtype, shape = stored
         if key not in self._whole:
-            self._find([(key, shape, whole(shape))])  # before so much memory is taken for it
+            self._find([(key, shape, whole(shape))])  # raises before memory is taken in vain
             self._whole[key] = torch.empty(shape, dtype=dtype, device="cpu")
             self.targets.append(Target(key, self._whole[key], shape, whole(shape)))
         return self._whole[key]
@@ -244,7 +244,7 @@ class Template:
 
 
 def _check_target(tensor: torch.Tensor, saved: Any, path: str) -> None:
-    """Raises TypeError unless what was saved can be put into the memory of a tensor."""
+    """Raises TypeError unless the memory of a tensor can take what was saved."""
     meta, kind = False, str(torch.strided)
     if isinstance(saved, torch.Tensor):
         meta, kind = saved.is_meta, _memory_kind(saved)
@@ -254,7 +254,7 @@ def _check_target(tensor: torch.Tensor, saved: Any, path: str) -> None:
     elif _memory_kind(tensor) != kind:
         why = f"is {_memory_kind(tensor)}, in the checkpoint {kind}"
     elif kind == str(torch.strided) and _may_overlap(tensor):
-        why = "has elements that share memory, as expand() makes them: clone() it before"
+        why = "has elements that share memory, as expand() makes them (clone() it before)"
     else:
         return
     raise TypeError(f"{path} {why}: it cannot be restored in place")
@@ -265,10 +265,10 @@ def _memory_kind(tensor: torch.Tensor) -> str:
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie in the same memory."""
+    """Returns whether two elements may lie in the same memory."""
     if tensor.numel() < 2 or tensor.is_contiguous():
         return False
-    extent = 0  # from the first to the last element of the dimensions that lie closer together
+    extent = 0  # distance of the last element from the first, along the dimensions so far
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride <= extent:
@@ -282,9 +282,8 @@ def _completed(
     own: dict[str, Any],
     saved: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The state_dict of an optimizer, with tensors for the state it has not made yet.
-
-    State of a parameter's shape is spread as the parameter is.
+    """Returns the state_dict of an optimizer, with tensors for the state it has not made yet; state
+    of a parameter's shape is spread over ranks as the parameter is.
     """
     state = own.get("state")
     theirs = unescaped(saved.get("state"))
@@ -293,7 +292,7 @@ def _completed(
     parameters: dict[Any, torch.Tensor] = {}
     for group, described in zip(optimizer.param_groups, own["param_groups"], strict=True):
         parameters.update(zip(described["params"], group["params"], strict=True))
-    # What is of another shape, or came later than the checkpoint, goes as load_state_dict() has it.
+    # State of another shape, and of later parameters, is left out: load_state_dict() deals with it.
     completed = {number: items for number, items in state.items() if number in theirs}
     for number, items in theirs.items():
         parameter, items = parameters.get(number), unescaped(items)
@@ -313,7 +312,7 @@ def _completed(
 
 
 def _copied(value: Any, depth: int = 0) -> Any:
-    """A nest of dicts in new dicts of the same types."""
+    """Returns a copy of a nest of dicts, of the same types."""
     if not isinstance(value, dict) or depth > DEPTH_MAX:
         return value
     new = copy.copy(value)
@@ -327,7 +326,7 @@ def _is_filled_dict(value: Any) -> bool:
 
 
 def _kind(item: Any) -> Stored | None:
-    """Dtype and shape of a saved tensor, in the shards or not."""
+    """Returns dtype and shape of a saved tensor, in the shards or not; None for other values."""
     if isinstance(item, torch.Tensor):
         return Stored("", item.dtype, tuple(item.shape))
     return stored_of(item)
@@ -346,7 +345,7 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
 
 
 def _is_strict(value: Any) -> bool:
-    """Whether load_state_dict() is torch's own and will refuse keys that the module lacks."""
+    """Returns whether load_state_dict() is torch's own, which refuses keys that a module lacks."""
     if not isinstance(value, torch.nn.Module):
         return False
     hooks = (module._load_state_dict_pre_hooks for module in value.modules())

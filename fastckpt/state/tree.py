@@ -1,8 +1,8 @@
-"""A training state as a tree: which of its leaves are tensors of the shards, which are objects.
+"""A training state as a tree, whose leaves are tensors of the shards, or objects.
 
 Responsible for taking a state apart into named tensors with their place in a global tensor, values
-of single ranks, and a nest of the rest; and for putting restored values back. It must not know
-files, who writes what, or how ranks talk.
+of single ranks, and a nest of the rest; and for putting values back into that nest. It must not
+know files, who writes what, or how ranks talk.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from fastckpt.state.dtensors import PLAIN_TENSORS, Parts, is_of_several_ranks, i
 TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.escaped"
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})
 DEPTH_MAX = 200
-ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # of which long lists are made
+ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # long lists are made of these
 
 
 class PerRank:
-    """A value that each rank has its own of, such as the state of a random generator.
+    """A value that each rank has of its own, such as the state of a random generator.
 
-    Anything picklable; of an object with state_dict and load_state_dict, what these give and take.
-    restore() puts back what this very rank saved; on a rank that the saving job did not have,
-    `value` stays as it is and `found` is False.
+    restore() gives each rank the value that this very rank saved. On a rank that the saving job did
+    not have, `value` stays as it is and `found` is False.
 
     Attributes:
-        value: the value.
-        found: after restore() or load(): whether the checkpoint holds a value of this rank; None
-            before.
+        value: anything picklable, or an object with state_dict and load_state_dict, whose state is
+            saved and restored by these.
+        found: whether the checkpoint holds a value of this rank; None before restore() or load().
     """
 
-    __module__ = "fastckpt"  # what pickles name, wherever the class lies
+    __module__ = "fastckpt"  # pickles name the class by this, wherever it is defined
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -52,7 +51,7 @@ class PerRank:
 
 
 class Stored(NamedTuple):
-    """A tensor of the shards, as its placeholder tells."""
+    """The key, dtype and shape of a tensor of the shards, as its placeholder gives them."""
 
     key: str
     dtype: torch.dtype
@@ -60,17 +59,17 @@ class Stored(NamedTuple):
 
 
 def stored_of(value: object) -> Stored | None:
-    """Returns what a placeholder stands for; None if the value is none.
+    """Returns the tensor that a placeholder stands for; None if the value is no placeholder.
 
     Raises:
-        CorruptCheckpoint: it is one that flatten() does not make.
+        CorruptCheckpoint: it is a placeholder that flatten() does not make.
     """
     if type(value) is not dict or TENSOR not in value:
         return None
     key, dtype, shape = value[TENSOR], value.get("dtype"), value.get("shape")
     try:
         if not isinstance(key, str):
-            raise ValueError("its key is no string")
+            raise ValueError("its key is not a string")
         check_text(key)
         safetensors.nbytes_of(dtype, shape, key)
     except ValueError as error:
@@ -88,10 +87,10 @@ class Leaf(NamedTuple):
 
     Attributes:
         key: its name, unique in the state: path components joined by "/".
-        local: the part in this rank's memory; its size is the box's.
-        shape: of the global tensor.
+        local: the part in this rank's memory; its sizes are the box's.
+        shape: the shape of the global tensor.
         box: the part of the global tensor that `local` is.
-        holders: ranks that hold the same part, ascending; shared between leaves.
+        holders: the ranks that hold the same part, ascending; a tuple shared between leaves.
         placement: how the global tensor is spread, in words; equal on all ranks.
     """
 
@@ -104,14 +103,14 @@ class Leaf(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Says what all ranks must have alike of a tensor of which the first rank's is stored."""
+    """The kind of a tensor that only the first rank stores; all ranks must have the same."""
 
     path: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def text(self) -> tuple[str, str]:
-        """Its name, and the rest in words."""
+        """Returns the tensor's name, and its dtype and shape in words."""
         return _joined(self.path), f"{str(self.dtype)[6:]} {list(self.shape)}"
 
 
@@ -122,8 +121,8 @@ class Flat:
     Attributes:
         leaves: tensors for the shards, in the order of the state.
         objects: the state with placeholders where leaves and values of single ranks were.
-        per_rank: values of this rank, by name.
-        kinds: of the tensors that stay in `objects`, but for those inside other objects.
+        per_rank: this rank's values, by name.
+        kinds: the kinds of the tensors that stay in `objects`, but not inside other objects there.
     """
 
     leaves: list[Leaf] = field(default_factory=list)
@@ -133,18 +132,18 @@ class Flat:
 
 
 class Stateful(Protocol):
-    """An object that is saved by its state_dict() and restored by its load_state_dict()."""
+    """An object with a state_dict() that saves it and a load_state_dict() that restores it."""
 
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
-State: TypeAlias = dict[Any, Any] | list[Any] | Stateful  # what a Checkpointer can restore in place
+State: TypeAlias = dict[Any, Any] | list[Any] | Stateful  # a Checkpointer restores these in place
 
 
 def is_stateful(value: object) -> bool:
-    """Whether an object is saved by its state_dict() and restored by its load_state_dict()."""
+    """Returns whether an object is Stateful; classes themselves are not."""
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(
@@ -153,7 +152,7 @@ def is_stateful(value: object) -> bool:
 
 
 def unwrapped(value: Any) -> Any:
-    """The module inside a DistributedDataParallel, whose state has no prefix then."""
+    """Returns the module inside a DistributedDataParallel, whose keys lack its prefix; or value."""
     if isinstance(value, torch.nn.parallel.DistributedDataParallel):
         return value.module
     return value
@@ -174,14 +173,12 @@ def flatten(
             and load_state_dict, and anything picklable.
         rank, world_size: in the group that saves; plain tensors are the same on all its ranks.
         first_rank: keys of tensors of which only the first rank's copy counts.
-        rank_of: rank in the group of a global rank; None where they are the same.
+        rank_of: the rank in the group of each global rank; None where they are the same.
 
     Raises:
-        TypeError: a DTensor with a placement or a dtype that cannot be saved, on a mesh that lacks
-            ranks of the group or has others, or inside of something that is pickled as it is; or a
-            ShardedTensor.
-        ValueError: it is nested too deeply, or contains itself; or the path to a tensor is no
-            Unicode text.
+        TypeError: it holds a ShardedTensor, or a DTensor that cannot be saved: for its placement or
+            dtype, for a mesh of other ranks than the group's, or inside a pickled object.
+        ValueError: it is nested too deeply, or contains itself; or a path in it is not Unicode.
     """
     return _Flattening(rank, world_size, first_rank, rank_of).run(state)
 
@@ -194,7 +191,7 @@ class _Small(NamedTuple):
 
 
 class _Flattening:
-    """The state of one flatten()."""
+    """The working state of one flatten()."""
 
     def __init__(
         self,
@@ -210,7 +207,7 @@ class _Flattening:
         self.keys: set[str] = set()
         self.small: list[_Small] = []
         self.leaf_of: dict[tuple[Any, ...], Leaf] = {}
-        self.searched: dict[int, Any] = {}  # kept, for an id says nothing once its object is gone
+        self.searched: dict[int, Any] = {}  # keeps objects alive, so that their ids stay theirs
 
     def run(self, state: object) -> Flat:
         nest = self.visit(state, (), 0)
@@ -230,7 +227,7 @@ class _Flattening:
         return self.flat
 
     def settled(self, value: Any, moved: set[int]) -> Any:
-        """The nest with each small tensor in its place: here, or in the shards."""
+        """Returns the nest with each small tensor kept, or as a placeholder if it is in `moved`."""
         if type(value) is _Small:
             if id(value) in moved:
                 return _placeholder(self._leaf(value.tensor, value.path))
@@ -273,7 +270,7 @@ class _Flattening:
         return self._as_it_is(value, path)
 
     def _as_it_is(self, value: Any, path: tuple[str, ...]) -> Any:
-        """What is pickled whole, by the first rank: nothing of other ranks may be inside."""
+        """Returns a value that the first rank pickles whole; raises if it holds DTensors."""
         if type(value) in PLAIN_TENSORS:
             if not value.is_nested:
                 self.flat.kinds.append(Kind(path, value.dtype, value.shape))
@@ -300,7 +297,7 @@ class _Flattening:
         return key
 
     def _leaf(self, tensor: Any, path: tuple[str, ...]) -> Leaf:
-        """Adds a leaf; a tensor that stands in the state twice is saved once."""
+        """Adds a leaf and returns it; a tensor that stands in the state twice gets one leaf."""
         shape, everybody = tuple(tensor.shape), self.parts.everybody
         if is_sharded(tensor):
             local, box, holders, placement, identity = self.parts.of(_joined(path), tensor)
@@ -324,7 +321,7 @@ _WITHOUT_TENSORS = ATOMS | {complex, type, torch.dtype, torch.device, torch.Size
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A small tensor without the large storage it may be a view of: pickle would write all that."""
+    """Returns a small tensor, copied if its storage is large, since pickle writes all of that."""
     if tensor.untyped_storage().nbytes() < SMALL_BYTES:
         return tensor
     return tensor.detach().clone()
@@ -343,10 +340,10 @@ def fill(
     """Puts values back where flatten() left placeholders.
 
     Args:
-        objects: as in Flat, from a file.
-        tensor, per_rank: give the value of a tensor, or of this rank under a name.
-        done: containers that were filled before, by identity; one that stands in `objects` many
-            times is filled once, or a small file could ask for any amount of memory.
+        objects: as in Flat, read from a file.
+        tensor, per_rank: return the value of a tensor, or of this rank under a name.
+        done: containers that were filled before, by identity. One that stands in `objects` many
+            times is filled once; otherwise a small file could ask for any amount of memory.
 
     Raises:
         IncompatibleCheckpoint: the nest is deeper than flatten() makes them.
@@ -378,7 +375,7 @@ def fill(
 
 
 def unescaped(value: Any) -> Any:
-    """A user's dict that looked like a placeholder, as it was."""
+    """Returns a user's dict that looked like a placeholder, as it was; other values as they are."""
     if type(value) is dict and len(value) == 1 and type(value.get(ESCAPED)) is dict:
         return value[ESCAPED]
     return value
