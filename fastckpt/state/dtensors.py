@@ -34,8 +34,7 @@ class Part(NamedTuple):
     """A rank's part of a DTensor.
 
     Attributes:
-        local: its memory.
-        box: the part of the global tensor that this is.
+        local, box: its memory, and its place in the global tensor.
         holders: the group's ranks with the same part, ascending; equal tuples are one object.
         placement: the placement in words, the same on all ranks.
         identity: equal for DTensors that share their memory; all ranks find the same ones equal.
@@ -58,11 +57,8 @@ class _Spread(NamedTuple):
 
 
 class Parts:
-    """Finds this rank's parts of DTensors, and keeps these tensors alive.
-
-    Args:
-        world_size: the number of ranks in the group that saves.
-        rank_of: the rank in the group of each global rank; None where they are the same.
+    """Finds this rank's parts of DTensors, which it keeps alive. `rank_of` gives the rank in the
+    group of each global rank; None where they are the same.
     """
 
     def __init__(self, world_size: int, rank_of: Mapping[int, int] | None) -> None:
@@ -129,8 +125,8 @@ def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:
     """Returns a DTensor's memory in this rank, and which part of the global tensor that is.
 
     Raises:
-        TypeError: its placement is Partial or unknown, or means no rectangle; its memory has other
-            sizes than its placement means; or this rank is not in its mesh.
+        TypeError: its placement is Partial, unknown or no rectangle, or does not mean the memory's
+            sizes; or this rank is not in its mesh.
     """
     box, local = _box(key, tensor), _local(tensor)
     _check_local(key, tensor, local, box)

@@ -16,9 +16,8 @@ class Target(NamedTuple):
     """A part of a stored tensor that is wanted, and the memory for it.
 
     Attributes:
-        key: the key of the stored tensor.
-        tensor: the memory: of the part's sizes, and of any dtype, strides and device.
-        shape: the shape of the whole stored tensor.
+        key, shape: the stored tensor's key, and its shape as a whole.
+        tensor: the memory, which has the part's sizes and any dtype, strides and device.
         box: the part.
     """
 

@@ -42,8 +42,7 @@ class Template:
     """A state to restore, beside what was saved. Only the memory of targets changes before put().
 
     Args:
-        state: as given to Checkpointer.restore.
-        saved: the nest of objects of a step.
+        state, saved: as given to Checkpointer.restore; and the nest of objects of a step.
         per_rank: this rank's values by name; None if the saving job had no such rank.
         find: raises unless the step holds all the parts of tensors it is given (StepReader.find).
         where: the path of the step, for messages.

@@ -61,8 +61,7 @@ class Stored(NamedTuple):
 def stored_of(value: object) -> Stored | None:
     """Returns the tensor that a placeholder stands for; None if the value is no placeholder.
 
-    Raises:
-        CorruptCheckpoint: it is a placeholder that flatten() does not make.
+    Raises CorruptCheckpoint for a placeholder that flatten() does not make.
     """
     if type(value) is not dict or TENSOR not in value:
         return None
@@ -119,7 +118,7 @@ class Flat:
     """A state taken apart.
 
     Attributes:
-        leaves: tensors for the shards, in the order of the state.
+        leaves: the tensors for the shards, in the order of the state.
         objects: the state with placeholders where leaves and values of single ranks were.
         per_rank: this rank's values, by name.
         kinds: the kinds of the tensors that stay in `objects`, but not inside other objects there.
