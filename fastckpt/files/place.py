@@ -1,7 +1,5 @@
-"""The path that a file is saved to: beside it the file is written under a temporary name, which is
-replaced by the path's in one rename.
-
-It must not know what the file holds.
+"""The path that a file is saved to: the file is written beside it under a temporary name, and takes
+the path in one rename. It must not know what the file holds.
 """
 
 from __future__ import annotations
@@ -22,15 +20,13 @@ from fastckpt.storage.lustre_layout import Purpose
 log = logging.getLogger("fastckpt")
 
 
-_has_warned = False  # of ranks that save to one path alone
+_has_warned = False  # whether this process has warned of ranks that save to one path alone
 
 
 def warn_of_ranks_alone(storage: Storage, path: str) -> None:
-    """Says, once, that ranks of a job save to one path at the same time without knowing of each
-    other: what happens when `group` is None by mistake, as group.WORLD is before
-    init_process_group().
-
-    The first rank looks for nobody: that it saves alone is what most jobs do.
+    """Warns once that ranks of a job save to one path at a time without knowing of each other, as
+    when `group` is None by mistake, because group.WORLD is None before init_process_group(). The
+    first rank does not look for others: in most jobs it saves alone.
     """
     global _has_warned
     rank, ranks = launched_rank() or (0, 1)
@@ -48,16 +44,12 @@ def warn_of_ranks_alone(storage: Storage, path: str) -> None:
 
 
 class FilePlace(Place):
-    """A path, as one rank of those that write one file there sees it.
+    """A path, as one rank of those that write a file there sees it.
 
     Args:
-        storage: the seam to the file system.
-        path: of the file.
+        storage, path: the seam to the file system, and the path there.
         agreement: the save's round.
-        durable: the rename is to outlast a crash of the machine.
-
-    Attributes:
-        storage, path: as the arguments.
+        durable: whether the rename is to outlast a crash of the machine.
     """
 
     def __init__(self, storage: Storage, path: str, agreement: Round, durable: bool) -> None:
@@ -66,45 +58,45 @@ class FilePlace(Place):
         self.directory = os.path.dirname(path)
         self._agreement = agreement
         self._durable = durable
-        self._name = ""  # of the file, until the commit
+        self._name = ""  # the temporary name
         self._fd, self._nbytes = -1, 0
         self._replaced: int | None = None
 
     def make(self, purpose: Purpose) -> AbstractContextManager[tuple[int, str]]:
-        """The file under a temporary name, as (descriptor, name); an error removes it."""
+        """Makes the file under a temporary name, as (descriptor, name); an error removes it."""
         return atomic.temporary(self.storage, self.path, purpose)
 
     def made(self, name: str) -> None:
-        """Tells the other ranks the name of the file that this one has made."""
+        """Tells the other ranks the name of the file that this rank has made."""
         self._name = name
         self._agreement.put("file", os.fsencode(os.path.basename(name)))
         if self._agreement.world_size == 1:
             warn_of_ranks_alone(self.storage, self.path)
 
     def opened(self) -> int:
-        """The file that the first rank makes, once it is there.
+        """Waits until the first rank has made the file, and opens it.
 
         Raises:
-            PeerFailed: another rank failed, or is missing. StorageError.
+            PeerFailed: another rank failed, or is missing. StorageError: it cannot be opened.
         """
         name = os.path.join(self.directory, os.fsdecode(self._agreement.get("file")))
         with reported("open", name):
             try:
                 return self.storage.open_to_write(name)
             except FileNotFoundError:
-                self._agreement.check()  # if the save has failed meanwhile, that is why
+                self._agreement.check()  # if the save has failed meanwhile, its file is gone
                 raise
 
     def take_permissions(self, fd: int) -> None:
-        """Gives the file those of the one that it replaces."""
+        """Gives the file the permissions of the one that it replaces."""
         atomic.take_permissions(self.storage, fd, self._name, self.path)
 
     def complete(self, fd: int, nbytes: int) -> None:
-        """Notes the file, which is open until it is published, and its size."""
+        """Notes the finished file, which stays open until publish(), and its size."""
         self._fd, self._nbytes = fd, nbytes
 
     def publish(self) -> None:
-        """THE commit: the file, which has arrived as a whole, takes the path."""
+        """Commits: the file, all of which has arrived, takes the path."""
         with reported("write", self.path):
             size = self.storage.size(self._fd)
             assert size == self._nbytes, "the file is not as long as its image"
@@ -114,5 +106,5 @@ class FilePlace(Place):
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         replaced, self._replaced = self._replaced, None
-        if replaced is not None:  # whose blocks the file system frees now, which may take long
+        if replaced is not None:  # closed only now, since freeing its blocks may take long
             close_quietly(self.storage, replaced)

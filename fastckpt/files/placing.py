@@ -1,8 +1,8 @@
-"""Where the storages of a file go that is being loaded: large ones from verified blocks straight
-into the memory of the device that map_location says.
+"""The placing of a loaded file's storages: large ones are read straight to the memory of the device
+that map_location says.
 
-Responsible for torch's meaning of map_location, and for reading a storage when it is known where
-to. It must not know the bytes of the file, nor how they are verified.
+Responsible for what torch means by map_location, and for reading a storage once its device is
+known. It must not know the bytes of the file, nor how they are verified.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from fastckpt.reading.verified_file import VerifiedFile
 class Placing:
     """A map_location for torch.load of a file whose large storages are read late.
 
-    torch first asks for the bytes of a storage, into memory of the host, and then where it belongs.
-    The file leaves the first question open, and memory of the host that nobody touches costs
-    nothing.
+    torch first asks for the bytes of a storage, in memory of the host, and then for its device. The
+    file defers the bytes until then; host memory that nobody touches costs nothing.
 
     Args:
-        file: what is loaded; from now on it defers.
-        devices: what may be read to directly.
+        file: the file that is loaded; it defers from now on.
+        devices: the devices that can be read to directly.
         map_location: as torch.load's; see possible().
     """
 
@@ -37,20 +36,18 @@ class Placing:
 
     @staticmethod
     def possible(devices: Devices, map_location: Any) -> bool:
-        """Whether there is a device to read to, and map_location is not code that looks at
-        storages.
-        """
+        """Returns whether there is a device to read to, and map_location is no function."""
         if map_location is not None and not isinstance(map_location, str | torch.device | dict):
             return False
         if isinstance(map_location, str | torch.device):
             return devices.target(str(map_location)) is not None
-        # The file says where to. Asking whether there are devices would be felt by child processes,
-        # so it is done for a process that uses them anyway.
+        # The file names the devices. Looking for devices would affect forked children, so it is
+        # done only in a process that uses them anyway.
         return devices.in_use()
 
     @staticmethod
     def queue(devices: Devices, map_location: Any) -> Any:
-        """Of the device that storages are likely to go to; None if there is none."""
+        """Returns the queue of the device that storages are likely to go to, or None."""
         if not Placing.possible(devices, map_location):
             return None
         named = isinstance(map_location, str | torch.device)
@@ -79,7 +76,7 @@ class Placing:
         try:
             self._file.fill(memory, offset, reads.ranges)
         finally:
-            # What is unpickled may compute with the storage at once, or let go of its memory.
+            # Unpickling may compute with the storage at once, or free its memory.
             led = reads.lead()
             reads.forget_waits()
         if not led:

@@ -1,7 +1,7 @@
 """The plan of a file: one rank writes all of it, or its interval of the image that ranks share.
 
-Responsible for how the object is laid out and divided, for what ranks compare of it, and for the
-bytes that depend on the checksums of all. It must not know how a block moves or how ranks talk.
+Responsible for laying out and dividing the object, for what ranks compare of it, and for the bytes
+that depend on the checksums of all. It must not know how a block moves or how ranks talk.
 """
 
 from __future__ import annotations
@@ -32,19 +32,16 @@ from fastckpt.storage.lustre_layout import Purpose, grain_bytes
 
 
 class FilePlan(Plan):
-    """One rank's plan of a file, made before anything is written.
+    """One rank's plan of a file.
 
     Args:
-        captured: what was pickled.
-        obj: what it is of.
-        shared: None where one rank saves alone, else what its group agreed on.
-        devices: whose memory may be read.
-        agreement: the save's round.
-        place: of the file.
-        options: how it is written.
+        captured, obj: the object, and its capture.
+        shared: the memory of the group that saves; None where one rank saves alone.
+        devices: the devices whose memory may be read.
+        agreement, place, options: the save's.
 
     Raises:
-        TypeError: the object holds a tensor of which each rank has another part.
+        TypeError: the object holds a DTensor, and ranks save together.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class FilePlan(Plan):
         self._description: Description | None = None
         self._first_rank: frozenset[str] = frozenset()
         self._tensors: list[_Named] = []
-        if shared is not None:  # what is made of these can wait, and the caller cannot
+        if shared is not None:  # the texts of these are made later, since the caller waits
             self._first_rank = shared.unequal()
             self._tensors = [_Named.of(*item) for item in named_tensors(obj)]
 
@@ -83,11 +80,10 @@ class FilePlan(Plan):
         return [_Interval(image, cuts, self._agreement, self._place, self._options)]
 
     def _lay_out_shared(self, ranks: int) -> tuple[Image, list[int]]:
-        """The image, and where its body is cut into the ranks' intervals."""
+        """Returns the image, and the offsets at which its body is cut into the ranks' intervals."""
         texts = [(tensor.name, tensor.text()) for tensor in self._tensors]
-        texts.append(
-            ("the argument stripe", repr(self._options.striping))
-        )  # decides where parts begin
+        # The stripe decides where intervals begin, so all ranks have to pass the same one.
+        texts.append(("the argument stripe", repr(self._options.striping)))
         self._description = Description(texts, self._first_rank)
         name_at = {tensor.address: tensor.name for tensor in reversed(self._tensors)}
         name_at.pop(0, None)
@@ -99,7 +95,7 @@ class FilePlan(Plan):
         first = {record for record, name in names.items() if name in self._first_rank}
         arrangement = arrange(self._captured, first)
         if self._agreement.rank != 0:
-            arrangement.tail.clear()  # is the first rank's to write
+            arrangement.tail.clear()  # the first rank alone writes it
         image, front_nbytes = torch_zip.layout_shared(arrangement)
         grain = grain_bytes(image.nbytes, ranks, self._options.striping)
         cuts = bounds(image.body_nbytes, ranks, front_nbytes, arrangement.small_nbytes, grain)
@@ -177,8 +173,7 @@ class _Interval(Output):
             timed = agreement.world_size == 1 and not self._options.pacing
             place.made(self.file.make(place.make, purpose, timed=timed))
         else:
-            # A rank without an interval has no page to try: where it would begin, others have
-            # written.
+            # A rank with an empty interval must not probe O_DIRECT by a page: others write there.
             writes = part.begin < part.end
             self.file.join(place.opened(), place.path, writing=writes, offset=part.begin)
 
@@ -194,7 +189,7 @@ class _Interval(Output):
         self._patch()
 
     def _patch(self) -> None:
-        """Fills in what depends on the checksums of the ranks before this one."""
+        """Writes the bytes of this interval that depend on checksums of the ranks before it."""
         agreement, checksums = self._agreement, self._checksums
         needed = checksums.ranks_needed(agreement.rank)
         for rank in needed:
@@ -221,7 +216,7 @@ class _Named(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> _Named:
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # the rest takes 1 us of each
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # saves 1 us for each of these
         if not plain and is_sharded(tensor):
             raise TypeError(
                 f"{name} is a DTensor, of which each rank holds a part: save it with "
@@ -231,7 +226,7 @@ class _Named(NamedTuple):
             address = tensor.untyped_storage().data_ptr()
         except (NotImplementedError, RuntimeError, ValueError):
             address = 0  # sparse, lazy and other tensors without a storage of their own
-        # Neither kind has one shape that ranks could compare.
+        # Nested and lazy tensors have no shape that ranks could compare.
         shapeless = tensor.is_nested or (not plain and torch.nn.parameter.is_lazy(tensor))
         return cls(name, tensor.dtype, None if shapeless else tensor.shape, address)
 

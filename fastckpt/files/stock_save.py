@@ -1,7 +1,6 @@
 """Saves whose bytes torch.save itself writes, before the call returns.
 
-Responsible for the commit around it, and for the handle of a save that is over already. It must not
-know when torch has to write.
+Responsible for the commit around it, and for the handle of a save that is over already.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ log = logging.getLogger("fastckpt")
 def save_stock(
     pipeline: Pipeline, write: Callable[[IO[bytes]], None], handle: SaveHandle, durable: bool
 ) -> SaveHandle:
-    """Lets another library write the file now, with our commit around it. Raises what `write`
-    raises.
-    """
+    """Lets `write` write the file now, and commits it as we do; raises what `write` raises."""
     storage = pipeline.storage
     pipeline.wait_for(handle.path)
     with atomic.temporary(storage, handle.path) as (fd, name):
@@ -43,9 +40,8 @@ def save_stock(
 
 
 def save_to_object(write: Callable[[Any], None], file: Any, handle: SaveHandle) -> SaveHandle:
-    """Lets another library write to a file-like object now. Raises what `write` raises.
-
-    What was written is counted by the object's own position: nothing is put between the two.
+    """Lets `write` write to a file-like object now; raises what it raises. The bytes are counted by
+    the object's own position, so that nothing stands between the two.
     """
     before = _position(file)
     write(file)
@@ -59,12 +55,12 @@ def _position(file: Any) -> int | None:
     """Returns the position of a file-like object; None if it does not tell."""
     try:
         return operator.index(file.tell())
-    except Exception:  # whatever a class of others raises: the number is for messages alone
+    except Exception:  # others' classes may raise anything, and only messages need the number
         return None
 
 
 def finish_stock(handle: SaveHandle) -> SaveHandle:
-    """Completes the handle of a save that torch.save did by itself before returning."""
+    """Completes the handle of a save that torch.save has done by itself."""
     handle.mark_staged()
     handle.stats.backend, handle.stats.why = "stock", "written by torch.save itself"
     handle.stats.stall_s = handle.stats.committed_s = handle.elapsed_s()
