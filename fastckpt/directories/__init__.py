@@ -1,3 +1,1 @@
-"""Directories in the formats of others, committed as a whole. It must not know which framework they
-are for.
-"""
+"""Directories in the formats of others, committed as a whole; it must not know the frameworks."""

@@ -1,7 +1,7 @@
-"""Whether a checkpoint directory is whole: its files are those that its list says, byte by byte.
+"""The check of a checkpoint directory: whether its files are byte by byte what its list says.
 
-Responsible for comparing a directory with its list, and for the newest one that is whole. It must
-not know what the files are, nor how a directory is written.
+Also responsible for choosing the newest directory that is whole. It must not know what the files
+are, nor how a directory is written.
 """
 
 from __future__ import annotations
@@ -27,14 +27,8 @@ log = logging.getLogger("fastckpt")
 
 
 def check(path: str, storage: Storage | None = None) -> bool:
-    """Reads all of a checkpoint directory and compares it with its list.
-
-    Args:
-        path: the directory.
-        storage: the seam to the file system.
-
-    Returns:
-        Whether there was a list to compare with; a directory that others wrote has none.
+    """Reads all of a checkpoint directory and compares it with its list. Returns whether there is a
+    list; a directory that others wrote has none.
 
     Raises:
         CorruptCheckpoint: a file is missing, has another size, or other bytes; the message says
@@ -61,11 +55,7 @@ def check(path: str, storage: Storage | None = None) -> bool:
 
 
 def list_of(path: str, storage: Storage) -> dict[str, file_list.File]:
-    """The list of a checkpoint directory; of no files if there is none.
-
-    Raises:
-        As check().
-    """
+    """Returns the list of a checkpoint directory, empty if there is none; raises as check()."""
     listed = os.path.join(path, file_list.NAME)
     with reported("read", listed):
         try:
@@ -76,10 +66,10 @@ def list_of(path: str, storage: Storage) -> dict[str, file_list.File]:
 
 
 def crc32_of(storage: Storage, path: str, name: str) -> file_list.File:
-    """Size and CRC-32 of a file, by reading it.
+    """Reads a file, which messages call `name`, and returns its size and CRC-32.
 
     Raises:
-        CorruptCheckpoint: it is missing, or no regular file; `name` says which. StorageError.
+        CorruptCheckpoint: it is missing, or not a regular file. StorageError: a read failed.
     """
     missing = f"{name!r} is missing"
     with opened_regular(storage, path, missing) as fd, reported("read", path):
@@ -93,21 +83,19 @@ def crc32_of(storage: Storage, path: str, name: str) -> file_list.File:
 def newest_whole(
     paths: Callable[[], Sequence[str]], group: Any = None, timeout_s: float = TIMEOUT_S
 ) -> str | None:
-    """The first of these directories that is not damaged, with a warning for each before it.
+    """Returns the first of some directories that is not damaged, and warns of each before it;
+    returns None if there are no directories.
 
     Args:
-        paths: lists them, the newest first; again if one that was listed is gone when its turn
-            comes, since a newer one was saved before. One without a list counts as whole.
+        paths: lists the directories, the newest first. It is called again if one is gone when its
+            turn comes, since a newer one was saved before. One without a list counts as whole.
         group: a torch.distributed process group whose ranks all call this: the first one looks, and
             all return what it has found. They talk over the job's store.
-        timeout_s: the longest that the others wait for it.
-
-    Returns:
-        None if there are no directories.
+        timeout_s: the seconds that the other ranks wait for it at most.
 
     Raises:
-        CorruptCheckpoint: all are damaged; the first one's. StorageError: one cannot be read,
-            however often that is tried: it may be whole. PeerFailed: on the other ranks then.
+        CorruptCheckpoint: all are damaged; this is the first one's. StorageError: one could not be
+            read, however often it was tried, but may be whole. PeerFailed: the first rank raised.
     """
     label = "choice of a directory"
     agreement = together(group).coordinator.begin(label, timeout_s, "nothing was loaded")
@@ -131,7 +119,7 @@ def _first_whole(paths: Callable[[], Sequence[str]]) -> str | None:
                 check(path)
                 return path
             except (CorruptCheckpoint, StorageError) as error:
-                if not os.path.lexists(path):  # a newer one was there before it was removed
+                if not os.path.lexists(path):  # removed meanwhile, after a newer one was saved
                     raise Vanished(path) from None
                 if isinstance(error, StorageError):
                     raise

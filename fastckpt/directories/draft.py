@@ -1,7 +1,7 @@
 """A checkpoint directory that is being put together, under a name that nobody takes for one.
 
-Responsible for its hidden name and what dead processes left of such, and for capturing what goes
-into its files later. It must not know how those are written, nor how the directory is committed.
+Responsible for its hidden name, for removing what dead processes left under such names, and for
+capturing files that are written later. It must not know how these are written or committed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,17 @@ from fastckpt.storage.file_system import Storage, reported
 
 
 class Pending:
-    """A file whose content was captured and is laid out and written later.
-
-    Args:
-        name: relative to the directory.
-    """
+    """A file whose content was captured, to be laid out and written later; its name is relative."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Returns what is copied."""
+        """Returns the storages that are copied."""
         raise NotImplementedError
 
     def layout(self) -> Image:
-        """The bytes of the file."""
+        """Returns the image of the file."""
         raise NotImplementedError
 
     def forget(self) -> None:
@@ -88,21 +84,21 @@ class Draft:
 
     Args:
         storage: the seam to the file system.
-        devices: whose memory may be read later.
-        path: what the directory will be.
-        beside: where the hidden one is made; None: in the directory of path.
-        fence: "step": what is small is copied now, and what changes too early is noticed.
+        devices: the devices whose memory may be read later.
+        path: the path that the directory will have.
+        beside: the directory to make the hidden one in; None: that of `path`.
+        fence: with "step", small tensors are copied now, and tensors that change too early noticed.
 
     Attributes:
-        directory: the directory, whose last name is that of path; files may be written there at
-            once, by whatever means, and it may be made by whoever writes the first.
-        root: the hidden directory that it is in, beside which others are.
-        pending: what is written later.
-        watched: what must not change before it was copied.
-        lock: the root, open and claimed; None when it is not, or no longer.
-        grown: directories that have a new entry because of this one, beside `beside` itself.
-        is_kept: it holds what may be the only durable checkpoint: discard() leaves it to whoever
-            removes it when this process is gone.
+        directory: the directory, which has the last name of `path`. Files may be written there at
+            once, by any means.
+        root: the hidden directory around it.
+        pending: the files that are written later.
+        watched: the tensors that must not change before they have been copied.
+        lock: a descriptor of the root, which claims it; None before the root could be opened.
+        grown: directories other than `beside` that got an entry because of this one.
+        is_kept: whether it holds what may be the only durable checkpoint, so that discard() leaves
+            it to a later process.
 
     Raises:
         StorageError: it cannot be made.
@@ -141,10 +137,8 @@ class Draft:
                 raise
 
     def add(self, obj: object, name: str) -> None:
-        """Puts in what torch.save(obj, name) would write; obj may change when the fence allows.
-
-        Raises:
-            Exception: what torch.save raises for an object that cannot be pickled.
+        """Adds the file that torch.save(obj, name) would write, or raises what torch.save raises;
+        obj may change when the fence allows.
         """
         protocol = torch.serialization.DEFAULT_PROTOCOL
         options = (pickle, protocol, False, self._copies_small, self._devices.readable())
@@ -160,11 +154,9 @@ class Draft:
     def add_tensors(
         self, tensors: Mapping[str, torch.Tensor], name: str, metadata: Mapping[str, str]
     ) -> bool:
-        """Puts in a safetensors file. Tensors that share memory are each written.
-
-        Returns:
-            False, and nothing was put in, for tensors that only the safetensors library may be able
-                to write: subclasses, sparse ones, dtypes that are new.
+        """Adds a safetensors file; tensors that share memory are each written. Returns False, and
+        adds nothing, for tensors that only the safetensors library may be able to write:
+        subclasses, sparse ones, and those of new dtypes.
         """
         for tensor in tensors.values():
             if type(tensor) not in PLAIN_TENSORS or not safetensors.supported(tensor.dtype):
@@ -179,7 +171,7 @@ class Draft:
         return True
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or a copy where its memory cannot be copied as it lies, or not that late."""
+        """Returns a tensor, or a copy if its memory cannot be copied later, or not as it lies."""
         if tensor.device.type not in self._devices.readable():
             return tensor.cpu().contiguous()
         if not tensor.is_contiguous():
@@ -189,15 +181,15 @@ class Draft:
         return tensor
 
     def reads(self) -> Reads:
-        """Returns what is read of devices, as users of the current streams see it."""
+        """Returns the memory on devices that is copied, as users of the current streams see it."""
         return self._devices.reads(
             storage for pending in self.pending for storage in pending.storages()
         )
 
     def discard(self) -> None:
-        """Removes what is left of it: all, or after the commit what it replaced."""
+        """Removes what is left of it: everything, or after the commit what was replaced."""
         if not self.is_kept:
-            with suppress(OSError):  # another rank may put a file in just now: it stays as debris
+            with suppress(OSError):  # if another rank adds a file just now, it stays as debris
                 self._storage.remove_tree(self.root)
         if self.lock is not None:
             atomic.close_quietly(self._storage, self.lock)

@@ -1,6 +1,5 @@
-"""A directory in which each rank writes a file with a new name; one file then says which are valid.
-
-It must not know what that one says.
+"""A directory in which each rank writes a file with a new name; one file, of whose content this
+module must not know, then says which are valid.
 """
 
 from __future__ import annotations
@@ -23,15 +22,13 @@ class ItemsPlace(Place):
     """The directory, as one rank of a save sees it.
 
     Args:
-        storage: the seam to the file system.
-        directory: of the items.
+        storage, directory: the seam to the file system, and the directory's path there.
         agreement: the save's round.
-        durable: the directory, where it is made, is to outlast a crash of the machine.
+        durable: whether the directory, if it is made, is to outlast a crash of the machine.
 
     Attributes:
-        storage, directory: as the arguments.
         replaced: a descriptor that keeps what the commit replaced, until the save ends.
-        unneeded: paths that nothing names any more, once it is committed.
+        unneeded: paths that nothing names any more after the commit.
     """
 
     def __init__(self, storage: Storage, directory: str, agreement: Round, durable: bool) -> None:
@@ -44,21 +41,21 @@ class ItemsPlace(Place):
         self._made: list[str] = []
 
     def admit(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> None:
-        for handle in previous:  # what they leave is known before anything new is made
+        for handle in previous:  # until they end, nobody knows which files they leave
             handle.wait_done()
 
     @contextmanager
     def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
-        """A new file, as (descriptor, path), and its directory where that is missing."""
+        """Makes a new file, as (descriptor, path), and the directory if that is missing."""
         path, storage = os.path.join(self.directory, name), self.storage
         with reported("open", path):
             try:
                 fd = storage.create(path, 0o666, purpose)
             except FileNotFoundError:
-                self._agreement.check()  # if the save has failed meanwhile, that is why
+                self._agreement.check()  # no directory is made for a save that has failed meanwhile
                 atomic.make_directory(storage, self.directory, self._durable)
                 fd = storage.create(path, 0o666, purpose)
-            except FileExistsError:  # there was no room for it
+            except FileExistsError:  # it was made once already, where there was no room for it
                 storage.remove(path)
                 fd = storage.create(path, 0o666, purpose)
         self._made = [path]

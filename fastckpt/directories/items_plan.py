@@ -1,6 +1,5 @@
-"""The plan of a directory of items: each rank writes a file with its own, and another one commits.
-
-It must not know the bytes of the format, nor what the file that commits says.
+"""The plan of a directory of items: each rank writes one file with its items; another file, whose
+content this module must not know, commits them.
 """
 
 from __future__ import annotations
@@ -26,31 +25,26 @@ Places = list[tuple[int, int]]  # offset and size of each item
 
 
 class Conclusion(Protocol):
-    """A conclusion says what becomes of items that were written."""
+    """A conclusion decides what becomes of items that have been written."""
 
     def record(self, name: str, places: Places) -> bytes:
-        """Returns what this rank tells the first one.
-
-        Args:
-            name: of its file, in the directory; "" if it has no items.
-            places: of its items in the file.
+        """Returns what this rank tells the first one of its file, "" if it has none, and of the
+        places of its items there.
         """
 
     def publish(self, place: ItemsPlace, records: list[bytes]) -> None:
-        """THE commit, on the first rank, with the records of all."""
+        """Commits, on the first rank, with the records of all."""
 
 
 class ItemsPlan(Plan):
-    """One rank's plan of a directory of items; nothing of them changes until they were staged.
+    """One rank's plan of a directory of items.
 
     Args:
-        items: contiguous tensors, and bytes; without any, no file is made.
-        reads: what of them lies on devices.
-        watched: what must not change before it was copied.
+        items: contiguous tensors, and bytes, that do not change until they have been staged;
+            without any, no file is made.
+        reads, watched: as Plan's.
         rank: the number in the file's name, "__RANK_TOKEN.distcp".
-        place: the directory.
-        options: how it is written.
-        conclusion: what becomes of them.
+        place, options, conclusion: the directory, how the file is written, and how it commits.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A directory of files that takes its name when all is there: it is exchanged for the one before.
+"""A directory that takes its name when all files are there, by exchange with the one before.
 
 It must not know what the files mean, nor which directories stay.
 """
@@ -31,15 +31,11 @@ class SwapPlace(Place):
     """The directory's name, and the draft that takes it, as one rank of a save sees them.
 
     Args:
-        storage: the seam to the file system.
-        path: of the directory.
+        storage, path: the seam to the file system, and the directory's path there.
         agreement: the save's round.
-        draft: what this rank puts into it.
-        durable: it is to outlast a crash of the machine.
+        draft: the files of this rank.
+        durable: whether the directory is to outlast a crash of the machine.
         retain: as save_directory's.
-
-    Attributes:
-        storage: as the argument.
     """
 
     def __init__(
@@ -62,7 +58,7 @@ class SwapPlace(Place):
 
     @contextmanager
     def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
-        """A file of the draft, as (descriptor, path)."""
+        """Makes a file of the draft, as (descriptor, path); an error removes it."""
         path, storage = os.path.join(self._draft.directory, name), self.storage
         with reported("open", path):
             storage.make_directories(os.path.dirname(path))
@@ -70,14 +66,14 @@ class SwapPlace(Place):
         try:
             yield fd, path
         except BaseException:
-            with suppress(OSError):  # it is removed with the draft then
+            with suppress(OSError):  # then it is removed with the draft
                 storage.remove(path)
             raise
         finally:
             close_quietly(storage, fd)
 
     def bring(self, files: Mapping[str, File]) -> Mapping[str, File]:
-        """Moves this rank's files to where the first rank has its own; returns those that count."""
+        """Moves this rank's files into the first rank's draft; returns those that count."""
         if self._agreement.rank == 0:
             self._agreement.put("place", os.fsencode(self._draft.name))
             return files
@@ -90,12 +86,12 @@ class SwapPlace(Place):
             try:
                 with reported("rename", path):
                     if storage.status(path) is not None:
-                        continue  # written by every rank: the first one's counts
+                        continue  # several ranks have written this file: the first one counts
                     if "/" in name:
                         storage.make_directories(os.path.dirname(path))
                     storage.rename(os.path.join(self._draft.directory, name), path)
             except CheckpointError:
-                self._agreement.check()  # if the save has failed meanwhile, that is why
+                self._agreement.check()  # if the save has failed meanwhile, the draft is gone
                 raise
             brought[name] = file
         if self._durable:
@@ -103,17 +99,17 @@ class SwapPlace(Place):
         return brought
 
     def publish(self, files: Mapping[str, File], brought: Sequence[Mapping[str, File]]) -> None:
-        """THE commit: the directory, whose files are durable by now, gets its name.
+        """Commits: the directory, whose files are durable by now, gets its name.
 
         Args:
-            files: of the first rank.
-            brought: files of the others, in the order of the ranks.
+            files: the first rank's files.
+            brought: the files of the others, in the order of the ranks.
         """
         storage, directory, path = self.storage, self._draft.directory, self._path
         merged = dict(chain(*(found.items() for found in [*reversed(brought), files])))
         listed = os.path.join(directory, file_list.NAME)
         with reported("write", listed):
-            with suppress(FileNotFoundError):  # only an earlier list that fill() has copied
+            with suppress(FileNotFoundError):  # there is one only if fill() has copied an old list
                 storage.remove(listed)
             fd = storage.create(listed, 0o666)
             try:
@@ -130,32 +126,35 @@ class SwapPlace(Place):
             with reported("rename", path):
                 aside, lock = self._draft.root, self._draft.lock
                 assert lock is not None, "the draft has not been discarded"
-                # So that times are in the order of the commits.
+                # The times of directories are to be in the order of their commits.
                 patiently(storage, lock, lambda: storage.touch(directory))
                 try:
                     atomic.publish_directory(storage, directory, path, aside, lock)
                 except OSError:
                     self._draft.is_kept = True
-                    with suppress(OSError):  # what had the name may have got it back
+                    with suppress(OSError):  # the old directory may have got its name back
                         replaced = os.path.join(aside, atomic.REPLACED)
                         self._draft.is_kept = storage.is_directory(replaced)
                     raise
-            self._draft.is_kept = True  # what was replaced, which a crash may yet bring back
+            # Until the new name is durable, a crash may bring back the old directory.
+            self._draft.is_kept = True
             make_durable()
             self._draft.is_kept = False
         self._is_committed = True
 
     def _refuse_others(self, files: Mapping[str, File]) -> None:
-        """Raises CheckpointError if what is there holds files that would be lost."""
+        """Raises CheckpointError if the old directory holds other files, which would be lost."""
         storage, path = self.storage, self._path
         if not storage.is_directory(path):
             if storage.status(path) is not None:
-                raise CheckpointError(f"{path!r} is a file, which is not replaced by a directory")
+                raise CheckpointError(
+                    f"{path!r} is a file, and is not replaced by a directory: save to another path"
+                )
             return
         with reported("list", path):
             others = {*names_in(storage, path, links=True)} - files.keys()
         if others:
-            with suppress(CheckpointError):  # a list that is damaged tells nothing
+            with suppress(CheckpointError):  # a damaged list tells nothing
                 others -= list_of(path, storage).keys()
         if others:
             raise CheckpointError(
@@ -175,7 +174,7 @@ class SwapPlace(Place):
 def names_in(
     storage: Storage, directory: str, under: str = "", *, links: bool = False
 ) -> Iterator[str]:
-    """Yields files in a directory and below it, relative to it; with `links` symbolic ones too."""
+    """Yields the files of a directory and below, by relative names; with `links` symlinks, too."""
     for name in sorted(storage.names(os.path.join(directory, under))):
         relative = f"{under}/{name}" if under else name
         path = os.path.join(directory, relative)

@@ -1,7 +1,5 @@
 """The plan of a directory: one rank writes the files that fill() has left to the background, and a
-list of these and of those that fill() has written by itself.
-
-It must not know what the files mean.
+list of these and of those that fill() has written by itself. It must not know what files mean.
 """
 
 from __future__ import annotations
@@ -28,14 +26,7 @@ from fastckpt.storage.lustre_layout import Purpose
 
 
 class DirectoryPlan(Plan):
-    """One rank's plan of a directory.
-
-    Args:
-        handle, agreement: of the save.
-        draft: what this rank puts into it.
-        place: where it becomes visible.
-        options: how its files are written.
-    """
+    """One rank's plan of a directory, for a save with this handle, agreement, draft and place."""
 
     def __init__(
         self,
@@ -75,7 +66,7 @@ class DirectoryPlan(Plan):
         return file_list.to_record(own) if self._agreement.rank else b""
 
     def _settled(self, name: str) -> File:
-        """Makes a file durable that fill() has written by itself."""
+        """Makes a file durable that fill() has written by itself, and returns its list entry."""
         storage, path = self._place.storage, os.path.join(self._directory, name)
         with reported("open", path):
             fd = storage.open(path)
@@ -101,7 +92,7 @@ class DirectoryPlan(Plan):
 
 
 def _listed(output: WholeFile) -> File:
-    """Returns what the list says of a file that has arrived."""
+    """Returns the list entry of a file that has arrived."""
     image, tail = output.image, output.tail
     left, crc = image.body_nbytes, 0
     for block in output.file.transfer.block_crcs():

@@ -1,7 +1,7 @@
-"""Saves of a directory of files in formats of others, visible under its name when all is there.
+"""save_directory(): saves files in formats of others, visible under one name when all are there.
 
-Responsible for the signature: whoever calls fills a directory under another name, partly at once
-and partly in the background. It must not know what the files mean, nor which directories stay.
+The caller fills a directory under another name, partly at once and partly in the background. This
+module must not know what the files mean, nor which directories stay.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ def save_directory(
 ) -> SaveHandle:
     """Saves a directory in the background and commits it atomically.
 
-    Until the commit, path stays what it was; a crash leaves that or the new directory, never a part
-    of it. Directories with the same parent commit in the order of these calls.
+    Until the commit, path stays what it was; a crash leaves the old or the new directory, never a
+    part of one. Directories with the same parent commit in the order of these calls.
 
     Args:
-        path: of the directory, which is replaced as a whole, but only if what it holds is known to
-            be of a checkpoint: it is in the list there, or has the name of a file that is saved.
+        path: the path of the directory. An old one there is replaced as a whole, if each of its
+            files is in the list there or has the name of a file that is saved.
         fill: called before this returns, with the Draft to put files into.
         group: a torch.distributed process group whose ranks all call this with the same path, each
             with files of its own; of files with the same name the lowest rank's counts. Ranks talk
             over the job's store; no collective runs. None: this process alone.
-        beside: a directory of the same file system where it is put together, under a hidden name;
-            default: the one that path lies in.
+        beside: a directory of the same file system, in which the new one is put together under a
+            hidden name; None: the parent of path.
         fence, backend, durable, staging_bytes, timeout_s: as fastckpt.save's.
-        on_error: "raise": an error before this returns is raised, and one that comes later by
-            result(), or else by the next save. "warn": both are logged; the handle has them.
-        retain: called in the background on the first rank once this has been committed; removes
-            what is no longer needed.
+        on_error: "raise": an error before this returns is raised here, a later one by result() or
+            by the next save. "warn": errors are logged, and kept in the handle.
+        retain: called in the background on the first rank, after the commit, to remove directories
+            that are no longer needed.
 
     Returns:
         A SaveHandle; result() returns its SaveStats when the directory is committed on all ranks.
@@ -78,8 +78,8 @@ def save_directory(
     Raises:
         ValueError, TypeError: an unknown fence, backend or on_error; staging_bytes < 1 or no size;
             a group that this process is not in.
-        CheckpointError: with on_error="raise", of an earlier save whose failure nobody asked for.
-        Exception: with on_error="raise", what fill() raises, or of what cannot be pickled.
+        CheckpointError: an earlier save failed, and nobody asked for its error (on_error="raise").
+        Exception: fill() raised it (on_error="raise").
     """
     check_choice("fence", fence, FENCES)
     check_choice("on_error", on_error, ON_ERROR)
@@ -111,7 +111,7 @@ def _begun(
     on_error: str,
     retain: Callable[[], None] | None,
 ) -> Save:
-    """Captures the state, before the caller may go on and change it."""
+    """Captures the state before the caller may go on to change it, and returns the save."""
     with agreement.failing():
         current = pipeline.current()
         if on_error == "raise":
@@ -120,7 +120,7 @@ def _begun(
         try:
             fill(draft)
             if not current.storage.is_directory(draft.directory):
-                raise CheckpointError(f"nothing was put into {draft.directory!r}")
+                raise CheckpointError(f"fill() has put nothing into {draft.directory!r}")
             path = handle.path
             place = SwapPlace(current.storage, path, agreement, draft, options.durable, retain)
             plan = DirectoryPlan(handle, agreement, draft, place, options)
@@ -139,21 +139,17 @@ def _warn(handle: SaveHandle) -> None:
 
 
 def wait_for_directories(parent: str) -> None:
-    """Waits for saves of directories in this one, and for what they remove afterwards."""
+    """Waits for saves of directories in `parent`, and for what they remove afterwards."""
     pipeline.current().wait_for(os.path.realpath(check_path("parent", parent)), ended=True)
 
 
 def remove_directory(path: str, beside: str | None = None) -> None:
-    """Removes a directory, if it is there. A crash leaves it whole, or under a name that nobody
-    takes for it.
-
-    Args:
-        path: of the directory.
-        beside: where it gets that name, as save_directory's, whose next call finds it there.
+    """Removes a directory, if it exists. A crash leaves it whole, or in `beside` (as
+    save_directory's) under a hidden name, where the next save_directory() removes it.
     """
     storage, path = pipeline.current().storage, os.path.realpath(check_path("path", path))
     beside = beside or os.path.dirname(path)
     hidden = atomic.temporary_path(os.path.join(beside, os.path.basename(path)))
-    # An earlier save, which removes old ones after its commit, may have been first.
+    # The retain() of an earlier save may have removed it first.
     with reported("remove", path), suppress(FileNotFoundError):
         atomic.remove_directory(storage, path, hidden)
