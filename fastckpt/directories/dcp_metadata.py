@@ -1,9 +1,8 @@
 """The `.metadata` file of torch.distributed.checkpoint: its bytes, read without running any code.
 
-Responsible for which classes such a pickle may hold, for the one check of what it describes, for a
-checksum behind it, and for which files of a directory it leaves without a name. It lies
-outside of the integration because the command line reads the file, too. It must not know how items
-are stored.
+Responsible for the classes that such a pickle may hold, for the one check of what it describes, for
+the checksum behind it, and for finding files that it no longer names. It lies outside of the
+integration because the command line reads the file, too. It must not know how items are stored.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from fastckpt.formats.strict_json import shown
 from fastckpt.storage.file_system import Storage, reported
 
 NAME = ".metadata"
-# Behind the pickle, where readers of it stop: version, size and CRC-32 of it.
+# This stands behind the pickle, where readers stop: a version, and the pickle's size and CRC-32.
 _END = re.compile(rb"fastckpt metadata (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
 _END_BYTES = len(f"fastckpt metadata {1:02d} {0:016x} {0:08x}")
 _DATA_FILE = re.compile(r"__\d+_(\d+|[0-9a-f]{16})\.distcp")  # torch's and ours
@@ -52,19 +51,19 @@ _SHOWN_CHARS_MAX = 100
 _NBYTES_MAX = 16 << 30  # a file with holes may have any size
 _NUMBER_END = 1 << 63
 
-# What pickle itself raises of bytes that are no pickle, or not all of one.
+# pickle itself raises these for bytes that are not a pickle, or not all of one.
 _DAMAGE = (*plain_pickle.DAMAGE, pickle.UnpicklingError, EOFError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
 class _Enumeration:
-    """Makes the members of an enumeration."""
+    """Returns a member of an enumeration for a number in the pickle."""
 
     kind: type[enum.Enum]
 
     def __call__(self, value: Any) -> enum.Enum:
         if type(value) is not int:
-            raise ValueError(f"a {self.kind.__name__} is no number")
+            raise ValueError(f"a {self.kind.__name__} is not a number")
         return self.kind(value)
 
 
@@ -73,12 +72,12 @@ def _member(named: Any, name: Any) -> enum.Enum:
     maker = named.make if isinstance(named, Callee) else None
     if isinstance(maker, _Enumeration) and name in maker.kind.__members__:
         return maker.kind[name]
-    raise Refused("getattr of what is no enumeration")
+    raise Refused("getattr of something else than an enumeration")
 
 
 def _numbers(values: Any) -> torch.Size:
     if not isinstance(values, tuple | list) or not _are_numbers(values):
-        raise ValueError("sizes are no numbers from 0 to below 2^63")
+        raise ValueError("sizes are not numbers from 0 to below 2^63")
     return torch.Size(values)
 
 
@@ -91,7 +90,7 @@ def _bytearray(*values: Any) -> bytearray:
 
 
 def _of(*kinds: type, make: Callable[..., Any], count: int) -> Callee:
-    """Calls `make` with at most so many arguments, all of one of these types."""
+    """Returns a callee that calls `make` with at most `count` arguments, each of one of `kinds`."""
 
     def checked(*values: Any) -> Any:
         if len(values) > count or any(type(value) not in kinds for value in values):
@@ -141,7 +140,7 @@ _GLOBALS |= {
     ("torch", "Size"): Callee(_numbers),
     ("torch", "device"): _of(str, int, make=torch.device, count=2),
     ("torch.serialization", "_get_layout"): _of(str, make=torch.serialization._get_layout, count=1),
-    # What Megatron-core's classes were: its own metadata and plans with more members.
+    # Megatron-core's own classes once were torch's with more members.
     (_MEGATRON, "MCoreMetadata"): Record(Metadata),
     (_MEGATRON, "MCoreSavePlan"): Record(planner.SavePlan),
 }
@@ -158,55 +157,49 @@ _GLOBALS |= {
 
 def _find(module: str, name: str) -> Any:
     try:
-        # Pickles of protocol 2 have the name that Python 2 had for it.
+        # Pickles of protocol 2 call builtins by their name in Python 2.
         return _GLOBALS["builtins" if module == "__builtin__" else module, name]
     except KeyError:
         raise Refused(f"{module[:_SHOWN_CHARS_MAX]}.{name[:_SHOWN_CHARS_MAX]}") from None
 
 
 def encode(value: Metadata) -> bytes:
-    """The content of a `.metadata` file: what torch pickles, and a checksum behind it."""
+    """Returns the content of a `.metadata` file: torch's pickle, and a checksum behind it."""
     content = pickle.dumps(value)
     end = f"fastckpt metadata 01 {len(content):016x} {zlib.crc32(content):08x}"
     return content + end.encode()
 
 
 def check(content: bytes, path: str) -> bool:
-    """Compares the bytes of a `.metadata` file with the checksum behind them.
-
-    Returns:
-        Whether there is one; others write none.
-
-    Raises:
-        CorruptCheckpoint: it is another.
+    """Compares the bytes of a `.metadata` file with the checksum behind them. Returns whether there
+    is one, since others write none; raises CorruptCheckpoint if it is another.
     """
     match = _END.search(content[-_END_BYTES:])
     if match is None:
         return False
     body = content[:-_END_BYTES]
     if int(match[2], 16) != len(body) or int(match[3], 16) != zlib.crc32(body):
-        raise CorruptCheckpoint(f"{path!r} is damaged: its CRC-32 is another")
+        raise CorruptCheckpoint(f"{path!r} is damaged: its bytes have another CRC-32 or size")
     return True
 
 
 def our_files(content: bytes) -> list[str]:
-    """Names of fastckpt's data files in the bytes of a `.metadata` file, which is not unpickled."""
+    """Finds the names of our data files in the bytes of a `.metadata` file, without unpickling."""
     return sorted({name.decode() for name in _OUR_FILE.findall(content)})
 
 
 def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
-    """Returns what a `.metadata` file says.
+    """Returns the metadata that a `.metadata` file holds.
 
     Args:
-        weights_only: refuse what needs other classes than such a file has to have. Time and memory
-            are then in proportion to the size of the file, whatever it says.
+        weights_only: refuses all classes but those that such a file needs. Time and memory are then
+            in proportion to the size of the file, whatever it holds.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file. StorageError: it cannot be read.
         CorruptCheckpoint: it is damaged, or describes no checkpoint.
-        IncompatibleCheckpoint: what it describes was not written as files of this format.
-        pickle.UnpicklingError: weights_only, and it asks for something else.
-        StorageError: it cannot be read.
+        IncompatibleCheckpoint: it describes a checkpoint in another format.
+        pickle.UnpicklingError: it needs another class or function, and weights_only is set.
     """
     if storage.status(path) is None:
         raise FileNotFoundError(f"{path!r} does not exist: no checkpoint was committed there")
@@ -220,7 +213,7 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
         finally:
             storage.close(fd)
     has_checksum = check(content, path)
-    # Millions of objects and no garbage: collecting in the midst of it would take as long again.
+    # Unpickling makes millions of objects and no garbage; collecting meanwhile doubles the time.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -231,7 +224,7 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
     if not has_checksum and end != len(content):
         raise CorruptCheckpoint(f"{path!r} is damaged: more than a checksum follows the pickle")
     if not isinstance(value, Metadata):
-        raise CorruptCheckpoint(f"{path!r} holds a {type(value).__name__}, no Metadata")
+        raise CorruptCheckpoint(f"{path!r} holds a {type(value).__name__}, must be Metadata")
     try:
         validate(value)
     except (ValueError, AttributeError) as error:  # attributes that were not pickled are missing
@@ -242,7 +235,7 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
 
 
 def _unpickled(content: bytes, path: str, weights_only: bool) -> tuple[Any, int]:
-    """Returns what a pickle holds, and where it ends."""
+    """Returns the object that a pickle holds, and where the pickle ends."""
     try:
         if weights_only:
             return plain_pickle.loads(content, _find)
@@ -264,27 +257,27 @@ def _unpickled(content: bytes, path: str, weights_only: bool) -> tuple[Any, int]
 
 
 def validate(value: Metadata) -> None:
-    """The one check of what a `.metadata` file describes, before torch's planners rely on it.
+    """Checks what a `.metadata` file describes, once, before torch's planners rely on it.
 
     Raises:
-        ValueError, AttributeError: telling what is wrong. IncompatibleCheckpoint: another writer
-            than of this format has written it.
+        ValueError, AttributeError: something is wrong; the text says what.
+        IncompatibleCheckpoint: a writer of another format has written it.
     """
     if not isinstance(value.state_dict_metadata, dict):
-        raise ValueError("its state_dict_metadata is no dict")
+        raise ValueError("its state_dict_metadata is not a dict")
     for name, stored in value.state_dict_metadata.items():
         if type(name) is not str:
-            raise ValueError("a key of its state_dict_metadata is no text")
+            raise ValueError("a key of its state_dict_metadata is not a text")
         if not isinstance(stored, BytesStorageMetadata):
             _check_stored(name, stored)
     if not isinstance(value.storage_data, dict):
         raise IncompatibleCheckpoint(
-            f"its storage_data is a {type(value.storage_data).__name__}, no dict: read it with the "
-            "reader of whatever wrote it"
+            f"its storage_data is a {type(value.storage_data).__name__}, not a dict: read it with "
+            "the reader of whatever wrote it"
         )
     for index, info in value.storage_data.items():
         if not isinstance(index, MetadataIndex) or type(index.fqn) is not str:
-            raise ValueError("a key of its storage_data is no MetadataIndex")
+            raise ValueError("a key of its storage_data is not a MetadataIndex")
         if not isinstance(info, filesystem._StorageInfo):
             raise IncompatibleCheckpoint(
                 f"it says by a {type(info).__name__} where {shown(index.fqn)} lies, not by a "
@@ -292,20 +285,20 @@ def validate(value: Metadata) -> None:
             )
         _check_info(index.fqn, info)
     if not isinstance(value.storage_meta, StorageMeta | None):
-        raise ValueError("its storage_meta is no StorageMeta")
+        raise ValueError("its storage_meta is not a StorageMeta")
 
 
 def _check_stored(name: str, stored: Any) -> None:
     if not isinstance(stored, TensorStorageMetadata):
-        raise ValueError(f"{shown(name)} is a {type(stored).__name__}")
+        raise ValueError(f"{shown(name)} is a {type(stored).__name__}, neither tensor nor bytes")
     sizes: Any = stored.size
     properties: Any = stored.properties
     if not isinstance(sizes, tuple) or not _are_numbers(sizes):
-        raise ValueError(f"the sizes of {shown(name)} are no numbers")
+        raise ValueError(f"the sizes of {shown(name)} are not numbers")
     if not isinstance(properties, TensorProperties) or type(properties.dtype) is not torch.dtype:
         raise ValueError(f"{shown(name)} has no dtype")
     if not isinstance(stored.chunks, list):
-        raise ValueError(f"the chunks of {shown(name)} are no list")
+        raise ValueError(f"the chunks of {shown(name)} are not a list")
     for chunk in stored.chunks:
         if not isinstance(chunk, ChunkStorageMetadata):
             raise ValueError(f"a chunk of {shown(name)} is a {type(chunk).__name__}")
@@ -314,23 +307,23 @@ def _check_stored(name: str, stored: Any) -> None:
             if not isinstance(values, tuple) or len(values) != len(sizes):
                 raise ValueError(f"a chunk of {shown(name)} has not {len(sizes)} dimensions")
             if not _are_numbers(values):
-                raise ValueError(f"a chunk of {shown(name)} does not lie at numbers")
+                raise ValueError(f"a chunk of {shown(name)} is not placed by numbers")
 
 
 def _check_info(name: str, info: Any) -> None:
     path, transforms = info.relative_path, getattr(info, "transform_descriptors", None)
     if type(path) is not str or not is_within(path):
-        raise ValueError(f"{shown(name)} lies in the file {shown(path)}")
+        raise ValueError(f"{shown(name)} lies in the file {shown(path)}, outside of the directory")
     if not _are_numbers((info.offset, info.length)) or info.offset + info.length >= _NUMBER_END:
-        raise ValueError(f"{shown(name)} lies at no number")
+        raise ValueError(f"the offset or length of {shown(name)} is not a number below 2^63")
     if transforms is not None and not (
         isinstance(transforms, list | tuple) and all(type(text) is str for text in transforms)
     ):
-        raise ValueError(f"{shown(name)} went through what has no name")
+        raise ValueError(f"the transforms of {shown(name)} are not a list of texts")
 
 
 def is_within(name: str) -> bool:
-    """Whether a file name, relative to a directory, is that of a file in it or below."""
+    """Returns whether a name, relative to a directory, is that of a file in it or below."""
     parts = name.split(os.sep)
     if os.path.isabs(name) or os.pardir in parts or not parts[-1] or "\0" in name:
         return False
@@ -342,20 +335,18 @@ def is_within(name: str) -> bool:
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:
-    """Whether these are ints, not bools, from 0 to below 2^63."""
+    """Returns whether these are ints, not bools, from 0 to below 2^63."""
     return all(type(value) is int and 0 <= value < _NUMBER_END for value in values)
 
 
 def unneeded(storage: Storage, directory: str, value: Metadata, rank: int | None) -> list[str]:
-    """Paths of data files of a directory that nothing names when this has been committed there.
-
-    Args:
-        rank: whose metadata it is, where each rank has its own; None: of all.
+    """Returns the paths of data files in a directory that nothing names once `value` is committed
+    there: the metadata of one rank, where each has its own, or of all ranks (None).
     """
     named = {getattr(info, "relative_path", None) for info in (value.storage_data or {}).values()}
     try:
         names = storage.names(directory)
-    except OSError:  # it may be written to but not listed: they stay
+    except OSError:  # the directory cannot be listed, perhaps only written to: the files stay
         return []
     others = [name for name in names if name.endswith(NAME) and name != NAME]
     if rank is None:

@@ -1,8 +1,8 @@
-"""Reading parts of the items of one `.distcp` file: only the blocks that are needed, in file order.
+"""The reading of parts of the items of one `.distcp` file: only needed blocks, in file order.
 
-Responsible for finding where the elements of a stored tensor lie, for moving a part of them to
-where it is wanted, and, where the file is ours, for checking every byte and saying what is damaged.
-It must not know how requests come about, nor what becomes of the values.
+Responsible for finding the elements of a stored tensor, for moving a part of them to memory and, if
+fastckpt wrote the file, for checking every byte and naming what is damaged. It must not know how
+requests come about, nor what becomes of the values.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from fastckpt.reading.verified import OVERWRITTEN, Body, takes_bytes
 from fastckpt.storage.file_system import Storage, naming, reported
 
 OURS = re.compile(r"__\d+_[0-9a-f]{16}\.distcp")  # names of files that fastckpt wrote
-_APART_BYTES_MAX = 1 << 20  # objects in a span of this are read for themselves
-_RUNS_MAX = 64  # a copy to a device takes some microseconds to begin, however small it is
+_APART_BYTES_MAX = 1 << 20  # objects within this span are read without the rest of their block
+_RUNS_MAX = 64  # more copies to a device go through the host: each takes microseconds to begin
 
 
 class Request(NamedTuple):
     """A part of an item that is wanted.
 
     Attributes:
-        offset, nbytes: of the item in its file.
-        dtype, sizes: of the tensor that is stored; None and () where it is bytes, all of which are
-            wanted.
+        offset, nbytes: the place of the item in its file.
+        dtype, sizes: the stored tensor's; None and () for bytes, all of which are wanted.
         begin, lengths: the part of the tensor.
     """
 
@@ -55,8 +54,8 @@ class Request(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Where the elements of a stored tensor lie; what has to stand in front of them, if nothing but
-    that tells.
+    """The offset and dtype of a stored tensor's elements, and in a file that torch wrote the bytes
+    that must stand before them.
     """
 
     data: int
@@ -65,19 +64,17 @@ class _Found(NamedTuple):
 
 
 class ItemsFile:
-    """One file, opened to read the requests; these are then asked for, best in order of offset.
+    """One file, opened to read some requests, which are then asked for, best in order of offset.
 
     Args:
-        storage, staging: what reads.
-        path: of the file. Where its name is one of ours, it is verified.
-        requests: all that will be asked for, ascending by offset.
-        names: tells what items are called in messages, by their offset.
+        storage, staging: read the file.
+        path: the file's path. If its name is one of ours, the file is verified.
+        requests: all requests that will be asked for, ascending by offset.
+        names: returns the names of items for messages, by their offsets.
 
     Raises:
-        CorruptCheckpoint: it is missing, is one of ours and damaged, or is not what the requests
-            say.
-        IncompatibleCheckpoint: a newer fastckpt wrote it.
-        StorageError: it cannot be read.
+        CorruptCheckpoint: it is missing, ours and damaged, or does not hold what is requested.
+        IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
     """
 
     def __init__(
@@ -90,9 +87,9 @@ class ItemsFile:
     ) -> None:
         self._storage, self._staging, self._path, self._names = storage, staging, path, names
         self._is_ours = OURS.fullmatch(os.path.basename(path)) is not None
-        self._apart: dict[int, bytes] = {}  # objects that were read for themselves, by offset
+        self._apart: dict[int, bytes] = {}  # objects read without their block, by offset
         self._stream: EngineStream | None = None
-        self._older: int | None = None  # which of distcp.fronts() this file has
+        self._older: int | None = None  # the index in distcp.fronts() of what this file has
         with reported("open", path):
             try:
                 self._fd = storage.open(path)
@@ -128,7 +125,7 @@ class ItemsFile:
         self._storage.close(self._fd)
 
     def _locate(self, request: Request) -> _Found | None:
-        """Returns where its elements lie in one run; None where only torch can tell."""
+        """Returns the place of a tensor's elements in one run; None if only torch can tell."""
         if request.dtype is None:
             return None
         if not self._is_ours:
@@ -146,11 +143,11 @@ class ItemsFile:
             return None
         dtype = distcp.DTYPES[item.dtype]
         if prod(request.sizes) * dtype.itemsize != item.data_nbytes:
-            return None  # torch will say what it is
+            return None  # torch's own reader decides what it is
         return _Found(item.data, dtype, b"")
 
     def _front(self, request: Request) -> bytes | None:
-        """Returns what has to stand before the elements in a file that torch wrote."""
+        """Returns the bytes before the elements in a file that torch wrote; None if not known."""
         assert request.dtype is not None
         fronts = [*distcp.fronts(request.dtype, request.sizes)]
         if not fronts:
@@ -192,8 +189,8 @@ class ItemsFile:
             self._stream = self._body.stream(sorted(wanted))
 
     def _read_apart(self, items: Sequence[distcp.Item]) -> bool:
-        """Reads objects that lie near each other without the rest of their block, by their own
-        checksums; False if they do not.
+        """Reads objects of one block without its rest, verified by checksums of their own; returns
+        False if they lie too far from each other.
         """
         begin, end = items[0].offset, max(item.offset + item.nbytes for item in items)
         if end - begin > _APART_BYTES_MAX:
@@ -212,11 +209,7 @@ class ItemsFile:
         return True
 
     def content(self, request: Request) -> bytes:
-        """All bytes of an item.
-
-        Raises:
-            CorruptCheckpoint, StorageError.
-        """
+        """Returns all bytes of an item; raises CorruptCheckpoint or StorageError."""
         if request.offset in self._apart:
             return self._apart[request.offset]
         content = bytearray(request.nbytes)
@@ -225,12 +218,11 @@ class ItemsFile:
         return bytes(content)
 
     def read(self, request: Request, target: torch.Tensor) -> None:
-        """Reads the part of a tensor into one of the same sizes, converting dtypes where they
-        differ.
+        """Reads the part of a tensor into one of the same sizes, and converts its dtype if need be.
 
         Raises:
-            CorruptCheckpoint, StorageError, DeviceError: some of the target may be overwritten.
-            AssertionError: the tensor that is stored has other sizes than the request says.
+            CorruptCheckpoint, StorageError, DeviceError: the target may be partly overwritten.
+            AssertionError: the stored tensor has other sizes than the request says.
         """
         found = self._found[request]
         if found is None or not self._is_fronted(request, found):
@@ -240,7 +232,8 @@ class ItemsFile:
             return
         if not target.numel() or not prod(request.sizes):
             return
-        whole = request.lengths == request.sizes  # then all of the item is checked
+        # Of a whole tensor the ends of its item are read too, so that all its blocks are checked.
+        whole = request.lengths == request.sizes
         last = request.offset + request.nbytes - 1
         ends = bytearray(2)
         before: list[CopyRow] = [(request.offset, address_of(ends), 1, 1, 0, 0)] if whole else []
@@ -253,19 +246,19 @@ class ItemsFile:
             received = _on_the_host(request.lengths, found.dtype)
             rows = _rows(request, found, received.data_ptr(), received.stride())
         if received is target and not target.is_inference():
-            increment_version([target])  # before the first byte, as in StepReader
+            increment_version([target])  # before the first byte: a failure may leave some changed
         self._run([*before, *rows, *after], received)
         if received is not target:
             with torch.no_grad():
                 target.copy_(received)
 
     def arrive(self) -> None:
-        """Waits for what is on its way to devices."""
+        """Waits until everything has arrived on devices."""
         if self._stream is not None:
             self._body.check(self._stream, self._stream.arrive())
 
     def _is_fronted(self, request: Request, found: _Found) -> bool:
-        """Whether a file that torch wrote holds what was expected before the elements."""
+        """Returns whether the bytes before the elements are those expected of torch."""
         if not found.front:
             return True
         front = bytearray(len(found.front))
@@ -273,7 +266,7 @@ class ItemsFile:
         return front == found.front
 
     def _unpickled(self, request: Request) -> torch.Tensor:
-        """The part of a tensor of which only torch can tell how it is stored."""
+        """Returns a part of a tensor, read by torch, where only torch knows how it is stored."""
         if not self._is_ours:
             with reported("read", self._path, request.offset):
                 content = self._storage.read_at(self._fd, request.nbytes, request.offset)
@@ -307,7 +300,7 @@ def _damaged(
     begin: int,
     end: int,
 ) -> str:
-    """The items of a damaged range whose own checksums are wrong, else all of them."""
+    """Names the items of a damaged range whose own checksums are wrong, or all if none are."""
     near = [item for item in items if item.offset < end and item.offset + item.nbytes > begin]
     wrong = [item for item in near if _crc(read_at, item) != item.crc]
     known = names()
@@ -322,15 +315,15 @@ def _crc(read_at: Callable[[int, int], bytes], item: distcp.Item) -> int:
         for at in range(item.data, item.data + item.data_nbytes, BLOCK_BYTES):
             crc = zlib.crc32(read_at(min(BLOCK_BYTES, item.data + item.data_nbytes - at), at), crc)
     except OSError as error:
-        return -(error.errno or errno.EIO)  # unreadable is damaged too
+        return -(error.errno or errno.EIO)  # no CRC: what cannot be read is damaged, too
     return crc
 
 
 def contents_of(storage: Storage, fd: int, path: str) -> distcp.Contents | None:
-    """Returns what the end of a file says of its items; None if it is not of fastckpt.
+    """Returns what the end of a file says of its items; None if fastckpt did not write the file.
 
     Raises:
-        CorruptCheckpoint: it is of fastckpt by its name, and truncated; or its end is damaged.
+        CorruptCheckpoint: its name is one of ours, and it is truncated; or its end is damaged.
         IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
     """
     with reported("read", path):
@@ -341,7 +334,7 @@ def contents_of(storage: Storage, fd: int, path: str) -> distcp.Contents | None:
             if not OURS.fullmatch(os.path.basename(path)):
                 return None
             raise CorruptCheckpoint(
-                f"{path!r} is truncated or damaged: its {nbytes} bytes do not end as they must"
+                f"{path!r} is truncated or damaged: its {nbytes} bytes end without a list of items"
             )
         tail = storage.read_at(fd, nbytes - offset, offset)
     with naming(path):
@@ -349,12 +342,11 @@ def contents_of(storage: Storage, fd: int, path: str) -> distcp.Contents | None:
 
 
 def _on_the_host(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor on the CPU, whatever torch's default device is."""
     return torch.empty(sizes, dtype=dtype, device="cpu")
 
 
 def _rows(request: Request, found: _Found, address: int, strides: Sequence[int]) -> list[CopyRow]:
-    """Returns how a part of a stored tensor is copied to memory of these strides, in elements."""
+    """Returns the copies of a part of a stored tensor to memory of these strides, in elements."""
     if not prod(request.lengths):
         return []
     stored, itemsize = row_major(request.sizes), found.dtype.itemsize
