@@ -48,7 +48,7 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _PATH_PARTS_MAX = 1000
 _SHOWN_CHARS_MAX = 100
 
-_NBYTES_MAX = 16 << 30  # a file with holes may have any size
+_NBYTES_MAX = 16 << 30  # bounds the memory for a file with holes, which may have any size
 _NUMBER_END = 1 << 63
 
 # pickle itself raises these for bytes that are not a pickle, or not all of one.
@@ -57,7 +57,7 @@ _DAMAGE = (*plain_pickle.DAMAGE, pickle.UnpicklingError, EOFError, OverflowError
 
 @dataclass(frozen=True)
 class _Enumeration:
-    """Returns a member of an enumeration for a number in the pickle."""
+    """A callee that returns the member of an enumeration for a number in the pickle."""
 
     kind: type[enum.Enum]
 

@@ -246,7 +246,7 @@ class ItemsFile:
             received = _on_the_host(request.lengths, found.dtype)
             rows = _rows(request, found, received.data_ptr(), received.stride())
         if received is target and not target.is_inference():
-            increment_version([target])  # before the first byte: a failure may leave some changed
+            increment_version([target])  # before the first byte, for autograd and saves that copy
         self._run([*before, *rows, *after], received)
         if received is not target:
             with torch.no_grad():

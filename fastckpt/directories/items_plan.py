@@ -28,8 +28,8 @@ class Conclusion(Protocol):
     """A conclusion decides what becomes of items that have been written."""
 
     def record(self, name: str, places: Places) -> bytes:
-        """Returns what this rank tells the first one of its file, "" if it has none, and of the
-        places of its items there.
+        """Returns what this rank tells the first one, given the name of its file ("" if it has no
+        items) and the places of its items there.
         """
 
     def publish(self, place: ItemsPlace, records: list[bytes]) -> None:

@@ -118,7 +118,7 @@ class SwapPlace(Place):
                 settle(storage, fd, listed, self._durable)
             finally:
                 close_quietly(storage, fd)
-        if self._durable:
+        if self._durable:  # before the rename, which must not name what a crash can still take
             atomic.sync_directories(storage, directory)
         self._refuse_others(merged)
         changed = {os.path.dirname(path), self._draft.beside, *self._draft.grown}

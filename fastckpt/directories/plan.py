@@ -26,7 +26,7 @@ from fastckpt.storage.lustre_layout import Purpose
 
 
 class DirectoryPlan(Plan):
-    """One rank's plan of a directory, for a save with this handle, agreement, draft and place."""
+    """One rank's plan of a directory: it writes the files that are pending in the draft."""
 
     def __init__(
         self,

@@ -35,8 +35,8 @@ class FilePlan(Plan):
     """One rank's plan of a file.
 
     Args:
-        captured, obj: the object, and its capture.
-        shared: the memory of the group that saves; None where one rank saves alone.
+        captured, obj: the capture of the object, and the object.
+        shared: the Together of the group that saves; None where one rank saves alone.
         devices: the devices whose memory may be read.
         agreement, place, options: the save's.
 

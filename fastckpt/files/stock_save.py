@@ -22,7 +22,7 @@ log = logging.getLogger("fastckpt")
 def save_stock(
     pipeline: Pipeline, write: Callable[[IO[bytes]], None], handle: SaveHandle, durable: bool
 ) -> SaveHandle:
-    """Lets `write` write the file now, and commits it as we do; raises what `write` raises."""
+    """Lets `write` write the file now, and commits it; raises what `write` raises."""
     storage = pipeline.storage
     pipeline.wait_for(handle.path)
     with atomic.temporary(storage, handle.path) as (fd, name):

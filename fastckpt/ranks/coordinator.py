@@ -89,7 +89,7 @@ class Coordinator:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the store has failed for good."""
+        """True once the store has failed for good."""
         return bool(self._gone)
 
     def begin(

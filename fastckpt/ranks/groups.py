@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Together:
-    """The memory of one group of ranks across the files that they save together."""
+    """Facts that the ranks of a group keep from one file that they save together to the next."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator

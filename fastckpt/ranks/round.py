@@ -40,7 +40,7 @@ class Connection(Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """Whether the store has failed for good."""
+        """True once the store has failed for good."""
 
     def call(self, operation: str, key: str | list[str], *values: Any) -> Any:
         """Calls an operation of the store; raises ConnectionError once the store has failed."""
@@ -58,7 +58,8 @@ class Round:
 
     Attributes: rank and world_size as the Coordinator's; label as given to begin(); name, the label
     with the number of earlier rounds of that label; operations, the number of operations of the
-    store so far; may_be_visible, whether conclude() may have committed without this rank knowing.
+    store so far; may_be_visible, whether the checkpoint may be visible for all that this rank
+    knows, unless the round has failed.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Round:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Makes an error in the body this rank's failure, so that nobody waits, and closes."""
+        """Makes an error in the body this rank's failure, so that nobody waits, and leaves."""
         try:
             yield
         except BaseException as error:
@@ -145,7 +146,7 @@ class Round:
             raise
 
     def decide(self) -> None:
-        """Makes later failures count no more, before rank 0 commits; raises an earlier one."""
+        """Settles, before rank 0 commits, that later failures are void; raises an earlier one."""
         assert self.rank == 0, "rank 0 commits"
         # fail() sets the same key by compare-and-set, so exactly one of the two comes first.
         self._end = self._call("compare_set", self._at("end"), b"", _DECIDED)
@@ -282,7 +283,7 @@ class Round:
             ) from None
 
     def _join(self, patience_s: float) -> None:
-        """Joins the round, under the number that this rank's first word settles.
+        """Joins the round at this rank's first word, and settles the round's number.
 
         The others may have given up on this rank in this round: then it missed a call of theirs, or
         is very late. If they are at a later round of the label by now, this rank moves there. If

@@ -1,4 +1,4 @@
-"""A file in torch's format that fastckpt wrote, as a file object whose every byte was verified.
+"""A file in torch's format that fastckpt wrote, as a file object of verified bytes.
 
 Responsible for recognising such a file, for feeding torch from parallel block reads and for telling
 which record is damaged. It must not know what torch makes of the bytes.

@@ -96,7 +96,7 @@ class ImageFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Blocks in flight arrive before their file is closed: its descriptor may then be another's.
+        # Blocks in flight arrive before the file is closed and its descriptor becomes another's.
         self.transfer.__exit__()
         self._files.__exit__(kind, error, trace)
 
@@ -207,7 +207,7 @@ class ImageFile:
         return tail
 
     def add(self, image: Image, offset: int) -> None:
-        """Writes a small image beside the body, and waits until it has been written."""
+        """Writes a small image, whose pages the body does not touch, and waits for it."""
         staging, path = self._pipeline.staging, self._path
         with Transfer(staging, image, path, self._allowance, 1) as added:
             added.write_to(self.fd, offset, self.route)

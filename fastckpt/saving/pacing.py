@@ -24,7 +24,7 @@ _random = SystemRandom()  # leaves alone the generators that the user seeds
 
 
 class Pace:
-    """The pacing of one save on one rank. Where none was asked for, nothing here waits.
+    """The pacing of one save on one rank. Nothing here waits if none was asked for.
 
     Args:
         pacing: the pacing that was asked for.
@@ -64,7 +64,7 @@ class Pace:
 
     @property
     def gathers(self) -> bool:
-        """Whether shards of several ranks are to go into one file."""
+        """True if shards of several ranks are to go into one file."""
         return self._pacing.writers_per_node is not None and self._agreement.world_size > 1
 
     @property
@@ -74,7 +74,7 @@ class Pace:
 
     @property
     def meets(self) -> bool:
-        """Whether ranks of a node share its rate, so that they have to meet() before each save."""
+        """True if ranks of a node share its rate, so that they have to meet() in each save."""
         return self._pacing.rate is not None and self._agreement.world_size > 1
 
     def meet(self, nbytes: int) -> list[nodes.Neighbour]:

@@ -1,4 +1,4 @@
-"""DTensors: which part of a global tensor this rank holds, who else holds it, and what is refused.
+"""The parts of DTensors: which one this rank holds, which ranks hold the same, and what is refused.
 
 Responsible for everything that asks a DTensor about its mesh and its placements. It must not know
 where in a state it stands, nor what becomes of it.
@@ -125,8 +125,8 @@ def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:
     """Returns a DTensor's memory in this rank, and which part of the global tensor that is.
 
     Raises:
-        TypeError: its placement is Partial, unknown or no rectangle, or does not mean the memory's
-            sizes; or this rank is not in its mesh.
+        TypeError: its placement is Partial or unknown, makes no rectangles, or does not match its
+            memory; or this rank is not in its mesh.
     """
     box, local = _box(key, tensor), _local(tensor)
     _check_local(key, tensor, local, box)
