@@ -313,7 +313,9 @@ def _check_stored(name: str, stored: Any) -> None:
 def _check_info(name: str, info: Any) -> None:
     path, transforms = info.relative_path, getattr(info, "transform_descriptors", None)
     if type(path) is not str or not is_within(path):
-        raise ValueError(f"{shown(name)} lies in the file {shown(path)}, outside of the directory")
+        raise ValueError(
+            f"{shown(name)} lies in the file {shown(path)}, which is not a name in the directory"
+        )
     if not _are_numbers((info.offset, info.length)) or info.offset + info.length >= _NUMBER_END:
         raise ValueError(f"the offset or length of {shown(name)} is not a number below 2^63")
     if transforms is not None and not (
