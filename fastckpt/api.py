@@ -1,7 +1,6 @@
-"""save and load: the drop-in for torch.save and torch.load.
+"""fastckpt.save, load and prepare: their signatures, and the decision what torch does itself.
 
-Responsible for their signatures and for what is delegated to torch. It must not know how a save or
-a load is done.
+The module must not know how a save or a load is done.
 """
 
 from __future__ import annotations
@@ -83,68 +82,67 @@ def save(
     group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> SaveHandle:
-    """Saves an object as torch.save does, in the background, and commits it atomically.
+    """Saves an object as torch.save does, but in the background, and commits the file atomically.
 
     The file is a torch zip that torch.load opens (weights_only, mmap and map_location included).
-    Until the commit, path keeps its old content; a crash leaves the old file or the new one.
-    Several saves may be in flight; those to one path commit in order.
+    Until the commit the path keeps its old content; a crash leaves the old file or the new one.
+    Several saves may be in flight; saves to one path commit in the order they were begun.
 
     Args:
         obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization,
-            _disable_byteorder_record: as torch.save's. A file-like f, a path that is no regular
-            file (/dev/null) and torch's legacy format are written by torch.save itself before the
-            call returns.
-        fence: when the caller may go on. "call": save() returns when everything was copied, so obj
-            may be mutated at once. "step": save() returns at once; the next step() of any torch
-            optimizer waits until everything was copied. Changing a tensor in place by other means
-            before wait_staged() fails this save with StagingConflict (version counters are
-            compared when no operation can still be running, and samples of memory, for what goes
-            past the counters, as `.data` does).
-        backend: "auto" picks by file system and probe; "io_uring" and "threads" insist.
-        durable: sync the file and its directory to the device before the commit counts. False
-            leaves that to the kernel: still atomic against a crash of the process, not against one
-            of the machine.
+            _disable_byteorder_record: as torch.save's. If f is a file-like object or a path that is
+            no regular file (/dev/null), or the format is torch's legacy one, torch.save itself
+            writes before this call returns.
+        fence: when the caller may go on. "call": save() returns when everything has been copied, so
+            obj may be changed at once. "step": save() returns at once, and the next step() of any
+            torch optimizer waits for the copies. If a tensor is changed in place by other means
+            before wait_staged() returns, this save fails with StagingConflict.
+        backend: "auto" chooses by file system and probe; "io_uring" and "threads" insist.
+        durable: sync the file and its directory before the checkpoint counts as committed. With
+            False a crash of the process still leaves the old file or the new one, but a crash of
+            the machine may leave neither.
         staging_bytes: the most staging memory this save may hold, at least one block of 8 MiB, as a
-            number or a text such as "1GiB"; default: the process's budget (half of the memory
-            available at the first save, or $FASTCKPT_STAGING_BYTES). A save that needs more waits
-            for its own writes.
+            number or a text such as "1GiB". A save of more bytes waits for its own writes. Default:
+            the process's budget (half of the memory available at the first save, or
+            $FASTCKPT_STAGING_BYTES).
         staging: how tensors on a GPU go to the file. "host": through pinned memory. "gds": by
-            GPUDirect Storage, from 16 blocks in the GPU's memory, which hold up the caller once
-            they are full (the first time also until the GPU has done what it was given); what
-            cuFile refuses goes through the host, with a warning. "auto": through the host until
-            both ways were measured on the file system, after the first save, then the faster one.
-            stats.staging and staging_why tell.
-        stripe: on Lustre, how a new file is laid out over the storage targets (OSTs). "auto": a
-            large file gets several stripes where its directory's layout has one; what else the
-            directory or the administrator says is kept, progressive layouts above all. "keep": the
-            directory's layout. (count, size in bytes): this one, of a size that is a multiple of
-            64 KiB; the same on all ranks of a group. Elsewhere it means nothing.
-        drain_rate: the most bytes/s that this process, with group a node, writes, as a number or a
-            text such as "2GB/s". None: no limit.
+            GPUDirect Storage, from 16 blocks in the GPU's memory; the caller waits while they are
+            full (the first time also until the GPU has finished its queued work). What cuFile
+            refuses goes through the host, with a warning. "auto": through the host at first; both
+            are timed on the file system after the first save, and the faster one is used from then
+            on. stats.staging and stats.staging_why say which was used.
+        stripe: how a new file on Lustre is laid out over the storage targets (OSTs); ignored on
+            other file systems. "auto": a large file gets several stripes if its directory's layout
+            has one stripe; any other layout that the directory or the administrator has set is
+            kept. "keep": the directory's layout. (count, size): so many stripes of so many bytes, a
+            multiple of 64 KiB. All ranks of a group pass the same.
+        drain_rate: the most bytes per second that this process writes (with group: that a node
+            writes), as a number or a text such as "2GB/s". None: no limit.
         group: a torch.distributed process group whose ranks all hold the same object and all call
             save() with the same path; each writes its part of the one file. Storages below 1 MiB
-            and everything that is no tensor are taken from the group's first rank. That names,
-            shapes and dtypes of the tensors are the same is checked, and their contents by samples
-            (64 KiB in all). No collective runs on the group: ranks talk over the job's store. None:
-            this process saves alone, whatever other ranks do.
+            and everything that is no tensor are taken from the group's first rank. The ranks
+            compare names, shapes and dtypes of the tensors, and samples of their contents (64 KiB
+            in all). They talk over the job's store; no collective runs on the group. None: this
+            process saves alone, whatever other ranks do.
         timeout_s: with group, the longest that ranks wait for each other.
 
     Returns:
-        A SaveHandle; result() returns its SaveStats when the checkpoint is committed.
+        A SaveHandle; its result() returns the SaveStats when the checkpoint is committed. With
+            group it may raise RanksDisagree, which names the tensor and the ranks, or PeerFailed
+            if another rank failed, is missing or saves something else.
 
     Raises:
         Exception: what torch.save raises for an object that cannot be pickled; nothing was written.
-        CheckpointError: of an earlier save whose failure nobody asked for; the message says so, and
-            __cause__ is the error itself. This save was not begun.
-        StorageError: the directory of f is missing, or f is "". What else the file system refuses
-            is raised by result().
-        KeyboardInterrupt: if not everything was copied by then, nothing is committed.
-        DeviceError: a GPU refuses, or its current stream is being captured into a graph.
-        ValueError, TypeError: f is a URL; an unknown fence, backend or staging; a stripe
-            that cannot be; a drain_rate not above 0; staging_bytes < 1 or no size; a group this
-            process is not in, or with a target or format that torch.save writes, or with DTensors.
-        The handle's result() may raise, with group: RanksDisagree on every rank, naming tensor and
-            ranks; PeerFailed if another rank failed, is missing or saves something else.
+        CheckpointError: an earlier save failed and nobody asked for its error, which is the
+            __cause__ of this one. This save was not begun.
+        StorageError: the directory of f does not exist, or f is "". All other errors of the file
+            system are raised by result().
+        KeyboardInterrupt: the call was interrupted. Unless everything had been copied by then,
+            nothing is committed.
+        DeviceError: a GPU refused, or its current stream is being captured into a graph.
+        ValueError, TypeError: f is a URL, or another argument is unknown or out of range; this
+            process is not in the group; or a group is given for a target or format that torch.save
+            writes itself, or for an object with DTensors.
     """
     started = time.perf_counter()
     check_choice("fence", fence, FENCES)
@@ -192,15 +190,14 @@ def save(
 
 
 def prepare(nbytes: int | str) -> None:
-    """Takes staging memory ahead, so that the first save of a process is as fast as later ones.
+    """Takes staging memory ahead, so that the first save of a process stalls no longer than others.
 
-    Without it the first save takes the pages as it copies, which makes its stall longer. Returns at
-    once; the memory is taken in the background, at the lowest priority, and kept for saves. It is
-    host memory that is not pinned: the first save from a GPU still pins it.
+    Returns at once: a thread of the lowest priority takes the memory and keeps it for saves. It is
+    host memory that is not pinned; the first save from a GPU still pins it.
 
     Args:
-        nbytes: how much this process will save, as a number or a text such as "20GB"; more than the
-            budget of staging memory is as much as that.
+        nbytes: how many bytes this process will save, as a number or a text such as "20GB"; at most
+            the budget of staging memory is taken.
 
     Raises:
         ValueError, TypeError: nbytes is below 1, or no size.
@@ -213,7 +210,7 @@ class _NoPath(StorageError, FileNotFoundError):
 
 
 def _checked_path(f: Any) -> str | None:
-    """The path that f is; None if f is none, and so a file-like object, or what torch refuses."""
+    """Returns f as a checked path; None if it is a file-like object, or nothing torch takes."""
     if isinstance(f, str | os.PathLike) and isinstance(path := os.fspath(f), str):
         if not path:  # torch raises no ValueError for it
             raise _NoPath("open", path, errno.ENOENT, detail="f is '', must be a path")
@@ -224,7 +221,7 @@ def _checked_path(f: Any) -> str | None:
 def _stock_save(
     obj: object, pickle_module: Any, pickle_protocol: int, as_zip: bool, disable_byteorder: bool
 ) -> Callable[..., None]:
-    """torch.save of an object, to whatever it is given."""
+    """Returns a function that saves the object by torch.save, to the target it is given."""
     return partial(
         torch_save,
         obj,
@@ -255,9 +252,9 @@ def load(
 ) -> Any:
     """Loads what fastckpt.save, torch.save or safetensors wrote, with torch.load's semantics.
 
-    A file that fastckpt wrote is read in parallel blocks and every byte is checked against its
-    CRC-32 before anything is returned. Any other file goes to torch.load. A load of a path whose
-    save is in flight in this process waits for that save.
+    A file that fastckpt wrote is read in parallel blocks, and every byte is checked against its
+    CRC-32 before anything is returned. Any other file goes to torch.load. If a save to the path is
+    in flight in this process, the load waits for it.
 
     Args:
         f, map_location, pickle_module, weights_only, mmap, pickle_load_args: as torch.load's, with
@@ -266,13 +263,13 @@ def load(
         verify: check the checksums of a file that fastckpt wrote.
         staging: how large storages come to a GPU. "host": through pinned memory. "gds": by
             GPUDirect Storage, with checksums computed on the GPU; what cuFile refuses comes through
-            the host, with a warning. "auto": as a save with "auto" found to be faster on this file
-            system; until then through the host. Not with group, mmap=True or a map_location that is
-            code.
+            the host, with a warning. "auto": the one that a save with "auto" found to be faster on
+            this file system, or through the host if there was none. "gds" and "auto" have no effect
+            with group, with mmap=True or with a map_location that is code.
         group: a torch.distributed process group whose ranks all load this file: each reads a share
             of it and they broadcast the blocks over the group, which nothing else may use
-            meanwhile. Not with mmap=True, or a file-like object.
-        timeout_s: with group, the longest that ranks wait for each other to begin; from then on the
+            meanwhile. Not with mmap=True or a file-like object.
+        timeout_s: with group, the longest that ranks wait for each other to begin; after that the
             group's own timeout applies.
 
     Returns:
@@ -280,9 +277,10 @@ def load(
 
     Raises:
         CorruptCheckpoint: the file is damaged or truncated; the message names the record.
-        IncompatibleCheckpoint: a newer fastckpt wrote it.
-        StorageError: a read failed; or there is no memory or address space for the object (ENOMEM).
+        IncompatibleCheckpoint: a newer fastckpt wrote the file.
+        StorageError: a read failed, or memory or address space is too short (ENOMEM).
         PeerFailed, RanksDisagree: with group, another rank failed, or found another file.
+        ValueError: with group, mmap is true or f is a file-like object.
         Exception: what torch.load raises, for the same reasons.
     """
 
@@ -290,7 +288,7 @@ def load(
         simple = map_location is None or isinstance(map_location, str | torch.device)
         with _no_memory_told(f), _directory_told(f):
             if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
-                # As torch.load does by itself since it knows the suffix.
+                # Newer versions of torch.load do the same by themselves.
                 return safetensors.torch.load_file(f, device=str(map_location or "cpu"))
             options = {"weights_only": weights_only, "mmap": mmap, **pickle_load_args}
             return torch_load(source, place, pickle_module, **options)
@@ -313,13 +311,11 @@ def load(
 
 @contextmanager
 def _no_memory_told(f: Any) -> Iterator[None]:
-    """Turns what torch and Python say where memory or address space is short into a StorageError.
-
-    torch raises a bare RuntimeError for both, with the words of the system.
-    """
+    """Turns what torch and Python raise if memory or address space is short into a StorageError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
+        # torch raises a bare RuntimeError with the system's words.
         is_short = isinstance(error, MemoryError) or os.strerror(errno.ENOMEM) in str(error)
         if not is_short or isinstance(error, CheckpointError):
             raise
@@ -330,7 +326,7 @@ def _no_memory_told(f: Any) -> Iterator[None]:
 
 @contextmanager
 def _directory_told(f: Any) -> Iterator[None]:
-    """Says of a directory that is a checkpoint what loads it."""
+    """Adds to the error about a directory which call loads it, if it is a checkpoint."""
     try:
         yield
     except IsADirectoryError as error:
@@ -348,7 +344,7 @@ def _load_alone(
     maps: bool,
     staging: str,
 ) -> Any:
-    """Loads a file by one rank."""
+    """Loads a file on this rank alone."""
     started = time.perf_counter()
     opened = _open_regular(f)
     if opened is None:
@@ -371,7 +367,7 @@ def _load_alone(
                     obj = load_by_torch(f)
                 else:
                     file.verify_all()
-                    # By descriptor: a save may commit another file under the path in between.
+                    # A save may have committed another file under the path since it was verified.
                     obj = load_by_torch(f"/proc/self/fd/{fd}")
     finally:
         close_quietly(current.storage, fd)
@@ -380,7 +376,7 @@ def _load_alone(
 
 
 def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int = 0) -> None:
-    """One line, on the first rank: the size of the file, and how long all of it took."""
+    """Logs one line, on the first rank: the size of the file, and how long the load took."""
     seconds = time.perf_counter() - started
     if file is None:
         told = f"in {shown_time(seconds)}, by torch.load: the file has no checksums of fastckpt"
@@ -392,7 +388,9 @@ def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int
 def _load_placed(
     f: Any, file: VerifiedFile, load_by_torch: Callable[..., Any], map_location: Any
 ) -> Any:
-    """_load_verified(), with large storages read straight to where they belong, if they may be."""
+    """Does what _load_verified() does, and reads large storages straight to their device if the
+    map_location allows it.
+    """
     devices = pipeline.current().staging.devices
     if not Placing.possible(devices, map_location):
         return _load_verified(f, file, load_by_torch)
@@ -405,7 +403,7 @@ def _load_placed(
 
 
 def _load_verified(f: Any, file: VerifiedFile, load_by_torch: Callable[[Any], Any]) -> Any:
-    """Lets torch read from `file` what it would read from f, and leaves both at the same place."""
+    """Lets torch read from `file` instead of f, and moves f to where torch would have left it."""
     obj = file.read_by(load_by_torch)
     if not isinstance(f, str | os.PathLike):
         f.seek(file.tell())
@@ -420,7 +418,6 @@ def _load_together(
     group: Any,
     timeout_s: float,
 ) -> Any:
-    """Loads a file on all ranks of a group at once."""
     started = time.perf_counter()
     current = pipeline.current()
     path = os.path.realpath(f)
@@ -431,7 +428,7 @@ def _load_together(
         stack.callback(agreement.close)
         file: VerifiedFile | None = None
         try:
-            # What the first rank finds is there, though a client of NFS may not know it yet.
+            # The file that the first rank finds exists, though an NFS client may not see it yet.
             wanted = b"" if agreement.rank == 0 else agreement.get("found")
             until = time.monotonic() + min(timeout_s, APPEARS_S)
             while True:
@@ -439,7 +436,7 @@ def _load_together(
                 try:
                     fd, file, found = from_the_path(lambda: _found(f, verify, group))
                 finally:
-                    if agreement.rank == 0:  # b"": it is damaged, which others find, too
+                    if agreement.rank == 0:  # b"": the file is damaged, as other ranks will find
                         agreement.put("found", found)
                 if found == wanted or not wanted or time.monotonic() >= until:
                     break
@@ -471,8 +468,8 @@ def _load_together(
 def _found(
     f: str | os.PathLike[str], verify: bool, group: Any
 ) -> tuple[int | None, VerifiedFile | None, bytes]:
-    """What one of several ranks finds under a path: a descriptor and the file, if it is ours; and
-    what tells it from others.
+    """Returns what one of several ranks finds under a path: a descriptor (None if torch opens f),
+    the file (None if fastckpt did not write it), and a text that tells it from other files.
     """
     current, opened = pipeline.current(), _open_regular(f)
     if opened is None:
@@ -489,7 +486,6 @@ def _found(
 
 
 def _forget(fd: int | None, file: VerifiedFile | None) -> None:
-    """Closes what _found() has opened."""
     if file is not None:
         file.abandon()
     if fd is not None:
@@ -497,10 +493,8 @@ def _forget(fd: int | None, file: VerifiedFile | None) -> None:
 
 
 def _open_regular(f: Any) -> tuple[int, str] | None:
-    """A descriptor of our own for a path or an open file at its beginning, and its name; None for
-    torch to open.
-
-    torch.load also raises the errors for what cannot be opened.
+    """Opens a path, or anew a file that the caller has open at its beginning. Returns the
+    descriptor and the name, or None: torch.load is to open f, or to say why that is impossible.
     """
     current = pipeline.current()
     if isinstance(f, str | os.PathLike):
@@ -512,13 +506,12 @@ def _open_regular(f: Any) -> tuple[int, str] | None:
             return current.storage.open(path), path
         except (FileNotFoundError, PermissionError):
             return None
-        except OSError as error:  # no descriptor left, say: torch would load it unverified
+        except OSError as error:  # say, no descriptor is left; torch would load f unverified
             raise StorageError("open", path, error.errno or errno.EIO) from error
     try:
         if isinstance(f, io.TextIOBase) or f.tell() != 0:
             return None
-        # A description of our own: reading must not change the position or the flags of the
-        # caller's.
+        # An open file description of our own: reads must not change the caller's position or flags.
         fd = current.storage.open(f"/proc/self/fd/{f.fileno()}")
     except (AttributeError, OSError, io.UnsupportedOperation):
         return None
@@ -529,15 +522,15 @@ _NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.
 
 
 def _is_regular(storage: Storage, path: str) -> bool:
-    """As os.path.isfile(), but for a file that is being replaced, of which that says no."""
+    """Returns os.path.isfile(path), but raises where that says no of a file being replaced."""
     try:
         status = storage.status(path)
     except OSError as error:
         if error.errno in _NO_FILE:
-            return False  # torch.load says so in its own words
+            return False  # torch.load raises its own error
         op = "open" if error.errno == errno.ESTALE else "stat"
         raise StorageError(op, path, error.errno or errno.EIO) from error
-    except ValueError:  # no path can be like this
+    except ValueError:  # no file can have this path
         return False
     return status is not None and stat.S_ISREG(status.st_mode)
 
