@@ -1,7 +1,7 @@
 """Checkpointer: the steps of a training run under one directory, saved and restored by all ranks.
 
-Responsible for its signature, for what of a state is captured before save() returns, and for the
-decision which step is restored. It must not know how a step is written or read.
+The module puts each save and restore together of the parts that do it. It must not know how a step
+is written or read.
 """
 
 from __future__ import annotations
@@ -68,58 +68,57 @@ class Checkpointer:
 
     Every rank of the group makes one with the same root and calls the same methods in the same
     order. Each writes its part of a step to files of its own; tensors that several ranks hold are
-    divided among them. A step exists when its manifest does, which is written last; what it holds
-    is verified when it is read. Saves of one Checkpointer commit in the order they were begun.
+    divided among them. A step exists once its manifest does, which is written last; every byte of
+    it is verified when it is read. Saves of one Checkpointer commit in the order they were begun.
 
     A state is a nest of dicts, lists and tuples of
-    - tensors, which are the same on all ranks (that is checked, by samples);
+    - tensors, which must be the same on all ranks (samples of them are compared);
     - DTensors, of which each rank holds a part, in any placement but Partial;
-    - PerRank(value), for what each rank has its own of;
+    - PerRank(value), for a value of which each rank has its own;
     - objects with state_dict and load_state_dict: modules, optimizers, schedulers, data loaders;
-    - anything else that can be pickled, taken from the first rank, as are the values of tensors
-      below 1 MiB, whose dtypes and shapes must be the same on all ranks. No DTensor may be inside.
-    restore() takes a state that is a dict, a list or has load_state_dict: what else was saved, such
-    as a tuple or a lone tensor, load() alone gives back.
+    - anything else that can be pickled, but no DTensor inside of it; taken from the first rank.
+    The contents of tensors below 1 MiB may differ; the first rank's are saved. restore() takes a
+    state that is a dict or a list or has load_state_dict; a tuple or a lone tensor needs load().
 
     Args:
-        root: directory of the run; made at the first save. One job at a time may save to it.
-        group: a torch.distributed process group; default: all ranks where torch.distributed is
-            initialised, else this process alone. That is decided here, once and for all: make it
-            after init_process_group(). For one rank of several pass a group of that rank alone,
+        root: the directory of the run, made at the first save. One job at a time may save to it.
+        group: a torch.distributed process group. Default: all ranks if torch.distributed is
+            initialised, else this process alone; so make the Checkpointer after
+            init_process_group(). For one rank of several pass a group of that rank alone,
             torch.distributed.new_subgroups(1)[0]. Ranks talk over the job's store; no collective
             is run.
-        keep_last: after each commit remove, in the background, older steps but for so many, at
-            least 1, not counting those found damaged; None: keep all.
-        keep_every: with keep_last, steps that are multiples of this are kept too.
-        fence: "call": save() returns when everything was copied, so the state may change at once.
-            "step": save() returns at once, and the next step() of any torch optimizer waits.
-        staging_bytes: the most staging memory a save may hold in this process; default: the
-            process's budget (see fastckpt.save).
-        local: a directory on storage of each node, such as NVMe, that a step is committed to first:
-            a process that fails loses nothing after that (handle.wait_local()). From there it is
-            drained to the root in the background; when it is committed there, result() returns.
-            Ranks that see the same directory are a node; nodes need not have the same path.
-            Restores take what a node has from there. A tier that is full, lost or slower than the
-            root is gone past, with a warning. default: none.
-        keep_local: so many steps stay on each node, at least 1, and none goes that the root has not
-            had; there has to be room for one more. So many may also wait to be drained: a save()
-            beyond waits. default: 2.
-        codec: None, or "zstd": the shards are compressed, and `zstd -d` gives them back.
+        keep_last: how many of the steps committed last stay, at least 1, not counting those found
+            damaged; older ones are removed in the background after each commit. None: all stay.
+        keep_every: with keep_last, steps that are multiples of this stay, too.
+        fence: "call": save() returns when everything has been copied, so the state may change at
+            once. "step": save() returns at once, and the next step() of any torch optimizer waits.
+        staging_bytes: the most staging memory that a save may hold in this process, as a number or
+            a text such as "1GiB". Default: the process's budget (see fastckpt.save).
+        local: a directory on storage of each node, such as NVMe, in which a step is committed
+            first, so that a process that fails after handle.wait_local() loses nothing. The step is
+            then drained to the root in the background; result() returns when it is committed there.
+            Ranks that see the same directory are a node; the path may differ between nodes.
+            Restores read the files that a node has from there. A tier that is full, lost or slower
+            than the root is bypassed, with a warning. Default: none.
+        keep_local: how many steps stay on each node, at least 1; none is removed before the root
+            has had it. The node needs room for one more. As many steps may wait to be drained; the
+            save() after that waits. Default: 2.
+        codec: None, or "zstd": the shards are compressed, and `zstd -d` restores them.
         staging, stripe, backend, durable: as fastckpt.save's.
-        drain_rate: the most bytes/s that a node writes: its ranks share it, in proportion to what
-            each writes. None: no limit. This and what follows spare storage that others use too;
-            they delay writing, never the copy that save() waits for (but see staging_bytes), and
-            must be the same on all ranks.
+        drain_rate: the most bytes per second that a node writes, as a number or a text such as
+            "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. This and
+            the next three arguments spare storage that others use, too. They delay writing, never
+            the copy that save() waits for (but see staging_bytes); all ranks pass the same.
         start_jitter_s: each rank begins to write at a random moment within so many seconds.
-        max_writers: the most ranks of the job that write at a time; None: all. timeout_s covers the
-            wait for a turn, too.
+        max_writers: the most ranks of the job that write at a time; None: all. The wait for a turn
+            counts towards timeout_s.
         writers_per_node: shards below 256 MiB go into so many files for each node instead of one
-            for each rank; not with codec, nor with local.
-        timeout_s: the longest that ranks wait for each other, in one save or restore.
+            file for each rank; not with codec or local.
+        timeout_s: the longest, in seconds, that ranks wait for each other in one save or restore.
 
     Attributes:
-        restored_from: of the last restore() or load() on this rank, the path that each file it
-            needed was read from, by the file's name.
+        restored_from: for each file that the last restore() or load() needed on this rank, by its
+            name, the path that it was read from.
 
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
@@ -166,7 +165,7 @@ class Checkpointer:
             self._steps.storage, local, keep_local, self._steps, self._coordinator, pacing
         )
         self.restored_from: dict[str, str] = {}
-        self._reader: StepReader | None = None  # of the restore that goes on
+        self._reader: StepReader | None = None  # of the restore that is running
         self._handles: list[SaveHandle] = []
         self._differing: frozenset[str] = frozenset()
         self._closed = self._ended = False
@@ -175,24 +174,24 @@ class Checkpointer:
         """Begins to save a step. All ranks call it, with the same step.
 
         Args:
-            step: 0 or more. A step that exists is replaced by the commit of this one.
+            step: 0 or more. If the step exists, the commit of this one replaces it.
             state: see the class.
 
         Returns:
-            A SaveHandle, whose path is the step's directory. result() returns when the step is
-                committed on all ranks. It raises PeerFailed if another rank failed, is missing, or
-                saves another step; RanksDisagree if ranks do not hold the same, naming tensor and
-                ranks (a tensor whose contents differ is saved whole from the first rank from the
-                next save on); StorageError; StagingConflict.
+            A SaveHandle, whose path is the step's directory. Its result() returns when the step is
+                committed on all ranks. It raises PeerFailed if another rank failed, is missing or
+                saves another step; RanksDisagree, which names the tensor and the ranks, if ranks do
+                not hold the same (a tensor whose contents differ is saved from the first rank from
+                the next save on); StorageError; StagingConflict.
 
         Raises:
             Exception: what torch.save raises for an object that cannot be pickled.
-            CheckpointError: of an earlier save whose failure nobody asked for. This save was not
-                begun.
-            TypeError, ValueError: a DTensor whose placement or dtype cannot be saved, or that is
-                inside of an object; a key that is no Unicode text; a state nested too deeply; a
-                step below 0; the root is a step itself; this was made before init_process_group(),
-                by several ranks.
+            CheckpointError: an earlier save failed and nobody asked for its error. This save was
+                not begun.
+            TypeError, ValueError: a DTensor has a placement or dtype that cannot be saved, or is
+                inside of an object; a key is no Unicode text; the state is nested too deeply; the
+                step is below 0; the root is a step itself; the Checkpointer is closed, or several
+                ranks made it before init_process_group().
         """
         started = time.perf_counter()
         step = check_integer("step", step)
@@ -241,39 +240,39 @@ class Checkpointer:
     ) -> int | None:
         """Restores a state in place. All ranks call it.
 
-        Tensors and DTensors get their values in place, whatever mesh or number of ranks saved
-        them; objects with load_state_dict are given theirs; a PerRank gets what this very rank
-        saved, or is left as it is (`found` tells) on a rank that the saving job did not have; other
-        entries of dicts and lists are replaced. What was saved and is not in the state is left out,
-        with a warning.
+        Tensors and DTensors get their values in place, whatever mesh or number of ranks saved them.
+        Objects with load_state_dict are given their state_dict. A PerRank gets the value that this
+        very rank saved; on a rank that the saving job did not have it stays as it is, with `found`
+        False. Other entries of dicts and lists are replaced. Entries that were saved but are not in
+        the state are skipped, with a warning.
 
         Args:
             state: like the one that was saved.
-            step: which; default: the one committed last. If that is damaged, the one before it,
-                with a warning, and so on; all ranks take the same.
-            weights_only: as torch.load's, for what is no tensor of the shards.
-            required: a root without any committed step is an error: for a job that goes on, which a
-                mistyped root would have begin anew.
+            step: the step to restore. Default: the one committed last; if it is damaged, the one
+                before it, with a warning, and so on. All ranks take the same.
+            weights_only: as torch.load's, for everything but the tensors of the shards.
+            required: raise if the root holds no committed step. Pass True in a job that must not
+                begin anew because of a mistyped root.
 
         Returns:
-            The step, or None if the root holds no committed step, `step` is None and it is not
-                required; a warning says what the root holds instead.
+            The step; or None if the root holds no committed step, `step` is None and `required` is
+                False. A warning then says what the root holds instead.
 
         Raises:
             CorruptCheckpoint: no step is whole; the message says what is wrong. The state may have
                 been partly overwritten.
-            StorageError: the steps cannot be listed, or the one to restore cannot be read: that
-                was tried several times, over seconds. It may be whole, so no older one is taken in
-                its place, and this process removes neither. The state may have been partly
-                overwritten.
-            IncompatibleCheckpoint: the step has not what the state asks for, or a module does not
-                know what the step has; the state is as it was, unless a newer step was damaged (the
-                message says so then). Or a newer fastckpt wrote it.
-            CheckpointError: there is no such step, or none at all and it is required. PeerFailed:
-                another rank failed.
-            TypeError: a tensor that nothing can be put into (meta, overlapping, another layout).
-            ValueError: this was made before init_process_group(), by several ranks.
-            pickle.UnpicklingError: objects need weights_only=False.
+            StorageError: the steps could not be listed, or the one to restore could not be read, in
+                several attempts over seconds. As it may be whole, no older one is restored and this
+                process does not remove it. The state may have been partly overwritten.
+            IncompatibleCheckpoint: a newer fastckpt wrote the step, the step lacks something that
+                the state asks for, or a module does not know an entry of it. The state is
+                unchanged, unless a newer step was damaged, as the message then says.
+            CheckpointError: there is no such step, or none at all though one is required.
+            PeerFailed: another rank failed.
+            TypeError: a tensor cannot be filled (meta, overlapping, another layout).
+            ValueError: the Checkpointer is closed, or several ranks made it before
+                init_process_group().
+            pickle.UnpicklingError: an object needs weights_only=False.
         """
 
         step = optional(check_integer, "step", step)
@@ -307,18 +306,18 @@ class Checkpointer:
         return number
 
     def load(self, step: int | None = None, *, weights_only: bool = True) -> Any:
-        """Builds a state without having one: whole tensors on the CPU. All ranks call it.
+        """Returns a saved state, with whole tensors on the CPU. All ranks call it.
 
         Args:
             step, weights_only: as restore()'s.
 
         Returns:
-            The nest that was saved, of dicts, lists and tuples; in place of an object with
-                state_dict its state_dict, of a DTensor the whole tensor, of a PerRank one with this
-                rank's value, or with `found` False on a rank that the saving job did not have.
+            The nest of dicts, lists and tuples that was saved, with a state_dict in place of each
+                object that has one, the whole tensor in place of a DTensor, and a PerRank of this
+                rank's value (`found` is False on a rank that the saving job did not have).
 
         Raises:
-            As restore() does; CheckpointError also if there is no step at all.
+            As restore() with required=True.
         """
 
         step = optional(check_integer, "step", step)
@@ -350,18 +349,17 @@ class Checkpointer:
         return found[1]
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending, as this rank sees the directory now.
+        """Returns the committed steps, ascending, as this rank sees the directory now.
 
         Raises:
-            StorageError: the directory, or what says whether a step is committed, cannot be read,
-                however often that is tried.
+            StorageError: the directory or a manifest could not be read in several attempts.
         """
         found, _faults = self._steps.survey()
         return sorted({item.manifest.step for item in found})
 
     def latest(self) -> int | None:
-        """The step committed last, as this rank sees the directory now; None if there is none. It
-        need not have the highest number.
+        """Returns the step committed last, which need not have the highest number, as this rank
+        sees the directory now; None if there is none.
 
         Raises:
             StorageError: as steps().
@@ -370,7 +368,7 @@ class Checkpointer:
         return found[0].manifest.step if found else None
 
     def close(self) -> None:
-        """Waits for the saves in flight; raises the first failure that nobody asked for."""
+        """Waits for the saves in flight. Raises the first failure whose error nobody asked for."""
         if self._ended:
             return
         self._closed = True
@@ -401,7 +399,7 @@ class Checkpointer:
         except CheckpointError as failure:
             if error is None:
                 raise
-            log.warning("a save failed too: %s", failure)  # the body's error is the one that counts
+            log.warning("a save failed too: %s", failure)  # the body's own error is raised
 
     def _current(self) -> pipeline.Pipeline:
         if self._closed:
@@ -416,7 +414,7 @@ class Checkpointer:
             log.warning("%r differs between ranks: from now on it is saved from rank 0", key)
 
     def _tell(self, what: str, step: int, started: float) -> None:
-        """One line, on the first rank: what it has read itself, and how long all of it took."""
+        """Logs one line, on the first rank: the bytes that it read itself, and how long it took."""
         seconds, ranks = time.perf_counter() - started, self._coordinator.world_size
         reader, self._reader = self._reader, None
         nbytes = 0 if reader is None else reader.nbytes_read
@@ -426,7 +424,7 @@ class Checkpointer:
 
     @contextmanager
     def _restoring(self) -> Iterator[Round]:
-        """A round of all ranks, when what they have saved so far is there."""
+        """Begins a round of all ranks, once the saves of this process to the root have ended."""
         self._current().wait_for(self.root, ended=True)
         agreement = self._coordinator.begin("restore", self._timeout_s, "nothing was restored")
         try:

@@ -1,6 +1,6 @@
-"""A caller holds a SaveHandle of each save in flight; its clocks are SaveStats.
+"""SaveHandle, which a caller holds for each save in flight, and SaveStats, its clocks and facts.
 
-Responsible for states and waiting. It must not know how a save is done.
+The module must not know how a save is done.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from fastckpt.latch import Latch, Outcome, TimedOut
 
 @dataclass
 class SaveStats:
-    """Clocks and facts of one save. Times are seconds since save() was called; None: not there yet.
+    """Clocks and facts of one save. Times are seconds since save() was called, None until then.
 
     Attributes:
         stall_s: when save() returned, that is, how long the caller was blocked. With the step
-            fence, the time its optimizer waited is added.
-        staged_s: when everything was copied and the caller might mutate the object.
+            fence, the time that its optimizer waited is added.
+        staged_s: when everything had been copied, so that the caller might change the object.
         written_s: when the last byte had been transferred.
         committed_s: when the file was durable (with durable=True) and visible under its name; with
             a local tier, in the root.
-        local_committed_s: when the step was committed in the node-local tier, on every node; None
-            if there is none, or the step went straight to the root.
-        local_why: why it did, in words, where there is one.
-        nbytes: what this process writes: the file, or its part of it, or its files of a step; as it
-            was before a codec. 0 if torch.save wrote to what does not tell its position: a socket.
+        local_committed_s: when the step was committed in the local tier, on every node; None also
+            if there is no such tier, or the step went straight to the root.
+        local_why: why the step went straight to the root past a local tier, in words; else "".
+        nbytes: the bytes that this process writes, before a codec: the file, its part of it, or its
+            files of a step. 0 if torch.save wrote to an object without a position, as a socket.
         ranks: how many ranks save together.
-        total_nbytes: what all of them write; on the first rank, when all are done.
-        staged_bytes_max: the most bytes of staging memory the save held at a time.
-        backend: "io_uring", "threads", or "stock" where torch.save itself wrote to the target.
+        total_nbytes: the bytes that all ranks write; known on the first rank, when all are done.
+        staged_bytes_max: the most bytes of staging memory that the save held at a time.
+        backend: "io_uring" or "threads"; "stock" if torch.save itself wrote to the target.
         direct: whether O_DIRECT was used.
-        why: why this backend and this way, in words.
-        pacing: what was asked for to spare the storage, and this rank's share, in words; or "".
-        paced_s: for how long writing waited for that: for its moment, its turn, and tokens.
-        staging: "host" if nothing lay on a GPU, else "pinned" or "pageable", as the memory is that
-            was copied to.
-        staging_why: why so, in words.
-        d2h_s: how long the GPU that took longest was copying.
-        d2h_gbps: what GPUs copied in that time, in 10^9 bytes a second; None if nothing.
-        gpu_stall_s: how long streams of the caller waited for copies, by their own clocks; None
-            also if they still do when the checkpoint commits.
+        why: why the backend and O_DIRECT were chosen, in words.
+        pacing: the limits that were asked for and this rank's share of them, in words; or "".
+        paced_s: how long writing waited for these limits.
+        staging: "host" if nothing lay on a GPU, else the kind of memory that was copied to,
+            "pinned" or "pageable".
+        staging_why: why it was that, in words.
+        d2h_s: how long the slowest GPU copied.
+        d2h_gbps: what the GPUs copied in that time, in 10^9 bytes a second; None if nothing.
+        gpu_stall_s: how long streams of the caller waited for copies, by the GPU's clock; None also
+            if they still wait when the checkpoint commits.
     """
 
     stall_s: float | None = None
@@ -70,7 +70,7 @@ class SaveStats:
     gpu_stall_s: float | None = None
 
     def __str__(self) -> str:
-        """One line: how much, how long, how fast, how long the caller was blocked, and by what."""
+        """Returns one line: bytes, time, rate, how long the caller was blocked, and the backend."""
         nbytes, whose = self.nbytes, shown_share(self.ranks)
         if self.total_nbytes is not None:
             nbytes, whose = self.total_nbytes, f" by {self.ranks} ranks" if self.ranks > 1 else ""
@@ -92,10 +92,9 @@ class SaveStats:
 class SaveHandle(Outcome[SaveStats]):
     """A save in flight: a concurrent.futures.Future whose result is its SaveStats.
 
-    result(timeout=None) returns when the checkpoint is durable and committed, and raises the save's
-    error (a CheckpointError) if it was not. A failure that nobody asked for by result() or
-    exception() is raised by the next fastckpt.save, or else reported on stderr at exit. A save
-    cannot be cancelled. A signal handler may raise in any of its methods: the save goes on.
+    If nobody asks for a failure by result() or exception(), the next fastckpt.save raises it; at
+    exit it is reported on stderr. A save cannot be cancelled. If a signal handler raises in one of
+    the methods, the save goes on.
 
     Attributes:
         path: the final path, or "" for a file-like target.
@@ -103,7 +102,7 @@ class SaveHandle(Outcome[SaveStats]):
 
     Args:
         started: when save() was called, by time.perf_counter().
-        target: a file-like target.
+        target: the file-like target, if it is one.
     """
 
     def __init__(self, path: str, started: float, target: object = None) -> None:
@@ -115,12 +114,11 @@ class SaveHandle(Outcome[SaveStats]):
         self._started = started
         self._staged = Latch()
         self._queued = Latch()
-        self._first = Latch()  # set by the first commit, or the end
+        self._first = Latch()  # set by the first commit, in whichever tier, or by the end
         self._order: Callable[[], bool] | None = None
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
-        """The path, or the type of a file-like target, and how far the save has come."""
         error = self.failure()
         if error is not None:
             state = f"failed: {type(error).__name__}: {error}"
@@ -135,25 +133,27 @@ class SaveHandle(Outcome[SaveStats]):
         return f"save to {self.path!r}"
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Waits until the object was copied (or the save failed) and may be mutated.
+        """Waits until the object may be changed: it has been copied, or the save has failed.
 
         Args:
             timeout: seconds, None for ever.
 
         Raises:
-            TimeoutError: it was not within `timeout`.
+            TimeoutError: neither happened within `timeout`.
         """
         self._check_process()
         if not self._staged.wait(timeout):
             raise TimedOut(f"{self.subject()} was not staged within {timeout:g} s")
 
     def result(self, timeout: float | None = None) -> SaveStats:
-        """Waits for the commit. Returns the SaveStats; raises the save's error, or TimeoutError."""
+        """Waits for the commit and returns the SaveStats. Raises the save's error, or TimeoutError
+        if it has not ended within `timeout` seconds (None: no limit).
+        """
         self._check_process()
         try:
             stats = super().result(timeout)
         except BaseException as error:
-            # A TimeoutError or an interrupt is not the save's error, even if that came meanwhile.
+            # A timeout or an interrupt is not the save's error, even if the save failed meanwhile.
             if self.done() and error is self.failure():
                 self.reported = True
             raise
@@ -161,24 +161,24 @@ class SaveHandle(Outcome[SaveStats]):
         return stats
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits for the end. Returns the save's error or None; raises TimeoutError."""
+        """Waits for the end of the save. Returns its error or None; raises TimeoutError."""
         self._check_process()
         error = super().exception(timeout)
         self.reported = True
         return error
 
     def wait_local(self, timeout: float | None = None) -> bool:
-        """Waits until a step of a Checkpointer with a local tier is committed there, on every node.
+        """Waits until a step is committed in the local tier, on every node, or else in the root.
 
         Args:
             timeout: seconds, None for ever.
 
         Returns:
-            True: it is, and on its way to the root. False: there is no such tier, or the step went
-                straight to the root, and is committed there.
+            True if it is committed in the local tier. False if it is committed in the root, because
+                there is no local tier or the step went past it.
 
         Raises:
-            TimeoutError: neither was so within `timeout`. CheckpointError: the save failed before.
+            TimeoutError: it was not committed within `timeout`. CheckpointError: the save failed.
         """
         self._check_process()
         if not self._first.wait(timeout):
@@ -193,35 +193,32 @@ class SaveHandle(Outcome[SaveStats]):
         self._first.wait()
 
     def mark_local(self) -> None:
-        """Called once by the save: the local tier has it on every node."""
+        """Notes, once, that the step is committed in the local tier, on every node."""
         self.stats.local_committed_s = self.elapsed_s()
         self._first.set()
 
     def wait_done(self) -> None:
-        """Waits for the end of the save; does not count as asking for its error."""
+        """Waits for the end of the save, which does not count as asking for its error."""
         self._check_process()
         self.wait()
 
     def failure(self) -> BaseException | None:
-        """The error of a save that is done, without counting as asked for."""
+        """Returns the error of a save that has failed, which does not count as asking for it."""
         return super().exception(0) if self.done() else None
 
     def elapsed_s(self) -> float:
-        """Seconds since save() was called."""
         return time.perf_counter() - self._started
 
     def is_staged(self) -> bool:
-        """Whether the object is no longer read."""
+        """Returns whether the object is no longer read."""
         return self._staged.is_set()
 
     def is_queued(self) -> bool:
-        """Whether all that is still read is read by devices, in the order of their streams."""
+        """Returns whether only devices still read the object, in the order of their streams."""
         return self._queued.is_set()
 
     def pass_fence(self) -> None:
-        """Returns when the caller may change the object: it was copied, or what the caller's
-        current streams are given from now on waits until it is.
-        """
+        """Waits until the caller may change the object, or its streams wait for the copies."""
         self._check_process()
         self._queued.wait()
         order = self._order
@@ -229,7 +226,7 @@ class SaveHandle(Outcome[SaveStats]):
             self.wait_staged()
 
     def mark_queued(self, order: Callable[[], bool]) -> None:
-        """Called once by the save: what is still read is read by devices.
+        """Notes, once, that only devices still read the object.
 
         Args:
             order: makes the calling thread's streams wait for these copies; False if it cannot.
@@ -239,7 +236,7 @@ class SaveHandle(Outcome[SaveStats]):
             self._queued.set()
 
     def mark_staged(self) -> None:
-        """Called once by the save: the object is no longer read."""
+        """Notes that the object is no longer read."""
         if not self._staged.is_set():
             self.stats.staged_s = self.elapsed_s()
             self._staged.set()
