@@ -1,4 +1,4 @@
-"""`python -m fastckpt`: the command line, which lives in fastckpt.cli. Knows nothing else."""
+"""`python -m fastckpt`: runs the command line of fastckpt.cli."""
 
 import sys
 

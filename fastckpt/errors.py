@@ -1,8 +1,8 @@
-"""The closed set of errors fastckpt raises for faults of the world.
+"""The closed set of errors that fastckpt raises for faults of the world.
 
-Each says what happened, to which path, tensor or record, and what to do. This module knows no
-other; errors of the caller (a wrong argument) are TypeError and ValueError, and our own bugs
-assert.
+Each says what happened, to which path, tensor or record, and what to do. A wrong argument raises
+TypeError or ValueError instead, and a bug of fastckpt an AssertionError. This module imports no
+other.
 """
 
 from __future__ import annotations
@@ -16,30 +16,28 @@ AnyError = TypeVar("AnyError", bound=BaseException)
 
 
 class CheckpointError(RuntimeError):
-    """Base of all errors below. A RuntimeError, because that is what torch.save raises.
+    """The base of all errors below. It is a RuntimeError because torch.save raises that.
 
     Attributes:
-        visible: of a save's error. False: nothing was committed, and what was there before stays.
-            True: the checkpoint has taken its name and is whole, but it is not known to be durable:
-            a crash of the machine may bring back what had the name before. Keep older checkpoints
-            until a later save has succeeded.
+        visible: what a save that failed has left. False: nothing was committed, and what was there
+            before stays. True: the checkpoint is whole and has its name, but a crash of the machine
+            may undo that. Keep older checkpoints until a later save has succeeded.
     """
 
     visible = False
 
     def reword(self, text: str) -> None:
-        """Gives this error another message; its attributes stay."""
+        """Gives this error another message and keeps its attributes."""
         self.args = (text,)
 
 
 class StorageError(CheckpointError, OSError):
-    """The file system refused an operation; the checkpoint concerned was not committed, unless
-    `visible` is true.
+    """The file system refused an operation. Nothing was committed unless `visible` is true.
 
     Attributes:
         op: the operation that failed: "open", "allocate", "write", "sync", "rename", ...
-        path: the file or directory it was done to.
-        offset: the byte offset in the file, or None where the operation has none.
+        path: the file or directory that it failed for.
+        offset: the byte offset in the file; None for an operation without one.
         errno: the error number, as in OSError.
         detail: what else is known, in words, or "".
         visible: as CheckpointError's.
@@ -88,26 +86,26 @@ class StorageError(CheckpointError, OSError):
 _HINTS = {
     errno_names.ENOSPC: "remove files that are not needed there (on Lustre: from the OST that lfs "
     "df shows as full)",
-    errno_names.EDQUOT: "the quota is used up",
+    errno_names.EDQUOT: "the quota is used up: remove files, or have it raised",
     errno_names.EFBIG: "the file size limit (ulimit -f, or the file system's) is too small",
     errno_names.EROFS: "the file system is mounted read-only",
     errno_names.EACCES: "check the permissions of the directory, and whether a ticket expired",
     errno_names.EPERM: "check the file's attributes and owner, and whether a ticket expired",
     errno_names.EKEYEXPIRED: "a ticket expired: renew it (kinit)",
-    errno_names.ESTALE: "the server knows the file no more: it restarted, or a ticket expired",
+    errno_names.ESTALE: "the server no longer knows the file: it restarted, or a ticket expired",
     errno_names.EISDIR: "give the path of a file",
-    errno_names.ENOMEM: "free memory, or raise the limit of address space (ulimit -v)",
-    errno_names.ENODATA: "the file became shorter while it was read",
+    errno_names.ENOMEM: "free memory, or raise the limit on address space (ulimit -v)",
+    errno_names.ENODATA: "the file became shorter while it was being read",
 }
 
 
 class CorruptCheckpoint(CheckpointError):
-    """Bytes of a file differ from what was written. Nothing of it was returned."""
+    """Bytes of a file differ from what was written. None of them were returned."""
 
 
 class IncompatibleCheckpoint(CheckpointError):
-    """The checkpoint is whole, but not for this use: a newer fastckpt wrote it, in a format that
-    this version does not know; or what is to be restored has other keys, shapes or types.
+    """The checkpoint is whole but cannot be used here: a newer fastckpt wrote it, in a format that
+    this version does not know, or the state to be restored has other keys, shapes or types.
     """
 
 
@@ -116,12 +114,11 @@ class StagingConflict(CheckpointError):
 
 
 class PeerFailed(CheckpointError):
-    """Another rank failed, is missing or went away, so nobody committed this checkpoint, unless
-    `visible` is true.
+    """Another rank failed or is missing. No rank committed anything unless `visible` is true.
 
     Attributes:
-        ranks: the ranks concerned, as far as known.
-        visible: as CheckpointError's: what the failed rank said of its own error.
+        ranks: the ranks that failed or are missing, as far as known.
+        visible: as CheckpointError's, of the failed rank's own error.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = (), visible: bool = False) -> None:
@@ -134,48 +131,46 @@ class PeerFailed(CheckpointError):
 
 
 class RanksDisagree(CheckpointError):
-    """Ranks that should save the same state do not; raised on every rank, nothing was committed.
-
-    The message names the tensor and the ranks.
+    """Ranks that should hold the same state or file do not. Every rank raises this with the same
+    message, which names the tensor and the ranks; nothing was committed.
     """
 
 
 class DeviceError(CheckpointError):
-    """A GPU or its driver refused what a save or a load asked of it; the message has the driver's
-    words. Nothing was committed.
-    """
+    """A GPU or its driver refused a request; the message has its words. Nothing was committed."""
 
 
 class BackendUnavailable(CheckpointError):
-    """The backend that was asked for by name does not work here; the message says why."""
+    """The backend that was asked for by name does not work here. The message says why."""
 
 
 def is_visible(error: BaseException | None) -> bool:
-    """Whether a save with this error has made its checkpoint visible all the same."""
+    """Returns whether a save with this error has made its checkpoint visible all the same."""
     return isinstance(error, CheckpointError) and error.visible
 
 
 def fate(error: BaseException | None, otherwise: str = "was not committed") -> str:
-    """Says, to follow its name, what became of a checkpoint whose save failed with this error."""
+    """Returns what became of a checkpoint whose save failed with this error: the end of a sentence
+    that begins with its name.
+    """
     return "is visible, but perhaps not durable" if is_visible(error) else otherwise
 
 
 def retold(error: AnyError, text: str) -> AnyError:
-    """An error of the same class with another message, for a call that is not the one that failed:
-    the cause of the new error is the old one. An error of others that cannot be given another
-    message is returned as it is.
+    """Returns an error of the same class with another message and the given one as its cause, for a
+    call that did not fail itself. An error that can have no other message is returned as it is.
     """
     try:
         told = copy.copy(error)
         if isinstance(told, CheckpointError):
             told.reword(text)
         elif isinstance(told, OSError) and told.errno is not None:
-            told = type(told)(told.errno, text)  # an OSError's text is not made of its args
+            told = type(told)(told.errno, text)  # changing the args does not change its text
         else:
             told.args = (text,)
-        if text not in str(told):  # a class whose text is not made of its arguments
+        if text not in str(told):  # the class does not make its text of its arguments
             return error
-    except Exception:  # a class whose errors cannot be copied: the error itself says more than none
+    except Exception:  # the class does not let its errors be copied: better the old text than none
         return error
     told.__cause__ = error
     return told

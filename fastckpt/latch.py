@@ -1,13 +1,12 @@
-"""A caller's thread waits with these, and begins threads by them: none can stay locked.
+"""Waits, futures and starts of threads that a signal handler may interrupt at any point.
 
-Responsible for waits, futures and beginnings of threads that a signal handler may break off. Python
-runs handlers on the main thread between bytecodes, and what one raises there can leave the lock of
-a threading.Condition, Event or Semaphore, or of a Future, taken for ever, also in Thread.start().
-So here a caller's thread changes shared state by single operations of lists and deques only, each
-of which happens as a whole, and waits on a lock that nobody else waits on. Locks of C in `with`
+Python runs handlers on the main thread between bytecodes. An exception that one raises can leave
+the lock of a threading.Condition, Event or Semaphore, or of a Future, taken for ever, also in
+Thread.start(). So a caller's thread changes shared state here only by single operations of lists
+and deques, which are atomic, and waits on a lock that nobody else waits on. C locks in `with`
 statements are safe (up to Python 3.13 no handler runs between taking one and the body); they guard
-caches, never the course of a save. Those of `logging` are not ours: a handler that raises inside a
-log call can leave one taken, and a save that logs then waits. It must not know what is waited for.
+caches only. A handler that raises inside a log call can leave a lock of `logging` taken, and a save
+that logs then waits; that is not ours to mend. The module must not know what is waited for.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ log = logging.getLogger("fastckpt")
 T = TypeVar("T")
 
 _FINISHED = "FINISHED"  # of concurrent.futures
-# A set() that was broken off itself, on a thread that found no other to do its work, wakes nobody.
+# Waits look at the flag this often: a set() that a handler interrupts may not wake every sleeper.
 _LOOK_S = 1.0
 
 if sys.version_info >= (3, 11):
@@ -48,28 +47,20 @@ class Latch:
         self._sleepers: list[_thread.LockType] = []  # one lock for each wait, released to end it
 
     def is_set(self) -> bool:
-        """Whether it has happened."""
         return self._is_set
 
     def set(self) -> None:
-        """It has happened. Idempotent."""
-        self._is_set = True  # first: who begins to wait from now on looks at this
+        """Notes that the event has happened, and wakes all who wait. Idempotent."""
+        self._is_set = True  # first, since a wait that begins from now on only looks at this
         while self._sleepers:
             try:
                 sleeper = self._sleepers.pop()
-            except IndexError:  # its wait has taken it back, or another set() has it
+            except IndexError:  # the wait has taken its lock back, or another set() has it
                 break
             sleeper.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it has happened.
-
-        Args:
-            timeout: seconds, None for ever.
-
-        Returns:
-            Whether it has.
-        """
+        """Waits, for at most `timeout` seconds, until it has happened; returns whether it has."""
         if self._is_set:
             return True
         until = None if timeout is None else time.monotonic() + timeout
@@ -77,7 +68,7 @@ class Latch:
         sleeper.acquire()
         self._sleepers.append(sleeper)
         try:
-            while not self._is_set:  # looked at after the append: set() releases what it finds then
+            while not self._is_set:  # read after the append: a set() from now on finds the lock
                 left = _LOOK_S if until is None else until - time.monotonic()
                 if left <= 0:
                     break
@@ -91,7 +82,7 @@ class Latch:
 
 
 class _NoLock:
-    """In the place of a Future's condition, which concurrent.futures takes for itself."""
+    """A stand-in for a Future's condition, which concurrent.futures would take and release."""
 
     def acquire(self, *_: object) -> bool:
         return True
@@ -107,8 +98,8 @@ class _NoLock:
 
 
 class _Waiters(list[Any]):
-    """Those of concurrent.futures.wait() and as_completed(), which put themselves here if the
-    future was not over before. Each is told once, whichever comes first.
+    """The waiters of concurrent.futures.wait() and as_completed(), which append themselves here.
+    Each is told once: by append() if the future is over, else by tell().
     """
 
     def __init__(self, outcome: Outcome[Any]) -> None:
@@ -135,16 +126,15 @@ class _Waiters(list[Any]):
         return True
 
     def tell(self, outcome: Outcome[Any]) -> None:
-        """Tells all of them; the future is over."""
         while self._untold:
             try:
                 waiter = self._untold.popleft()
-            except IndexError:  # it has given up, or told itself
+            except IndexError:  # the last one was removed, or append() has told it
                 break
-            # It waits on an Event, which an interrupt may have left locked: not on this thread.
+            # On another thread, since the waiter's Event may have been left locked.
             try:
                 _thread.start_new_thread(_add, (waiter, outcome))
-            except RuntimeError:  # no thread is to be had
+            except RuntimeError:  # no thread can be started
                 _add(waiter, outcome)
 
 
@@ -171,15 +161,14 @@ class Outcome(futures.Future[T], Generic[T]):
         self.set_running_or_notify_cancel()
 
     def done(self) -> bool:
-        """Whether it is over."""
         return self._state == _FINISHED
 
     def subject(self) -> str:
-        """Returns what it is the outcome of, for messages."""
+        """Returns a name for messages."""
         return repr(self)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits so many seconds, or for ever, for the end; whether it has come."""
+        """Waits, for at most `timeout` seconds, for the end; returns whether it has come."""
         return self._ended.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
@@ -197,14 +186,14 @@ class Outcome(futures.Future[T], Generic[T]):
             raise TimedOut(f"{self.subject()} was not over within {timeout:g} s")
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Calls fn(self) at the end, on the thread that brings it; now if it has come."""
+        """Calls fn(self) at the end, on the thread that ends this; at once if it is over."""
         call = partial(fn, self)
         self._callbacks.append(call)
         if self.done():
             try:
                 self._callbacks.remove(call)
             except ValueError:
-                return  # it was called, or is being called
+                return  # the other thread calls it, or has done so
             self._call(call)
 
     def _call(self, call: Callable[[], object]) -> None:
@@ -229,19 +218,19 @@ class Outcome(futures.Future[T], Generic[T]):
         while self._callbacks:
             try:
                 call = self._callbacks.popleft()
-            except IndexError:  # add_done_callback() calls it
+            except IndexError:  # add_done_callback() calls the last one
                 break
             self._call(call)
 
 
 def start_thread(target: Callable[[], object], name: str) -> bool:
-    """Begins a thread that is no daemon, without waiting for it; False if none is to be had."""
+    """Starts a thread that is no daemon, without waiting for it; False if none can be started."""
     claims = [None]
 
     def run() -> None:
         try:
             claims.pop()
-        except IndexError:  # the other thread of the two below has it
+        except IndexError:  # both threads of _start() came here: the other one runs the target
             return
         target()
 
@@ -254,9 +243,9 @@ def start_thread(target: Callable[[], object], name: str) -> bool:
 
 
 def _start(thread: threading.Thread, run: Callable[[], None]) -> None:
-    # Thread.start() waits for the thread by an Event, which the thread could find locked if a
-    # signal handler ended that wait: it is called where none can.
+    # Thread.start() waits on an Event. If a signal handler ended that wait, the new thread could
+    # find the Event locked; so start() is called on a thread on which no handler runs.
     try:
         thread.start()
-    except (RuntimeError, MemoryError):  # no second thread is to be had, or only just
+    except (RuntimeError, MemoryError):  # no second thread started, or it did after all: see run()
         run()

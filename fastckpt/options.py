@@ -1,7 +1,7 @@
-"""How checkpoints are written, as callers ask for it: arguments of fastckpt.save, of Checkpointer
-and of the DCP writer that have the same names, checked once.
+"""Options for writing checkpoints: the arguments that fastckpt.save, Checkpointer and the DCP
+writer have in common, checked once and never changed.
 
-Nothing in here is open, and nothing changes. It must not know how any of it is done.
+The module must not know how any of it is done.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from fastckpt.storage import lustre_layout
 
 @dataclass(frozen=True)
 class Pacing:
-    """Limits on how hard saves lean on storage that others use too. None and 0: no limit.
+    """Limits that spare storage which others use, too. None and 0: no limit.
 
     Args:
-        drain_rate: bytes/s of a node, as a number or a text such as "2GB/s".
-        start_jitter_s, max_writers, writers_per_node, timeout_s: as Checkpointer's.
+        drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s: as Checkpointer's.
 
     Raises:
         ValueError, TypeError: one of them is out of range, or of another type.
@@ -60,7 +59,7 @@ class Pacing:
 
     @property
     def rate(self) -> float | None:
-        """drain_rate as a number."""
+        """The drain_rate in bytes per second."""
         return optional(check_rate, "drain_rate", self.drain_rate)
 
     def __bool__(self) -> bool:
@@ -69,7 +68,7 @@ class Pacing:
         )
 
     def text(self) -> str:
-        """Says, for people to read, what was asked for; "" if nothing was."""
+        """Returns the limits in words; "" if there are none."""
         asked = []
         if self.rate is not None:
             asked.append(f"drain_rate {self.rate / 1e6:g} MB/s a node")
@@ -84,10 +83,10 @@ class Pacing:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How files are written. Each argument is as fastckpt.save's of the same name.
+    """Options for writing files. Each argument is as fastckpt.save's of the same name.
 
     Raises:
-        ValueError, TypeError: one of them is none that can be.
+        ValueError, TypeError: one of them is unknown, out of range, or of another type.
     """
 
     backend: BackendName = "auto"
@@ -105,10 +104,10 @@ class WriteOptions:
 
     @property
     def striping(self) -> lustre_layout.Stripe:
-        """stripe, with its size as a number."""
+        """The stripe, with its size in bytes."""
         return lustre_layout.check_stripe(self.stripe)
 
     @property
     def limit_bytes(self) -> int | None:
-        """staging_bytes as a number."""
+        """The staging_bytes as a number."""
         return optional(check_size, "staging_bytes", self.staging_bytes)
