@@ -1,3 +1,4 @@
-"""A step: a directory in which each rank writes its shard, committed by a manifest. It must not
-know tiers.
+"""Steps: directories in which each rank writes its shard, committed by a manifest.
+
+The room must not know tiers.
 """

@@ -1,4 +1,4 @@
-"""How steps are written, and how many stay, as the caller of Checkpointer asks for it."""
+"""StepOptions: the arguments of Checkpointer about how steps are written and how many stay."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fastckpt.options import WriteOptions
 
 @dataclass(frozen=True)
 class StepOptions(WriteOptions):
-    """How steps are written, and how many stay: arguments of Checkpointer of the same names.
+    """Options for writing and keeping steps: arguments of Checkpointer of the same names.
 
     Raises:
-        ValueError, TypeError: one of them is none that can be, or does not go with another one.
+        ValueError, TypeError: one of them is out of range, or excludes another one.
     """
 
     codec: Codec | None = None
@@ -29,4 +29,4 @@ class StepOptions(WriteOptions):
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError("keep_every without keep_last: all steps are kept anyway")
         if self.codec is not None and self.pacing.writers_per_node is not None:
-            raise ValueError("writers_per_node with codec: what is compressed has its own file")
+            raise ValueError("writers_per_node with codec: each compressed shard has its own file")

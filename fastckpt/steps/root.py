@@ -1,7 +1,7 @@
-"""The directories of steps under one root: their names, which are committed, what is dead.
+"""The directories of steps under one root: which are committed, which are begun, which are dead.
 
-Responsible for making a step's directory, for the manifest as its commit record, and for removing
-what is surely dead. It must not know what the files in a step hold, nor which steps are kept.
+The module makes a step's directory, commits it by its manifest, and removes what is surely dead. It
+must not know what the files in a step hold, nor which steps are kept.
 """
 
 from __future__ import annotations
@@ -33,40 +33,39 @@ from fastckpt.storage.vanishing import Vanished, kept, listed_anew
 
 log = logging.getLogger("fastckpt")
 
-_ATTEMPTS_MAX = 1000  # directories tried for one step
-_CREATES_MAX = 5  # times that one of them is made
-_UNSEEN = (0, 0, 0)  # version of a manifest that was not looked at
-_LOOKS_MAX = 5  # at a root of whose steps some vanish while they are looked at, but not all
-# A save that another host began and did not commit counts as dead after a day.
-DEAD_AFTER_S = 24 * 3600.0
+_ATTEMPTS_MAX = 1000  # names tried for one step
+_CREATES_MAX = 5  # times that the directory of one name is made
+_UNSEEN = (0, 0, 0)  # the version of a manifest that was written here and not read
+_LOOKS_MAX = 5  # listings of a root in which some steps, but not all, vanish while they are read
+DEAD_AFTER_S = 24 * 3600.0  # the age at which another host's uncommitted save counts as dead
 
 
 class Committed(NamedTuple):
-    """A step whose manifest validates."""
+    """A step whose manifest is valid."""
 
     name: str
     manifest: Manifest
 
 
 class Fault(NamedTuple):
-    """A directory that has a manifest which does not validate, or cannot be read, and why."""
+    """A directory whose manifest is invalid or cannot be read, and the error that says why."""
 
     name: str
     error: CheckpointError
 
     @property
     def step(self) -> int:
-        """The number that the directory's name says."""
         return int(self.name.split("-")[1])
 
 
 class _Look(NamedTuple):
-    """One listing of a root, as Steps.committed() returns it.
+    """One listing of a root.
 
     Attributes:
-        found, faults: that.
-        gone: names that are no longer there when their turn comes.
-        bare: names of directories without anything that tells of a save: one is removed, or made.
+        found, faults: as Steps.committed() returns them.
+        gone: names that had vanished when they were looked at.
+        bare: names of directories with no manifest, not even a temporary one: one that is being
+            removed, or has just been made.
     """
 
     found: list[Committed]
@@ -80,9 +79,9 @@ class Begun:
     """A directory that a save is writing to.
 
     Attributes:
-        name: of the directory, within the root.
-        manifest_fd: the manifest to be, under its temporary name; its lock says the save is alive.
-        temporary: its path.
+        name: the directory's name within the root.
+        manifest_fd: the manifest under its temporary name; its lock says that the save is alive.
+        temporary: the path of that.
     """
 
     name: str
@@ -91,7 +90,7 @@ class Begun:
 
 
 def in_order(item: Committed) -> tuple[int, int]:
-    """By what steps are sorted in the order of their commits."""
+    """Returns the key that sorts steps in the order of their commits."""
     return item.manifest.sequence, item.manifest.step
 
 
@@ -100,7 +99,7 @@ class Steps:
 
     Args:
         storage: the seam to the file system.
-        root: a directory; made when a step is begun.
+        root: the root's path; the directory is made when a step is begun.
     """
 
     def __init__(self, storage: Storage, root: str) -> None:
@@ -110,26 +109,25 @@ class Steps:
         self._known: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
         self._cleaned = False
         self._lock = threading.Lock()
-        # Held while a directory is removed, which has no manifest then and seems dead: a save that
-        # begins took its name, and lost what it made there.
+        # Held while a directory is removed. It has no manifest then and seems dead, so a save that
+        # began meanwhile would take its name and lose the files it made there.
         self._removing = threading.RLock()
         self._sequence = 0  # of the last commit that was begun here
-        self._failed: dict[int, int] = {}  # attempts at a step that failed here
-        self._damaged: set[str] = set()  # names
-        self._doubtful: set[str] = set()  # names of those that were committed, perhaps not durably
+        self._failed: dict[int, int] = {}  # for a step that failed here, its next attempt's number
+        self._damaged: set[str] = set()  # names of steps that were read and found damaged
+        self._doubtful: set[str] = set()  # names of steps that were committed, perhaps not durably
         self._unread: set[str] = set()  # names of steps that may be whole, but could not be read
-        self.told_empty = False  # that no step is there
+        self.told_empty = False  # whether the warning that there is no step was given
         self._begun: set[str] = set()  # names that saves of this process are writing to
-        self._left: set[str] = set()  # names of directories that are empty but for what lingers
+        self._left: set[str] = set()  # names of directories that only open files still keep
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
 
     def path(self, name: str, *parts: str) -> str:
         return os.path.join(self.root, name, *parts)
 
     def names(self) -> list[str]:
-        """Directories that are steps by their name, committed or not, in no order.
-
-        A symbolic link is none: what it leads to is not this root's to read or to remove.
+        """Returns the directories named as steps, committed or not, in no order. Symbolic links are
+        left out, since this root may not remove what they lead to.
         """
         try:
             return [name for name in self.storage.directories(self.root) if NAME.match(name)]
@@ -139,7 +137,7 @@ class Steps:
             raise StorageError("list", self.root, error.errno or errno.EIO) from error
 
     def read(self, name: str) -> Manifest:
-        """The manifest of a step.
+        """Returns the manifest of a step.
 
         Raises:
             Vanished: there is none.
@@ -157,20 +155,20 @@ class Steps:
             manifest = Manifest.from_bytes(content)
             match = NAME.match(name)
             if match is None or int(match[1]) != manifest.step:
-                raise CorruptCheckpoint(f"the manifest is of step {manifest.step}")
+                raise CorruptCheckpoint(f"the manifest is of step {manifest.step}, not of {name!r}")
         return manifest
 
     def committed(self, *, afresh: bool = True) -> tuple[list[Committed], list[Fault]]:
-        """Steps whose manifest validates, the one committed last first; and what is wrong with
-        every other directory that has a manifest.
+        """Returns the committed steps, the one committed last first, and what is wrong with every
+        other directory that has a manifest.
 
-        A save that removes a step between its being listed and looked at has committed a newer one
-        before, which the next listing has, unless this machine remembers an old one. So the root
-        is listed, a bounded number of times, until nothing new vanishes and there is a step; once
-        more if nothing is committed, because a listing that takes long may miss both.
+        If a step vanishes between the listing and the look at it, the save that removed it has
+        committed a newer one before, which the next listing shows (unless this machine has cached
+        the old one). So the root is listed again, up to a limit, until nothing new vanishes and a
+        step is found; and once more if there is no step, since a slow listing may miss both.
 
         Args:
-            afresh: False: manifests that were looked at before are not looked at again.
+            afresh: whether to look again at manifests that were read before.
 
         Raises:
             StorageError: the root cannot be listed, or steps vanish however often it is.
@@ -196,12 +194,11 @@ class Steps:
         return found
 
     def _looked(self, afresh: bool) -> _Look:
-        """One listing, and a look at all that it holds."""
         found: list[Committed] = []
         faults: list[Fault] = []
         gone: set[str] = set()
         bare: set[str] = set()
-        # Older steps first: what was committed before one of them was removed is seen then.
+        # Older steps first: the newer one, committed before one of them was removed, is seen then.
         for name in sorted(self.names()):
             if not afresh and name in self._known:
                 found.append(Committed(name, self._known[name][1]))
@@ -220,9 +217,7 @@ class Steps:
         return _Look(found, faults, gone, bare)
 
     def _manifest(self, name: str) -> Manifest | None:
-        """What read() returns, read only if it is another than the last time; None if there is
-        none.
-        """
+        """Returns the manifest, read only if it has changed; None if there is none."""
         path = self.path(name, MANIFEST)
         try:
             status = self.storage.status(path)
@@ -237,8 +232,8 @@ class Steps:
         return known[1]
 
     def _sort_unmarked(self, name: str, gone: set[str], bare: set[str]) -> None:
-        """Adds a directory without a manifest to those that are gone or should have one, or to
-        those without a temporary one, too: nobody is writing them, or somebody removes them.
+        """Adds a directory in which no manifest was found to `gone`, if it has vanished or has a
+        manifest now, or to `bare`, if it has no temporary manifest either.
         """
         path = self.path(name, MANIFEST)
         try:
@@ -254,11 +249,11 @@ class Steps:
             bare.add(name)
 
     def survey(self, step: int | None = None) -> tuple[list[Committed], list[Fault]]:
-        """As committed(), but what could not be read is tried again, for seconds, and is an error
-        then: it may be the very step that is asked for.
+        """Does what committed() does, but tries for seconds to read every step, and then raises
+        StorageError: it may be the very step that is asked for.
 
         Args:
-            step: what cannot be read of other steps does not matter; None: all matter.
+            step: the only step that has to be readable; None: all have to be.
         """
         failed: list[str] = []
 
@@ -277,12 +272,11 @@ class Steps:
             self._unread.update(failed)
 
     def survey_of_copy(self) -> list[Committed]:
-        """The committed steps, as survey() finds them, of a directory that may be lost: what cannot
-        be read of it is left out, with a warning.
+        """Returns the committed steps of a directory that may be lost, as survey() does, but leaves
+        out those that cannot be read, with a warning.
 
         Raises:
-            StorageError: this process is short of descriptors or memory, which is not the disk's
-                fault.
+            StorageError: not the disk, but this process is short of descriptors or memory.
         """
         try:
             return self.survey()[0]
@@ -293,8 +287,8 @@ class Steps:
         return self.readable()
 
     def readable(self) -> list[Committed]:
-        """The committed steps, as far as they can be read now; with a warning if there is no
-        telling.
+        """Returns the committed steps that can be read now; none, with a warning, if the root
+        cannot be listed.
         """
         try:
             return self.committed()[0]
@@ -303,29 +297,29 @@ class Steps:
             return []
 
     def incomplete(self) -> list[str]:
-        """Directories without a manifest: saves that run, or that did not come to their commit."""
+        """Returns the directories without a manifest: of saves that are running, or never ended."""
         return sorted(name for name in self.names() if not self.may_be_committed(name))
 
     def may_be_committed(self, name: str) -> bool:
-        """Whether a directory has a manifest, or what cannot be looked at in its place."""
+        """Returns whether a directory has a manifest, or may have one that cannot be read now."""
         try:
             return self.storage.status(self.path(name, MANIFEST)) is not None
         except OSError:
             return True
 
     def begin(self, step: int) -> Begun:
-        """Makes a directory for a save of this step; the newest committed one of it stays.
+        """Makes a new directory for a save of this step; a committed one of the step stays.
 
         Raises:
             StorageError: the root or the directory cannot be made.
         """
-        with self._removing:  # saves that begin at once find what is left removed, or not begun
+        with self._removing:  # a save that begins meanwhile sees no half-removed directory
             self.remove_left()
-            # The disk may be full of what earlier jobs left, or ranks too late for a failed save.
+            # Earlier jobs, or ranks that were late for a failed save, may have filled the disk.
             if not self._cleaned or self._failed:
                 self._cleaned = True
                 self.remove_dead()
-        # Not the name of an attempt that failed: a rank that is late may still write there.
+        # The name of a failed attempt is not used again: a late rank may still write there.
         for attempt in range(self._failed.get(step, 0), _ATTEMPTS_MAX):
             name = step_name(step, attempt)
             for _ in range(_CREATES_MAX):
@@ -336,7 +330,7 @@ class Steps:
                     try:
                         fd = self.storage.create(temporary, NEW_MODE)
                     except FileNotFoundError:
-                        continue  # while it was empty, another save took it for a dead one's
+                        continue  # another save found the directory empty and removed it as dead
                 begun = Begun(name, fd, temporary)
                 try:
                     atomic.claim(self.storage, fd, temporary)
@@ -357,7 +351,7 @@ class Steps:
             self._grown += grown
 
     def _make(self, name: str) -> bool:
-        """Makes the directory, where the name is free or only what is surely dead has it."""
+        """Makes the directory, if the name is free or its directory is dead; returns whether."""
         with self._removing:
             for _ in range(3):
                 try:
@@ -375,37 +369,38 @@ class Steps:
             return False
 
     def next_sequence(self, above: int = 0) -> int:
-        """The place of the next commit in the order of commits under this root, and above one."""
+        """Returns the sequence number of the next commit: above that of any here, and `above`."""
         with self._lock:
             # Another Checkpointer may have committed meanwhile.
             found, faults = self.committed(afresh=False)
             last = found[0].manifest.sequence if found else 0
-            if faults:  # their places are not known: milliseconds are ahead of any count
+            if faults:  # their numbers are unknown, but the clock's milliseconds exceed any count
                 last = max(last, int(time.time() * 1000))
             self._sequence = min(max(self._sequence, last, above) + 1, SEQUENCE_MAX)
             return self._sequence
 
     def publish(self, begun: Begun, manifest: Manifest, durable: bool) -> None:
-        """THE commit of a step: its files have arrived, and the manifest takes its name.
+        """Commits a step, whose files are all written: gives the manifest its name.
 
         Args:
-            begun: of this save.
+            begun: the directory of this save.
             manifest: names the files.
             durable: sync the manifest and the directories.
 
         Raises:
-            StorageError: the step is not committed; or if the error is `visible`, it is, but
+            StorageError: the step is not committed, unless the error is `visible`: then it is, but
                 perhaps not durably.
         """
         storage, directory = self.storage, self.path(begun.name)
-        self.note_whole(begun.name)  # what was found there was another one
+        self.note_whole(begun.name)  # notes under this name were about an earlier attempt
         with reported("write", begun.temporary):
             content, fd = manifest.to_bytes(), begun.manifest_fd
             patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
         if durable:
             with reported("sync", begun.temporary):
                 storage.sync(begun.manifest_fd)
-            # The names of the files that the manifest names, then of the directories they are in.
+            # A manifest that survives a crash must find its files: their names, and those of the
+            # directories they are in, become durable before it is renamed.
             for path in (directory, self.root, *self._grown):
                 with reported("sync directory", path):
                     storage.sync_directory(path)
@@ -416,17 +411,17 @@ class Steps:
                 patiently(storage, fd, lambda: storage.rename(begun.temporary, name))
             self._known[begun.name] = _UNSEEN, manifest
             self._begun.discard(begun.name)
-            # Until that has succeeded a crash may take the step away: it keeps no other from
-            # staying.
+            # Until the rename is durable a crash may undo it, so retention does not count this step
+            # among those that stay.
             self._doubtful.add(begun.name)
             make_durable()
             self._doubtful.discard(begun.name)
 
     def abandon(self, begun: Begun) -> None:
         """Ends a save that failed: closes its manifest and removes its directory, whose name is not
-        taken again here.
+        used again here.
         """
-        # A network client keeps a file that is open when it is removed, and with it the directory.
+        # Closed first: a network client keeps an open file that is removed, and so its directory.
         atomic.close_quietly(self.storage, begun.manifest_fd)
         match = NAME.match(begun.name)
         assert match is not None
@@ -435,29 +430,27 @@ class Steps:
         self.discard(begun.name)
 
     def has_another(self, name: str, step: int) -> bool:
-        """Whether another attempt at a step than `name` was committed, as far as is known here."""
+        """Returns whether this process knows a committed attempt at the step other than `name`."""
         return any(
             known[1].step == step for other, known in list(self._known.items()) if other != name
         )
 
     def discard(self, name: str) -> None:
-        """Removes a directory as far as may be: one without a manifest, or with it first."""
+        """Removes a directory: first its manifest, if it has one, then as much as possible."""
         with self._removing, suppress(OSError):  # what stays is left to the next removal
             self._remove_manifest(name)
             self._empty(name, self.storage.names(self.path(name)))
 
     def _remove_manifest(self, name: str) -> None:
-        """From now on it is no committed step, and not after a power cut, either, which must not
-        bring it back without the files it names.
-        """
         self._known.pop(name, None)
         with suppress(FileNotFoundError):  # gone already
             self.storage.remove(self.path(name, MANIFEST))
+            # A power cut must not bring the manifest back once the files it names are removed.
             self.storage.sync_directory(self.path(name))
 
     def _empty(self, name: str, entries: list[str]) -> None:
-        """Removes these entries of a directory, but for those that no save makes, and then it."""
-        # Temporaries of the manifest tell who owns the directory: last.
+        """Removes those of the entries that a save makes, and then the directory."""
+        # Temporary manifests last: they tell who owns the directory.
         for entry in sorted(entries, key=lambda entry: entry.startswith(".")):
             if OURS.fullmatch(entry):
                 with suppress(FileNotFoundError):  # somebody else removes it, too
@@ -465,13 +458,13 @@ class Steps:
         try:
             self.storage.remove_directory(self.path(name))
         except OSError as error:
-            # Some process has a file open that was removed: see policies.LINGERING.
+            # A network client keeps a removed file that is open: see policies.LINGERING.
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and all(map(OURS.fullmatch, entries)):
                 self._left.add(name)
             raise
 
     def remove_left(self) -> None:
-        """Removes directories that did not go with what was in them, if they do now."""
+        """Removes the directories that open files kept, if they can be removed now."""
         with self._removing:
             for name in [*self._left]:
                 try:
@@ -482,17 +475,17 @@ class Steps:
                 self._left.discard(name)
 
     def remove_if_dead(self, name: str) -> bool:
-        """Removes a directory without manifest whose save is surely over; whether it is gone.
+        """Removes a directory without a manifest if its save is surely over; returns whether.
 
-        Surely over: no temporary manifest is left, which its save removes last; or none whose owner
-        may live: on this host its process is gone, on another a day has passed. A directory that
-        holds anything else than a save makes is not ours, and stays.
+        That is so if no temporary manifest is left, which a save removes last, or none whose owner
+        may live: its process on this host is gone, or another host wrote it a day ago. A directory
+        that holds anything that no save makes stays.
         """
         storage, manifest = self.storage, self.path(name, MANIFEST)
         try:
             if not storage.is_directory(self.path(name)) or self.may_be_committed(name):
                 return False
-            # Removed is only what is there now: a save that begins meanwhile keeps its directory.
+            # Only what is there now is removed, so a save that begins meanwhile keeps its files.
             entries = storage.names(self.path(name))
             if not all(map(OURS.fullmatch, entries)):
                 return False
@@ -500,7 +493,7 @@ class Steps:
             for path in atomic.temporaries(storage, manifest):
                 if not self._is_of_the_dead(name, path):
                     return False
-            if self.may_be_committed(name):  # it was renamed meanwhile: that save lived
+            if self.may_be_committed(name):  # the save was alive and has committed meanwhile
                 return False
             self._empty(name, entries)
         except OSError:  # it is left to a later call
@@ -508,7 +501,7 @@ class Steps:
         return True
 
     def _is_of_the_dead(self, name: str, temporary: str) -> bool:
-        """Whether a temporary manifest that is left belongs to a save of another host, long ago."""
+        """Returns whether a temporary manifest is another host's and over a day old."""
         status = self.storage.status(temporary)
         if status is None or atomic.is_of_this_host(temporary):
             return False
@@ -524,12 +517,12 @@ class Steps:
         return False
 
     def remove_dead(self) -> list[str]:
-        """Removes every directory that is surely dead; returns their names."""
+        """Removes the directories of saves that are surely over; returns their names."""
         with self._removing:
             return [name for name in self.incomplete() if self.remove_if_dead(name)]
 
     def is_being_written(self, name: str) -> bool:
-        """Whether a save of this process is at a step."""
+        """Returns whether a save of this process is writing to the directory."""
         return name in self._begun
 
     def note_damaged(self, name: str) -> None:
@@ -538,7 +531,7 @@ class Steps:
         self._unread.discard(name)
 
     def note_unread(self, name: str) -> None:
-        """Remembers that a step could not be read, so that it may be whole."""
+        """Remembers that a step could not be read, and so may be whole."""
         self._unread.add(name)
 
     def note_whole(self, name: str) -> None:
@@ -547,25 +540,25 @@ class Steps:
         self._unread.discard(name)
 
     def is_damaged(self, item: Committed) -> bool:
-        """Whether that was found out here."""
+        """Returns whether this process has read the step and found it damaged."""
         return item.name in self._damaged
 
     def is_doubtful(self, item: Committed) -> bool:
-        """Whether it was committed here, and making that durable failed."""
+        """Returns whether this process has committed the step but could not make that durable."""
         return item.name in self._doubtful
 
     def is_unread(self, item: Committed) -> bool:
-        """Whether the last attempt to read it here failed, without finding damage."""
+        """Returns whether this process last failed to read the step, without finding damage."""
         return item.name in self._unread
 
     def remove_unread(self, name: str) -> bool:
-        """Removes a committed step unless somebody reads it; whether it is gone."""
+        """Removes a committed step unless somebody holds it; returns whether it did."""
         path = self.path(name, MANIFEST)
         try:
             fd = self.storage.open_to_lock(path)
         except OSError:
             return False  # removed by somebody else
-        # Until it is empty no save that begins may take the name.
+        # Held until the directory is empty, so that no save that begins takes its name before.
         with self._removing:
             try:
                 with reported("lock", path):
@@ -577,24 +570,20 @@ class Steps:
             except OSError:  # what stays is left to the next removal
                 return True
             finally:
-                # Whoever waits to read it finds that it is gone. A network client keeps a file that
-                # is open when it is removed, and with it the directory.
+                # Closed, and so unlocked, only now: a reader that waits for the lock finds the step
+                # gone. Closed before _empty(): a network client keeps open files, see abandon().
                 atomic.close_quietly(self.storage, fd)
             with suppress(OSError):  # what stays is left to the next removal
                 self._empty(name, self.storage.names(self.path(name)))
             return True
 
     def hold(self, name: str) -> AbstractContextManager[None]:
-        """Keeps a committed step from being removed while the body reads it.
-
-        Raises:
-            As kept().
-        """
+        """Keeps a committed step from being removed while the body reads it. Raises as kept()."""
         return kept(self.storage, self.path(name, MANIFEST))
 
 
 def _unreadable(op: str, path: str, error: OSError) -> CheckpointError:
-    """Returns the error that an OSError means for a manifest: damage, where it is no file."""
+    """Returns the error for a manifest that cannot be opened: it is corrupt if it is no file."""
     if error.errno in NO_FILE:
         return CorruptCheckpoint(f"{path!r} is not a regular file")
     return StorageError(op, path, error.errno or errno.EIO)
