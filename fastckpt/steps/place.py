@@ -1,6 +1,6 @@
-"""The place of a step: it becomes visible under the root, in a directory that a manifest commits.
+"""StepPlace: a step becomes visible under the root, in a directory that a manifest commits.
 
-It must not know what the directory holds.
+The module must not know what the directory holds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fastckpt.steps.step_directory import StepDirectory
 
 
 class AnyStepPlace(Protocol):
-    """A StepPlan needs this of a Place, which is the root's, or that of a tier.
+    """The part of a Place that a StepPlan needs, of the root's or a tier's.
 
     Attributes:
         step: the directory that is written to, as this rank sees it.
-        directory: in which that is.
+        directory: the path that the step's directory lies in.
     """
 
     @property
@@ -33,20 +33,20 @@ class AnyStepPlace(Protocol):
     @property
     def directory(self) -> str: ...
     def agree(self, meets: bool) -> tuple[str, bool]:
-        """Tells all ranks the name of the directory, and the save's nonce.
+        """Tells all ranks the name of the directory.
 
         Args:
-            meets: the first rank wants ranks of a node to meet before they write.
+            meets: on the first rank, whether ranks of a node are to meet before they write.
 
         Returns:
-            The nonce, and whether ranks meet.
+            The save's nonce, and whether ranks meet; both are the same on all ranks.
         """
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:
-        """THE commit, on the first rank.
+        """Commits the step, on the first rank.
 
         Args:
-            manifest: makes it; given the place of this commit in the order of all.
+            manifest: makes the manifest from the sequence number of this commit.
         """
 
 
@@ -56,16 +56,14 @@ class StepPlace(Place):
     Args:
         steps: the root's.
         agreement: the save's round.
-        number: of the step; None: known when its directory is begun.
+        number: the number of the step.
         options: how the step is written, and how many stay.
 
     Attributes:
         step: the directory that is written to.
     """
 
-    def __init__(
-        self, steps: Steps, agreement: Round, number: int | None, options: StepOptions
-    ) -> None:
+    def __init__(self, steps: Steps, agreement: Round, number: int, options: StepOptions) -> None:
         self.step = StepDirectory(steps, agreement)
         self.directory = steps.root
         self._steps = steps
@@ -75,7 +73,6 @@ class StepPlace(Place):
 
     def begin(self) -> None:
         if self._agreement.rank == 0:
-            assert self._number is not None
             self.step.begin(self._number)
 
     def agree(self, meets: bool) -> tuple[str, bool]:
@@ -97,6 +94,6 @@ class StepPlace(Place):
         self.step.close()
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
-        if failure is None and self.step.is_begun and self._number is not None:
+        if failure is None and self.step.is_begun:
             keep_last, keep_every = self._options.keep_last, self._options.keep_every
             tidy(self._steps, self.step.name, self._number, keep_last, keep_every)
