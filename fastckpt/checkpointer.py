@@ -77,8 +77,9 @@ class Checkpointer:
     - PerRank(value), for a value of which each rank has its own;
     - objects with state_dict and load_state_dict: modules, optimizers, schedulers, data loaders;
     - anything else that can be pickled, but no DTensor inside of it; taken from the first rank.
-    The contents of tensors below 1 MiB may differ; the first rank's are saved. restore() takes a
-    state that is a dict or a list or has load_state_dict; a tuple or a lone tensor needs load().
+    Contents of tensors below 1 MiB (of 64 MiB in all) may differ; the first rank's are saved.
+    restore() takes a state that is a dict or a list or has load_state_dict; only load() returns a
+    tuple or a lone tensor.
 
     Args:
         root: the directory of the run, made at the first save. One job at a time may save to it.

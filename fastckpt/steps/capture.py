@@ -1,7 +1,6 @@
-"""What a save of a step takes of a state before the caller may go on: references to tensors, and
-everything else by value.
+"""The capture of a state before the caller may go on: tensors by reference, all else by value.
 
-It must not know how a step is written, nor how ranks talk.
+The module must not know how a step is written, nor how ranks talk.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from fastckpt.state.tree import Flat, Leaf, flatten, is_stateful
 
 @dataclass
 class Content:
-    """One rank's part of a state to be saved; nothing of it changes until it was staged.
+    """One rank's part of a state to be saved; it must not change until it has been staged.
 
     Attributes:
-        leaves: tensors of the shards; every rank has the same keys in the same order.
-        objects: on the first rank, what was pickled of the rest; None on the others.
-        per_rank: a torch zip of this rank's own values, or nothing.
-        description: what ranks compare.
-        reads: what of it lies on devices.
-        watched: what must not change before it was copied.
+        leaves: the tensors of the shards; every rank has the same keys in the same order.
+        objects: everything else as the first rank pickled it; None on the other ranks.
+        per_rank: a torch zip of this rank's own values; b"" if it has none.
+        description: describes the state to the other ranks, for comparison.
+        reads: the memory that lies on devices.
+        watched: the tensors that must not change before they have been copied.
     """
 
     leaves: list[Leaf]
@@ -53,14 +52,15 @@ def captured(
     differing: frozenset[str],
     watch: bool,
 ) -> Content:
-    """Takes a state apart; copies no tensor that is contiguous, on the host or a GPU.
+    """Takes a state apart. Copies no tensor that is contiguous and on the host or a readable GPU.
 
     Args:
         state: as Checkpointer.save's.
-        rank, world_size, rank_of: see flatten().
-        devices: whose memory may be read later.
-        differing: keys of tensors whose contents count on the first rank only.
-        watch: note tensors, for a save that goes on while training does, and copy what is small.
+        rank, world_size, rank_of: as flatten()'s.
+        devices: tells which devices' memory can be read later.
+        differing: keys of tensors that are saved from the first rank, since contents differ.
+        watch: note the tensors' versions, for a save that runs beside training, and copy small
+            tensors now.
 
     Raises:
         Exception: as Checkpointer.save.
@@ -91,20 +91,20 @@ def captured(
 
 
 def _readable(leaf: Leaf, types: frozenset[str], is_late: bool) -> Leaf:
-    """A leaf whose memory can be copied as it lies, on devices of these types; and late, too."""
+    """Returns a leaf whose memory can be copied as it lies, on a device of one of these types; if
+    `is_late`, after the caller has gone on.
+    """
     local = leaf.local
-    # By torch, and from a GPU into pageable memory: the host waits for the current stream then.
+    # torch copies from a GPU into pageable memory, so the host waits for the current stream here.
     if local.device.type not in types or not local.is_contiguous():
         return leaf._replace(local=local.cpu().contiguous())
     if is_late and local.numel() * local.element_size() <= torch_pickle.SMALL_BYTES:
-        return leaf._replace(local=local.clone())  # buffers, which a forward pass may change
+        return leaf._replace(local=local.clone())  # may be a buffer that a forward pass changes
     return leaf
 
 
 def _texts(flat: Flat) -> Callable[[], list[tuple[str, str]]]:
-    """What all ranks must have in common, in words; made when they are asked for, if that can
-    wait.
-    """
+    """Returns a function that says in words what all ranks must have in common."""
     kinds = flat.kinds
     texts = [
         (leaf.key, f"{str(leaf.local.dtype)[6:]} {list(leaf.shape)}, {leaf.placement}")
@@ -115,7 +115,7 @@ def _texts(flat: Flat) -> Callable[[], list[tuple[str, str]]]:
 
 
 def _pickled(flat: Flat) -> bytes:
-    """This rank's own values as a torch zip; nothing if there are none."""
+    """Returns this rank's own values as a torch zip; b"" if there are none."""
     if not flat.per_rank:
         return b""
     values = {

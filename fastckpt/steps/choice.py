@@ -1,7 +1,7 @@
-"""Which step is restored: the newest that is whole on every rank, decided by all of them together.
+"""The choice of the step to restore: the newest that is whole on every rank, by common decision.
 
-Responsible for the order in which steps are tried, for what counts as damage, and for telling what
-was wrong with those that were skipped. It must not know what is read of a step.
+The module orders the candidates, decides what counts as damage, and tells what was wrong with those
+that were skipped. It must not know what is read of a step.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from fastckpt.storage.vanishing import Vanished, listed_anew
 log = logging.getLogger("fastckpt")
 
 T = TypeVar("T")
-# Directories that hold copies of files of a step; what it enters keeps them.
+# Returns directories with copies of a step's files, and enters contexts that keep them there.
 Near = Callable[[Manifest, ExitStack], list[str]]
 
-_REMOVED = "removed"  # in the place of what is wrong with a step
+_REMOVED = "removed"  # the verdict on a step that is gone; others say what is wrong with it
 _TOLD = (CorruptCheckpoint, IncompatibleCheckpoint, CheckpointError)
 
 
@@ -51,27 +51,27 @@ def first_whole(
     near: Near | None = None,
     required: bool = False,
 ) -> tuple[int, T] | None:
-    """What `read` makes of the newest step for which no rank meets damage; all ranks call it.
+    """Reads the newest step in which no rank meets damage; all ranks call this together.
 
-    A step that a rank cannot read, however often it tries, may be whole: nothing older is taken
-    in its place, and retention leaves it alone.
+    A step that a rank cannot read, however often it tries, may be whole. So it is an error: no
+    older step is read in its place, and retention leaves it alone.
 
     Args:
-        agreement: a round of its own.
-        current: reads, and has no save to this root in flight.
-        shelves: the root, and what else may hold steps that every rank sees.
-        step: which; None: the one committed last, and if that is damaged the one before it.
+        agreement: a round for this restore alone.
+        current: the pipeline that reads; it has no save to this root in flight.
+        shelves: the root, and other directories of steps that every rank sees.
+        step: the step to read. None: the one committed last, or if that is damaged the one before.
         read: reads all that this rank needs of a step.
-        near: tells directories with copies of some files of a step, which are read rather.
-        required: that there is no step is an error.
+        near: names directories with copies of some of a step's files, which are preferred.
+        required: raise if there is no step.
 
     Returns:
         The step and what `read` returned; None if no step was committed and `step` is None.
 
     Raises:
-        CorruptCheckpoint: none is whole. IncompatibleCheckpoint: a newer fastckpt wrote what is
-            there, or it does not fit. CheckpointError: there is no such step, or none at all.
-            StorageError: one cannot be read. PeerFailed.
+        CorruptCheckpoint: no step is whole. IncompatibleCheckpoint: a newer fastckpt wrote the
+            step, or it does not fit the state. CheckpointError: there is no such step, or none at
+            all. StorageError: a step cannot be read. PeerFailed: another rank failed.
     """
     problems: list[str] = []
     damaged: set[tuple[int, str]] = set()
@@ -80,7 +80,7 @@ def first_whole(
 
     def look() -> tuple[int, T] | None:
         nonlocal was_removed
-        # Again after damage: steps that were committed meanwhile may be whole.
+        # List again after damage: a step that was committed meanwhile may be whole.
         while True:
             is_error = required and not was_removed
             listed = _candidates(agreement, shelves, step, next(listings), is_error)
@@ -88,12 +88,12 @@ def first_whole(
             if not places:
                 return None
             for place in places:
-                with ExitStack() as holding:  # until all have read it, the first rank above all
+                with ExitStack() as holding:  # this rank holds the step until all have read it
                     trial = _Trial(current, shelves[place[0]], place[1], near, holding)
                     verdict, found = trial.outcome(agreement, next(numbers), read, problems)
                 if not verdict:
                     return found
-                if verdict == _REMOVED:  # a newer one was committed before
+                if verdict == _REMOVED:  # so a newer one was committed: list again
                     was_removed = True
                     raise Vanished(trial.path)
                 damaged.add(place)
@@ -113,13 +113,12 @@ def first_whole(
 
 
 class _Trial:
-    """One step that is tried, on this rank.
+    """One attempt to read one step, on this rank.
 
     Args:
-        current: reads.
+        current, near: as first_whole's.
         steps, name: the step's directory.
-        near: as first_whole's.
-        holding: keeps what is read.
+        holding: keeps the step from being removed until it is closed.
     """
 
     def __init__(
@@ -136,16 +135,16 @@ class _Trial:
         read: Callable[[StepReader], T],
         problems: Sequence[str],
     ) -> tuple[str, tuple[int, T] | None]:
-        """What is wrong with the step on the first rank that has something to say, or "": the same
-        on all ranks; and its number and what was read here, if nothing is wrong with it here.
+        """Reads the step. Returns the common verdict, which is "" if it is whole on all ranks, and
+        the step's number with what was read here, or None if it is damaged here.
 
         Args:
-            number: of the trial.
-            problems: of newer steps.
+            number: the number of this attempt, the same on all ranks.
+            problems: the verdicts on newer steps.
 
         Raises:
             StorageError: this rank cannot read it. PeerFailed: another one cannot.
-            IncompatibleCheckpoint: it does not fit.
+            IncompatibleCheckpoint: it does not fit the state.
         """
         try:
             problem, found = self._tried(read)
@@ -167,7 +166,7 @@ class _Trial:
         return verdict, found
 
     def _tried(self, read: Callable[[StepReader], T]) -> tuple[str, tuple[int, T] | None]:
-        """Returns what is wrong with the step here, or its number and what was read."""
+        """Returns what is wrong with the step on this rank or "", and what outcome() returns."""
         steps, name = self._steps, self._name
         storage, staging = self._current.storage, self._current.staging
         manifest: Manifest | None = None
@@ -184,15 +183,15 @@ class _Trial:
             return str(error) if self._is_there(manifest) else _REMOVED, None
         except StorageError as error:
             detail = f"{error.detail}; " if error.detail else ""
-            detail += "the step may be whole, so none before it was taken: ask for one by its "
+            detail += "the step may be whole, so none before it was restored: ask for one by its "
             detail += "number if this one is lost"
             raise StorageError(
                 error.op, error.path, error.errno or errno.EIO, error.offset, detail
             ) from error
 
     def _is_there(self, manifest: Manifest | None) -> bool:
-        """Whether it is still the step that it was: where locks are not known to other hosts, it
-        may have been removed while it was read, which looks like damage.
+        """Returns whether the step is still the same. On file systems whose locks other hosts do
+        not see it may be removed while it is read, which looks like damage.
         """
         if manifest is None:
             return self._steps.may_be_committed(self._name)
@@ -207,12 +206,12 @@ class _Trial:
 def _candidates(
     agreement: Round, shelves: Sequence[Steps], step: int | None, listing: int, required: bool
 ) -> list[tuple[int, str]]:
-    """Returns what the first rank lists; every rank raises what it raised."""
+    """Returns the candidates of the first rank; every rank raises the error that it met."""
     key = f"candidates {listing}"
     if agreement.rank == 0:
         try:
             told: list[Any] = [None, candidates(shelves, step, required, warn=listing == 0)]
-        except StorageError:  # concerns this rank
+        except StorageError:  # raised here alone: the round's failure tells the others of it
             raise
         except CheckpointError as error:
             told = [type(error).__name__, str(error)]
@@ -224,9 +223,9 @@ def _candidates(
 
 
 def _verdict(agreement: Round, number: int, problem: str) -> str:
-    """What is wrong with a step on the first rank that has something to say; nothing if it fits.
+    """Returns what the first rank that met a problem says of a step; "" if there is none.
 
-    A rank that finds it gone is heard first: what the others miss of it may be gone, too.
+    If a rank finds the step gone, that is the verdict: damage on the others may mean the same.
     """
     agreement.put(f"tried {number}", problem.encode(errors="replace"))
     if agreement.rank == 0:
@@ -240,11 +239,12 @@ def _verdict(agreement: Round, number: int, problem: str) -> str:
 def candidates(
     shelves: Sequence[Steps], step: int | None, required: bool = False, warn: bool = True
 ) -> list[tuple[int, str]]:
-    """Directories to try, the best first, each after the number of its shelf; decided by the first
-    rank for all.
+    """Returns the directories to try, the best first, each after the number of its shelf; the first
+    rank calls this for all. Raises as first_whole().
 
-    Args and raises as first_whole's; and
-        warn: say which directories are no steps, and that there is none.
+    Args:
+        shelves, step, required: as first_whole's.
+        warn: log which directories are no steps, or that there is none.
     """
     steps = shelves[0]
     found, faults = steps.survey(step)
@@ -273,7 +273,7 @@ def candidates(
         if warn:
             log.warning("skipping a step: %s", fault.error)
     for name in persistently(steps.incomplete, steps.root) if warn else ():
-        if steps.is_being_written(name):  # from a local tier, and read there
+        if steps.is_being_written(name):  # by a drain: it is read from the local tier
             continue
         log.warning("skipping %s: its save was not committed", steps.path(name))
     if faults and not found:

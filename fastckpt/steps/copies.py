@@ -1,8 +1,7 @@
-"""The files of one step are read from one directory, or from several that hold copies.
+"""Copies: the files of one step, in one directory or in several that hold copies of them.
 
-Responsible for opening a file at the nearest place that has it, for going on to the next one where
-a copy is damaged or cannot be read, and for trying again what could not be read. It must not know
-what is read of a file's content, nor why there are several.
+The module reads a file from the nearest directory that has it, or from the next one if that copy is
+damaged or cannot be read. It must not know what is read of a file, nor why there are copies.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ class Copies:
     """The files of a step.
 
     Args:
-        storage, staging: what reads.
+        storage, staging: read the files.
         directories: the nearest first; all but the last may lack files.
 
     Attributes:
-        taken: of each file that was read, by name, the path it was read from.
+        taken: for each file that was read, by its name, the path that it was read from.
     """
 
     def __init__(self, storage: Storage, staging: Staging, directories: Sequence[str]) -> None:
         self._storage = storage
         self._staging = staging
         self._directories = directories
-        self._number: dict[str, int] = {}  # of the directory that a file is read from
-        self._damaged: set[tuple[str, int]] = set()  # copies, each by file and directory
+        self._number: dict[str, int] = {}  # the number of the directory that a file is read from
+        self._damaged: set[tuple[str, int]] = set()  # copies, each by file and directory number
         self.taken: dict[str, str] = {}
 
     def path(self, file: str) -> str:
-        """Returns where a file is read from now."""
+        """Returns the path that a file is read from now."""
         if file not in self._number:
             self._number[file] = self._numbers(file)[0]
         return self._path(file, self._number[file])
@@ -58,8 +57,8 @@ class Copies:
         return os.path.join(self._directories[number], file)
 
     def _numbers(self, file: str) -> list[int]:
-        """The directories to look for a file in: those that have an undamaged copy, nearest first,
-        but first of all the one that it was last read from.
+        """Returns the numbers of the directories that have an undamaged copy of a file: from the
+        one that it was last read from on, then the nearer ones.
         """
         last = len(self._directories) - 1
         there = [number for number in range(last) if self._has(file, number)]
@@ -69,20 +68,19 @@ class Copies:
     def _has(self, file: str, number: int) -> bool:
         try:
             return self._storage.status(self._path(file, number)) is not None
-        except OSError:  # a disk that is gone has no copy
+        except OSError:  # a disk that has failed has no copy
             return False
 
     def whole(self, file: str, read: Callable[[], T]) -> T:
-        """What `read`, which opens a file here, makes of the first copy that is whole.
+        """Returns what `read`, which opens the file here, returns for the first undamaged copy.
 
         Raises:
-            CorruptCheckpoint: every copy was read and found damaged; what was wrong with the last.
-            StorageError: none is whole, and one could not be read, however often it was tried.
+            CorruptCheckpoint: every copy is damaged; the error is that of the last one.
+            StorageError: no copy is whole, and one could not be read in several attempts.
         """
         return persistently(lambda: self._first_whole(file, read), file)
 
     def _first_whole(self, file: str, read: Callable[[], T]) -> T:
-        """One try at each copy."""
         numbers = self._numbers(file)
         unread: StorageError | MemoryError | None = None
         for number, later in zip(numbers, [*numbers[1:], None], strict=True):
@@ -104,7 +102,7 @@ class Copies:
 
     @contextmanager
     def opened(self, file: str, nbytes: int) -> Iterator[int]:
-        """A file of the step, which is regular and of the size that the manifest says."""
+        """Opens a file of the step, which must be regular and have the size in the manifest."""
         path = self.path(file)
         missing = f"{path!r} is missing: the step is not whole"
         with opened_regular(self._storage, path, missing) as fd:
@@ -115,7 +113,7 @@ class Copies:
             yield fd
 
     def index(self, writer: Writer, nonce: str) -> tuple[ShardIndex, bytes]:
-        """The index of a writer, verified against what the manifest says of it; and its bytes."""
+        """Returns a writer's index, checked against the manifest's record of it, and its bytes."""
         path = self.path(writer.index)
         with self.opened(writer.index, writer.index_nbytes) as fd, reported("read", path):
             content = self._storage.read_at(fd, writer.index_nbytes, 0)
@@ -124,11 +122,11 @@ class Copies:
 
     @contextmanager
     def shard(self, index: ShardIndex, frames: dict[int, bytes] | None = None) -> Iterator[Body]:
-        """Opens what a writer has stored, as it was before a codec compressed it.
+        """Opens the shard of a writer, as it was before a codec compressed it.
 
         Args:
-            index: of the writer.
-            frames: with a codec, receives what the file has of each block that is read.
+            index: the writer's.
+            frames: with a codec, receives the compressed frame of each block that is read.
         """
         path, route = self.path(index.file), None
         sizes = (index.nbytes, index.block_bytes)
@@ -145,7 +143,7 @@ class Copies:
 
     @contextmanager
     def objects(self, manifest: Manifest) -> Iterator[VerifiedFile]:
-        """The file of what is not in shards, which is the one that the manifest means."""
+        """Opens the file of objects, and checks that it is the one that the manifest names."""
         file, nbytes, crc = manifest.objects
         path = self.path(file)
         with self.opened(file, nbytes) as fd:

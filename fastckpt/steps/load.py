@@ -1,7 +1,6 @@
-"""Reading a committed step: only the ranges that are needed, every byte verified.
+"""StepReader reads a committed step: only the ranges that are needed, every byte verified.
 
-Responsible for finding which files hold what, for reading it into memory, and for saying what is
-damaged. It must not know which step is chosen, nor what becomes of the values.
+The module must not know which step is chosen, nor what becomes of the values.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ from fastckpt.reading.verified import takes_bytes
 from fastckpt.state.targets import Place, Target
 from fastckpt.steps.copies import Copies
 
-_PART_BYTES = 64 << 20  # of the values of one rank
-# A copy to a device takes some microseconds to begin, however small it is.
+_PART_BYTES = 64 << 20  # of a rank's own values, read at a time
+# More runs than this, each smaller than that, are read to the host and copied at once: a copy to a
+# device takes some microseconds to begin, however small it is.
 _RUNS_MAX = 64
 _RUN_ITEMS_MIN = 8192
 
@@ -42,14 +42,14 @@ class StepReader:
     """One committed step, opened for reading.
 
     Args:
-        staging: what reads.
-        path: of the step's directory.
-        manifest: of the step.
-        copies: where its files are read from.
+        staging: reads the files.
+        path: the step's directory.
+        manifest: the step's.
+        copies: opens the step's files.
 
     Attributes:
-        path: of the step.
-        nbytes_read: bytes of its files read so far, but for manifest and indexes.
+        path, manifest, copies: as the arguments.
+        nbytes_read: bytes of the files read so far, without manifest and indexes.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class StepReader:
         return self.copies.path(file) if file else self.path
 
     def objects(self, weights_only: bool) -> Any:
-        """The nest of what is not in shards.
+        """Returns the nest of everything that is not in shards.
 
         Raises:
-            CorruptCheckpoint: it is damaged, or of another save.
-            pickle.UnpicklingError: weights_only, and it holds more than that allows.
+            CorruptCheckpoint: its file is damaged, or of another save.
+            pickle.UnpicklingError: weights_only is true, and the nest holds more than that allows.
         """
         file = self.manifest.objects.file
         return self.copies.whole(file, lambda: self._objects(weights_only))
@@ -87,12 +87,12 @@ class StepReader:
             return nest
 
     def per_rank(self, rank: int, weights_only: bool) -> dict[str, Any] | None:
-        """The values of one rank, by name; None if the saving job had no such rank.
+        """Returns a rank's own values, by name; None if the saving job had no such rank.
 
         Raises:
             CorruptCheckpoint: they are damaged.
             StorageError: they need more memory than there is.
-            pickle.UnpicklingError: weights_only, and a value holds more than that allows.
+            pickle.UnpicklingError: weights_only is true, and a value holds more than that allows.
         """
         if rank >= self.manifest.world_size:
             return None
@@ -107,7 +107,8 @@ class StepReader:
         return {}
 
     def _read_bytes(self, index: ShardIndex, begin: int, nbytes: int) -> bytearray:
-        """A range of a shard. No more memory is taken than what was read and verified, twice."""
+        """Returns a range of a shard, read in parts."""
+        # In parts: memory grows only with what was verified, whatever size the index claims.
         content = bytearray()
         try:
             while len(content) < nbytes:
@@ -121,11 +122,11 @@ class StepReader:
         return content
 
     def find(self, targets: Sequence[Place]) -> dict[str, torch.dtype]:
-        """Dtypes of tensors that parts are wanted of.
+        """Returns the stored dtypes of the tensors of which parts are wanted.
 
         Raises:
             IncompatibleCheckpoint: a tensor is not in this step, or has another shape.
-            CorruptCheckpoint: the step lacks a part of one, or has one twice.
+            CorruptCheckpoint: the step lacks a part of a tensor, or has one twice.
         """
         parts: dict[str, list[Box]] = {}
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -161,13 +162,12 @@ class StepReader:
         """Reads parts of tensors into their memory, converting dtypes where they differ.
 
         Args:
-            targets: what goes where.
-            staging: how to a GPU: "host", "gds" or "auto", as fastckpt.save's.
+            targets: the parts, and the memory that each goes to.
+            staging: how bytes come to a GPU: "host", "gds" or "auto", as fastckpt.load's.
 
         Returns:
-            How many bytes were needed. Raises what find() does, and CorruptCheckpoint or
-                StorageError for what is damaged or cannot be read; some targets are then partly
-                overwritten.
+            How many bytes were needed. Raises as find(), and CorruptCheckpoint or StorageError if
+                something is damaged or cannot be read; targets may then be partly overwritten.
         """
         places = [(target.key, target.shape, target.box) for target in targets]
         found = self.find(places)
@@ -192,8 +192,8 @@ class StepReader:
         )
         queue = reads.ranges[0].queue if reads.ranges else None
         direct = self._staging.direct(staging, queue, self._path(""))
-        # What is read goes past torch. Autograd is to notice, and so is a save with the step fence
-        # that still copies: so it is counted before the first byte.
+        # torch does not see these writes. Autograd has to notice them, and so has a step-fence save
+        # that still copies; so the versions are incremented before the first byte.
         increment_version([t.tensor for t in targets if not t.tensor.is_inference()])
         for index in self._needed(places):
             rows: list[CopyRow] = []
@@ -212,7 +212,7 @@ class StepReader:
         return needed
 
     def _in_bits(self, target: Target) -> bool:
-        """Whether a part comes in so many small runs that a device is better given it whole."""
+        """Returns whether a part comes in so many small runs that one copy of it is faster."""
         for index in self._needed([(target.key, target.shape, target.box)]):
             for piece in index.pieces:
                 if piece.key == target.key:
@@ -222,7 +222,7 @@ class StepReader:
         return False
 
     def _needed(self, targets: Iterable[Place]) -> Iterator[ShardIndex]:
-        """Indexes of the files that may hold something of the targets, by rank."""
+        """Yields the indexes of the files that may hold parts of the targets, by rank."""
         spans: dict[int, tuple[float, float]] = {}
         for key, shape, box in targets:
             if box.numel:
@@ -254,8 +254,8 @@ class StepReader:
         reads: Reads | None = None,
         direct: Direct | None = None,
     ) -> None:
-        """Moves rows of a shard, ascending, to memory; of devices, where `reads` says so, and
-        through the host unless `direct` can.
+        """Reads ascending rows of a shard into memory, which may be a device's that `reads` names;
+        through the host, except for blocks that `direct` can read.
         """
         self.copies.whole(index.file, lambda: self._read_rows(index, rows, reads, direct))
 

@@ -1,8 +1,7 @@
-"""These texts say what a directory is that was given for another thing: it may be mistyped.
+"""Texts about a directory that is not what the caller took it for; its path may be mistyped.
 
-Responsible for saying what a root without committed steps holds, for warning of it once, and for
-what a directory is that was given as a file, or a step that was given as a root. It must not know
-who asked for a step.
+They say what a root without committed steps holds, and what a directory is that was given as a
+file, or a step that was given as a root. The module must not know who asked for a step.
 """
 
 from __future__ import annotations
@@ -18,16 +17,14 @@ from fastckpt.storage.file_system import Storage, reported
 
 log = logging.getLogger("fastckpt")
 
-_METADATA = ".metadata"  # of a checkpoint of torch.distributed.checkpoint
+_METADATA = ".metadata"  # a file in each checkpoint of torch.distributed.checkpoint
 _NAMES_TOLD = 3  # entries of a directory that one message names
-_ENTRIES_TRIED = 50  # of a directory without steps: whether these have some
+_ENTRIES_TRIED = 50  # entries of a directory without steps that are searched for steps
 
 
 def what_is_there(steps: Steps) -> str:
-    """Says what the root holds, where no step is committed.
-
-    Raises:
-        StorageError: it cannot be listed.
+    """Returns what a root without a committed step holds. Raises StorageError if it cannot be
+    listed.
     """
     root, storage = steps.root, steps.storage
     with reported("list", root):
@@ -38,7 +35,7 @@ def what_is_there(steps: Steps) -> str:
         return it_is_a_step(root)
     saves = [name for name in entries if NAME.match(name)]
     if saves:
-        return f"there are only saves that did not come to their commit: {_listed(saves)}"
+        return f"there are only saves that were not committed: {_listed(saves)}"
     if not entries:
         return "the directory is empty"
     below = entries[:_ENTRIES_TRIED]
@@ -49,35 +46,28 @@ def what_is_there(steps: Steps) -> str:
 
 
 def it_is_a_step(root: str) -> str:
-    """Says which root is meant by a directory that is a step."""
+    """Returns which root was meant by a directory that is a step."""
     return f"it is a step itself: give {os.path.dirname(root)!r}"
 
 
 def is_step(root: str) -> bool:
-    """Whether what was given as a root is a step.
-
-    Raises:
-        ValueError: it is no directory.
-    """
+    """Returns whether the root is a step itself. Raises ValueError if it is no directory."""
     try:
-        os.stat(os.path.join(root, MANIFEST))  # one look tells both
+        os.stat(os.path.join(root, MANIFEST))
         return True
     except NotADirectoryError:
-        raise ValueError(f"root is {root!r}, which is no directory: there is a file") from None
-    except OSError:  # it is not there yet, or a save or restore meets this again
+        why = "which is no directory: there is a file at this path or above it"
+        raise ValueError(f"root is {root!r}, {why}") from None
+    except OSError:  # the root does not exist yet, or a save or restore will raise this again
         return False
 
 
 def hint_for_load(path: str) -> str:
-    """How a directory is loaded that was given as a file; "" if it is no checkpoint that is known.
-
-    Args:
-        path: a directory.
-    """
+    """Returns how to load a directory that was given as a file; "" if it is no known checkpoint."""
     storage = Storage()
     try:
         entries = storage.names(path)
-    except OSError:  # that it is a directory was told
+    except OSError:  # this hint only adds to an error that the caller raises
         return ""
     if MANIFEST in entries and (match := NAME.match(os.path.basename(os.path.realpath(path)))):
         above = os.path.dirname(os.path.realpath(path))
@@ -90,14 +80,13 @@ def hint_for_load(path: str) -> str:
 
 
 def warn_once(steps: Steps) -> None:
-    """Warns that nothing is committed, and says what is there."""
+    """Warns, the first time, that no step is committed, and says what the root holds."""
     if not steps.told_empty:
         steps.told_empty = True
         log.warning("%r holds no committed step: %s", steps.root, what_is_there(steps))
 
 
 def _has_steps(steps: Steps) -> bool:
-    """Whether a directory has something in it that is a step by its name."""
     try:
         return bool(steps.names())
     except StorageError:

@@ -1,6 +1,6 @@
-"""Retention decides which committed steps go when another one has been committed.
+"""Retention: the choice of the steps to remove when another one has been committed.
 
-Responsible for the choice. It must not know how a step is removed, or what it holds.
+The module must not know how a step is removed, or what it holds.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ log = logging.getLogger("fastckpt")
 
 
 def tidy(steps: Steps, keep: str, step: int, keep_last: int | None, keep_every: int | None) -> None:
-    """Removes what a commit has made needless, with a warning of what cannot be removed; looks at
-    the root only if there may be something.
+    """Removes steps that a commit has made superfluous, and warns of those it cannot remove.
 
     Args:
         steps, keep, keep_every: as retain()'s.
-        step: number of the step just committed.
+        step: the number of the step just committed.
         keep_last: as retain()'s; None: all steps stay.
     """
+    # Listing the root takes time on network file systems: only if there may be something.
     if keep_last is None and not steps.has_another(keep, step):
         return
     try:
@@ -37,18 +37,18 @@ def tidy(steps: Steps, keep: str, step: int, keep_last: int | None, keep_every: 
 def retain(
     steps: Steps, found: list[Committed], keep: str, keep_last: int, keep_every: int | None
 ) -> list[str]:
-    """Removes committed steps that are no longer kept; returns their names.
+    """Removes the committed steps that need not stay; returns their names.
+
+    A step that somebody reads (see Steps.hold) stays until a later call. One that could not be read
+    here stays, too, as long as nothing else is known: it may be the newest that is whole.
 
     Args:
         steps: the root.
-        found: what is committed there, the one committed last first.
-        keep: name of the step just committed. Neither it nor what was committed later is removed.
-        keep_last: so many steps stay, those committed last, not counting those that are known to
+        found: the committed steps, the one committed last first.
+        keep: the name of the step just committed. It stays, and so do all committed after it.
+        keep_last: how many steps stay, those committed last, not counting those that are known to
             be damaged or may not be durable.
         keep_every: multiples of this stay.
-
-    A step that is being read (see Steps.hold) stays until a later call. One that could not be read
-    here stays as long as that is all that is known: it may be the newest that is whole.
     """
     own = next((item.manifest.sequence for item in found if item.name == keep), 0)
     whole: set[int] = set()  # attempts at a step count once, however saves overlap

@@ -1076,7 +1076,7 @@ def test_a_root_without_steps_is_told_once(disk: Path, caplog: pytest.LogCapture
         (disk / "nowhere", "there is no such directory"),
         (disk / "empty", "the directory is empty"),
         (disk / "other", "there is no step, but 'notes.txt'"),
-        (disk / "debris", f"there are only saves that did not come to their commit: {name(7)!r}"),
+        (disk / "debris", f"there are only saves that were not committed: {name(7)!r}"),
         (disk / "runs", "there are steps further down, in 'one'"),
         (disk / "runs" / "one" / name(1), f"it is a step itself: give {str(disk / 'runs/one')!r}"),
     ):
