@@ -33,35 +33,18 @@ class AnyStepPlace(Protocol):
     @property
     def directory(self) -> str: ...
     def agree(self, meets: bool) -> tuple[str, bool]:
-        """Tells all ranks the name of the directory.
-
-        Args:
-            meets: on the first rank, whether ranks of a node are to meet before they write.
-
-        Returns:
-            The save's nonce, and whether ranks meet; both are the same on all ranks.
+        """Tells all ranks the directory's name. Returns the first rank's nonce, and whether ranks
+        of a node meet before they write, which the first rank decides by `meets`.
         """
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:
-        """Commits the step, on the first rank.
-
-        Args:
-            manifest: makes the manifest from the sequence number of this commit.
+        """Commits the step, on the first rank; `manifest` makes its manifest from the sequence
+        number of this commit.
         """
 
 
 class StepPlace(Place):
-    """The root, as one rank of a save sees it.
-
-    Args:
-        steps: the root's.
-        agreement: the save's round.
-        number: the number of the step.
-        options: how the step is written, and how many stay.
-
-    Attributes:
-        step: the directory that is written to.
-    """
+    """The root, as one rank of a save sees it; `number` is the step's."""
 
     def __init__(self, steps: Steps, agreement: Round, number: int, options: StepOptions) -> None:
         self.step = StepDirectory(steps, agreement)

@@ -1,7 +1,7 @@
-"""The plan of a step: each rank writes its shard and the index of that, the first one also what no
-shard holds; a manifest is made of what they tell.
+"""The plan of a step: each rank writes its shard and the shard's index, the first rank also the
+objects that are in no shard. Their records make up the manifest.
 
-It must not know the bytes of the formats, how a block moves, or how ranks talk.
+The module must not know the bytes of the formats, how a block moves, or how ranks talk.
 """
 
 from __future__ import annotations
@@ -36,13 +36,8 @@ class StepPlan(Plan):
     """One rank's plan of a step.
 
     Args:
-        handle, agreement: of the save.
-        step: its number.
-        content: what this rank has of it.
-        place: where it goes.
-        options: how it is written.
-        storage: the seam to the file system.
-        pool: what ranks of a node lend each other, for shards that share a file.
+        content: this rank's part of the state.
+        pool: memory in which ranks of a node describe shards that share a file.
         differing: called with the keys of tensors whose contents differ between ranks.
     """
 
@@ -59,7 +54,7 @@ class StepPlan(Plan):
         differing: Callable[[set[str]], None],
     ) -> None:
         super().__init__(content.reads, content.watched)
-        self.whole = options.codec is not None  # a frame is of a block
+        self.whole = options.codec is not None  # each block is compressed to one frame
         self._handle = handle
         self._agreement = agreement
         self._step = step
@@ -122,7 +117,7 @@ class StepPlan(Plan):
             raise error
 
     def record(self) -> bytes:
-        """Returns what the manifest will say of this writer; b"" of one that has no file."""
+        """Returns the manifest's entry for this writer; b"" if it has no file."""
         assert self._shard is not None
         return self._shard.record
 
@@ -160,10 +155,10 @@ class _ShardOutput(Output):
     """This rank's shard: a file, or a part of the one that ranks of a node share.
 
     Attributes:
-        own: as it is laid out alone.
-        shard: as it goes to a file; known when ranks have agreed on that.
-        nonce: of the save, for the index.
-        record: what the manifest says of the shard and its index, once they have arrived.
+        own: the shard laid out as a file of its own.
+        shard: the shard as it is written, once ranks have agreed on who shares a file.
+        nonce: the save's, for the index.
+        record: the manifest's entry for the shard, once the files have been written.
     """
 
     def __init__(
@@ -240,13 +235,13 @@ class _ShardOutput(Output):
 
 
 class _ObjectsOutput(WholeFile):
-    """The file of what is in no shard, a torch zip of its own."""
+    """The file of the objects that are in no shard, a torch zip."""
 
     is_small = True
 
     def __init__(self, image: Image, path: str, place: AnyStepPlace, options: StepOptions) -> None:
-        # A number of stripes is meant for shards: this file is small, and a layout costs the
-        # metadata server a word.
+        # A stripe count is meant for shards. This file is small, and a layout costs a request to
+        # the metadata server.
         purpose = Purpose(image.nbytes, 1, "keep" if options.stripe == "keep" else "auto")
         super().__init__(image, path, lambda given: place.step.made(OBJECTS, given), purpose)
         self._place = place
@@ -258,5 +253,5 @@ class _ObjectsOutput(WholeFile):
 
     @property
     def written(self) -> ObjectsFile:
-        """The manifest says this of it, once it has arrived."""
+        """The manifest's entry for the file, once it has been written."""
         return ObjectsFile(OBJECTS, self.image.nbytes, torch_zip.closing_crc(self.tail))

@@ -1,7 +1,6 @@
 """The shard of one writer: the pieces it writes, laid out as a file, and the index of that file.
 
-Responsible for choosing pieces and naming them. It must not know files, other ranks' shards, or
-how anything is written.
+The module must not know files, other ranks' shards, or how anything is written.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from fastckpt.state.tree import Leaf
 
 
 class Shard:
-    """The file of one writer, laid out; and its index, when it was written.
+    """The file of one writer, laid out, and its index once it is written.
 
     Args:
-        leaves: tensors of the shards; every rank has the same keys in the same order.
-        per_rank: a torch zip of this rank's own values, or nothing.
+        leaves, per_rank: as in Content.
         rank: this rank.
 
     Attributes:
-        image: of the file; without a byte if the shard is empty.
-        nbytes: of the file.
-        begin, head: where the image goes in the file, and what this rank writes before it.
+        image: the file's; empty if the shard is.
+        nbytes: the size of the file.
+        begin, head: the offset of the image in the file, and what this rank writes before it.
     """
 
     begin = 0
@@ -70,7 +68,6 @@ class Shard:
     def index(
         self, nonce: str, name: str, block_crcs: list[int], frames: tuple[int, ...] | None
     ) -> ShardIndex:
-        """Returns what the file holds, for the index beside it."""
         pieces = [
             Piece(leaf.key, safetensors.NAMES[leaf.local.dtype], leaf.shape, box, begin)
             for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False)
@@ -89,7 +86,7 @@ def index_of(
     pieces: Sequence[Piece],
     per_rank: tuple[int, int] | None,
 ) -> ShardIndex:
-    """The index of a file of so many bytes, by this rank, when it was written."""
+    """Returns the index of a file of so many bytes, uncompressed, once this rank has written it."""
     return ShardIndex(
         nonce=nonce,
         rank=rank,
@@ -106,12 +103,12 @@ def index_of(
 
 
 def held_of(leaf: Leaf) -> Held:
-    """A leaf as the planner sees it."""
+    """Returns a leaf in the planner's form."""
     return Held(leaf.key, leaf.local.element_size(), leaf.shape, leaf.box, leaf.holders)
 
 
 def comparable(leaves: Sequence[Leaf], world_size: int) -> list[Sampled]:
-    """Tensors that all ranks hold whole, or say so."""
+    """Returns the tensors that all ranks should hold alike, whose samples are compared."""
     return [
         Sampled(leaf.key, leaf.local.data_ptr(), leaf.local.numel() * leaf.local.element_size())
         for leaf in leaves

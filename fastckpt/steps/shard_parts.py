@@ -1,7 +1,7 @@
-"""One file of several ranks' parts: where each lies, and the file's checksums, made of theirs.
+"""The arithmetic of one file of several ranks' parts: where each part lies, and the checksums of
+the file's blocks, combined from those of the parts.
 
-Responsible for that arithmetic. It must not know how ranks tell each other what they have, nor how
-anything is written.
+The module must not know how ranks exchange these numbers, nor how anything is written.
 """
 
 from __future__ import annotations
@@ -24,21 +24,18 @@ from fastckpt.formats.shard_index import (
 from fastckpt.plan.boxes import Box
 from fastckpt.plan.image import BLOCK_BYTES, Image
 
-# Parts begin at multiples of it, so that no two ranks write to one page; and runs that have a
-# checksum end there at the latest, so that those of the file's blocks can be made of them wherever
-# a part begins.
+# Parts begin at multiples of this, so that no two ranks write to one page. Runs that have a
+# checksum do not cross a multiple, so the checksums of the file's blocks can be combined from
+# theirs wherever a part begins.
 GRAIN_BYTES = 256 << 10
 assert BLOCK_BYTES % GRAIN_BYTES == 0
 
 
 class Runs:
-    """The CRC-32 of each block of a file, as far as they are covered, from those of runs.
-
-    Args:
-        begin: where the first run lies in the file.
+    """The CRC-32 of a file's blocks, combined from those of consecutive runs from `begin` on.
 
     Attributes:
-        blocks: bytes and CRC-32 of what is covered of each block.
+        blocks: for each block, how many bytes of it the runs cover, and the CRC-32 of these.
     """
 
     def __init__(self, begin: int) -> None:
@@ -46,7 +43,7 @@ class Runs:
         self._begin = self._end = begin
 
     def append(self, nbytes: int, crc: int) -> None:
-        """Adds what follows. No run crosses the end of a block."""
+        """Adds the next run, which must not cross the end of a block."""
         assert self._end % BLOCK_BYTES + nbytes <= BLOCK_BYTES
         if self._end == self._begin or self._end % BLOCK_BYTES == 0:
             self.blocks.append((nbytes, crc))
@@ -56,7 +53,7 @@ class Runs:
         self._end += nbytes
 
     def append_bytes(self, content: bytes) -> None:
-        """The same for bytes that are at hand, and may cross blocks."""
+        """Adds bytes that are at hand and may cross blocks."""
         at = 0
         while at < len(content):
             size = min(len(content) - at, BLOCK_BYTES - self._end % BLOCK_BYTES)
@@ -65,8 +62,8 @@ class Runs:
 
 
 def part_of(image: Image) -> Image:
-    """What follows the header of a safetensors image, cut into segments whose checksums are
-    reported: by slots beyond the end.
+    """Returns the body of a safetensors image after its header, cut into segments that do not cross
+    a grain. Slots beyond its end make the engine report each segment's checksum.
     """
     part = Image.tailless(*image.sources)
     for _offset, nbytes, address in islice(image.rows(), 1, None):
@@ -81,7 +78,7 @@ def part_of(image: Image) -> Image:
 
 
 def runs_of(begin: int, part: Image, slot_crcs: Sequence[int]) -> list[tuple[int, int]]:
-    """Bytes and CRC-32 of what a part that begins there covers of each block of the file."""
+    """Returns Runs.blocks of a part that begins at `begin` in the file."""
     runs = Runs(begin)
     for (_offset, nbytes, _address), crc in zip(part.rows(), slot_crcs, strict=True):
         runs.append(nbytes, crc)
@@ -89,7 +86,7 @@ def runs_of(begin: int, part: Image, slot_crcs: Sequence[int]) -> list[tuple[int
 
 
 class Entry(NamedTuple):
-    """A tensor of the file, and which piece it is; None: the values of the rank that makes it."""
+    """A tensor of the file and its piece, which is None for the own values of the file's maker."""
 
     begin: int
     name: str
@@ -99,7 +96,7 @@ class Entry(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One rank's part of the file, behind the header, from which `begin` and `end` are counted."""
+    """One rank's part of the file; `begin` and `end` are counted from the end of the header."""
 
     rank: int
     begin: int
@@ -108,11 +105,8 @@ class Part(NamedTuple):
 
 
 def laid_out(index: ShardIndex, header_nbytes: int, rank: int, begin: int, host: int) -> Part:
-    """The part of one rank, from `begin` on.
-
-    Args:
-        index: of its shard in a file of its own, with a header of so many bytes.
-        rank, host: whose it is, and who makes the file.
+    """Returns the part of `rank`, from `begin` on, in the file that `host` makes; `index` is that
+    of its shard as a file of its own, whose header has `header_nbytes`.
     """
     shift, entries = begin - header_nbytes, list[Entry]()
     for piece in index.pieces:
@@ -128,7 +122,7 @@ def laid_out(index: ShardIndex, header_nbytes: int, rank: int, begin: int, host:
 
 
 def header_of(parts: Iterable[Part]) -> bytes:
-    """That of a safetensors file of these parts; what is between them is a tensor, too."""
+    """Returns the header of a safetensors file of these parts; padding between them is a tensor."""
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
     end = 0
     for part in parts:

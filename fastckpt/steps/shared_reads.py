@@ -1,7 +1,7 @@
-"""Restoring what all ranks hold alike: each reads a share from storage, and they pass it on among
-GPUs, which are faster at that than any file system.
+"""Shared restores of tensors that all ranks hold alike: each rank reads a share from storage and
+broadcasts it to the other GPUs, which is faster than any file system.
 
-Responsible for who reads what and for the broadcasts. It must not know files, or which step it is.
+The module must not know files, or which step is restored.
 """
 
 from __future__ import annotations
@@ -23,15 +23,10 @@ from fastckpt.state.targets import Place, Target
 
 
 class Spread:
-    """One restore's sharing of reads; every rank makes one, with a state of its own.
+    """The sharing of reads in one restore; every rank makes one with its own state.
 
-    Nothing is shared unless all states have the same tensors on devices that the group broadcasts
-    among. Then all ranks find the same targets in a step, without another word.
-
-    Args:
-        agreement: of the restore.
-        group: a torch.distributed process group, or None.
-        state: what is restored.
+    Reads are shared only if all states have the same tensors on devices that the group broadcasts
+    among. All ranks then find the same targets in a step, without further communication.
     """
 
     def __init__(self, agreement: Round, group: Any, state: object) -> None:
@@ -51,11 +46,8 @@ class Spread:
         targets: Sequence[Target],
         find: Callable[[Sequence[Place]], dict[str, torch.dtype]],
     ) -> list[Target]:
-        """Returns those of them that this rank reads.
-
-        Args:
-            targets: of one step; equal on all ranks where they are shared.
-            find: dtypes of what the step holds.
+        """Returns the targets that this rank reads, of those that it wants of a step; `find` is
+        StepReader.find.
         """
         self._held, self._tensors = [], []
         if self._kind is None:
@@ -83,14 +75,12 @@ class Spread:
         return plain and as_it_lies and tensor.numel() > 0 and tensor.dtype == dtype
 
     def pass_on(self) -> None:
-        """Gives every rank what the others have read; called when all of them have.
-
-        Raises:
-            PeerFailed: a rank is gone. The state was partly overwritten.
+        """Gives every rank what the others have read, once all have read. Raises PeerFailed if a
+        rank is gone; the state was then partly overwritten.
         """
         if not self._held:
             return
-        # Before the first byte, as in StepReader.
+        # Before the first byte, as in StepReader.read().
         increment_version([t for t in self._tensors if not t.is_inference()])
         under_way = []
         try:
@@ -112,12 +102,12 @@ class Spread:
 
 
 def kind_of(group: Any) -> str | None:
-    """The type of devices among which a group broadcasts faster than files are read."""
+    """Returns the type of devices among which a group broadcasts faster than files are read."""
     return "cuda" if "nccl" in dist.get_backend(group) else None
 
 
 def _described(name: str, tensor: torch.Tensor) -> tuple[str, ...]:
-    # What decides on sharing; sizes of other kinds of tensors may be unknown as yet.
+    # Only plain tensors are shared; the sizes of others may not be known yet.
     if type(tensor) not in PLAIN_TENSORS:
         return name, type(tensor).__name__
     layout = f"{tensor.is_contiguous()} {tensor.is_neg()} {tensor.is_conj()}"
