@@ -1,8 +1,7 @@
-"""Small shards of one node in one file, in which each rank writes its own part.
+"""Small shards of one node in one file: the ranks agree on it, and each writes its own part.
 
-Responsible for ranks agreeing on that file: what they say of their shards goes through memory that
-they share, the bytes themselves are written from where they were staged. It must not know how files
-are made or committed.
+Ranks describe their shards to each other in shared memory; the shards' bytes are written from where
+they were staged. The module must not know how files are made or committed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fastckpt.steps.shard import Shard, index_of
 from fastckpt.steps.shard_parts import GRAIN_BYTES, Part, Runs, header_of, laid_out, runs_of
 from fastckpt.storage.file_system import Storage, reported
 
-_WHAT = "memory that ranks share"
+_WHAT = "memory that ranks share"  # the path in error messages
 _NO_NONCE = "0" * 16
 GATHERED_BYTES_MAX = 256 << 20  # a shard from this on has a file of its own
 
@@ -33,11 +32,11 @@ GATHERED_BYTES_MAX = 256 << 20  # a shard from this on has a file of its own
 class Pool:
     """Files in memory for other processes to read, used by one save after the other.
 
-    They have no names (memfd_create(2)), so whatever becomes of this process, none stays behind.
+    They have no names (memfd_create(2)), so none stays behind when this process ends.
 
     Attributes:
-        neighbours: ranks of this node, once they have met.
-        is_settled: whether all ranks know theirs: a save in which they met was committed.
+        neighbours: the ranks of this node, once they have met.
+        is_settled: whether a save in which ranks met was committed, so that all know neighbours.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class Pool:
         self.is_settled = False
 
     def take(self, storage: Storage, handle: SaveHandle) -> int:
-        """A descriptor for a save, until that is done: then all have read what they will."""
+        """Returns a descriptor for a save; the next save may have it when that one is done."""
         with self._lock:
             for number, (_storage, fd, earlier) in enumerate(self._taken):
                 if earlier.done():
@@ -60,19 +59,20 @@ class Pool:
             return fd
 
     def close(self) -> None:
-        """Frees them; no save is in flight."""
         with self._lock:
             taken, self._taken = self._taken, []
         for storage, fd, _handle in taken:
-            if os.getpid() == self._pid:  # a child of fork() has none of them
+            if os.getpid() == self._pid:  # in a child of fork() the numbers may be of other files
                 storage.close(fd)
 
     def __del__(self) -> None:
-        self.close()  # nobody did, and every save has let go of it
+        self.close()  # its Checkpointer was not closed; no save refers to it any more
 
 
 class Lent(NamedTuple):
-    """A rank says here what it writes: an index of a file of its own, without checksums yet."""
+    """Where another process finds the index of a rank's shard, as for a file of its own and without
+    checksums: its size and CRC-32, and the header size of that file.
+    """
 
     pid: int
     fd: int
@@ -82,19 +82,12 @@ class Lent(NamedTuple):
 
 
 def is_small(shard: Shard) -> bool:
-    """Whether a shard shares a file with others."""
+    """Returns whether a shard may share a file with others."""
     return not shard.is_empty and shard.image.body_nbytes < GATHERED_BYTES_MAX
 
 
 class Gathering:
-    """The agreement on one file, in one save on one rank.
-
-    Args:
-        pool: of this rank's Checkpointer.
-        storage: the seam.
-        agreement: the save's round.
-        handle: of the save.
-    """
+    """The agreement of one save, on one rank, on the file that its shard goes to."""
 
     def __init__(self, pool: Pool, storage: Storage, agreement: Round, handle: SaveHandle) -> None:
         self._pool = pool
@@ -103,10 +96,8 @@ class Gathering:
         self._handle = handle
 
     def lend(self, shard: Shard) -> None:
-        """Says what this rank's shard holds. All ranks call it, and then place().
-
-        Raises:
-            StorageError: there is not memory enough.
+        """Describes this rank's shard to the others. All ranks call it, and then place(). Raises
+        StorageError if memory is short.
         """
         if not is_small(shard):
             self._agreement.put("lent", b"")
@@ -121,20 +112,20 @@ class Gathering:
         self._agreement.put("lent", json.dumps(lent).encode())
 
     def place(self, shard: Shard, part: Image, count: int) -> AnyShard:
-        """Finds out which file this rank's shard goes to: that of the first of those that share
-        one, which makes it.
+        """Decides which file this rank's shard goes to. The first of the ranks that share a file
+        makes it.
 
         Args:
             shard: this rank's.
-            part: what is written of it; see parts.part_of().
-            count: of files for this node.
+            part: the bytes of it that are written; see shard_parts.part_of().
+            count: the number of files for this node.
 
         Returns:
-            A Gathered, for the rank that makes the file; a Guest, for one that writes to it; the
-                shard, if it is empty or has a file of its own.
+            A Gathered for the rank that makes a file, a Guest for one that writes to another's, or
+                the shard if it is empty or has a file of its own.
 
         Raises:
-            PeerFailed: another rank failed, or is missing. CheckpointError: what a rank lends
+            PeerFailed: another rank failed or is missing. CheckpointError: a rank's description
                 cannot be opened, or is damaged.
         """
         rank, agreement = self._agreement.rank, self._agreement
@@ -148,22 +139,20 @@ class Gathering:
 
 
 class Gathered:
-    """The shards of several ranks as one, on the rank that makes their file. Has what a Shard has.
+    """The shards of several ranks as one, on the rank that makes their file; like a Shard in use.
 
     Args:
-        storage: opens the others' memory.
-        agreement: the save's round.
-        ranks: that may lend theirs, this one first.
-        part: this rank's own.
+        storage, agreement: the save's.
+        ranks: the ranks that may share the file, this one first.
+        part: this rank's part.
 
     Attributes:
         head: the file's header.
-        begin: of this rank's part, behind it.
-        nbytes: of the file.
+        begin: the offset of this rank's part, after the header.
+        nbytes: the size of the file.
 
     Raises:
-        PeerFailed: one of them failed, or is missing.
-        CheckpointError: what one of them lends cannot be read, or is damaged.
+        As Gathering.place().
     """
 
     is_empty = False
@@ -191,17 +180,14 @@ class Gathered:
         self.nbytes = self.begin + end
 
     def announce(self, fd: int, is_direct: bool) -> None:
-        """Tells the others that their file is there, and whether it takes O_DIRECT."""
+        """Tells the other ranks that the file is open here, and whether it takes O_DIRECT."""
         begins = {str(part.rank): self.begin + part.begin for part in self._parts}
         place = {"pid": os.getpid(), "fd": fd, "direct": is_direct, "begins": begins}
         self._agreement.put("file", json.dumps(place).encode())
 
     def describe(self, slot_crcs: Sequence[int]) -> None:
-        """Makes the checksums of the file's blocks when this rank's part, of which these are, was
-        staged; waits until those of the others were.
-
-        Raises:
-            PeerFailed: another rank failed, or is missing.
+        """Combines the checksums of the file's blocks from those of this rank's segments and those
+        that the other ranks tell, for which it waits. Raises PeerFailed.
         """
         runs, end = Runs(0), 0
         runs.append_bytes(self._header)
@@ -218,16 +204,12 @@ class Gathered:
         self._crcs = [crc for _nbytes, crc in runs.blocks]
 
     def wait_written(self) -> None:
-        """Waits until the other ranks have written their parts.
-
-        Raises:
-            PeerFailed: another rank failed, or is missing.
-        """
+        """Waits until the other ranks have written their parts. Raises PeerFailed."""
         for part in self._parts[1:]:
             self._agreement.get("written", part.rank)
 
     def index(self, nonce: str, name: str) -> ShardIndex:
-        """As Shard's, of what was described."""
+        """Returns the index of the whole file, after describe()."""
         pieces, per_rank = list[Piece](), None
         for each in (entry for part in self._parts for entry in part.entries):
             if each.piece is None:
@@ -241,22 +223,14 @@ class Gathered:
 class Guest:
     """A shard that goes to another rank's file.
 
-    Args:
-        storage: opens that.
-        agreement: the save's round.
-        host: the rank that makes it.
-        part: what this rank writes.
-
     Attributes:
-        host: as given.
-        begin, is_direct: of the part in the file, and whether that takes O_DIRECT; once it is open.
-        nbytes: of the part.
+        host: the rank that makes the file.
+        begin, is_direct: the part's offset, and whether the file takes O_DIRECT; once it is open.
     """
 
     is_empty = False
 
     def __init__(self, storage: Storage, agreement: Round, host: int, part: Image) -> None:
-        self.nbytes = part.body_nbytes
         self._storage = storage
         self._agreement = agreement
         self.host = host
@@ -265,35 +239,35 @@ class Guest:
         self.head = Image.tailless()
 
     def open(self) -> int:
-        """The file, once it is there, for this rank to write its part.
-
-        Raises:
-            PeerFailed: another rank failed, or is missing. CheckpointError: this rank may not.
+        """Waits for the file and opens it. Raises PeerFailed, or CheckpointError if this rank may
+        not open a file of the other's process.
         """
         place: dict[str, Any] = json.loads(self._agreement.get("file", self.host))
         self.begin, self.is_direct = place["begins"][str(self._agreement.rank)], place["direct"]
         with _explained(self._agreement):
             fd = _opened(self._storage, self.host, place["pid"], place["fd"])
         try:
-            self._agreement.check()  # the host tells of a failure before that is another file's
+            # The host tells of a failure before it closes the file. If it told of none, its
+            # descriptor's number had not become another file's.
+            self._agreement.check()
         except BaseException:
             self._storage.close(fd)
             raise
         return fd
 
     def describe(self, slot_crcs: Sequence[int]) -> None:
-        """Tells the one that makes the file the checksums of this rank's part, now staged."""
+        """Tells the host the checksums of this rank's part, which has been staged."""
         told = runs_of(self.begin, self._part, slot_crcs)
         self._agreement.put("part", json.dumps(told).encode())
 
     def written(self) -> None:
-        """Tells it that the part was written."""
+        """Tells the host that the part has been written."""
         self._agreement.put("written", b"")
 
 
 @contextmanager
 def _explained(agreement: Round) -> Iterator[None]:
-    """If the save has failed meanwhile, that is why the body fails."""
+    """Raises the save's failure instead of the body's error, if the save has failed meanwhile."""
     try:
         yield
     except CheckpointError:
@@ -309,7 +283,9 @@ def _read(storage: Storage, lent: Lent, rank: int) -> bytes:
     finally:
         storage.close(fd)
     if zlib.crc32(content) != lent.crc32:
-        raise CheckpointError(f"what rank {rank} says of its shard is damaged: its CRC-32 differs")
+        raise CheckpointError(
+            f"rank {rank}'s description of its shard is damaged: its CRC-32 differs"
+        )
     return content
 
 

@@ -1,8 +1,7 @@
 """The directory of one step that is being written, as one rank sees it.
 
-Responsible for beginning it, for the files that this rank makes there, for the directory itself
-where this rank sees another file system than the first, and for removing what was made for nothing.
-It must not know what the files hold.
+The module makes this rank's files there, and the directory too if this rank sees another file
+system than the first; it removes them if the save fails. It must not know what the files hold.
 """
 
 from __future__ import annotations
@@ -20,16 +19,12 @@ from fastckpt.storage.lustre_layout import Purpose
 
 
 class StepDirectory:
-    """One rank writes its files of a step here; they are a step once a manifest says so.
-
-    Args:
-        steps: under whose root the directory is.
-        agreement: the save's round, asked why if the directory is gone.
+    """The directory that one rank writes its files of a step to, before a manifest commits it.
 
     Attributes:
-        steps: as the argument.
-        name: of the directory; "" until it is known.
-        is_begun: this rank has made the directory, and publishes it.
+        steps: the steps of the root that the directory is in.
+        name: the directory's name; "" until it is known.
+        is_begun: whether this rank has made the directory, and so publishes it.
     """
 
     def __init__(self, steps: Steps, agreement: Round) -> None:
@@ -46,56 +41,51 @@ class StepDirectory:
         return self._begun is not None
 
     def begin(self, step: int) -> str:
-        """Makes the directory for a save of this step; returns its name.
-
-        Raises:
-            StorageError: it cannot be made.
-        """
+        """Makes the directory for a save of this step; returns its name. Raises StorageError."""
         self._begun = self.steps.begin(step)
         self.name = self._begun.name
         return self.name
 
     def publish(self, manifest: Manifest, durable: bool) -> None:
-        """THE commit; see Steps.publish. On the rank that has begun."""
+        """Commits the step by Steps.publish(), on the rank that has begun it."""
         assert self._begun is not None
         self.steps.publish(self._begun, manifest, durable)
         self.keep()
 
     def abandon(self) -> None:
-        """Removes what this rank has made."""
+        """Removes the files, and the directory, that this rank has made."""
         begun, self._begun = self._begun, None
         if begun is not None:
             self.steps.abandon(begun)
         for path, identity in self._made:
             with suppress(OSError):  # removed with its directory, or left to remove_dead()
-                # On a rank that was late, another save may have made what has this name by now.
+                # If this rank was late, another save may have made a file of this name by now.
                 status = self._storage.status(path)
                 if status is not None and (status.st_dev, status.st_ino) == identity:
                     self._storage.remove(path)
 
     def close(self) -> None:
-        """Closes what tells others that the save is alive."""
+        """Closes the temporary manifest, whose lock tells others that the save is alive."""
         if self._begun is not None:
             close_quietly(self._storage, self._begun.manifest_fd)
 
     def path(self, *names: str) -> str:
-        """Of the directory, or of what is in it."""
         return self.steps.path(self.name, *names)
 
     def create(self, name: str, purpose: Purpose | None = None) -> int:
-        """Makes a file in the directory, and on a file system of this rank alone, that too."""
+        """Makes a file; and the directory, if this rank sees another file system than the first."""
         path, storage = self.path(name), self._storage
         with reported("open", path):
             try:
                 fd = storage.create(path, 0o666, purpose)
             except FileNotFoundError:
-                self._agreement.check()  # if the save has failed meanwhile, that is why
+                self._agreement.check()  # the directory is gone if the save has failed meanwhile
                 storage.make_directories(os.path.dirname(path))
                 self._has_own_directory = True
                 fd = storage.create(path, 0o666, purpose)
             except FileExistsError:
-                # The directory was made for this save alone: a rank that was late for a failed one
-                # found it under the same name; or there was no room for it.
+                # The directory is this save's alone, so the file is from a rank that was late for a
+                # failed save of this name, or from a first try for which there was no room.
                 storage.remove(path)
                 fd = storage.create(path, 0o666, purpose)
             try:
@@ -107,7 +97,7 @@ class StepDirectory:
 
     @contextmanager
     def made(self, name: str, purpose: Purpose | None = None) -> Iterator[tuple[int, str]]:
-        """A new file, as (descriptor, path), open while the body runs."""
+        """Makes a file and yields (descriptor, path); the file is open while the body runs."""
         fd = self.create(name, purpose)
         try:
             yield fd, self.path(name)
@@ -115,12 +105,8 @@ class StepDirectory:
             close_quietly(self._storage, fd)
 
     def write(self, name: str, content: bytes, beside: int, durable: bool) -> None:
-        """Makes a small file with this content.
-
-        Args:
-            name, content: of the file.
-            beside: an open file of the same file system.
-            durable: synced.
+        """Makes a small file with this content, synced if `durable`; `beside` is an open file of
+        the same file system.
         """
         path, storage = self.path(name), self._storage
         fd = patiently(storage, beside, lambda: self.create(name))
@@ -139,5 +125,5 @@ class StepDirectory:
                     self._storage.sync_directory(path)
 
     def keep(self) -> None:
-        """From now on they are the step's."""
+        """Keeps the files from being removed by abandon(): they are the step's now."""
         self._made.clear()
