@@ -1,1 +1,1 @@
-"""A step by way of each node's own storage: saved there, drained, restored."""
+"""Steps that go by way of each node's own storage: saved there, drained to the root, restored."""

@@ -1,7 +1,7 @@
-"""A step that the local tier holds on its way into the root: copied, verified, and committed there.
+"""Drain: copies a step of the local tier into the root, verifies it, and commits it there.
 
-Responsible for the order: every rank copies what is its to copy, all agree, and the first rank
-publishes the same manifest in the root. It must not know how a step came into the local tier.
+Every rank copies its share, all agree, and the first rank publishes the same manifest in the root.
+The module must not know how a step came into the local tier.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from fastckpt.tiers.local_tier import OBJECTS_PART, LocalTier
 
 log = logging.getLogger("fastckpt")
 
-_CHUNK_BYTES = 32 << 20  # read at a time, while those before are written
-DRAIN_BLOCKS_MIN = 2  # of staging memory, or the one that was read would wait for its own write
-_PART_BYTES = 4 << 20  # of a record in the store
+_CHUNK_BYTES = 32 << 20  # one is read while the one before is written
+DRAIN_BLOCKS_MIN = 2  # of staging memory: one to read a block into while another is written
+_PART_BYTES = 4 << 20  # of a record, put into the store at a time
 
 
 class Drain(Job):
-    """One step. Each rank runs its own, for the same directory in the root.
+    """The drain of one step. Each rank runs its own, for the same directory in the root.
 
     Args:
-        handle: of the save, or of this alone; takes the step's path when the root has it.
-        agreement: a round of its own.
-        tier: from where and where to.
-        options: how the root is written and what stays there.
-        names: of the step's directory on each node that has it, by the node's first rank.
-        parts: what this rank copies: ranks of writers, OBJECTS_PART.
+        handle: the save's, or one for this drain; gets the step's path once the root has the step.
+        agreement: a round for this drain alone.
+        tier: the local tier, which knows the root.
+        options: how the root is written, and which steps stay there.
+        names: the step's directory on each node that has it, by the node's first rank.
+        parts: the writers whose files this rank copies, or OBJECTS_PART.
 
     Attributes:
-        copied_s: how long copying took.
+        copied_s: how long this rank copied.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Drain(Job):
         self.copied_s = 0.0
 
     def forget(self) -> None:
-        """Nothing of the caller's is held."""
+        """Does nothing: a drain holds nothing of the caller's."""
 
     def release(self) -> None:
-        """As forget()."""
+        """Does nothing, as forget()."""
 
     def commit(self, pipeline: Pipeline) -> None:
         try:
@@ -92,7 +92,7 @@ class Drain(Job):
         self._place.abandon()
 
     def write(self, pipeline: Pipeline) -> None:
-        self.wait_for_previous()  # one after the other: the root is no faster for two
+        self.wait_for_previous()  # the root does not take two steps faster than one
         root, begun = self._tier.root, time.monotonic()
         manifest = self._manifest()
         if self.agreement.rank == 0:
@@ -123,11 +123,13 @@ class Drain(Job):
 
     @property
     def _own_name(self) -> str:
-        """Of the directory on this node; "" if it has none."""
+        """The name of the step's directory on this node; "" if it has none."""
         return self._names.get(self._tier.nodes().first(self.agreement.rank), "")
 
     def _manifest(self) -> Manifest | None:
-        """From this node, if it has one; the first rank else from the first node that has."""
+        """Returns the manifest on this node. If there is none, the first rank receives it from
+        another node, and other ranks return None.
+        """
         source, rank, steps = min(self._names), self.agreement.rank, self._tier.steps
         travels = self._tier.nodes().first(0) not in self._names
         if not self._own_name:
@@ -136,7 +138,7 @@ class Drain(Job):
             return Manifest.from_bytes(receive(self.agreement, "manifest", source))
         try:
             manifest = steps.read(self._own_name)
-        except Vanished as error:  # nothing removes it before the root has it
+        except Vanished as error:  # this library removes no step before the root has it
             raise CorruptCheckpoint(f"{steps.path(self._own_name)!r} is missing: {error}") from None
         if travels and rank == source:
             send(self.agreement, "manifest", manifest.to_bytes())
@@ -162,7 +164,7 @@ class Drain(Job):
 
 
 def _nbytes_of(manifest: Manifest, parts: Sequence[int]) -> int:
-    """Bytes of the files of these parts, without their indexes."""
+    """Returns the size of the files of these parts, without their indexes."""
     shards = sum(each.nbytes for each in manifest.writers if each.rank in parts)
     return shards + (manifest.objects.nbytes if OBJECTS_PART in parts else 0)
 
@@ -190,10 +192,8 @@ class _Copying:
         self._source = Copies(self._storage, self._staging, [source])
 
     def copy(self, part: int) -> None:
-        """Copies what one writer wrote, or the objects.
-
-        Raises:
-            CorruptCheckpoint: the local copy is damaged. StorageError.
+        """Copies the files of one writer, or the objects. Raises CorruptCheckpoint if the local
+        copy is damaged, or StorageError.
         """
         if part == OBJECTS_PART:
             self._copy_objects()
@@ -214,7 +214,7 @@ class _Copying:
             self._write(index.file, index.file_nbytes, _stored(body, frames))
 
     def _write(self, name: str, nbytes: int, content: Iterator[bytearray]) -> None:
-        """Writes a file of the root, a chunk at a time, while the next one is read."""
+        """Writes a file of the root by chunks; while one is written, `content` reads the next."""
         path, options = self._place.path(name), self._options
         purpose = Purpose(nbytes, 1, options.striping, self._tier.root.root)
         with ExitStack() as files, _UnderWay(self._pace) as moving:
@@ -243,7 +243,7 @@ class _Copying:
 
 
 class _UnderWay:
-    """The chunk that is being written. Leaving the context waits until nothing of it is."""
+    """The chunk that is being written. Leaving the context cancels it and waits for its end."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -253,7 +253,9 @@ class _UnderWay:
         return self
 
     def follow(self, transfer: Transfer | None) -> None:
-        """Waits for the chunk before, whose memory is free then; another one has been begun."""
+        """Takes note of a chunk that has been begun, and waits for the one before, whose memory is
+        free after that.
+        """
         before, self._transfer = self._transfer, transfer
         if before is not None:
             with before:
@@ -265,7 +267,7 @@ class _UnderWay:
 
 
 def _chunks(nbytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[bytearray]:
-    """Memory for one chunk of blocks after the other; a chunk's is used again two later."""
+    """Yields memory for each chunk of a file; the next but one gets the same memory again."""
     size = max(1, _CHUNK_BYTES // block_bytes) * block_bytes
     turns = [bytearray(size) for _ in range(min(2, nbytes // size))]
     for number in range(nbytes // size):
@@ -275,20 +277,17 @@ def _chunks(nbytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[bytearray]:
 
 
 def _octets(file: VerifiedFile) -> Iterator[bytearray]:
-    """All of a file, verified, in chunks."""
+    """Yields all of a file, verified, in chunks."""
     for chunk in _chunks(file.nbytes):
         file.readinto(chunk)
         yield chunk
 
 
 def _stored(body: Body, frames: dict[int, bytes] | None) -> Iterator[bytearray]:
-    """All of a shard as it is stored, verified, in chunks.
-
-    Args:
-        body: of the shard. No blocks but those of a chunk are read ahead: later saves may need the
-            memory.
-        frames: with a codec, has the frames of blocks that were read.
+    """Yields all of a shard as it is stored, verified, in chunks; with a codec, its frames, which
+    `frames` receives as blocks are read.
     """
+    # A stream for each chunk, so that no more is read ahead: later saves may need the memory.
     index, begin, number = body.index, 0, 0
     for chunk in _chunks(index.body_nbytes, index.block_bytes):
         wanted = range(number, number + block_count(len(chunk), index.block_bytes))
@@ -299,7 +298,7 @@ def _stored(body: Body, frames: dict[int, bytes] | None) -> Iterator[bytearray]:
 
 
 def send(agreement: Round, key: str, content: bytes) -> None:
-    """Leaves a record of any size for other ranks."""
+    """Leaves a record of any size for other ranks to receive()."""
     parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
     agreement.put(key, json.dumps(len(parts)).encode())
     for number, part in enumerate(parts):
@@ -307,6 +306,6 @@ def send(agreement: Round, key: str, content: bytes) -> None:
 
 
 def receive(agreement: Round, key: str, rank: int) -> bytes:
-    """Waits for what `rank` sends."""
+    """Waits for the record that `rank` sends, and returns it."""
     parts = range(json.loads(agreement.get(key, rank)))
     return b"".join(agreement.get(f"{key} {number}", rank) for number in parts)

@@ -1,8 +1,7 @@
-"""The node-local tier in front of a root: its directories, which ranks share one, what may go.
+"""LocalTier: the directories on the nodes in front of a root, and the ranks that share each.
 
-Responsible for deciding whether the tier can be used, for telling what of it the root lacks, and
-for removing no step from it that the root has not had. It must not know how a step is written,
-copied or read.
+The module decides whether the tier can be used and which of its steps the root lacks, and removes
+none that the root has not had. It must not know how a step is written, copied or read.
 """
 
 from __future__ import annotations
@@ -30,17 +29,16 @@ log = logging.getLogger("fastckpt")
 
 KEEP_LOCAL = 2
 DRAINED = "drained"  # a file in a step's directory: the root has had the step
-OBJECTS_PART = -1
-SPARE_BYTES = 16 << 20  # for what is written beside shards and objects: indexes, the manifest
-# A local tier is slow if it took longer than this for a save, and longer than the root did.
-SLOW_S = 10.0
+OBJECTS_PART = -1  # the objects' place among parts, which else are ranks of writers
+SPARE_BYTES = 16 << 20  # room for indexes and the manifest, beside shards and objects
+SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
 
 
 class Nodes:
-    """The nodes of a job: which ranks see the same directory.
+    """The nodes of a job; a node is the ranks that see the same directory.
 
     Args:
-        first: for each rank the first of those that see the same.
+        first: for each rank, the first rank of its node.
 
     Attributes:
         firsts: the first rank of each node, ascending.
@@ -51,22 +49,22 @@ class Nodes:
         self.firsts = sorted(set(first))
 
     def first(self, rank: int) -> int:
-        """The first of the ranks on the node of this one."""
+        """Returns the first rank on the node of a rank."""
         return self._first[rank]
 
     def beside(self, rank: int) -> list[int]:
-        """All ranks on the node of this one, ascending."""
+        """Returns all ranks on the node of a rank, ascending."""
         return [other for other, first in enumerate(self._first) if first == self._first[rank]]
 
 
 class Undrained(NamedTuple):
-    """A step that nodes hold together, and the root has not.
+    """A step that the nodes hold together and the root lacks.
 
     Attributes:
-        step: its number.
-        names: of its directory on each node, by the node's first rank.
-        parts: what each node is to copy, by its first rank: ranks of writers, OBJECTS_PART.
-        is_newer: than all that the root has.
+        step: the step's number.
+        names: the step's directory on each node that has it, by the node's first rank.
+        parts: the writers whose files each node copies, or OBJECTS_PART, by the node's first rank.
+        is_newer: whether it was committed after all that the root has.
     """
 
     step: int
@@ -76,19 +74,17 @@ class Undrained(NamedTuple):
 
 
 class LocalTier:
-    """The node-local tier as one rank sees it.
+    """The local tier as one rank sees it.
 
     Args:
-        storage: the seam to the file system.
         directory: as Checkpointer's `local`; steps of several roots may lie in it.
-        keep: so many steps stay, the newest.
-        root: where they are drained to.
-        coordinator: of the ranks.
+        keep: how many of the newest steps stay.
+        root: the steps of the root, which these are drained to.
         timeout_s: the longest that ranks wait for each other.
 
     Attributes:
-        steps: those of the root in the local directory.
-        root, keep: as given.
+        steps: the root's steps that lie in the local directory.
+        root, keep: as the arguments.
 
     Raises:
         ValueError: the directory lies on the root's file system.
@@ -113,9 +109,9 @@ class LocalTier:
         if self._device == other:
             raise ValueError(
                 f"local {directory!r} lies on the same file system as the root {root.root!r}: it "
-                "would be no faster, and be lost with it"
+                "would be no faster, and would be lost with the root"
             )
-        # Steps of another root in the same place are never taken for this one's.
+        # The digest keeps steps of another root in the same directory apart from this one's.
         known_as = hashlib.sha256(os.fsencode(root.root)).hexdigest()[:12]
         name = f"{os.path.basename(root.root) or 'root'}-{known_as}"
         self.steps = Steps(storage, os.path.join(self._directory, name))
@@ -127,8 +123,8 @@ class LocalTier:
         self._nodes: Nodes | None = None  # under _lock
         self._told = ""
         self._sequence: int | None = None
-        self._highest = 0  # sequence of any step that some node was seen to have
-        self._incomplete: set[str] = set()  # names of steps whose other parts are lost
+        self._highest = 0  # the highest sequence number that a step of any node has
+        self._incomplete: set[str] = set()  # names of steps of which no node has some parts
 
     def _device_of(self, path: str) -> int:
         with reported("stat", path):
@@ -144,13 +140,13 @@ class LocalTier:
         return self._begin(f"step {step} to the root")
 
     def close(self) -> None:
-        """Leaves what was begun. Idempotent."""
+        """Leaves the round in which the nodes meet. Idempotent."""
         self._meeting.close(linger_s=0.0)
 
     # ---- whether it can be used
 
     def nodes(self) -> Nodes:
-        """Returns which ranks share a directory, found out once, by all ranks together."""
+        """Returns which ranks share a directory. All ranks find that out together, once."""
         with self._lock:
             if self._nodes is None:
                 try:
@@ -163,7 +159,7 @@ class LocalTier:
             return self._nodes
 
     def _met(self, meeting: Round) -> list[int]:
-        """For each rank the first that has the same directory."""
+        """Returns, for each rank, the first that sees the same directory."""
         meeting.put("identity", self._identity().encode())
         if self._rank == 0:
             first: dict[bytes, int] = {}
@@ -174,7 +170,7 @@ class LocalTier:
         return found
 
     def _identity(self) -> str:
-        """Of the directory; of this rank alone where there is none."""
+        """Returns a name that only ranks with the same directory share."""
         if self.refusal():
             return f"rank {self._rank}"
         try:
@@ -186,7 +182,7 @@ class LocalTier:
         return f"{_machine()} {status.st_dev} {status.st_ino}"
 
     def refusal(self) -> str:
-        """Says why nothing is to be written there now; "" if it may be."""
+        """Returns why nothing can be written to the tier now, in words; "" if it can be."""
         if not self._refusal:
             try:
                 if self._device_of(self._directory) != self._device:
@@ -196,11 +192,11 @@ class LocalTier:
         return self._refusal
 
     def refuse(self, why: str) -> None:
-        """From now on nothing is written there."""
+        """Ends the use of the tier by this process; `why` completes "the local tier ..."."""
         self._refusal = self._refusal or why
 
     def check_room(self, nbytes: int) -> None:
-        """Raises StorageError if there is no room for so much, and a little more."""
+        """Raises StorageError if there is no room for so many bytes and SPARE_BYTES."""
         root, needed = self.steps.root, nbytes + SPARE_BYTES
         with reported("allocate", root):
             left = self._storage.free_bytes(root)
@@ -208,17 +204,14 @@ class LocalTier:
             raise StorageError("allocate", root, errno.ENOSPC, detail=room_text(needed, left))
 
     def warn(self, step: int, why: str) -> None:
-        """Tells that a save goes past the tier; aloud if that is news."""
+        """Logs that a save goes past the tier; as a warning if the reason is new."""
         level = logging.DEBUG if why == self._told else logging.WARNING
         self._told = why
         log.log(level, "step %d goes straight to %s: the local tier %s", step, self.root.root, why)
 
     def next_sequence(self, steps: Steps) -> int:
-        """The place of the next commit, in whichever tier, in the order of all; on the first rank.
-
-        The root is asked once: a commit to the local tier is not to wait for it.
-        """
-        if self._sequence is None:
+        """Returns the sequence number of the next commit, above those in all tiers; on rank 0."""
+        if self._sequence is None:  # asked once: a commit to the local tier must not wait for it
             self._sequence = self.root.next_sequence()
         self._sequence = steps.next_sequence(max(self._sequence, self._highest))
         return self._sequence
@@ -226,16 +219,16 @@ class LocalTier:
     # ---- what is there, and what may go
 
     def near(self, manifest: Manifest, holding: ExitStack) -> list[str]:
-        """The directory of a step on this node, kept while `holding` lasts; or nothing."""
+        """Returns this node's directory of a step, if any, held until `holding` is closed."""
         for item in self.steps.readable():
             if item.manifest.nonce == manifest.nonce:
-                with suppress(CheckpointError):  # it is just being removed
+                with suppress(CheckpointError):  # the step is being removed
                     holding.enter_context(self.steps.hold(item.name))
                     return [self.steps.path(item.name)]
         return []
 
     def note_drained(self, name: str) -> None:
-        """Notes on disk that the root has a step: from now on it may go."""
+        """Notes on disk that the root has a step, which may be removed here from now on."""
         path = self.steps.path(name, DRAINED)
         try:
             self._storage.close(self._storage.create(path, NEW_MODE))
@@ -251,8 +244,8 @@ class LocalTier:
             return False
 
     def evict(self) -> list[str]:
-        """Removes steps beyond those that are kept, but none that the root has not had; returns
-        their names. On the first rank of a node.
+        """Removes incomplete steps, and those beyond `keep` that the root has had; returns their
+        names. Only the first rank of a node calls it.
         """
         removed, kept = [], 0
         for item in self.steps.readable():
@@ -266,14 +259,13 @@ class LocalTier:
                     removed.append(item.name)
             except (StorageError, OSError) as error:
                 log.warning("%s could not be removed: %s", item.name, error)
-        with suppress(CheckpointError):  # a tier that cannot be listed is told of above
+        with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed
             self.steps.remove_dead()
         return removed
 
     def survey(self, agreement: Round, is_able: bool) -> list[Undrained]:
-        """Returns what the nodes hold that the root has not, newest first; all ranks call it.
-
-        Nothing if one of them is not able to drain it.
+        """Returns the steps that the nodes hold together and the root lacks, newest first; none if
+        a rank is not able to drain them. All ranks call it.
         """
         nodes = self.nodes()
         is_first = nodes.first(self._rank) == self._rank
@@ -302,7 +294,7 @@ class LocalTier:
         ]
 
     def _listed(self, item: Committed) -> dict[str, Any]:
-        """A step as its node tells the others of it."""
+        """Returns what a node tells the others of its copy of a step."""
         manifest, parts = item.manifest, []
         for writer in manifest.writers:
             files = {writer.file: writer.nbytes, writer.index: writer.index_nbytes}
@@ -328,7 +320,7 @@ class LocalTier:
         return status is not None and status.st_size == nbytes
 
     def _merged(self, listings: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        """On the first rank: what all listings mean, beside what the root has."""
+        """Sorts the steps in the nodes' listings, on the first rank, by what is to be done."""
         found, _faults = self.root.survey()
         in_root = {item.manifest.nonce for item in found}
         newest = found[0].manifest.sequence if found else -1
@@ -342,7 +334,8 @@ class LocalTier:
             one = copies[0][1]
             holder = {part: rank for rank, each in reversed(copies) for part in each["parts"]}
             was_drained = any(each["drained"] for _rank, each in copies)
-            # Of steps that were drained the root removes old ones; a new one it has lost.
+            # The root lacks a drained step because retention removed it, or, if it is newer than
+            # all that the root has, because the root has lost it: then it is drained again.
             if nonce in in_root or (was_drained and one["sequence"] <= newest):
                 told["drained"].append(nonce)
             elif len(holder) < one["of"]:
@@ -358,7 +351,7 @@ class LocalTier:
 
 
 def _machine() -> str:
-    """Returns a name that tells this machine from others, whatever containers call it."""
+    """Returns a name of this machine that is the same in all of its containers."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -374,10 +367,10 @@ def local_tier(
     coordinator: Coordinator,
     pacing: Pacing,
 ) -> LocalTier | None:
-    """The tier that the arguments of a Checkpointer ask for, if they do.
+    """Returns the tier that the arguments of a Checkpointer ask for; None if they ask for none.
 
     Raises:
-        ValueError: they are out of range, or contradict each other.
+        ValueError: the arguments are out of range, or exclude each other.
     """
     keep = optional(check_count, "keep_local", keep)
     if directory is None:

@@ -1,7 +1,8 @@
-"""The place of a step that goes by way of a node-local tier: first each node, then the root.
+"""NodePlace: a step becomes visible in the local tier on each node first, then in the root.
 
-Each node has a directory of its own, all nodes publish the same manifest, and a tier that cannot
-take the step is gone past. It must not know how a shard is written, nor how a step is drained.
+Each node has a directory of its own, and all nodes publish the same manifest. If the tier cannot
+take the step, it goes straight to the root. The module must not know how a shard is written, nor
+how a step is drained.
 """
 
 from __future__ import annotations
@@ -30,12 +31,9 @@ class NodePlace(Place):
     """The local tier as one rank of a save sees it, and then the root.
 
     Args:
-        tier: the local tier.
-        handle, agreement: of the save.
         draining: the round in which ranks agree on the commit to the root.
-        earlier: handles of the saves before, of those that are not done.
-        number: of the step.
-        options: how the step is written, and how many stay.
+        earlier: the handles of the earlier saves that are not done.
+        number: the number of the step.
     """
 
     def __init__(
@@ -54,10 +52,11 @@ class NodePlace(Place):
         self._draining = draining
         self._number = number
         self._options = options
-        # That has to be in the root before this one is written, or too much would be in the tier.
+        # The save that has to be in the root before this one is written, so that the tier never
+        # holds more than `keep` undrained steps beside it.
         self._awaited = earlier[-tier.keep - 1] if len(earlier) > tier.keep else None
         self._own = StepDirectory(tier.steps, agreement)
-        self._past: StepPlace | None = None  # the root's, once it goes past the tier
+        self._past: StepPlace | None = None  # the root's, once the step goes past the tier
         self._trouble = ""
         self._opened_s = 0.0
         self._wrote_shard = False
@@ -71,25 +70,25 @@ class NodePlace(Place):
 
     @property
     def directory(self) -> str:  # type: ignore[override]
-        """In which that is."""
+        """The path that the step's directory lies in."""
         return self.step.steps.root
 
     def admit(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> None:
-        # Before anything is staged: a drain needs staging memory, too, to read and to write.
+        # Before anything is staged: the drain that this waits for needs staging memory, too.
         if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:
             self._tier.refuse("cannot be drained with staging memory of one block")
         if self._awaited is not None:
             self._awaited.wait_done()
             self._awaited = None
 
-    # ---- the directories, or the way past them
+    # ---- the directories on the nodes, or the step's way straight to the root
 
     def pacing(self, asked: Pacing) -> Pacing:
-        """Not at all, until it goes past the tier: what was asked for is to spare the root."""
+        """Returns no limits: those asked for spare the root, see _go_past()."""
         return Pacing()
 
     def begin(self) -> None:
-        """Makes a directory on each node, by the node's first rank."""
+        """Makes the directory on the node of this rank, if it is the node's first."""
         if self._tier.nodes().first(self._agreement.rank) == self._agreement.rank:
             self._trouble = self._tier.refusal()
             if not self._trouble:
@@ -99,7 +98,7 @@ class NodePlace(Place):
                     self._trouble = f"failed: {error}"
 
     def agree(self, meets: bool) -> tuple[str, bool]:
-        """The directory's name is the node's, the nonce that of rank 0."""
+        """Tells the ranks of this node their directory's name. Returns the nonce of rank 0."""
         agreement = self._agreement
         first = self._tier.nodes().first(agreement.rank)
         if first == agreement.rank:
@@ -109,9 +108,8 @@ class NodePlace(Place):
         return json.loads(agreement.get("local place"))["nonce"], False
 
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:
-        """In the local tier where every rank has room; before the first byte is written, for what
-        was written is no longer in memory.
-        """
+        """Opens the files in the local tier if every rank can, else in the root."""
+        # This is the last moment to go past the tier: what was written is no longer in memory.
         self._trouble = self._trouble or self._tier.refusal()
         try:
             if self._own.name and not self._trouble:
@@ -132,7 +130,7 @@ class NodePlace(Place):
         super().open(outputs, pace)
 
     def _why_not(self) -> str:
-        """Says why some rank cannot write to the local tier; "" if all can."""
+        """Returns why some rank cannot write to the local tier, in words; "" if all can."""
         agreement = self._agreement
         agreement.put("local", self._trouble.encode(errors="replace"))
         if agreement.rank == 0:
@@ -142,7 +140,7 @@ class NodePlace(Place):
         return agreement.get("tier").decode()
 
     def _go_past(self, why: str, pace: Pace, nbytes: int) -> None:
-        """Leaves the local tier as it was, and turns to the root, to write so much there."""
+        """Leaves the local tier as it was, and prepares to write `nbytes` to the root."""
         if self._agreement.rank == 0 or self._trouble:
             self._tier.warn(self._number, why)
         self._own.abandon()
@@ -166,8 +164,10 @@ class NodePlace(Place):
             handle.wait_first()
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:
-        """On every node; if one fails, on none."""
-        if self._past is not None:  # after all that any tier has, as if it had not gone past
+        """Publishes the manifest on rank 0's node, and waits until the other nodes have, too. If
+        one fails, the step counts as committed on none.
+        """
+        if self._past is not None:  # numbered after all commits of any tier, as always
             sequence = self._tier.next_sequence(self._tier.root)
             self._past.step.publish(manifest(sequence), self._options.durable)
             return
@@ -188,19 +188,17 @@ class NodePlace(Place):
                 raise PeerFailed(f"rank {rank}: {failure}", (rank,))
 
     def _publish_here(self, manifest: Manifest) -> None:
-        """In the local tier what is visible is enough for the failure of a process, which is all
-        that the tier promises: where it may not be durable, the step is drained as ever, and the
-        tier is not used again.
-        """
         try:
             self._own.publish(manifest, self._options.durable)
         except StorageError as error:
+            # A visible step is what the tier promises: it outlives a process. If it may not be
+            # durable, it is drained as ever, and the tier is not used again.
             if not error.visible:
                 raise
             self._tier.refuse(f"failed: {error}")
 
     def follow(self, previous: Sequence[SaveHandle]) -> None:
-        """On the first rank of another node: publishes there what rank 0 publishes on its own."""
+        """Publishes on the first rank of another node what rank 0 publishes on its own."""
         if self._past is not None:
             self._past.wait_turn(previous)  # as rank 0 does
             return
@@ -216,14 +214,14 @@ class NodePlace(Place):
             failure = f"{type(error).__name__}: {error}"
         self._agreement.put("published", failure.encode(errors="replace"))
 
-    # ---- from there to the root
+    # ---- the commit in the root
 
     def go_on(self, save: Save, pipeline: Pipeline) -> None:
         self._is_committed = True
         if self._past is not None:
             return
         self._handle.mark_local()
-        # The save's staging memory is free by now: later ones stage and commit here meanwhile.
+        # The save's staging memory is free now: later saves stage and commit locally meanwhile.
         save.copying.close()
         save.release()
         stats, rank, nodes = self._handle.stats, self._agreement.rank, self._tier.nodes()
@@ -234,7 +232,7 @@ class NodePlace(Place):
         drain = Drain(self._handle, self._draining, self._tier, self._options, names, parts)
         drain.previous, self._drain = save.previous, drain
         drain.commit(pipeline)
-        # With a codec it is compression that took the time, which is no shorter without a tier.
+        # With a codec, compression took the time, and would take it without a tier, too.
         if self._options.codec is None and local_s > max(SLOW_S, drain.copied_s):
             self._tier.refuse(
                 f"is slow: it took {local_s:.1f} s for what {self._tier.root.root} took in "

@@ -1,7 +1,7 @@
-"""Restores find, where there is a local tier, the newest step, and what of it comes from there.
+"""Restores with a local tier: the newest step of both tiers, and its files from the nearer one.
 
-Responsible for draining first what ranks could not read otherwise. It must not know what is read of
-a step, nor how one is drained.
+The module first drains steps that some ranks could not read otherwise. It must not know what is
+read of a step, nor how one is drained.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def first_whole_of_tiers(
     read: Callable[[StepReader], T],
     required: bool,
 ) -> tuple[int, T] | None:
-    """Returns what `read` makes of the newest step that is whole in either tier; all ranks call it.
+    """Reads the newest step that is whole in either tier; all ranks call this together.
 
-    Steps of the local tier that the root lacks are drained now, in the background. Where all ranks
-    see one local directory, they can be read from there meanwhile. Where they do not, ranks need
-    what other nodes have, so a step has to be in the root first. A file of which this node has a
-    copy is read from there in any case, if that is not damaged.
+    Steps of the local tier that the root lacks are now drained in the background. If all ranks see
+    one local directory, they can read such a step from there meanwhile. Else ranks need files that
+    other nodes have, so the step has to be in the root first. A file of which this node has an
+    undamaged copy is read from there in any case.
 
-    Args, returns and raises as choice.first_whole, for the root of the tier; and
-        options: how what is drained is written.
+    Arguments, result and errors are those of choice.first_whole(), for the root of the tier;
+    `options` say how drained steps are written.
     """
     begun = _resumed(agreement, current, tier, options)
     shelves = [tier.root, tier.steps]
@@ -58,7 +58,7 @@ def first_whole_of_tiers(
                 if failure is None:
                     break
                 if isinstance(failure, StorageError):
-                    raise failure  # it may be whole: nothing older is taken in its place
+                    raise failure  # the step may be whole: no older one is restored in its place
     taken: dict[str, str] = {}
 
     def noting(reader: StepReader) -> T:
@@ -78,13 +78,13 @@ def first_whole_of_tiers(
 def _resumed(
     agreement: Round, current: Pipeline, tier: LocalTier, options: StepOptions
 ) -> list[tuple[Undrained, SaveHandle]]:
-    """Begins to drain what the nodes hold together and the root lacks, newest first."""
+    """Begins to drain the steps that the nodes hold together and the root lacks, newest first."""
     nodes, rank, begun = tier.nodes(), agreement.rank, []
     beside = nodes.beside(rank)
     is_able = current.staging.allowance(None).blocks >= DRAIN_BLOCKS_MIN
     for each in tier.survey(agreement, is_able):
         handle = SaveHandle(tier.root.path(step_name(each.step)), time.perf_counter())
-        handle.reported = True  # a failure is logged, and no later save's to raise
+        handle.reported = True  # the drain logs its failure, and no later save raises it
         handle.mark_staged()
         handle.mark_local()
         mine = each.parts.get(beside[0], [])[beside.index(rank) :: len(beside)]
