@@ -1,7 +1,6 @@
-"""The command line: what each command takes, and which exit status it ends with.
+"""The command line: `fastckpt advise`, `verify` and `doctor`, and their exit status.
 
-Responsible for the arguments of `fastckpt advise`, `verify` and `doctor`. It must not know how any
-of them does its work.
+The module must not know how any of them does its work.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from fastckpt.errors import CheckpointError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; default: that of sys.argv.
+    """Runs one command, of sys.argv by default.
 
     Returns:
-        The exit status: 0, or 1 if something is damaged or could not be done. A wrong argument ends
-            the process with status 2, as argparse does.
+        The exit status: 0; 1 if something is damaged or could not be done; 3 if `verify` could not
+            read something; 130 if interrupted. Wrong arguments end the process with status 2.
     """
     parser = argparse.ArgumentParser(
         prog="fastckpt", description="Asynchronous, durable checkpoints for PyTorch."
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = parsed.run(parsed)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever read this has seen enough, as with head(1)
+    except BrokenPipeError:  # the reader of the output has seen enough, as with head(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (CheckpointError, ValueError, OSError) as error:

@@ -1,7 +1,6 @@
-"""`fastckpt doctor`: what fastckpt would do here, and why.
+"""`fastckpt doctor`: shows what fastckpt would do on this machine and in a directory, and why.
 
-Responsible for showing what storage, staging and the budget decide for a directory, and what of GPU
-libraries is there. It must not decide anything itself.
+The module shows what storage, staging and the budget decide. It must not decide anything itself.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ def add_arguments(commands: Any) -> None:
         "doctor",
         help="show what fastckpt does on this machine and in a directory, and why",
         description="Shows file system, backend, O_DIRECT, staging memory and GPU libraries, with "
-        "the reasons. Writes one page to a file in DIR, and removes it. Exit status 0 if saves to "
-        "DIR would work, 1 if not, or if --gpu is given and torch finds no GPU.",
+        "the reasons. Writes one page to a file in DIR, and removes it. The exit status is 0 if "
+        "saves to DIR would work, 1 if not, or if --gpu is given and torch finds no GPU.",
     )
     parser.add_argument(
         "directory", nargs="?", default=".", type=path_argument, metavar="DIR", help="default: ."
@@ -45,7 +44,7 @@ def add_arguments(commands: Any) -> None:
 
 
 class Row(NamedTuple):
-    """One line of the report; is_wrong: for this saves fail, or what was asked for is missing."""
+    """One line of the report; is_wrong if saves would fail, or --gpu was given without a GPU."""
 
     name: str
     text: str
@@ -76,7 +75,7 @@ def _machine() -> Iterator[Row]:
 
 
 def _directory(directory: str) -> Iterator[Row]:
-    """Tells what saves to a directory would do, found out by doing it to one page."""
+    """Yields what a save to the directory would do, tried out with one page."""
     yield Row("directory", directory)
     current = pipeline.current()
     path = os.path.join(directory, _NAME)
@@ -106,7 +105,7 @@ def _ring(fd: int, path: str) -> str:
 
 
 def _libraries() -> Iterator[Row]:
-    """Looked for by loading them, which initialises nothing."""
+    """Yields which GPU libraries can be loaded; loading them initialises nothing."""
     for name, library in (("GPU driver", devices.LIBRARY), ("cuFile", gds.LIBRARY)):
         try:
             ctypes.CDLL(library)

@@ -1,8 +1,7 @@
-"""Short measurements for `fastckpt advise --measure`: what this node writes to a directory, and how
-fast it copies.
+"""Short measurements for `fastckpt advise --measure`: the rates at which this node writes to a
+directory and copies memory. Nothing that is written stays there.
 
-Responsible for what is written there and for leaving nothing of it. It must not know the model that
-the rates go into.
+The module must not know the model that the rates go into.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ from fastckpt.arguments.quantities import shown_rate, shown_size
 
 _MIB = 1 << 20
 _BYTES_FIRST, _BYTES_MIN, _BYTES_MAX = 16 * _MIB, 64 * _MIB, 512 * _MIB
-_SAVE_S = 1.0  # what one save is meant to take
+_SAVE_S = 1.0  # the time that one save is meant to take
 _WRITERS_MAX = 8
-# Since the beginning: no more saves by one, all processes are there, all have written.
+# Seconds from the beginning until one process stops saving, until all processes have to be ready,
+# and until all have to have written.
 _ONE_S, _START_S, _WRITE_S = 4.0, 14.0, 19.0
-# Saves once, for its staging memory; says that it is there, waits until all are, saves, and says
-# when that was.
+# The script of a writer. It saves once to take its staging memory, says that it is ready, waits for
+# the word to go, saves again, and says when it began and ended.
 _WRITER = """
 import sys, time, torch, fastckpt
 path, nbytes = sys.argv[1], int(sys.argv[2])
@@ -49,15 +49,15 @@ print(begun, time.perf_counter(), flush=True)
 
 
 class Measured(NamedTuple):
-    """Rates in bytes per second by the input of a Job that they stand for, and what was done."""
+    """Rates in bytes per second, by the name of a Job's input, and notes on what was measured."""
 
     rates: dict[str, float]
     notes: list[str]
 
 
 def measure(directory: str) -> Measured:
-    """Writes to a directory by one process and by several, and copies in memory; at most about 20
-    seconds.
+    """Measures, in about 20 seconds at most, how fast one process and several write to a directory,
+    and how fast memory is copied.
 
     Raises:
         OSError: the directory does not exist or is full. CheckpointError: a save failed.
@@ -76,7 +76,7 @@ def measure(directory: str) -> Measured:
 
 @contextmanager
 def _removed(directory: str) -> Iterator[Path]:
-    """A directory of our own in the given one, gone when the body ends, by a signal too."""
+    """Makes a directory in the given one, and removes it when the body ends, by SIGTERM, too."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -84,7 +84,7 @@ def _removed(directory: str) -> Iterator[Path]:
     earlier = signal.signal(signal.SIGTERM, stop)
     try:
         own = Path(tempfile.mkdtemp(prefix="fastckpt-measure-", dir=directory))
-    except OSError as error:  # its own message has a name that nobody has given
+    except OSError as error:  # its own message names the temporary directory
         number = error.errno or errno.EIO
         why = f"{os.strerror(number)} [{errno.errorcode.get(number, number)}]"
         raise OSError(f"cannot write to {directory!r}: {why}") from None
@@ -99,16 +99,14 @@ def _check_room(directory: Path, nbytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < 2 * nbytes:
         raise OSError(
-            f"{directory.parent} has {shown_size(free)} free: too little to measure with"
-            f" {shown_size(nbytes)}"
+            f"{directory.parent} has {shown_size(free)} free: too little to measure with "
+            f"{shown_size(nbytes)}, which needs twice as much"
         )
 
 
 def _one_writer(directory: Path, begun: float) -> tuple[float, int]:
-    """Returns what one process writes, and the bytes of a save that takes a second or so.
-
-    The best of a few, since whatever else the machine does can only slow them down.
-    """
+    """Returns the rate at which one process writes, and the bytes of a save of about a second."""
+    # The best of several saves, since whatever else the machine does can only slow them down.
     path, nbytes, best = directory / "one.pt", _BYTES_FIRST, 0.0
     while not best or time.monotonic() - begun < _ONE_S:
         _check_room(directory, nbytes)
@@ -128,12 +126,12 @@ def _saved(path: Path, nbytes: int) -> float:
 def _measure_several(
     directory: Path, nbytes: int, one: float, begun: float, found: Measured
 ) -> None:
-    """Returns what the node writes, by one process for each CPU."""
+    """Adds the rate at which the node writes, by one process for each CPU, to `found`."""
     count = min(_WRITERS_MAX, len(os.sched_getaffinity(0)))
     if count < 2 or nbytes < _BYTES_MIN:
         found.rates["network_rate"] = one
         why = "one CPU" if count < 2 else "a slow disk"
-        found.notes.append(f"{why}: what one process writes stands for the node")
+        found.notes.append(f"{why}: the rate of one process stands for the node")
         return
     share = max(_BYTES_FIRST, nbytes // count // _MIB * _MIB)
     _check_room(directory, share * count)
@@ -141,19 +139,19 @@ def _measure_several(
     if rate is None:
         found.rates["network_rate"] = one
         found.notes.append(
-            f"{count} processes did not start and write in time: what one writes stands for the "
-            "node"
+            f"{count} processes did not start and write in time: the rate of one process stands "
+            "for the node"
         )
         return
     found.rates["network_rate"] = max(rate, one)
     found.notes.append(
-        f"{count} processes write {shown_rate(rate)} together, {shown_size(share)} each; the node "
-        "is taken to do what is more"
+        f"{count} processes write {shown_rate(rate)} together, {shown_size(share)} each; the "
+        "node's rate is the higher of both"
     )
 
 
 def _written_at_once(directory: Path, count: int, nbytes: int, begun: float) -> float | None:
-    """Returns what so many processes write together; None if they took too long."""
+    """Returns the rate at which so many processes write together; None if they took too long."""
     command = [sys.executable, "-c", _WRITER]
     root = str(Path(fastckpt.__file__).parents[1])
     writers: list[subprocess.Popen[str]] = []
@@ -188,10 +186,8 @@ def _written_at_once(directory: Path, count: int, nbytes: int, begun: float) -> 
 
 
 def _lines_of(writers: list[subprocess.Popen[str]], until: float) -> list[str] | None:
-    """A line from each, in the order they are in; None if one is late.
-
-    Raises:
-        OSError: one ended without; what it said of that is on stderr.
+    """Returns a line from each writer, in their order; None if one is late. Raises OSError if one
+    ended without a line.
     """
     lines = []
     for writer in writers:
@@ -200,7 +196,7 @@ def _lines_of(writers: list[subprocess.Popen[str]], until: float) -> list[str] |
             return None
         line = writer.stdout.readline()
         if not line:
-            raise OSError("a process that was to write ended before it had")
+            raise OSError("a writing process ended before it had written: see its error above")
         lines.append(line)
     return lines
 
@@ -210,7 +206,7 @@ def _readable(fd: int, within_s: float) -> bool:
 
 
 def _measure_copies(found: Measured) -> None:
-    """Copies in memory, and from a GPU if there is one: staging is one of both."""
+    """Adds the rate of copies in memory, or from a GPU if there is one, to `found`."""
     source = torch.ones(256 * _MIB, dtype=torch.uint8, device="cpu")
     target = torch.zeros_like(source)
     memory = max(_copied(target, source) for _ in range(3))
@@ -230,5 +226,5 @@ def _copied(target: torch.Tensor, source: torch.Tensor) -> float:
     if source.is_cuda:
         torch.cuda.synchronize()
     begun = time.perf_counter()
-    target.copy_(source)  # of a GPU, too, it returns when all has arrived
+    target.copy_(source)  # returns when all has arrived, also from a GPU
     return source.nbytes / (time.perf_counter() - begun)

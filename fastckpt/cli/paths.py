@@ -1,4 +1,4 @@
-"""Paths that a command takes: a wrong one is an error of usage."""
+"""Path arguments of commands: a wrong one is an error of usage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastckpt.arguments.checks import check_path
 
 
 def path_argument(text: str) -> str:
-    """Reads a path for argparse, which ends the process with status 2 if it is refused."""
+    """Returns a checked path for argparse, which ends the process with status 2 if it is wrong."""
     try:
         return check_path("it", text)
     except ValueError as error:

@@ -1,7 +1,6 @@
-"""`fastckpt verify`: whether every byte of files and steps is what was written.
+"""`fastckpt verify`: reads every byte of files and steps and compares it with their checksums.
 
-Responsible for finding what a path holds, for reading all of it against its checksums, and for
-saying what is damaged. It must not know what the bytes are of: nothing is unpickled.
+The module finds out what a path holds and says what is damaged. It unpickles nothing.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from fastckpt.storage.vanishing import Vanished
 
 _DISTCP = ".distcp"
 _METADATA = ".metadata"
-_DAMAGED, _UNREAD = 1, 3  # exit status; 2 is of arguments
+_DAMAGED, _UNREAD = 1, 3  # exit statuses; argparse's for wrong arguments is 2
 
 
 def add_arguments(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
         help="read checkpoints and compare all checksums",
-        description="Reads every byte of what PATHs hold and compares checksums. Exit status 0 if "
-        "all is as it was written; 1 if something is damaged, missing, or has no checksums; 3 if "
-        "nothing of that was found, but something could not be read, however often it was tried.",
+        description="Reads every byte under each PATH and compares checksums. The exit status is 0 "
+        "if all is as it was written; 1 if something is damaged, missing, or has no checksums; 3 "
+        "if none of that was found, but something could not be read in several attempts.",
     )
     parser.add_argument(
         "paths",
@@ -54,8 +53,8 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument(
         "--local",
         action="store_true",
-        help="PATHs are a Checkpointer's local tier: files that only other nodes have are not "
-        "missed",
+        help="each PATH is of a Checkpointer's local tier, where files that only other nodes have "
+        "may be missing",
     )
     parser.set_defaults(run=run)
 
@@ -82,9 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]:
-    """What a path holds: for each its name, and what verifies it and tells how many bytes it has.
-
-    The oldest steps first; those without a manifest are no steps, and only mentioned.
+    """Yields what a path holds: for each part its name, and a function that verifies it and returns
+    its size. Directories without a manifest come first, then steps from the oldest on.
     """
     if not os.path.exists(path):
         yield path, partial(_refuse, f"{path!r} does not exist")
@@ -125,7 +123,7 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
 
 
 def _of_frameworks(path: str) -> Iterator[tuple[str, Callable[[], int]]]:
-    """Returns what a directory holds as one checkpoint of a framework: see _parts()."""
+    """Yields what a directory holds as one checkpoint of a framework, as _parts() does."""
     if os.path.exists(os.path.join(path, file_list.NAME)):
         yield path, partial(_verify_listed, path)
     names = sorted(os.listdir(path))
@@ -141,7 +139,7 @@ def _of_frameworks(path: str) -> Iterator[tuple[str, Callable[[], int]]]:
 
 
 class _NotCommitted(CheckpointError):
-    """A directory that a save began to fill: no step, and no damage."""
+    """A directory that a save began to fill: neither a step nor damage."""
 
 
 def _mention() -> int:
@@ -162,7 +160,7 @@ def _copies(directory: str) -> Copies:
 
 
 def _verify_file(path: str) -> int:
-    """A file that one save made: a torch zip, a .distcp of items, or a file of a step."""
+    """Verifies one file: a torch zip, a .distcp file, or a file of a step."""
     directory, file = os.path.split(path)
     if OF_A_STEP.fullmatch(file) and NAME.match(os.path.basename(directory)):
         return _verify_file_of_step(_steps(os.path.dirname(directory)), directory, file)
@@ -179,12 +177,12 @@ def _verify_file(path: str) -> int:
 
 
 def _verify_file_of_step(steps: Steps, directory: str, file: str) -> int:
-    """One file of a step, with what else is needed to know whether it is right."""
+    """Verifies one file of a step, with the manifest and index that tell its checksums."""
     name = os.path.basename(directory)
     if not os.path.exists(os.path.join(directory, MANIFEST)):
         raise CheckpointError(
             f"{file!r} is of a step that was never committed: {directory!r} has no {MANIFEST}, "
-            "without which nobody knows what belongs to it"
+            "which would name the files that belong to it"
         )
     with steps.hold(name):
         manifest = steps.read(name)
@@ -199,7 +197,7 @@ def _verify_file_of_step(steps: Steps, directory: str, file: str) -> int:
 
 
 def _verify_listed(path: str) -> int:
-    """A directory that a list of its files, with their checksums, lies in."""
+    """Verifies a directory that holds a list of its files with their checksums."""
     storage = pipeline.current().storage
     directory_check.check(path, storage)
     listed = directory_check.list_of(path, storage)
@@ -207,8 +205,8 @@ def _verify_listed(path: str) -> int:
 
 
 def _verify_metadata(path: str) -> int:
-    """Returns what commits .distcp files; they have to be there."""
-    # Brings in torch.distributed.checkpoint, which nothing else here needs.
+    """Verifies a .metadata file, and that the .distcp files which it commits exist."""
+    # Imports torch.distributed.checkpoint, which nothing else here needs.
     from fastckpt.directories import dcp_metadata
 
     storage = pipeline.current().storage
@@ -233,8 +231,9 @@ def _verify_distcp(fd: int, path: str) -> int:
 
 
 def _verify_step(steps: Steps, name: str, is_local: bool) -> int:
-    """Every file that the manifest names, while nobody may remove the step; with is_local those of
-    writers of which there is one, at least: which are of this node is not known.
+    """Verifies every file that the manifest names, while nobody may remove the step.
+
+    With is_local, only the files of writers that have one here: those are this node's writers.
     """
     with steps.hold(name):
         manifest = steps.read(name)
@@ -268,7 +267,7 @@ def _verify_objects(copies: Copies, manifest: Manifest) -> int:
 
 
 def _verify_writer(copies: Copies, manifest: Manifest, writer: Writer) -> int:
-    """The index of one writer and the file that it is of."""
+    """Verifies the index of one writer, and its shard by the checksums in that."""
     index, _content = copies.index(writer, manifest.nonce)
     with copies.shard(index) as body:
         body.verify()
