@@ -1,8 +1,7 @@
-"""`fastckpt advise`: what checkpoints of a job will cost, and how to take them.
+"""`fastckpt advise`: predicts what checkpoints of a job will cost, and says how to take them.
 
-Responsible for turning arguments into a Job, for telling which of its numbers were given, measured
-or assumed, and for the report. It must not know a formula: those stand in
-fastckpt/cli/cost_model.py.
+The module turns arguments into a Job, whose numbers are given, measured or assumed, and prints the
+report. It must not know a formula: those are in fastckpt/cli/cost_model.py.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _GPUS_PER_NODE = 8
 
 
 class Option(NamedTuple):
-    """An argument that stands for one input of a Job."""
+    """A command-line option for one input of a Job."""
 
     flag: str
     read: Any
@@ -61,7 +60,7 @@ _UNKNOWN = {
 
 
 class Inputs(NamedTuple):
-    """A Job, and for each of its inputs where it is from: "given", "measured" or "assumed"."""
+    """A Job, and for each of its inputs its source: "given", "measured" or "assumed"."""
 
     job: Job
     sources: dict[str, str]
@@ -123,7 +122,7 @@ def add_arguments(commands: Any) -> None:
 
 
 def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Reads an argument, and refuses it in the words of what reads it."""
+    """Returns a type for argparse that refuses an argument in the words of `read`."""
 
     def argument(text: str) -> Any:
         try:
@@ -131,14 +130,14 @@ def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
         except quantities.NotAQuantity as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    argument.__name__ = read.__name__  # argparse's own message about a wrong integer has it
+    argument.__name__ = read.__name__  # argparse names it in its message about a wrong integer
     return argument
 
 
 def run(arguments: argparse.Namespace) -> int:
     found = measure.Measured({}, [])
     try:
-        _inputs(arguments, found)  # wrong ones are refused before anything is written
+        _inputs(arguments, found)  # refuses wrong arguments before anything is written
         if arguments.measure is not None:
             found = measure.measure(arguments.measure)
         inputs = _inputs(arguments, found)
@@ -155,11 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _inputs(arguments: argparse.Namespace, found: measure.Measured) -> Inputs:
-    """Returns inputs that were given, else measured, else assumed.
-
-    Raises:
-        ValueError: a number that a Job refuses.
-    """
+    """Returns the inputs: those given, else measured, else assumed. Raises ValueError as Job."""
     sources = {"ranks": "given"}
     values: dict[str, Any] = {}
     for name in OPTIONS:
@@ -197,7 +192,6 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _report(inputs: Inputs, advised: Advice) -> list[str]:
-    """The lines that are printed."""
     return [
         *_lines("The job", _job_rows(inputs)),
         *_lines("A checkpoint", _cost_rows(advised)),
@@ -241,7 +235,7 @@ def _cost_rows(advised: Advice) -> list[tuple[str, str]]:
 
 def _advice_rows(job: Job, advised: Advice) -> list[tuple[str, str]]:
     steps = f", {advised.interval_steps} steps" if advised.interval_steps is not None else ""
-    at_most = "" if job.ranks % job.nodes == 0 else "at most "  # some nodes have a rank fewer
+    at_most = "" if job.ranks % job.nodes == 0 else "at most "  # some nodes have one rank less
     per_node = f"{at_most}{advised.writers_per_node} of {job.ranks_per_node} on each node"
     stripe = shown_size(advised.file_stripe_bytes)
     late = shown_time(advised.shared_root_s)
@@ -260,7 +254,7 @@ def _advice_rows(job: Job, advised: Advice) -> list[tuple[str, str]]:
 
 
 def _arguments_text(job: Job, advised: Advice) -> str:
-    """As they are passed to Checkpointer."""
+    """Returns the arguments as they are passed to Checkpointer."""
     found = cost_model.arguments(job, advised)
     return ", ".join(f"{name}={value:g}" for name, value in found.items()) or "none"
 

@@ -1,8 +1,7 @@
-"""A model of the machine says what checkpoints of a job cost, and how to take them: no more.
+"""A model of the machine that predicts what checkpoints of a job cost, and how to take them.
 
-Responsible for the formulas, each with its source, and for refusing inputs that mean nothing. It
-must not know torch, files, how any input was found out, or how results are shown. docs/scale.md
-compares what it predicts with what others published.
+Each formula names its source; docs/scale.md compares predictions with published measurements. The
+module must not know torch, files, where an input is from, or how results are shown.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from math import ceil, floor, isfinite, log10, sqrt
 
 GIB, MIB = 1 << 30, 1 << 20
 BYTES_PER_PARAMETER = 14.0
-# Of one GPU: 419 unexpected interruptions in 54 days on 16,384 of them (Llama 3, arXiv 2407.21783).
+# 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783).
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
-CALL_S = 0.02  # a call that copies nothing: 0.012 s for 2 GiB in README.md
+CALL_S = 0.02  # a call that copies nothing; README.md has 0.012 s for 2 GiB
 SHARED_STRIPES_MAX = 48
 TIMEOUT_S = 600.0
-GATHERED_BYTES_MAX = 256 * MIB  # a shard from this on has a file of its own
+GATHERED_BYTES_MAX = 256 * MIB  # a shard of this size or more has a file of its own
 
 COPIES = "GPU-to-host copies"
 STAGING = "staging memory"
@@ -32,26 +31,26 @@ class Job:
     """A training job and its machine. Rates are in bytes per second, times in seconds.
 
     Args:
-        nbytes: of one checkpoint in total, without replicas; state_bytes() estimates it.
-        ranks: processes, one for each GPU. All of them write.
-        nodes: machines they run on.
-        mtbf_s: mean time between failures of the whole job; mtbf_s() estimates it.
-        d2h_rate: GPU to pinned host memory, each GPU. Default: 25 GB/s, PCIe 4 x16 in practice.
-        writer_rate: what one process writes. Default: 2 GB/s, less than one does on a good disk.
-        network_rate: a node to the storage. Default: 6 GB/s, a Lustre client's at LUG 2024.
-        osts: storage targets (OSTs) of the file system; None: not known, taken as no limit.
-        ost_rate: of each. Default: 4 GB/s, as ALCF's Eagle (650 GB/s by 160 targets).
-        nvme_rate: what a node writes to a local disk, where checkpoints go first and from there to
-            the storage; None: they go to the storage at once.
-        staging_bytes: host memory a node has for staging; None: as much as its part of the state.
-        step_s: of a training step; 0: not known, and then no copy is counted as hidden by one.
-        commit_s: agreement of the ranks, syncs and renames of one commit, whatever its size.
+        nbytes: the size of one checkpoint, without replicas; state_bytes() estimates it.
+        ranks: the number of processes, one for each GPU. All of them write.
+        nodes: the number of machines that they run on.
+        mtbf_s: the mean time between failures of the whole job; mtbf_s() estimates it.
+        d2h_rate: from each GPU to pinned host memory. Default: 25 GB/s, PCIe 4 x16 in practice.
+        writer_rate: of one process to the storage. Default: 2 GB/s, less than to a good disk.
+        network_rate: from a node to the storage. Default: 6 GB/s, a Lustre client's at LUG 2024.
+        osts: the number of storage targets (OSTs); None: not known, taken as no limit.
+        ost_rate: to each target. Default: 4 GB/s, as ALCF's Eagle (650 GB/s by 160 targets).
+        nvme_rate: from a node to its local disks, to which checkpoints go first, and from there to
+            the storage; None: they go straight to the storage.
+        staging_bytes: the memory a node has for staging; None: as much as its part of the state.
+        step_s: the time of a training step; 0: not known, so no copy counts as hidden by one.
+        commit_s: for agreement of the ranks, syncs and renames in one commit, whatever its size.
         restart_s: from a failure to the first new step, without the work that is done again.
         torch_rate: of one torch.save, to compare with. Default: 0.7 GB/s, docs/benchmarks.md.
-        few_writers: processes that write in the comparison; None: one for each node.
+        few_writers: the number of writers in the comparison; None: one for each node.
 
     Raises:
-        ValueError: a number is not finite, not positive, or does not go with the others.
+        ValueError: a number is not finite, not positive, or contradicts the others.
     """
 
     nbytes: float
@@ -87,16 +86,17 @@ class Job:
         if self.nodes > self.ranks:
             raise ValueError(f"nodes is {self.nodes}, more than there are ranks ({self.ranks})")
         if self.few_writers is not None and self.few_writers > self.ranks:
-            raise ValueError(f"few_writers is {self.few_writers}, but only {self.ranks} ranks are")
+            told = f"more than there are ranks ({self.ranks})"
+            raise ValueError(f"few_writers is {self.few_writers}, {told}")
 
     @property
     def ranks_per_node(self) -> int:
-        """Of the node that has most."""
+        """The number of ranks on the node that has most."""
         return ceil(self.ranks / self.nodes)
 
     @property
     def rank_bytes(self) -> float:
-        """The part of one rank: fastckpt divides what several hold evenly among them."""
+        """The part of one rank: ranks that hold the same tensor divide it evenly."""
         return self.nbytes / self.ranks
 
     @property
@@ -112,13 +112,13 @@ _COUNTS = {"ranks", "nodes", "osts", "few_writers"}
 
 @dataclass(frozen=True)
 class Blocking:
-    """A checkpoint as torch.save takes it, while nobody trains.
+    """A checkpoint by torch.save, while training waits.
 
     Attributes:
-        writers: processes that write, each a file on one storage target.
-        seconds: what it takes, and how long training stands still.
-        interval_s: the best between two of them (Daly).
-        lost_share: of all time, at that interval.
+        writers: the number of processes that write, each a file on one storage target.
+        seconds: how long it takes, and training waits.
+        interval_s: the best interval between two checkpoints (Daly).
+        lost_share: the share of all time that is lost at that interval.
     """
 
     writers: int
@@ -132,28 +132,28 @@ class Advice:
     """What to expect and what to do. Rates are in bytes per second, times in seconds.
 
     Attributes:
-        stall_call_s, stall_step_s: how long training stands still for a checkpoint, with the call
-            fence and with the step fence.
-        stall_bottleneck: what that time goes to: COPIES or STAGING.
+        stall_call_s, stall_step_s: how long training waits for a checkpoint with the call fence and
+            with the step fence.
+        stall_bottleneck: the cause of most of that wait, COPIES or STAGING.
         fence: "step" if that stalls less, else "call". The interval is for this one.
-        staged_s: when everything was copied to the host.
-        local_s: when it was committed on the local disks; None without them.
-        root_s: when it was committed on the storage.
-        bottleneck: what the last of these goes to, mostly.
-        stages: how long each resource takes by itself, in the order of the way.
-        root_rate: of all writers together, to the storage.
+        staged_s: when everything has been copied to the host.
+        local_s: when the checkpoint is committed on the local disks; None without them.
+        root_s: when it is committed on the storage.
+        bottleneck: the resource that takes longest.
+        stages: how long each resource takes by itself, in the order in which bytes pass them.
+        root_rate: the rate of all writers together, to the storage.
         file_stripes: storage targets for the file of each rank, in stripes of file_stripe_bytes.
-        shared_stripes: for one file that all ranks write, in stripes of shared_stripe_bytes.
+        shared_stripes: those for one file that all ranks write, in stripes of shared_stripe_bytes.
         shared_root_s: root_s with such a file.
-        writers_per_node: the fewest that are as fast as all of them.
-        writers: as many on all nodes.
-        interval_s: between two checkpoints, from one save() to the next.
+        writers_per_node: the fewest writers of a node that are as fast as all.
+        writers: the same for all nodes together.
+        interval_s: the time from one save() to the next.
         interval_steps: the same in training steps, rounded up; None if step_s is not known.
-        lost_share: of all time, to stalls and failures, at this interval.
-        pace_rate: the slowest at which a node can write to the storage and be done in time for the
-            next checkpoint.
-        paced_lost_share: lost_share at that pace: what comes later to the storage is lost earlier.
-        torch_one, torch_few: today's way, by one writer and by few.
+        lost_share: the share of all time that stalls and failures cost at this interval.
+        pace_rate: the lowest rate at which a node is done with writing to the storage in time for
+            the next checkpoint.
+        paced_lost_share: lost_share at that rate: failures cost more if checkpoints commit later.
+        torch_one, torch_few: checkpoints by torch.save, by one writer and by few.
     """
 
     stall_call_s: float
@@ -185,9 +185,9 @@ class Advice:
 def advise(job: Job) -> Advice:
     """Returns what checkpoints of a job will cost, and how to take them.
 
-    The stages of a save go on at once, block by block, so it takes as long as the slowest of them.
-    With local disks there are two saves one behind the other: to the disks, and from there on. Not
-    modelled: steps that are slower while a checkpoint is written, and who else uses the storage.
+    The stages of a save run at the same time, block by block, so it takes as long as the slowest.
+    With local disks one save follows the other: to the disks, and from there to the storage. The
+    model leaves out that training may be slower meanwhile, and that others use the storage, too.
     """
     stages = _stages(job)
     to_root = max(stages[name] for name in (WRITERS, NETWORK, TARGETS))
@@ -237,8 +237,8 @@ def advise(job: Job) -> Advice:
 
 
 def arguments(job: Job, advised: Advice) -> dict[str, float]:
-    """Arguments of Checkpointer that spare the storage and cost no checkpoint: those not among them
-    are better left alone. drain_rate in bytes a second, two digits, rounded up.
+    """Returns arguments of Checkpointer that spare the storage without delaying checkpoints; others
+    are best left at their defaults. The drain_rate has two digits, rounded up.
     """
     found: dict[str, float] = {"writers_per_node": advised.writers_per_node}
     if job.rank_bytes >= GATHERED_BYTES_MAX or advised.writers_per_node == job.ranks_per_node:
@@ -248,13 +248,13 @@ def arguments(job: Job, advised: Advice) -> dict[str, float]:
     if advised.pace_rate < advised.root_rate / job.nodes:
         digit = 10 ** (floor(log10(advised.pace_rate)) - 1)
         found["drain_rate"] = float(ceil(advised.pace_rate / digit) * digit)
-        if 2 * advised.interval_s > TIMEOUT_S:  # as long as ranks wait for each other by themselves
+        if 2 * advised.interval_s > TIMEOUT_S:  # Checkpointer's default would be too short
             found["timeout_s"] = float(ceil(2 * advised.interval_s))
     return found
 
 
 def state_bytes(parameters: float, bytes_per_parameter: float = BYTES_PER_PARAMETER) -> float:
-    """Bytes of a checkpoint of a model with its optimizer.
+    """Returns the size of a checkpoint of a model with its optimizer.
 
     The default is mixed precision with Adam: 2 bytes for the bf16 weight, and 4 each for its fp32
     copy and two moments (Rajbhandari et al., ZeRO, SC 2020, without the gradients).
@@ -263,8 +263,8 @@ def state_bytes(parameters: float, bytes_per_parameter: float = BYTES_PER_PARAME
 
 
 def mtbf_s(ranks: int, failures_per_gpu_hour: float = FAILURES_PER_GPU_HOUR) -> float:
-    """Mean time between failures of a job, any one of whose GPUs ends it: failures of parts that
-    are independent add up. The default rate is Llama 3's.
+    """Returns the mean time between failures of a job that any failure of a GPU ends, since the
+    rates of independent failures add up. The default rate is Llama 3's.
     """
     if not failures_per_gpu_hour > 0 or not ranks > 0:
         raise ValueError(f"{ranks} ranks with {failures_per_gpu_hour} failures an hour: no MTBF")
@@ -272,13 +272,13 @@ def mtbf_s(ranks: int, failures_per_gpu_hour: float = FAILURES_PER_GPU_HOUR) -> 
 
 
 def young_interval_s(stall_s: float, mtbf_s: float) -> float:
-    """The interval sqrt(2 d M) that minimises d/t + t/2M (Young, CACM 17(9), 1974)."""
+    """Returns the interval sqrt(2 d M), which minimises d/t + t/2M (Young, CACM 17(9), 1974)."""
     return sqrt(2 * stall_s * mtbf_s)
 
 
 def daly_interval_s(stall_s: float, mtbf_s: float) -> float:
-    """The same to a higher order, which counts where d is no small part of M (Daly, FGCS 22(3),
-    2006, equation 37). Work between two checkpoints; the checkpoint itself comes on top.
+    """Returns the same to a higher order, for d that are not small beside M (Daly, FGCS 22(3),
+    2006, equation 37): the time between two checkpoints, without the checkpoint itself.
     """
     if stall_s >= 2 * mtbf_s:
         return mtbf_s
@@ -287,8 +287,8 @@ def daly_interval_s(stall_s: float, mtbf_s: float) -> float:
 
 
 def best_interval_s(stall_s: float, drain_s: float, mtbf_s: float) -> float:
-    """The interval that minimises lost_share(): Young's, for what is left of a checkpoint when it
-    is written behind is its stall; but no shorter than the writing, since one follows the other.
+    """Returns the interval that minimises lost_share(): Young's for the stall, which is all that a
+    checkpoint costs training; but at least the drain, since drains follow each other.
     """
     return max(young_interval_s(stall_s, mtbf_s), drain_s, stall_s)
 
@@ -296,21 +296,21 @@ def best_interval_s(stall_s: float, drain_s: float, mtbf_s: float) -> float:
 def lost_share(
     stall_s: float, drain_s: float, interval_s: float, mtbf_s: float, restart_s: float
 ) -> float:
-    """Share of all time that does not go to training that lasts: stall/interval + (interval/2 +
-    drain + restart)/MTBF, at most 1.
+    """Returns the share of all time that is lost to training: stall/interval + (interval/2 + drain
+    + restart)/MTBF, at most 1.
 
-    Young's two terms, and two of writing behind: a failure throws training back to the newest
-    checkpoint that is committed, which was taken interval/2 ago at the mean and its drain before
-    that. To the first order: for drain + interval well below the MTBF.
+    These are Young's two terms and two for writing in the background: a failure throws training
+    back to the newest committed checkpoint, which on average was taken interval/2 + drain ago. The
+    formula is of first order, for drain + interval well below the MTBF.
     """
     return min(1.0, stall_s / interval_s + (interval_s / 2 + drain_s + restart_s) / mtbf_s)
 
 
 def staging_wait_s(job: Job, drain_s: float) -> float:
-    """Returns how long the copy of a state waits for staging memory B that is smaller than it.
+    """Returns when a state of size S is copied if staging memory B is smaller; 0 if B holds it.
 
-    Copying at rate d fills B while writing at w < d empties it, so all of S was copied at the time
-    t for which S = B + w t. 0 if B holds all.
+    Copying at rate d fills B while writing at w < d empties it, so all of S is copied at the time
+    t for which S = B + w t.
     """
     if job.staging_bytes is None:
         return 0.0
@@ -319,21 +319,21 @@ def staging_wait_s(job: Job, drain_s: float) -> float:
 
 
 def file_stripes(file_bytes: float, osts: int | None) -> int:
-    """Storage targets for a file that one process writes: one for every 8 GiB, 2 at least and 8 at
-    most, as far as there are so many.
+    """Returns the number of storage targets for a file that one process writes: one for each 8 GiB,
+    from 2 to 8, if there are so many.
 
-    Between the Lustre wiki's 4 to 8 for large files of one client and NERSC's default of one for a
-    file of one process: a target is faster than a process, but one alone may be full or slow.
+    That is between the Lustre wiki's 4 to 8 for large files of one client and NERSC's default of
+    one: a target is faster than a process, but one alone may be full or slow.
     """
     wanted = min(8, max(2, ceil(file_bytes / (8 * GIB))))
     return wanted if osts is None else min(wanted, osts)
 
 
 def shared_striping(job: Job) -> tuple[int, int]:
-    """Stripes, and bytes of each, for one file that all ranks write.
+    """Returns the number and the size of stripes for one file that all ranks write.
 
-    Up to 48 targets with stripes of 8 to 32 MiB (ALCF, for Theta's 56), the larger the longer the
-    interval of a rank: each rank then has whole stripes of its own, and no lock of another's.
+    That is up to 48 targets with stripes of 8 to 32 MiB (ALCF, for Theta's 56), larger if the part
+    of a rank is: each rank then has whole stripes of its own, and waits for no lock of another.
     """
     stripe_bytes = 8 * MIB
     while stripe_bytes < 32 * MIB and job.rank_bytes >= 128 * 2 * stripe_bytes:
@@ -343,7 +343,7 @@ def shared_striping(job: Job) -> tuple[int, int]:
 
 
 def fewest_writers(job: Job) -> int:
-    """The fewest processes of a node that write as fast as all of them would."""
+    """Returns the fewest processes of a node that write as fast as all of them would."""
     best_s = _writing_s(job, job.ranks_per_node)
     low, high = 1, job.ranks_per_node
     while low < high:  # fewer writers are never faster
@@ -356,8 +356,8 @@ def fewest_writers(job: Job) -> int:
 
 
 def blocking(job: Job, writers: int) -> Blocking:
-    """A checkpoint by so many processes that call torch.save, spread over the nodes, while all
-    others wait; each file on one storage target, which is Lustre's default.
+    """Returns the cost of a checkpoint by so many processes that call torch.save, spread over the
+    nodes, while all others wait; each file is on one storage target, which is Lustre's default.
     """
     rate = min(writers * job.torch_rate, min(writers, job.nodes) * job.network_rate)
     if job.osts is not None:
@@ -380,16 +380,17 @@ def _stages(job: Job) -> dict[str, float]:
 
 
 def _targets_s(job: Job, stripes: int) -> float:
-    """Returns how long the storage targets take if files have so many stripes in all."""
+    """Returns how long the storage targets take if all files together have so many stripes."""
     if job.osts is None:
         return 0.0
     return job.nbytes / (min(job.osts, stripes) * job.ost_rate)
 
 
 def _writing_s(job: Job, writers_per_node: int) -> float:
-    """Returns how long writing to the storage takes by so many processes of each node."""
+    """Returns how long so many processes of each node take to write to the storage."""
     file_bytes = job.node_bytes / writers_per_node
-    # Stripes as of the files of all ranks: larger files would have more, and fewer be no slower.
+    # Stripes as for the files of all ranks. Larger files would have more, and then fewer writers
+    # would never be slower.
     stripes = job.nodes * writers_per_node * file_stripes(job.rank_bytes, job.osts)
     return max(
         file_bytes / job.writer_rate, job.node_bytes / job.network_rate, _targets_s(job, stripes)
