@@ -86,7 +86,7 @@ class Job:
         if self.nodes > self.ranks:
             raise ValueError(f"nodes is {self.nodes}, more than there are ranks ({self.ranks})")
         if self.few_writers is not None and self.few_writers > self.ranks:
-            told = f"more than there are ranks ({self.ranks})"
+            told = f"but there are only {self.ranks} ranks"
             raise ValueError(f"few_writers is {self.few_writers}, {told}")
 
     @property
