@@ -1,4 +1,4 @@
-"""fastckpt.save, load and prepare: their signatures, and the decision what torch does itself.
+"""fastckpt.save, load and prepare: their signatures, and the calls that they leave to torch.
 
 The module must not know how a save or a load is done.
 """
@@ -536,7 +536,7 @@ def _is_regular(storage: Storage, path: str) -> bool:
 
 
 def _mmap_is_default() -> bool:
-    """Whether torch.load maps files when it is not told (torch.utils.serialization.config)."""
+    """Returns whether torch.load maps files by default (torch.utils.serialization.config)."""
     try:
         from torch.utils.serialization import config
     except ImportError:  # torch 2.6 and older

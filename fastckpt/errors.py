@@ -1,8 +1,8 @@
 """The closed set of errors that fastckpt raises for faults of the world.
 
 Each says what happened, to which path, tensor or record, and what to do. A wrong argument raises
-TypeError or ValueError instead, and a bug of fastckpt an AssertionError. This module imports no
-other.
+TypeError or ValueError instead, and a bug of fastckpt an AssertionError. The module imports no
+other of fastckpt.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class _Trial:
         return verdict, found
 
     def _tried(self, read: Callable[[StepReader], T]) -> tuple[str, tuple[int, T] | None]:
-        """Returns what is wrong with the step on this rank or "", and what outcome() returns."""
+        """Returns what is wrong with the step on this rank, or "", its number and what was read."""
         steps, name = self._steps, self._name
         storage, staging = self._current.storage, self._current.staging
         manifest: Manifest | None = None
@@ -211,7 +211,7 @@ def _candidates(
     if agreement.rank == 0:
         try:
             told: list[Any] = [None, candidates(shelves, step, required, warn=listing == 0)]
-        except StorageError:  # raised here alone: the round's failure tells the others of it
+        except StorageError:  # the others hear of it by the failure of the round
             raise
         except CheckpointError as error:
             told = [type(error).__name__, str(error)]

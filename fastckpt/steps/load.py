@@ -32,8 +32,8 @@ from fastckpt.state.targets import Place, Target
 from fastckpt.steps.copies import Copies
 
 _PART_BYTES = 64 << 20  # of a rank's own values, read at a time
-# More runs than this, each smaller than that, are read to the host and copied at once: a copy to a
-# device takes some microseconds to begin, however small it is.
+# A part of a tensor that comes in more runs than this, each of fewer items than that, is read to
+# the host and copied at once: a copy to a device takes microseconds to begin, however small it is.
 _RUNS_MAX = 64
 _RUN_ITEMS_MIN = 8192
 

@@ -21,7 +21,7 @@ def tidy(steps: Steps, keep: str, step: int, keep_last: int | None, keep_every: 
         step: the number of the step just committed.
         keep_last: as retain()'s; None: all steps stay.
     """
-    # Listing the root takes time on network file systems: only if there may be something.
+    # Listing takes time on network file systems: not unless there may be something to remove.
     if keep_last is None and not steps.has_another(keep, step):
         return
     try:

@@ -46,8 +46,8 @@ class Spread:
         targets: Sequence[Target],
         find: Callable[[Sequence[Place]], dict[str, torch.dtype]],
     ) -> list[Target]:
-        """Returns the targets that this rank reads, of those that it wants of a step; `find` is
-        StepReader.find.
+        """Returns what this rank reads of a step: all targets that are not shared, and its share of
+        the others. `find` is StepReader.find.
         """
         self._held, self._tensors = [], []
         if self._kind is None:

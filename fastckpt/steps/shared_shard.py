@@ -70,8 +70,8 @@ class Pool:
 
 
 class Lent(NamedTuple):
-    """Where another process finds the index of a rank's shard, as for a file of its own and without
-    checksums: its size and CRC-32, and the header size of that file.
+    """A rank's description of its shard: the descriptor, size and CRC-32 of an index as for a file
+    of its own but without checksums, and the header size of that file.
     """
 
     pid: int
@@ -247,8 +247,8 @@ class Guest:
         with _explained(self._agreement):
             fd = _opened(self._storage, self.host, place["pid"], place["fd"])
         try:
-            # The host tells of a failure before it closes the file. If it told of none, its
-            # descriptor's number had not become another file's.
+            # The host tells of a failure before it closes the file. If it has told of none, the
+            # descriptor that was opened is not another file's.
             self._agreement.check()
         except BaseException:
             self._storage.close(fd)

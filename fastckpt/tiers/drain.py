@@ -52,7 +52,7 @@ class Drain(Job):
         tier: the local tier, which knows the root.
         options: how the root is written, and which steps stay there.
         names: the step's directory on each node that has it, by the node's first rank.
-        parts: the writers whose files this rank copies, or OBJECTS_PART.
+        parts: ranks of the writers whose files this rank copies, and OBJECTS_PART for the objects.
 
     Attributes:
         copied_s: how long this rank copied.

@@ -63,7 +63,7 @@ class Undrained(NamedTuple):
     Attributes:
         step: the step's number.
         names: the step's directory on each node that has it, by the node's first rank.
-        parts: the writers whose files each node copies, or OBJECTS_PART, by the node's first rank.
+        parts: as Drain's, for each node, by the node's first rank.
         is_newer: whether it was committed after all that the root has.
     """
 

@@ -78,7 +78,7 @@ def first_whole_of_tiers(
 def _resumed(
     agreement: Round, current: Pipeline, tier: LocalTier, options: StepOptions
 ) -> list[tuple[Undrained, SaveHandle]]:
-    """Begins to drain the steps that the nodes hold together and the root lacks, newest first."""
+    """Begins to drain the steps that the root lacks, newest first; returns each with its handle."""
     nodes, rank, begun = tier.nodes(), agreement.rank, []
     beside = nodes.beside(rank)
     is_able = current.staging.allowance(None).blocks >= DRAIN_BLOCKS_MIN
