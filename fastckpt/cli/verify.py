@@ -1,4 +1,4 @@
-"""`fastckpt verify`: reads every byte of files and steps and compares it with their checksums.
+"""`fastckpt verify`: reads every byte of files and steps and compares checksums.
 
 The module finds out what a path holds and says what is damaged. It unpickles nothing.
 """
@@ -108,12 +108,12 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
     inner = [os.path.join(path, name) for name in sorted(os.listdir(path)) if name[0] != "."]
     inner = [each for each in inner if os.path.isdir(each)]
     runs = [] if found or not is_local else [each for each in inner if _steps(each).names()]
-    for each in runs:  # what was given as `local` has a directory for each run
+    for each in runs:  # a local tier has a directory for each root
         yield from _parts(each, is_local)
     if runs:
         return
     of_frameworks = [*_of_frameworks(path)]
-    if not found and not of_frameworks:  # perhaps they are in it
+    if not found and not of_frameworks:  # they may lie one level further down
         of_frameworks = [part for each in inner for part in _of_frameworks(each)]
     yield from of_frameworks
     if not found and not of_frameworks:
