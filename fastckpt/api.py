@@ -124,7 +124,7 @@ def save(
             compare names, shapes and dtypes of the tensors, and samples of their contents (64 KiB
             in all). They talk over the job's store; no collective runs on the group. None: this
             process saves alone, whatever other ranks do.
-        timeout_s: with group, the longest that ranks wait for each other.
+        timeout_s: with group, how many seconds ranks wait for each other at most; default: 600.
 
     Returns:
         A SaveHandle; its result() returns the SaveStats when the checkpoint is committed. With
@@ -269,8 +269,8 @@ def load(
         group: a torch.distributed process group whose ranks all load this file: each reads a share
             of it and they broadcast the blocks over the group, which nothing else may use
             meanwhile. Not with mmap=True or a file-like object.
-        timeout_s: with group, the longest that ranks wait for each other to begin; after that the
-            group's own timeout applies.
+        timeout_s: with group, how many seconds ranks wait for each other to begin at most; default:
+            600. After that the group's own timeout applies.
 
     Returns:
         The object.

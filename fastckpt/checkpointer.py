@@ -115,7 +115,8 @@ class Checkpointer:
             counts towards timeout_s.
         writers_per_node: shards below 256 MiB go into so many files for each node instead of one
             file for each rank; not with codec or local.
-        timeout_s: the longest, in seconds, that ranks wait for each other in one save or restore.
+        timeout_s: how many seconds ranks wait for each other at most, in one save or restore.
+            Default: 600.
 
     Attributes:
         restored_from: for each file that the last restore() or load() needed on this rank, by its
