@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints: files written in the background, and `latest` when all ranks' are there.
+"""DeepSpeed's checkpoints, written in the background; `latest` moves when all files are durable.
 
 Responsible for DeepSpeed's CheckpointEngine protocol, and for knowing where a checkpoint begins and
 ends. It must not know what DeepSpeed puts into a file, nor how the files of all ranks commit.
@@ -59,33 +59,33 @@ def install(
 ) -> FastckptCheckpointEngine:
     """Makes a DeepSpeed engine save and load through fastckpt; all ranks call it.
 
-    engine.save_checkpoint() returns when this rank's state was copied. The files are what stock
-    DeepSpeed writes and reads. They take their names, and then `latest` is moved, when every rank's
-    are durable, in the background: no further step is needed. At the next save_checkpoint(), the
-    one before is waited for. engine.load_checkpoint() waits for what is being saved.
+    engine.save_checkpoint() returns when this rank's state is copied. The files are those that
+    stock DeepSpeed writes and reads. In the background, once every rank's files are durable, they
+    take their names and `latest` is moved; nobody has to call anything for that. The next
+    save_checkpoint() and engine.load_checkpoint() wait until it is done.
 
     Args:
-        engine: what deepspeed.initialize() returned, of any ZeRO stage, with neither a checkpoint
-            writer nor DataStates in its configuration.
-        on_error: a tag that could not be saved is logged, and `latest` stays. "raise": the next
-            save_checkpoint(), or engine.destroy(), raises the error, on all ranks; that save is not
-            begun. "warn": it is logged again, and training goes on.
+        engine: the engine that deepspeed.initialize() returned, of any ZeRO stage, configured with
+            neither `checkpoint.writer` nor `datastates_ckpt`.
+        on_error: a tag that cannot be saved is logged, and `latest` stays. "raise": the next
+            save_checkpoint(), which then does not begin, or engine.destroy() raises the error on
+            all ranks. "warn": it is logged again, and training goes on.
         backend, durable, staging, staging_bytes: as fastckpt.save's.
-        timeout_s: the longest that ranks wait for each other's files.
+        timeout_s: the longest that ranks wait for each other's files, in seconds.
 
     Returns:
         The checkpoint engine; its wait() returns when the last tag is committed.
 
     Raises:
-        ValueError, TypeError: an unknown on_error, a timeout that is not positive, an option that
-            fastckpt.save refuses; an engine that
-            saves by other means than torch.save, or by fastckpt already.
+        ValueError, TypeError: on_error is unknown, timeout_s is not positive, or fastckpt.save
+            refuses an option; the engine does not save by torch.save, or saves by fastckpt already.
     """
     saves_by = getattr(engine, "checkpoint_engine", None)
     if type(saves_by) is not TorchCheckpointEngine:
         raise ValueError(
-            f"engine saves by {type(saves_by).__name__}, not by DeepSpeed's default: install() "
-            "once, with neither checkpoint.writer nor datastates_ckpt in the configuration"
+            f"engine saves by {type(saves_by).__name__}, not by DeepSpeed's default: call "
+            "install() once, with neither checkpoint.writer nor datastates_ckpt in the "
+            "configuration"
         )
     saving = FastckptCheckpointEngine(on_error, durable, staging, staging_bytes, timeout_s, backend)
     save, load = engine.save_checkpoint, engine.load_checkpoint
@@ -97,13 +97,13 @@ def install(
         with saving.whole_tag():
             return save(*args, **options)
 
-    # What DeepSpeed reads first is `latest`, and files of other ranks.
+    # DeepSpeed first reads `latest` and files of other ranks, which may still be on their way.
     @functools.wraps(load)
     def load_checkpoint(*args: Any, **options: Any) -> Any:
         saving.drain()
         return load(*args, **options)
 
-    # Rank 0 alone copies it, and the others would wait for ever if its disk were full.
+    # Rank 0 alone copies it: if it raised, of a full disk, the others would wait for ever.
     @functools.wraps(copy)
     def copy_recovery_script(*args: Any) -> None:
         with saving.keeping():
@@ -119,12 +119,12 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """DeepSpeed's CheckpointEngine over fastckpt; install() plugs it in.
 
     There is no step fence: ZenFlow, SuperOffload and NVMe swapping change states outside of
-    optimizer steps, and DeepSpeed writes through `.data`, which version counters do not see. Of a
-    view the whole storage would be saved, as torch.save does, so DeepSpeed clones where it has to.
+    optimizer steps, and DeepSpeed writes through `.data`, which version counters do not see. A view
+    is saved with its whole storage, as by torch.save, so DeepSpeed clones where it has to.
 
     Attributes:
-        handle: of the tag saved last, or None. result() returns its SaveStats when `latest` names
-            it, or, with save_latest=False, when all its files are there.
+        handle: the SaveHandle of the tag saved last, or None. result() returns its SaveStats when
+            `latest` names the tag or, with save_latest=False, when all its files are there.
     """
 
     def __init__(
@@ -150,16 +150,16 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._coordinator: Coordinator | None = None
         self._open: Tag | None = None
         self._last: Tag | None = None
-        self._unmade: StorageError | None = None  # of a directory, before its tag was created
+        self._unmade: StorageError | None = None  # a directory's, whose tag is not created yet
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """DeepSpeed begins to save a tag, on all ranks; the one before is waited for.
+        """Begins a tag, after waiting for the one before; DeepSpeed calls it on all ranks.
 
         Raises:
-            CheckpointError: with on_error="raise", of the tag before.
+            CheckpointError: with on_error="raise", the tag before could not be saved.
         """
         unmade, self._unmade = self._unmade, None
-        self._seal(CheckpointError(f"given up for tag {info.tag!r}"))
+        self._seal(CheckpointError(f"given up: tag {info.tag!r} was begun before it ended"))
         self.drain()
         directory = os.path.realpath(check_path("save_dir", info.save_dir))
         path = os.path.join(directory, info.tag)
@@ -175,8 +175,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 raise unmade
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Makes a directory. A failure is the tag's, that is open or is created next: DeepSpeed has
-        rank 0 make it while the others go to a barrier, where they would wait for ever.
+        """Makes a directory. A failure is not raised but fails the tag that is open or is created
+        next: rank 0 calls this alone, and the others would wait at a barrier for ever.
         """
         storage, above = pipeline.current().storage, os.path.dirname(os.path.realpath(path))
         try:
@@ -192,8 +192,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 raise
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Begins to save a file of the tag; returns when it was copied. Outside of a tag, when the
-        file is durable and committed.
+        """Begins to save a file of the open tag, and returns when its content is copied; with no
+        tag open, when the file is durable and committed.
         """
         if self._open is None:
             fastckpt.save(state_dict, path, **self._options).result()
@@ -203,8 +203,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def load(self, path: str, map_location: Any = None) -> Any:
         """Loads a file that fastckpt or torch wrote; every byte that fastckpt wrote is checked.
 
-        As DeepSpeed's own loads, this unpickles whatever the file holds (weights_only=False), since
-        its states hold objects: load only what you trust.
+        Like DeepSpeed's own loads, this unpickles whatever the file holds (weights_only=False),
+        since its states hold objects: load only files that you trust.
 
         Raises:
             CorruptCheckpoint: the file is damaged. FileNotFoundError: there is none.
@@ -212,13 +212,13 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return fastckpt.load(path, map_location, weights_only=False)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Waits until all that was begun with create() is committed on all ranks.
+        """Waits until the tag begun by create() is committed on all ranks.
 
         DeepSpeed calls it for save_16bit_model(), which is therefore synchronous, and never for a
         checkpoint, which is committed in the background.
 
         Returns:
-            Whether it was; False with on_error="warn" only.
+            Whether it was committed. With on_error="raise" a failure is raised instead.
         """
         self._seal()
         self.drain()
@@ -226,37 +226,37 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return self._last is None or self._last.handle.failure() is None
 
     def is_decoupled(self) -> bool:
-        """Yes: save_checkpoint() neither commits nor moves `latest`, and destroy() cleans up."""
+        """Returns True: save_checkpoint() is not to commit or to move `latest`."""
         return True
 
     def get_commit_info(self) -> None:
-        """None: nothing is left for engine.step() to commit."""
+        """Returns None: nothing is left for engine.step() to commit."""
         return None
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the tag saved last is committed on all ranks.
 
         Args:
-            timeout: seconds, None for ever.
+            timeout: in seconds; None: for ever.
 
         Raises:
-            CheckpointError: it could not be saved. PeerFailed: because of another rank.
-            TimeoutError: it was not within `timeout`.
+            CheckpointError: the tag could not be saved; PeerFailed: because of another rank.
+            TimeoutError: it was not committed within `timeout`.
         """
         if self.handle is not None:
             self.handle.result(timeout)
 
     def drain(self) -> None:
-        """Waits for the tag that is being saved, whatever comes of it."""
+        """Waits until the last tag has been committed or has failed."""
         if self._last is not None and self._last is not self._open:
             self._last.handle.wait_done()
 
     def cleanup(self) -> None:
-        """Waits for the tag that is being saved and frees the connection; engine.destroy() calls
-        it. Idempotent; what is saved afterwards opens another.
+        """Waits for the last tag and closes the connection to the store, which a later save opens
+        again; engine.destroy() calls it. Idempotent.
 
         Raises:
-            CheckpointError: with on_error="raise", of the last tag, if nobody has asked for it.
+            CheckpointError: with on_error="raise", the last tag failed, and nobody asked for why.
         """
         self._seal(CheckpointError("given up: the engine is being destroyed"))
         if self._last is not None:
@@ -268,8 +268,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     @contextmanager
     def whole_tag(self) -> Iterator[None]:
-        """The body is one save_checkpoint(): when it ends, the tag has all its files; if it raises,
-        the tag has failed.
+        """Concludes the tag that the body, one save_checkpoint(), has begun; fails it if the body
+        raises.
         """
         try:
             yield
@@ -283,7 +283,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._seal()
 
     def keeping(self) -> AbstractContextManager[None]:
-        """An error of the body is the open tag's."""
+        """Keeps an error of the body as the open tag's, if there is one."""
         return nullcontext() if self._open is None else self._open.keeping()
 
     def _seal(self, error: BaseException | None = None) -> None:
@@ -292,7 +292,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             tag.conclude(error)
 
     def _tell_failure(self, raising: Callable[[SaveHandle], object]) -> None:
-        """Says once that the last tag failed: `raising` raises its error, or it is logged."""
+        """Says once that the last tag failed, by on_error: calls `raising`, or logs the error."""
         handle = self.handle
         if handle is None or handle.reported or handle.failure() is None:
             return
