@@ -4,9 +4,9 @@
     handle = save_state(accelerator, "run/step-100")  # as accelerator.save_state("run/step-100")
     load_state(accelerator, "run/step-100")  # accelerator.load_state(), after verifying it
 
-Responsible for what an Accelerator does when it saves and loads: it decides what a checkpoint
-holds, and is told where to put it. Stock accelerator.load_state() reads the directories. It must
-not know how a directory is written or committed.
+Responsible for leading an Accelerator's own save, which decides what a checkpoint holds, into a
+draft, and for verifying before its own load. Stock accelerator.load_state() reads the directories.
+It must not know how a directory is written or committed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ require("accelerate", "1.15", "2", __name__)
 from accelerate import Accelerator, checkpointing  # noqa: E402
 from accelerate.utils import clean_state_dict_for_safetensors  # noqa: E402
 
-# Those whose models and optimizers Accelerate hands to others, who write their files themselves.
+# Distributed types whose files are not written by Accelerate, and by whom they are.
 _WRITTEN_BY_OTHERS = {
     "FSDP": "DCP's FileSystemWriter, or torch.save of gathered weights: save its parts with "
     "fastckpt.Checkpointer and torch.distributed.checkpoint.state_dict",
@@ -56,36 +56,33 @@ def save_state(
     staging_bytes: int | str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> SaveHandle:
-    """Saves what accelerator.save_state() does, in the same files, in the background.
+    """Saves what accelerator.save_state() does, in the background; every process calls it.
 
-    Models, optimizers, schedulers, samplers and objects that were registered for checkpointing are
-    captured now and written later; generators, stateful dataloaders, the scaler, and whatever
-    save_state_pre_hooks write, are small and written before this returns. The directory is there
-    once every file of every rank is durable; what it held before stays until then. Every process
-    calls this, as accelerator.save_state().
+    Models, optimizers, schedulers, samplers and objects registered for checkpointing are captured
+    now and written later; generators, stateful dataloaders, the scaler and what
+    save_state_pre_hooks write are small and written at once. The directory gets its name when every
+    file of every rank is durable; what it held before stays until then.
 
     Args:
-        accelerator: of one process or several, without FSDP, DeepSpeed, Megatron-LM and XLA.
-        output_dir: the directory. None with automatic_checkpoint_naming, which gives it the name
-            `checkpoints/checkpoint_N` in the project's directory and keeps as many as total_limit.
-        safe_serialization: models as safetensors (without those names of shared tensors that
-            Accelerate drops), or as torch zips.
-        fence: "call": returns when everything was copied. "step": at once; the next optimizer step
-            waits until it was.
-        on_error: what it means that a save failed, whose directory is as it was before. "raise": an
-            error is raised by this call, by result(), or else by the next save. "warn": it is
-            logged.
-        backend, staging_bytes: as fastckpt.save's, for what is written in the background.
-        durable: sync to the device before the checkpoint counts.
+        accelerator: an Accelerator without FSDP, DeepSpeed, Megatron-LM and XLA.
+        output_dir: the directory. None with automatic_checkpoint_naming, which names it
+            `checkpoints/checkpoint_N` in the project's directory and keeps the last total_limit.
+        safe_serialization: True: models are saved as safetensors (where Accelerate keeps one name
+            of each shared tensor). False: as torch zips.
+        fence: "call": returns when everything is copied. "step": returns at once, and the next
+            optimizer step waits for the copies.
+        on_error: a failed save leaves the directory as it was. "raise": the error is raised by this
+            call, by result(), or else by the next save. "warn": it is logged.
+        backend, durable, staging_bytes: as fastckpt.save's.
         timeout_s: the longest that processes wait for each other, in seconds.
 
     Returns:
         A SaveHandle; result() returns its SaveStats when the directory is committed.
 
     Raises:
-        ValueError: an accelerator of another kind; save_on_each_node with several processes; no
-            output_dir, or, with automatic naming, one that exists; an option that cannot be.
-        CheckpointError: with on_error="raise", of an earlier save whose failure nobody asked for.
+        ValueError: the accelerator is of another kind, or saves on each node with several
+            processes; output_dir is missing, or the automatic one exists; an option is refused.
+        CheckpointError: with on_error="raise", an earlier save failed, and nobody asked for why.
     """
     _refuse_others(accelerator)
     project = accelerator.project_configuration
@@ -126,21 +123,21 @@ def load_state(
     timeout_s: float = TIMEOUT_S,
     **arguments: Any,
 ) -> None:
-    """accelerator.load_state(), once the directory was read as a whole and found undamaged.
+    """Verifies the whole directory, then calls accelerator.load_state(). Every process calls this.
 
-    Waits for saves of this process to it. Every process calls this. As Accelerate does, it lets
-    objects registered for checkpointing be unpickled, which may run code from the file.
+    Waits for saves of this process to the directory. Accelerate unpickles objects registered for
+    checkpointing, which may run code from the file.
 
     Args:
         accelerator: as save_state's.
-        input_dir: the directory. None with automatic_checkpoint_naming: the newest that is not
-            damaged, with a warning for each that is newer.
+        input_dir: the directory. None with automatic_checkpoint_naming: the newest undamaged one,
+            with a warning for each newer one that is damaged.
         timeout_s: the longest that processes wait for each other, in seconds.
-        arguments: others of accelerator.load_state.
+        arguments: further arguments of accelerator.load_state.
 
     Raises:
         CorruptCheckpoint: it is damaged, or all are. PeerFailed: another process found that.
-        ValueError, FileNotFoundError: as accelerator.load_state, if there is none.
+        ValueError, FileNotFoundError: as accelerator.load_state's, if there is no checkpoint.
     """
     _refuse_others(accelerator)
     given = None if input_dir is None else os.path.realpath(check_path("input_dir", input_dir))
@@ -171,27 +168,33 @@ def _refuse_others(accelerator: Accelerator) -> None:
 def _place(
     accelerator: Accelerator, output_dir: str | os.PathLike[str] | None
 ) -> tuple[str, str | None]:
-    """Returns where to, and where it is put together: not where Accelerate looks for the newest."""
+    """Returns the path of the directory to save, and where its draft lies; None: beside it."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
         if output_dir is None:
-            raise ValueError("output_dir is None, and the project has no automatic naming")
+            raise ValueError(
+                "output_dir is None, and the project has no automatic naming: give a directory"
+            )
         return check_path("output_dir", output_dir), None
     directory = _automatic(accelerator)
     path = os.path.join(directory, f"checkpoint_{project.iteration}")
     if os.path.exists(path):
-        raise ValueError(f"{path!r} exists: set project_configuration.iteration to go on from")
-    return path, os.path.dirname(directory)
+        raise ValueError(
+            f"{path!r} exists already: set project_configuration.iteration to the next free number"
+        )
+    return path, os.path.dirname(directory)  # not where Accelerate looks for the newest one
 
 
 def _automatic(accelerator: Accelerator) -> str:
     if not accelerator.project_configuration.automatic_checkpoint_naming:
-        raise ValueError("no directory was given, and the project has no automatic naming")
+        raise ValueError(
+            "input_dir is None, and the project has no automatic naming: give a directory"
+        )
     return os.path.realpath(os.path.join(accelerator.project_dir, "checkpoints"))
 
 
 def _numbered(directory: str) -> list[tuple[int, str]]:
-    """Checkpoints that were named automatically, the oldest first."""
+    """Returns the checkpoints named automatically, as (number, path), the oldest first."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
     matches = ((name, _NAME.match(name)) for name in names)
     return sorted(
@@ -213,7 +216,7 @@ def _into(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """accelerate.utils.save(), for a file in the draft."""
+    """Takes the place of accelerate.utils.save(): adds a file in the draft to the draft."""
     name = os.path.relpath(f, draft.directory)
     if name.startswith(os.pardir):
         by_itself(obj, f, save_on_each_node, safe_serialization)
