@@ -4,9 +4,9 @@
     trainer = AsyncTrainer(model=..., args=..., train_dataset=...)  # as Trainer
     trainer.train(resume_from_checkpoint=True)
 
-Responsible for what a Trainer does when it saves and resumes: the Trainer decides what a checkpoint
-holds, and is told where to put it. The directories are the stock Trainer's, which resumes from them
-without this module. It must not know how a directory is written or committed.
+Responsible for leading a Trainer's own save, which decides what a checkpoint holds, into a draft,
+and for verifying before it resumes. The stock Trainer resumes from the directories. It must not
+know how a directory is written or committed.
 """
 
 from __future__ import annotations
@@ -65,32 +65,29 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
     To extend another subclass of Trainer: `class Mine(AsyncTrainer, SFTTrainer): pass`.
 
     A checkpoint holds what the Trainer would write, in the same formats. It gets its name,
-    `checkpoint-N`, only once every file of every rank is durable; until then it is in a hidden
-    directory beside. `save_total_limit` removes older ones after that. `fastckpt.json` among the
-    files says what they were: they are verified before training resumes. A damaged checkpoint is
-    passed over for the one before, with a warning, for resume_from_checkpoint=True, and refused
-    where it was named.
+    `checkpoint-N`, once every file of every rank is durable; until then it is a hidden directory
+    beside. After that `save_total_limit` removes older ones. Before training resumes, the files are
+    verified by their list, `fastckpt.json`: resume_from_checkpoint=True passes over a damaged
+    checkpoint, with a warning, for the one before; a damaged one that was named is refused.
 
-    train() returns when all checkpoints are there. Callbacks' `on_save` is called when one was
-    begun: its directory is not there yet.
+    train() returns when all checkpoints are committed. Callbacks' `on_save` is called when a save
+    has begun, before its directory exists.
 
     Args:
         args, kwargs: as Trainer's.
-        fence: "call": training goes on when everything was copied. "step": at once; the next
-            optimizer step waits until it was.
-        on_error: what it means that a save failed, whose checkpoint is not there then. "raise":
-            training ends with that error, at the next save or at the end. "warn": it is logged.
-        backend, staging_bytes: as fastckpt.save's, for what is written in the background.
-        durable: sync to the device before a checkpoint counts.
-        verify: read a checkpoint as a whole before training resumes from it, or before the best one
-            is loaded at the end.
+        fence: "call": training goes on when everything is copied. "step": training goes on at once,
+            and the next optimizer step waits for the copies.
+        on_error: "raise": the error of a failed save ends training, at the next save or at the end.
+            "warn": it is logged, and that checkpoint is missing.
+        backend, durable, staging_bytes: as fastckpt.save's.
+        verify: whether a checkpoint is read as a whole before training resumes from it, or before
+            the best one is loaded at the end.
         timeout_s: the longest that ranks wait for each other, in seconds.
 
     Raises:
-        ValueError: a fence, on_error, backend or staging_bytes that cannot be; or what would have
-            files written in other ways: DeepSpeed, FSDP, models that transformers itself has
-            sharded, XLA, SageMaker, pushing checkpoints to the Hub, enable_jit_checkpoint,
-            save_on_each_node on several ranks.
+        ValueError: an option is refused; or files would be written in other ways: by DeepSpeed,
+            FSDP, XLA, SageMaker, models that transformers has sharded, pushing checkpoints to the
+            Hub, enable_jit_checkpoint, or save_on_each_node with several ranks.
     """
 
     def __init__(
@@ -109,7 +106,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         check_choice("on_error", on_error, ON_ERROR)
         WriteOptions(backend, durable, staging_bytes)  # refuses here what each save would refuse
         self._draft: Draft | None = None
-        self._saves: list[tuple[SaveHandle, str]] = []  # since the last wait, and where
+        self._saves: list[tuple[SaveHandle, str]] = []  # not yet waited for, and their paths
         self._saving: dict[str, Any] = {
             "fence": fence,
             "on_error": on_error,
@@ -140,7 +137,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
                 raise ValueError(f"{type(self).__name__} cannot save checkpoints with {what}")
 
     def wait_for_checkpoints(self) -> None:
-        """Waits until every checkpoint that was begun is there, and those it replaces are gone.
+        """Waits until every save has ended, and the checkpoints that it replaces are removed.
 
         Raises:
             CheckpointError: with on_error="raise", the first failure that was not raised before.
@@ -152,7 +149,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         unreported = [handle for handle, _ in failed if not handle.reported]
         for _handle, path in failed:
             if self.state.best_model_checkpoint == path:
-                log.warning("%r was the best checkpoint, but could not be saved: it is none", path)
+                log.warning("%r, the best checkpoint, could not be saved: there is none now", path)
                 self.state.best_model_checkpoint = None
         for handle in unreported[1:]:
             log.warning("another save failed too: %s", handle.exception(0))
@@ -165,13 +162,13 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As Trainer's; returns when all checkpoints are there.
+        """Trains as Trainer.train() does; returns when all checkpoints are committed.
 
         Raises:
-            CorruptCheckpoint: of the checkpoints to resume from none is whole.
+            CorruptCheckpoint: no checkpoint to resume from is whole.
             CheckpointError: with on_error="raise", a checkpoint could not be saved.
         """
-        self.wait_for_checkpoints()  # among them may be the one to resume from
+        self.wait_for_checkpoints()  # training may resume from one of them
         if resume_from_checkpoint and self._verify:
             resume_from_checkpoint = self._whole(resume_from_checkpoint)
         output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -179,7 +176,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         return output
 
     def _whole(self, resume_from: str | bool) -> str | bool:
-        """Returns what to resume from: verified, or for Trainer to complain about."""
+        """Returns the checkpoint to resume from, verified; if there is none, the argument."""
 
         def listed() -> list[str]:
             directory, candidates = self.args.output_dir, [str(resume_from)]
@@ -201,13 +198,13 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         def fill(draft: Draft) -> None:
             nonlocal best
             best_step = state.best_global_step
-            # Told of a best step, Trainer has all ranks meet to see whether its directory is there.
+            # Trainer would have all ranks meet at a barrier, to look for the best step's directory.
             self._draft, state.best_global_step = draft, None
             try:
                 super(AsyncTrainer, self)._save_checkpoint(model, trial)
             finally:
                 self._draft, state.best_global_step = None, best_step
-                if best_step == state.global_step:  # if it fails, wait_for_checkpoints() sees to it
+                if best_step == state.global_step:  # undone by wait_for_checkpoints() if it fails
                     best = state.best_model_checkpoint = path
             if best_step is not None and self.args.should_save:
                 state.save_to_json(os.path.join(draft.directory, TRAINER_STATE_NAME))
@@ -220,7 +217,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         self._saves.append((handle, path))
 
     def _get_output_dir(self, trial: Any) -> str:
-        # While a checkpoint is being saved, this is asked where to.
+        # While fill() runs, Trainer asks here for the directory to save to.
         directory: str = super()._get_output_dir(trial)
         return directory if self._draft is None else self._draft.root
 
@@ -231,7 +228,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         write = partial(_into, self._draft)
         with (
             replaced(modeling_utils, "safe_save_file", write),  # by save_pretrained()
-            replaced(safetensors.torch, "save_file", write),  # of a model that has none
+            replaced(safetensors.torch, "save_file", write),  # of a model without that
         ):
             super()._save(output_dir, state_dict)
 
@@ -243,7 +240,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             self._draft.add(self.lr_scheduler.state_dict(), SCHEDULER_NAME)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.wait_for_checkpoints()  # the best one is loaded, others are removed
+        self.wait_for_checkpoints()  # Trainer now loads the best one and removes others
         return super()._finalize_training(*args, **kwargs)
 
     def _load_best_model(self) -> None:
@@ -254,7 +251,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
                 return [best] if os.path.lexists(best) else []
 
             if newest_whole(listed, _group(), self._saving["timeout_s"]) is None:
-                raise CheckpointError(f"{best!r} is the best checkpoint, but it is not there")
+                raise CheckpointError(f"{best!r} is the best checkpoint, but it does not exist")
         super()._load_best_model()
 
 
@@ -264,14 +261,14 @@ def _group() -> Any:
 
 
 def _into(draft: Draft, by_itself: Any, tensors: Any, filename: Any, metadata: Any = None) -> None:
-    """safetensors.torch.save_file(), for a file in the draft."""
+    """Takes the place of safetensors' save_file(): adds a file in the draft to the draft."""
     name = os.path.relpath(filename, draft.directory)
     if name.startswith(os.pardir) or not draft.add_tensors(tensors, name, metadata or {}):
         by_itself(tensors, filename, metadata=metadata)
 
 
 def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:
-    """Removes what Trainer removes after a save; but no checkpoint is there by half meanwhile."""
+    """Removes what Trainer would remove after a save; each checkpoint vanishes as a whole."""
     if limit is None or limit <= 0:
         return
     checkpoints = [os.path.realpath(path) for path in sort_checkpoints(run_dir, use_mtime=True)]
