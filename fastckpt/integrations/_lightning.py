@@ -1,7 +1,7 @@
 """A Lightning CheckpointIO's work with files, for both packages that Lightning comes in.
 
-Responsible for saves in the background, for files being removed only once a newer one has committed
-and for errors being told. It must import neither package, nor know how a file is written.
+Responsible for saving in the background, for removing a file only once a newer one has committed,
+and for telling errors. It must import neither package, nor know how a file is written.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger("fastckpt")
 
 
 class BackgroundFiles:
-    """The methods of a CheckpointIO, to be put before the stock one among the bases.
+    """The methods of a CheckpointIO, put before the stock one among the bases of a class.
 
-    The stock one, `_stock`, does what concerns no file of this machine's file systems.
+    The stock one, `_stock`, loads and removes what lies on no file system (a URL).
     """
 
     _stock: ClassVar[Any]
@@ -60,8 +60,8 @@ class BackgroundFiles:
         self._is_saving = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings, for a copy or another process. What is being saved or removed here is left
-        to this one, to wait for and to tell of.
+        """Returns the settings alone: saves in flight stay with this object, which waits for them
+        and tells their errors.
         """
         return {name: value for name, value in vars(self).items() if name not in _OF_SAVES}
 
@@ -72,20 +72,20 @@ class BackgroundFiles:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Saves to a file; returns when everything was copied, or, if it has to, committed.
+        """Saves to a file; returns when everything is copied or, where it has to, committed.
 
         Raises:
-            CheckpointError: with on_error="raise", of an earlier save (this one was not begun), or
-                of this one, if its directory cannot be made; of this one, if it is waited for.
-            TypeError: there are storage_options. ValueError: path is no local one.
-            Exception: what torch.save raises for what cannot be pickled.
+            CheckpointError: with on_error="raise": an earlier save failed, and this one is not
+                begun; or this one's directory cannot be made, or it failed and was waited for.
+            TypeError: there are storage_options. ValueError: path is not on a file system.
+            Exception: whatever torch.save raises for an object that cannot be pickled.
         """
         if storage_options is not None:
-            raise TypeError(f"{type(self).__name__} takes no storage_options")
+            raise TypeError(f"{type(self).__name__} takes no storage_options, give None")
         local = _local(path)
         if local is None:
-            raise ValueError(f"{path!r} is not on a file system: fastckpt cannot save there")
-        if self._is_saving:  # a signal handler has come between: what it interrupts holds locks
+            raise ValueError(f"{path!r} is not on a file system: fastckpt saves to no URLs")
+        if self._is_saving:  # a signal handler calls this: the save it interrupts holds locks
             self._stock.save_checkpoint(self, checkpoint, path)
             return
         self._is_saving = True
@@ -138,7 +138,7 @@ class BackgroundFiles:
         """Loads what fastckpt, Lightning or torch saved; waits for a save to path in this process.
 
         Args:
-            path: a file, or what else Lightning loads from (a URL).
+            path: of a file, or a URL, from which Lightning itself loads.
             map_location, weights_only: as torch.load's.
 
         Raises:
@@ -150,9 +150,7 @@ class BackgroundFiles:
         return fastckpt.load(local, map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint, when the save that was begun last has committed (that to path
-        itself not counting); if that fails, when a later one has.
-        """
+        """Removes a checkpoint once the newest save to another path, or a later one, commits."""
         local = _local(path)
         if local is None:
             self._stock.remove_checkpoint(self, path)
@@ -188,7 +186,7 @@ class BackgroundFiles:
             newest.add_done_callback(remove_after_own)
 
     def teardown(self) -> None:
-        """Waits for all that is being saved and removed; Lightning calls it at the end of a fit.
+        """Waits for all saves and removals; Lightning calls it at the end of a fit.
 
         Raises:
             CheckpointError: with on_error="raise", the first failure that was not raised before.
@@ -212,10 +210,10 @@ _OF_SAVES = ("_handles", "_removals", "_kept", "_is_saving")
 
 
 class _Removal:
-    """A file that is to go: it is removed, or kept, by whoever claims it first.
+    """A file to be removed: whoever claims it first removes it, or keeps it.
 
     Attributes:
-        ended: set when it is decided and done.
+        ended: set when that is done.
     """
 
     def __init__(self) -> None:
@@ -223,8 +221,8 @@ class _Removal:
         self._claims = [None]
 
     def claim(self) -> bool:
-        """Whether the caller is the first."""
-        try:
+        """Returns whether the caller is the first to claim the file."""
+        try:  # pop() is atomic and takes no lock, which an interrupted thread might hold
             self._claims.pop()
         except IndexError:
             return False
@@ -239,7 +237,7 @@ class _Removal:
 
 
 def _local(path: str | os.PathLike[str]) -> str | None:
-    """The path in a file system, absolute; None if it is elsewhere."""
+    """Returns the absolute path in a file system; None: it is a URL of something else."""
     text = os.fspath(path)
     scheme, separator, rest = text.partition("://")
     if separator and scheme not in ("file", "local"):
@@ -248,13 +246,13 @@ def _local(path: str | os.PathLike[str]) -> str | None:
 
 
 def _is_settled(handle: SaveHandle) -> bool:
-    """Whether nothing is left to tell of a save."""
+    """Whether a save is done, and has no error that is still to be raised."""
     return handle.done() and (handle.reported or handle.failure() is None)
 
 
 def _has_links(directory: str) -> bool:
-    """Whether a symbolic link names a file beside it, as ModelCheckpoint(save_last="link") makes
-    one right after the call: what it will name has to be there.
+    """Whether a symbolic link names a file beside it: ModelCheckpoint(save_last="link") makes one
+    right after the save, whose file has to exist by then.
     """
     with os.scandir(directory) as entries:
         links = [entry.path for entry in entries if entry.is_symlink()]
@@ -262,9 +260,7 @@ def _has_links(directory: str) -> bool:
 
 
 def _unlink_softly(path: str) -> None:
-    """Puts a file in place of a symbolic link to it, by a second name: a save would go through the
-    link, and replace another checkpoint.
-    """
+    """Replaces a symbolic link by a hard one: a save through it would replace what it names."""
     if os.path.islink(path):
         storage = pipeline.current().storage
         spare = temporary_path(path)  # which the next save removes, should this process end here
@@ -273,4 +269,4 @@ def _unlink_softly(path: str) -> None:
             storage.rename(spare, path)
         except OSError:
             with suppress(FileNotFoundError):
-                storage.remove(path)  # it names nothing, or what can have one name only
+                storage.remove(path)  # it names nothing, or a file that can have one name only

@@ -1,7 +1,6 @@
 """Lightning's checkpoints through fastckpt: `Trainer(plugins=[FastckptCheckpointIO()])`.
 
-Responsible for the class that the package `lightning` accepts. It must not know what that does with
-files.
+Responsible for the class that the package `lightning` accepts; _lightning.py has its methods.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
 class FastckptCheckpointIO(BackgroundFiles, TorchCheckpointIO):  # type: ignore[misc]
     """Saves the checkpoints of a Trainer or a Fabric in the background, atomically and durably.
 
-    It concerns strategies that save one file (one device, DDP): sharded checkpoints of Lightning's
-    FSDP and ModelParallel strategies, and all of its DeepSpeed strategy, go past it. The files are
-    what Lightning and torch.load read. A file that ModelCheckpoint removes stays until a newer one
-    has committed; fit() ends when all are there.
+    It serves strategies that save one file (one device, DDP); sharded checkpoints of the FSDP and
+    ModelParallel strategies, and all of the DeepSpeed strategy, are still written by Lightning. The
+    files are those that Lightning and torch.load read. A file that ModelCheckpoint removes stays
+    until a newer one has committed; fit() returns when all saves have ended.
 
     Args:
-        asynchronous: a save returns when everything was copied. False: when the file is durable and
-            committed. Saves to a directory in which a symbolic link names a file beside it
-            (ModelCheckpoint with save_last="link") and those of SLURM's requeueing always do that.
+        asynchronous: True: a save returns when everything is copied. False: when the file is
+            committed; as saves always do for SLURM's requeueing, and in a directory where a
+            symbolic link names a file beside it (ModelCheckpoint with save_last="link").
         on_error: every failed save is logged. "raise": the next save, or the end of fit(), raises
-            the error. "warn": training goes on. In a directory with links a failure is raised in
-            any case, since Lightning would put a link to the file that is missing.
+            the error. "warn": training goes on; but in a directory with such links the error is
+            raised, since Lightning would make a link to the missing file.
         backend, durable, staging, staging_bytes: as fastckpt.save's.
 
     Raises:
-        ValueError, TypeError: an unknown on_error; an option that fastckpt.save refuses.
+        ValueError, TypeError: on_error is unknown, or fastckpt.save refuses an option.
     """
 
     _stock = TorchCheckpointIO

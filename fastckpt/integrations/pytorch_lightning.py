@@ -1,7 +1,6 @@
 """The CheckpointIO of fastckpt.integrations.lightning, for the package `pytorch_lightning`.
 
-Responsible for the class that this package accepts, whose classes are others than those of
-`lightning`. It must not know what that does with files.
+Responsible for the class that this package accepts: its base class is another than `lightning`'s.
 """
 
 from __future__ import annotations
@@ -15,6 +14,6 @@ from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
 
 
 class FastckptCheckpointIO(BackgroundFiles, TorchCheckpointIO):  # type: ignore[misc]
-    """For pytorch_lightning.Trainer(plugins=[...]): see fastckpt.integrations.lightning."""
+    """Saves for pytorch_lightning.Trainer(plugins=[...]), as fastckpt.integrations.lightning's."""
 
     _stock = TorchCheckpointIO
