@@ -1,7 +1,7 @@
 """Frameworks that save through fastckpt, one module for each; this one imports none of them.
 
-Responsible for telling which versions of a framework a module is made for. It must not know what
-the modules do, nor be known to the core.
+Responsible for refusing versions of a framework that a module was not made for. It must not know
+what the modules do, nor be known to the core.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 
 def require(package: str, at_least: str, below: str, module: str) -> str:
-    """The installed version of a framework, if it is one that a module was made for.
+    """Returns the installed version of a framework.
 
     Args:
         package: the distribution's name, as pip has it.
@@ -20,7 +20,7 @@ def require(package: str, at_least: str, below: str, module: str) -> str:
         module: who asks, for the message: "fastckpt.integrations.lightning".
 
     Raises:
-        ImportError: it is missing, too old or too new.
+        ImportError: the framework is missing, too old or too new.
     """
     supported = f"{module} needs {package} >= {at_least}, < {below}"
     try:

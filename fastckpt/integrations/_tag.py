@@ -1,8 +1,7 @@
 """A tag: files of all ranks that take their names together, and the file that names the latest.
 
-Responsible for the order in which one rank's files become durable and visible beside those of the
-others, and for nothing being replaced by a save that fails or is killed. It must not know whose
-files they are, nor how one is written.
+Responsible for the order in which the ranks' files become durable and visible, so that a save that
+fails or is killed replaces nothing. It must not know whose files they are, nor how one is written.
 """
 
 from __future__ import annotations
@@ -40,33 +39,31 @@ log = logging.getLogger("fastckpt")
 
 
 class _File(NamedTuple):
-    """What is saved under the path of its handle, and where it belongs: its name in the tag, too,
-    if it is in the draft.
-    """
+    """A file that is being saved under a hidden name, the path of its handle."""
 
     handle: SaveHandle
-    path: str
-    name: str
+    path: str  # where it belongs
+    name: str  # in the tag; "" if it is not in the draft
 
 
 class Tag:
     """The files of one tag that this rank saves, and their commit with those of the others.
 
-    All ranks save into one hidden directory, the tag's draft. When all files are durable the first
-    rank exchanges it with the tag's directory, at once, so a save that fails, or a job that is
-    killed at whatever moment, leaves what the tag had before; then the first rank writes `latest`.
-    Where ranks do not see each other's files (a directory on each node's own disk), or files cannot
-    be linked, each rank renames its own.
+    All ranks save into one hidden directory, the tag's draft. When all files are durable, the first
+    rank exchanges the draft with the tag's directory in one act, then writes `latest`: a save that
+    fails, or a job killed at any moment, leaves what the tag had before. Where ranks do not see
+    each other's files (each node has a disk of its own), or files cannot be linked, each rank
+    renames its own.
 
     Args:
-        directory: where `latest` is. The tag's own directory is in it.
+        directory: the parent of the tag's directory; `latest` is in it.
         name: of the tag.
         agreement: the round of this tag.
-        is_latest: whether `latest` is to name it.
+        is_latest: whether `latest` is to name the tag.
         options: fastckpt.save's.
 
     Attributes:
-        handle: of the tag as a whole; its path is the tag's directory.
+        handle: the SaveHandle of the whole tag; its path is the tag's directory.
     """
 
     def __init__(
@@ -79,23 +76,23 @@ class Tag:
         self._latest = name if is_latest else None
         self._files: list[_File] = []
         self._error: BaseException | None = None
-        self._gone: Latch | None = None  # what is done in the background
-        self._lock: int | None = None  # on the draft: this process is alive
-        self._unneeded: list[str] = []  # directories that hold nothing any more, when it is over
-        # Where the tag's directory goes on file systems that cannot exchange two.
+        self._gone: Latch | None = None  # set at the end of the work in the background
+        self._lock: int | None = None  # on the draft: tells that this process is alive
+        self._unneeded: list[str] = []  # directories to remove in the end
+        # The tag's directory goes here on file systems that cannot exchange two directories.
         self._replaced = temporary_path(self.handle.path)
         self._draft = temporary_path(self.handle.path)
         with self.keeping():
             self._make_draft()
 
     def _make_draft(self) -> None:
-        """Makes the draft, under the name that the first rank gives it."""
+        """Makes the draft, under a name that the first rank chooses."""
         storage, agreement = pipeline.current().storage, self._agreement
         above = os.path.dirname(self.handle.path)
         if agreement.rank != 0:
             self._draft = os.path.join(above, os.fsdecode(agreement.get("draft")))
             with reported("make directory", self._draft):
-                storage.make_directories(self._draft)  # where it has a disk of its own
+                storage.make_directories(self._draft)  # it is new if this node has its own disk
             return
         try:
             with reported("make directory", self._draft):
@@ -109,7 +106,7 @@ class Tag:
         agreement.put("draft", os.fsencode(os.path.basename(self._draft)))
 
     def save(self, obj: Any, path: str) -> None:
-        """Begins to save a file; an error is kept."""
+        """Begins to save a file. Keeps an error; after one, does nothing."""
         if self._error is not None:
             return
         with self.keeping():
@@ -126,8 +123,8 @@ class Tag:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """An error of the body is the tag's. Raised on this rank alone, it would leave the others
-        where they wait for it.
+        """Keeps an error of the body as the tag's: raised on this rank alone, it would leave the
+        others waiting for it.
         """
         try:
             yield
@@ -135,12 +132,12 @@ class Tag:
             self._error = self._error or error
 
     def raise_mistake(self) -> None:
-        """Raises an error that is the caller's, as torch.save would: what cannot be pickled."""
+        """Raises an error that is the caller's, as torch.save does: an object is not picklable."""
         if self._error is not None and not isinstance(self._error, CheckpointError | OSError):
             raise self._error
 
     def conclude(self, error: BaseException | None) -> None:
-        """Commits in the background. With an error, which the caller knows, fails everywhere."""
+        """Begins the commit in the background; with an error, the failure on all ranks."""
         self._error = self._error or error
         self.handle.mark_staged()
         self.handle.stats.stall_s = self.handle.elapsed_s()
@@ -149,11 +146,11 @@ class Tag:
         begun = Latch()
         if not start_thread(partial(self._run, begun), name):  # the interpreter is exiting, say
             self._run(begun)
-        # The interpreter waits, as it ends, for threads that have begun, and for no others.
+        # As it ends, the interpreter waits for threads that have begun, and for no others.
         begun.wait()
 
     def join(self) -> None:
-        """Waits until nothing is left to do."""
+        """Waits until all work in the background has ended."""
         if self._gone is not None:
             self._gone.wait()
 
@@ -164,8 +161,8 @@ class Tag:
                 self._commit()
             except BaseException as error:
                 self._agreement.fail(error)
-                # If it is visible, the draft holds what had the names before, for a crash may bring
-                # them back. What was renamed and did not get its name back has no other one.
+                # If the tag is visible, the draft holds what had the names before, and stays: a
+                # crash may undo the names. What is in `_replaced` has no other name: it stays, too.
                 if not is_visible(error):
                     self._unneeded = [self._draft]
                     self._discard()
@@ -192,7 +189,7 @@ class Tag:
             for file in self._files:
                 file.handle.result()
         except CheckpointError:
-            agreement.check()  # if the tag has failed meanwhile, that is why
+            agreement.check()  # if another rank's failure ended the round, that is the cause
             raise
         stats, files = self.handle.stats, [file.handle.stats for file in self._files]
         stats.written_s = self.handle.elapsed_s()
@@ -224,13 +221,14 @@ class Tag:
             agreement.conclude(b"", publish_all)
 
     def _complete_draft(self, names: set[str]) -> bool:
-        """On the first rank, when all ranks' files are durable: puts into the draft what else the
-        tag has. False if the draft, which lacks files of these names, cannot take its place.
+        """Links the other files of the tag into the draft, on the first rank, when all ranks' files
+        are durable. Returns False if the draft cannot take the tag's place: it lacks one of these
+        names, which other nodes then have on disks of their own, or files cannot be linked.
         """
         storage, path, draft = pipeline.current().storage, self.handle.path, self._draft
         if not names or any(storage.status(os.path.join(draft, name)) is None for name in names):
             return False
-        assert self._lock is not None, "the first rank has made it"
+        assert self._lock is not None, "the first rank has locked the draft"
         before = storage.status(path)
         if before is not None:
             try:
@@ -247,7 +245,7 @@ class Tag:
     def _name_draft(self) -> None:
         """Gives the draft the tag's name, when no rank can fail any more."""
         storage, path = pipeline.current().storage, self.handle.path
-        assert self._lock is not None, "the first rank has made it"
+        assert self._lock is not None, "the first rank has locked the draft"
         with reported("rename", path):
             publish_directory(storage, self._draft, path, self._replaced, self._lock)
 
@@ -255,10 +253,12 @@ class Tag:
         publish(pipeline.current().storage, name, path, self._durable)
 
     def _above(self) -> list[str]:
-        """Directories that the tag's name may be new in, or one that leads there, from below."""
+        """Returns directories in which the tag's name, or one that leads to it, may be new."""
         above, top = os.path.dirname(self.handle.path), os.path.dirname(self._directory)
         found: list[str] = []
-        while self._durable and os.access(above, os.R_OK):  # else it was not made by this job
+        while self._durable and os.access(
+            above, os.R_OK
+        ):  # what it cannot read, this job has not made
             found.append(above)
             if above in (top, os.sep):
                 break
@@ -266,7 +266,7 @@ class Tag:
         return found
 
     def _write_latest(self) -> None:
-        """Makes `latest` name the tag, atomically; what it names is durable by its name, too."""
+        """Makes `latest` name the tag, atomically, after the tag's own name is durable."""
         if self._latest is None:
             return
         storage = pipeline.current().storage
@@ -278,28 +278,28 @@ class Tag:
             self._publish(name, path)
 
     def _discard(self) -> None:
-        """Removes what has no name yet; the errors of files are this tag's error."""
+        """Removes files that have no name yet."""
         storage = pipeline.current().storage
         for file in self._files:
             if file.handle.exception() is None:
-                with suppress(OSError):  # has its name already, or went with the draft
+                with suppress(OSError):  # it has its name already, or lay in the draft
                     storage.remove(file.handle.path)
 
     def _clear(self) -> None:
-        """Removes the draft, which holds what it replaced by now, or what nobody wants."""
+        """Removes the draft, which by now holds what it replaced, or files of a failed save."""
         storage = pipeline.current().storage
         if self._lock is None:
-            with suppress(OSError):  # it is the first rank's to do, or of another node
+            with suppress(OSError):  # not empty, or gone: the first rank removes it
                 storage.remove_directory(self._draft)
             return
         for directory in self._unneeded:
-            with suppress(OSError):  # other ranks may be removing theirs: what stays is debris
+            with suppress(OSError):  # other ranks may remove theirs too: what stays is debris
                 storage.remove_tree(directory)
         close_quietly(storage, self._lock)
 
 
 def _link(storage: Storage, source: str, target: str) -> None:
-    """Gives what a directory holds names in another one too, but for what is there, or hidden."""
+    """Links the files below one directory into another, but for hidden and existing names."""
     for name in storage.names(source):
         old, new = os.path.join(source, name), os.path.join(target, name)
         if storage.is_directory(old):

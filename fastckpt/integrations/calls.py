@@ -1,7 +1,6 @@
 """Functions of a framework that write files, replaced for the calls of one thread.
 
-Responsible for a replacement that ends with a block and that other threads never see. It must not
-know what is replaced.
+Responsible for a replacement that ends with a block and that other threads never see.
 """
 
 from __future__ import annotations
@@ -16,17 +15,13 @@ _lock = threading.RLock()  # two blocks that overlap would put back what the oth
 
 @contextmanager
 def replaced(module: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
-    """While the body runs, what this thread calls by module.name is replaced.
+    """Replaces module.name for the calls of this thread while the body runs.
 
-    Frameworks have no place to say who writes a file: a function that they import by name is one.
+    Frameworks have no other place to say who writes a file.
 
     Args:
-        module: which has it.
-        name: of a function.
-        by: gets the function that was replaced, then the arguments of the call.
-
-    Raises:
-        AttributeError: the module has nothing of that name.
+        module, name: the function to replace.
+        by: called with the function that it replaces, then the arguments of the call.
     """
     caller = threading.get_ident()
 
