@@ -256,9 +256,7 @@ class Tag:
         """Returns directories in which the tag's name, or one that leads to it, may be new."""
         above, top = os.path.dirname(self.handle.path), os.path.dirname(self._directory)
         found: list[str] = []
-        while self._durable and os.access(
-            above, os.R_OK
-        ):  # what it cannot read, this job has not made
+        while self._durable and os.access(above, os.R_OK):  # no job made what it cannot read
             found.append(above)
             if above in (top, os.sep):
                 break
