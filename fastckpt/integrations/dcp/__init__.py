@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint on fastckpt's engine: save and async_save, and the Writer and Reader
 that torch's own save, async_save and load take.
 
-Responsible for DCP's signatures and contracts, and for taking a state apart by its planners. It
-must not know the bytes of the files, how a block moves, or how ranks talk.
+Responsible for DCP's signatures and contracts, and for planning a save by DCP's planners. It must
+not know the bytes of the files, how a block moves, or how ranks talk.
 """
 
 from __future__ import annotations
@@ -48,26 +48,22 @@ log = logging.getLogger("fastckpt")
 
 
 class Saving(SaveHandle):
-    """A checkpoint on its way: a Future of its Metadata, as torch's async_save returns one.
+    """A fastckpt.SaveHandle that is a Future of the Metadata, as torch's async_save returns one.
 
-    It is done, and its callbacks run (on a thread of fastckpt), as soon as the checkpoint was
-    committed or failed, whatever the process does meanwhile. Attributes and methods are those of
-    fastckpt.SaveHandle: stats, wait_staged(), ...
+    Its callbacks run, on a thread of fastckpt, as soon as the checkpoint has committed or failed.
     """
 
     metadata: Metadata | None = None
     _file = ""
 
     def result(self, timeout: float | None = None) -> Metadata | None:  # type: ignore[override]
-        """Waits for the commit.
+        """Waits for the commit, `timeout` seconds at most, and returns the Metadata.
 
-        Returns:
-            The Metadata, which on other ranks than the first is read from the checkpoint then;
-                None there if the checkpoint was removed or replaced meanwhile, or holds what a
-                Reader refuses.
+        On other ranks than the first it is read from the checkpoint, and is None if that was
+        removed or replaced meanwhile, or holds what a Reader refuses.
 
         Raises:
-            CheckpointError: the checkpoint was not committed. TimeoutError.
+            CheckpointError: the checkpoint was not committed. TimeoutError: not within `timeout`.
         """
         super().result(timeout)
         if self.metadata is None:
@@ -83,7 +79,7 @@ class Saving(SaveHandle):
 
 
 class _Staged(Outcome[None]):
-    """A future that is over when the state may change: AsyncSaveResponse's staging_completion."""
+    """A future that is done when the state may change: AsyncSaveResponse's staging_completion."""
 
     def __init__(self, handle: SaveHandle) -> None:
         super().__init__()
@@ -98,12 +94,12 @@ class _Staged(Outcome[None]):
 
 
 class _Shared:
-    """A process keeps here what it shares with the ranks of one group."""
+    """Things that a process keeps from one save of a group of ranks to the next."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
         self.plans = dcp_plans.Plans()
-        self.failed: SaveHandle | None = None  # the last one that nobody is to be told of again
+        self.failed: SaveHandle | None = None  # the last with "warn", to be logged again
 
 
 _shared = PerGroup("dcp", _Shared)
@@ -128,33 +124,32 @@ def async_save(
     """Saves a state as torch.distributed.checkpoint.async_save does, with fastckpt's staging and in
     one pass from the tensors to the file.
 
-    Ranks agree over the job's store: no collective runs, on no process group. The plans of all
-    ranks are exchanged only when one of them has changed. When every rank has written, the first
-    one commits, in the background: no rank has to come back for it.
+    Ranks agree over the job's store: no collective runs on any process group. Plans are exchanged
+    only when one of them has changed. When every rank has written, the first one commits, in the
+    background: no rank has to call anything for it.
 
     Args:
         state_dict, checkpoint_id, planner, process_group, no_dist, use_collectives: as torch's.
         storage_writer: a Writer; default: Writer(checkpoint_id, durable=durable).
-        async_checkpointer_type: not used: there is no other process, and threads of fastckpt need
-            no GIL.
-        async_stager: not used. Where one is given that stages asynchronously, the result is an
+        async_checkpointer_type: not used: fastckpt's threads need neither a process nor the GIL.
+        async_stager: not used, but with one that stages asynchronously the result is an
             AsyncSaveResponse, as torch's is.
-        fence: "call": the state may change when this returns. "step": this returns before all was
+        fence: "call": the state may change when this returns. "step": this returns before all is
             copied, and the next step() of any torch optimizer waits (see fastckpt.save).
         durable: as fastckpt.save's.
         on_error: "raise": a failure that nobody asked for by result() or exception() is raised by
             the next save. "warn": it is logged when it happens and at the next save, and a
-            CheckpointError met within this call becomes the result's. The checkpoint before stays.
-        timeout_s: the longest that ranks wait for each other.
+            CheckpointError met within this call is the result's. The checkpoint before stays.
+        timeout_s: the longest that ranks wait for each other, in seconds.
 
     Returns:
         A Saving: a Future whose result is the Metadata.
 
     Raises:
-        CheckpointError: of an earlier save, or another rank failed to plan (PeerFailed).
-        Exception: what the planner raises.
-        TypeError, ValueError: a writer of another kind; an argument that is unknown; neither
-            storage_writer nor checkpoint_id.
+        CheckpointError: an earlier save failed, or another rank failed to plan (PeerFailed).
+        Exception: whatever the planner raises.
+        TypeError, ValueError: storage_writer is of another kind, or is missing as is checkpoint_id;
+            another argument is unknown.
     """
     started = time.perf_counter()
     check_choice("fence", fence, FENCES)
@@ -209,7 +204,7 @@ def save(
     durable: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> Metadata | None:
-    """Saves as torch.distributed.checkpoint.save does: async_save(...).result(), which see."""
+    """Saves as torch.distributed.checkpoint.save does; the same as async_save(...).result()."""
     saving = async_save(
         state_dict,
         checkpoint_id=checkpoint_id,
@@ -233,7 +228,7 @@ def _writer(storage_writer: Any, checkpoint_id: Any, durable: bool) -> Writer:
     if not isinstance(storage_writer, Writer):
         raise TypeError(
             f"storage_writer is a {type(storage_writer).__name__}, must be a "
-            f"{__name__}.Writer: others are for torch.distributed.checkpoint.async_save"
+            f"{__name__}.Writer: give others to torch.distributed.checkpoint.async_save"
         )
     if checkpoint_id is None:
         checkpoint_id = storage_writer.path
@@ -244,7 +239,7 @@ def _writer(storage_writer: Any, checkpoint_id: Any, durable: bool) -> Writer:
 
 
 def _group(process_group: Any, no_dist: bool) -> tuple[Any, int]:
-    """The group that saves together, None for this process alone, and the rank in it."""
+    """Returns the group that saves together, None for this process alone, and the rank in it."""
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return None, 0
     group = dist.group.WORLD if process_group is None else process_group
@@ -259,7 +254,7 @@ def _planned(
     state: dict[str, Any],
     is_coordinator: bool,
 ) -> tuple[SavePlan, Metadata | None]:
-    """Returns what this rank writes, and on the first one the metadata."""
+    """Returns this rank's part of the plan, and on the first rank the metadata."""
     settings = dcp_plans.settings_of(planner)
     dcp_plans.set_up(planner, state, writer.storage_meta(), is_coordinator)
     local = writer.prepare_local_plan(planner.create_local_plan())
@@ -273,7 +268,7 @@ def _planned(
 
 
 class _Conclusion:
-    """The commit of what all ranks have written."""
+    """The commit by async_save(): results of all ranks come to the first one in their records."""
 
     def __init__(
         self,
@@ -291,7 +286,7 @@ class _Conclusion:
         return dcp_plans.put(self._agreement, "done", results_of(self._plan, name, places))
 
     def publish(self, place: ItemsPlace, records: list[bytes]) -> None:
-        metadata = copy.copy(self._metadata)  # planned once for many saves
+        metadata = copy.copy(self._metadata)  # kept as it is: it may serve later saves too
         assert metadata is not None
         results = [
             dcp_plans.get(self._agreement, "done", rank, record)

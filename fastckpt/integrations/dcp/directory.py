@@ -1,7 +1,6 @@
-"""The directory of a DCP checkpoint, as its readers and writers are told it.
+"""The directory of a DCP checkpoint, and the methods that StorageReader and StorageWriter share.
 
-Responsible for what torch's StorageReader and StorageWriter both say of it. It must not know what
-lies in it.
+Responsible for which directory it is. It must not know what lies in it.
 """
 
 from __future__ import annotations
@@ -14,17 +13,12 @@ from fastckpt.arguments.checks import check_path
 
 
 class Directory:
-    """A reader or writer of the checkpoint in one directory, which each reset() may change.
+    """A reader or writer of the checkpoint in one directory, which each reset() may change."""
 
-    Attributes:
-        path: of the directory, absolute.
-    """
-
-    path: str
+    path: str  # absolute
 
     @property
     def checkpoint_id(self) -> str:
-        """The checkpoint's directory."""
         return self.path
 
     @classmethod

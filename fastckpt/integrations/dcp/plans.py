@@ -1,7 +1,7 @@
-"""Plans of torch.distributed.checkpoint made by several ranks over the job's store, no collectives.
+"""Plans of torch.distributed.checkpoint, made by several ranks over the job's store.
 
-Responsible for exchanging local plans for central ones, and for not doing so when nothing changed
-since an earlier save. It must not know what is planned for, nor how it is written.
+Responsible for exchanging local plans for central ones, unless nothing has changed since an earlier
+save. It must not know what is planned for, nor how it is written.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ _ASK = b"?"  # rank 0 needs every plan
 
 
 def put(agreement: Round, key: str, value: object) -> bytes:
-    """Leaves what a value is made of for others, but for the first record, which is returned: the
-    caller puts it under key.
-    """
+    """Puts a value for other ranks; returns its first record, which the caller puts under key."""
     content = zlib.compress(pickle.dumps(value), 1)
     parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
     for number, part in enumerate(parts[1:], 1):
@@ -37,7 +35,7 @@ def put(agreement: Round, key: str, value: object) -> bytes:
 
 
 def get(agreement: Round, key: str, rank: int, first: bytes) -> Any:
-    """The value whose first record under key this is, of another rank of this job."""
+    """Returns the value that a rank of this job has put under key; `first` is its first record."""
     count = int.from_bytes(first[:4], "little")
     others = [agreement.get(f"{key}.{number}", rank) for number in range(1, count)]
     return pickle.loads(zlib.decompress(b"".join((first[4:], *others))))
@@ -45,9 +43,9 @@ def get(agreement: Round, key: str, rank: int, first: bytes) -> Any:
 
 @dataclass
 class _Known:
-    """The outcome of one planning: the same id on every rank."""
+    """The outcome of one planning."""
 
-    identity: str
+    identity: str  # the same on every rank
     settings: object  # of the planner
     local: SavePlan
     central: SavePlan
@@ -68,12 +66,13 @@ class Plans:
         local: SavePlan,
         plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
     ) -> tuple[SavePlan, Metadata | None]:
-        """This rank's part of the central plan, and on rank 0 the metadata. All ranks call it.
+        """Returns this rank's part of the central plan, and on rank 0 the metadata. All ranks call
+        it: an earlier planning that fits the local plans of all is used again.
 
         Args:
             settings: of the planner: plans made with other settings are not used again.
             local: this rank's plan.
-            plan_all: called on rank 0 with the plans of all ranks, if any of them changed.
+            plan_all: called on rank 0, with the plans of all ranks, if any of them has changed.
 
         Raises:
             PeerFailed: another rank failed or is missing. Whatever plan_all raises.
@@ -110,7 +109,7 @@ class Plans:
         identities: list[str],
         plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
     ) -> str:
-        """On rank 0: the identity of what is used, having told the others."""
+        """On rank 0: chooses a plan, tells the others, and returns its identity."""
         records = agreement.gather("plan")
         offers = [json.loads(record[1:]) for record in records if record.startswith(b"=")]
         if len(offers) == len(records):
@@ -151,14 +150,14 @@ def _equal(known: _Known, settings: object, local: SavePlan) -> bool:
 
 
 def settings_of(planner: SavePlanner) -> object:
-    """Returns what tells a planner, before it was set up, from others of its class."""
+    """Returns the class and plain members of a planner that is not set up yet."""
     plain = (bool, int, float, str, bytes, type(None))
     members = getattr(planner, "__dict__", {}).items()
     return type(planner), {name: value for name, value in members if isinstance(value, plain)}
 
 
 def set_up(planner: SavePlanner, state: Any, storage_meta: Any, is_coordinator: bool) -> None:
-    """Calls set_up_planner, which planners of before torch 2.3 have without storage_meta."""
+    """Calls set_up_planner, which in planners older than torch 2.3 takes no storage_meta."""
     if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
         planner.set_up_planner(
             state_dict=state, storage_meta=storage_meta, is_coordinator=is_coordinator
