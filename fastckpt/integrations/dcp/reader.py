@@ -1,6 +1,6 @@
 """Reading checkpoints of torch.distributed.checkpoint, fastckpt's and torch's: the StorageReader.
 
-Responsible for turning the items of a load plan into reads of files, and for handing what they hold
+Responsible for turning the items of a load plan into reads of files, and for handing their contents
 to the planner. It must not know the bytes of the files.
 """
 
@@ -37,31 +37,30 @@ _streams_lock = threading.Lock()
 
 
 class _Source(NamedTuple):
-    """A rank's plan says where it reads: what it said before, and of which save."""
+    """The storage_data of a rank's plan while it goes to the first rank."""
 
-    given: Any
-    save_id: str | None
+    given: Any  # the plan's own
+    save_id: str | None  # of the save that the rank is about to read
 
 
 class Reader(Directory, StorageReader):
     """Reads checkpoints of torch.distributed.checkpoint, whether fastckpt or torch wrote them: for
     torch's load().
 
-    Of each tensor only the blocks that hold what is wanted are read, in order of the file, many at
-    a time. In files of fastckpt every byte read is verified. torch's load() raises what goes wrong
-    as CheckpointException on all ranks, with our error for the rank concerned. A directory that is
-    overwritten meanwhile is read as it was, or is such an error.
+    Only the blocks that hold wanted elements are read, in the order of the file, many at a time. In
+    files of fastckpt every byte read is verified. torch's load() raises an error as
+    CheckpointException on all ranks, with fastckpt's error for the rank concerned. A directory that
+    is overwritten meanwhile is either read as it was or such an error.
 
     Args:
         path: the checkpoint's directory.
-        _extension_registry: as that of torch's FileSystemReader, which reads what went through
-            extensions.
-        weights_only: `.metadata` may name the classes that it has to have, no others, and objects
-            have to be such as torch.load(weights_only=True) takes (torch.serialization.safe_globals
-            extends that), or io.BytesIO. False: unpickle what is there, which runs code that the
-            files name.
-        follow_links: whether a file of the checkpoint may be a symbolic link to one that lies
-            outside of its directory; the directory itself may be one in any case.
+        _extension_registry: as torch's FileSystemReader takes it, which reads items that went
+            through extensions.
+        weights_only: True: `.metadata` may name only the classes that it needs, and objects only
+            what torch.load(weights_only=True) takes (torch.serialization.safe_globals extends that)
+            and io.BytesIO. False: everything is unpickled, which runs code that the files name.
+        follow_links: whether a file of the checkpoint may be a symbolic link to one outside of its
+            directory; the directory itself may always be one.
     """
 
     def __init__(
@@ -82,19 +81,19 @@ class Reader(Directory, StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._go_to(checkpoint_id)
         self._metadata = None
-        self._failure: Exception | None = None  # of reading what commits the checkpoint of all
+        self._failure: Exception | None = None  # of reading `.metadata`, which all ranks share
         self._name = dcp_metadata.NAME
-        # What files were when they were first looked at, by path. A file of ours has a name that no
-        # other save gives, and checksums; those of others may be written anew in place.
+        # Versions of files when they were first looked at, by path. torch's files may be written
+        # anew in place; ours have names that no other save gives, and checksums.
         self._seen: dict[str, tuple[int, ...]] = {}
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What `.metadata` says, or that of one rank.
+        """Returns what `.metadata` says, or with `rank` that rank's own.
 
         Raises:
-            FileNotFoundError, CorruptCheckpoint, IncompatibleCheckpoint, pickle.UnpicklingError,
-                StorageError.
+            FileNotFoundError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError.
+            pickle.UnpicklingError: it needs weights_only=False.
         """
         rank = kwargs.get("rank")
         if rank is not None and self._failure is not None:
@@ -129,10 +128,10 @@ class Reader(Directory, StorageReader):
         return dataclasses.replace(plan, storage_data=_Source(plan.storage_data, self._save_id()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuses to read what some ranks found before it was overwritten, and others after.
+        """Checks that all ranks are about to read the same save.
 
         Raises:
-            CheckpointError: so it is; torch raises it on all ranks.
+            CheckpointError: they are not; torch raises it on all ranks.
         """
         sources = [plan.storage_data for plan in plans]
         found = {source.save_id for source in sources if isinstance(source, _Source)}
@@ -159,16 +158,14 @@ class Reader(Directory, StorageReader):
                 self._seen[path] = self._version(path)
 
     def _version(self, path: str) -> tuple[int, ...]:
-        """Marks of a file that change when it is written anew; none if there is no file."""
+        """Returns marks of a file that change when it is written anew; none if there is no file."""
         with reported("stat", path):
             status = pipeline.current().storage.status(path)
         return () if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
     @contextmanager
     def _told_if_overwritten(self) -> Iterator[None]:
-        """Around the reads of a plan: says so if the directory was overwritten meanwhile, and what
-        was read may be of two saves, or is gone.
-        """
+        """Raises if the directory was overwritten while the body read from it."""
         try:
             yield
         except (CorruptCheckpoint, AssertionError) as error:
@@ -176,7 +173,7 @@ class Reader(Directory, StorageReader):
             if self._seen.get(metadata) in (None, self._version(metadata)):
                 raise
             raise self._overwritten() from error
-        if self._seen.keys() - {self._path(self._name)}:  # else a save's own files were read
+        if self._seen.keys() - {self._path(self._name)}:  # else no file read can be overwritten
             for path, version in self._seen.items():
                 if version != self._version(path):
                     raise self._overwritten()
@@ -188,12 +185,12 @@ class Reader(Directory, StorageReader):
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Reads what a plan asks for; it has been read when this returns.
+        """Reads what a plan asks for, before it returns.
 
         Raises:
             CorruptCheckpoint: naming the file, and the tensors or objects that are damaged.
             CheckpointError: the directory was overwritten meanwhile.
-            pickle.UnpicklingError: weights_only, and an object needs more.
+            pickle.UnpicklingError: an object needs weights_only=False.
             StorageError, DeviceError, IncompatibleCheckpoint.
         """
         with self._told_if_overwritten():
@@ -222,13 +219,13 @@ class Reader(Directory, StorageReader):
         asked = [(self._request(item), item) for item in items]
         asked.sort(key=lambda pair: pair[0].offset)
         requests = [request for request, _ in asked]
-        # A planner that looks at a tensor when it is there must find it there.
+        # A planner with a commit_tensor() of its own looks at the tensor, which must have arrived.
         looks = type(planner).commit_tensor is not DefaultLoadPlanner.commit_tensor
         with ItemsFile(
             current.storage, current.staging, path, requests, lambda: self._names(name)
         ) as file:
-            # Each tensor is asked for when its turn comes, so that resolve_tensor() and
-            # commit_tensor() stay pairs, as planners expect; reading ahead needs the plan alone.
+            # Each tensor is asked for in its turn, for planners expect resolve_tensor() and
+            # commit_tensor() in pairs; reading ahead needs the requests alone.
             for request, item in asked:
                 if item.type == LoadItemType.BYTE_IO:
                     content = file.content(request)
@@ -249,10 +246,12 @@ class Reader(Directory, StorageReader):
             file.arrive()
 
     def _path(self, name: str) -> str:
-        """The path of a file of the checkpoint."""
+        """Returns the path of a file of the checkpoint, if it may be read."""
         path = os.path.join(self.path, name)
         if not dcp_metadata.is_within(name):
-            raise CorruptCheckpoint(f"the metadata of {self.path!r} names the file {shown(name)}")
+            raise CorruptCheckpoint(
+                f"the metadata of {self.path!r} names the file {shown(name)}, which is not in it"
+            )
         directory, target = os.path.realpath(self.path), os.path.realpath(path)
         if not self.follow_links and os.path.commonpath((directory, target)) != directory:
             raise IncompatibleCheckpoint(
@@ -269,7 +268,7 @@ class Reader(Directory, StorageReader):
         except KeyError:
             part = "" if index.offset is None else f" at {tuple(index.offset)}"
             raise CorruptCheckpoint(
-                f"the metadata of {self.path!r} does not say where {shown(index.fqn)}{part} lies"
+                f"the metadata of {self.path!r} names no file for {shown(index.fqn)}{part}"
             ) from None
 
     def _request(self, item: ReadItem) -> Request:
@@ -288,11 +287,11 @@ class Reader(Directory, StorageReader):
         return {info.offset: key.fqn for key, info in stored if info.relative_path == file}
 
     def _read_transformed(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Leaves to torch what went through its extensions for streams."""
+        """Has torch read the items that went through its extensions for streams."""
         if self.weights_only and any(item.type == LoadItemType.BYTE_IO for item in plan.items):
             raise pickle.UnpicklingError(
-                f"{self.path!r} holds objects that went through an extension of torch: to have "
-                "torch load them, which runs code that they name, pass weights_only=False to Reader"
+                f"{self.path!r} holds objects that went through an extension of torch, which only "
+                "torch can load, running code that they name: pass weights_only=False to Reader"
             )
         for item in plan.items:
             self._path(self._info(item).relative_path)
@@ -316,7 +315,7 @@ def _chunk_sizes(chunks: list[Any], index: MetadataIndex) -> tuple[int, ...]:
 
 
 def _check_weights_only(content: bytes, what: str) -> None:
-    """Makes sure that unpickling an object, as planners do it, runs no code that it names."""
+    """Raises if unpickling an object, as planners do, would run code that it names."""
     with _streams_allowed() if b"BytesIO" in content else nullcontext():
         torch_pickle.unpickled(
             io.BytesIO(content), True, what, "read it with Reader(path, weights_only=False)"
@@ -325,10 +324,10 @@ def _check_weights_only(content: bytes, what: str) -> None:
 
 @contextmanager
 def _streams_allowed() -> Iterator[None]:
-    """Lets torch.load take io.BytesIO, in which states such as torchtitan's keep what they pickled
-    themselves: it holds bytes, and runs nothing.
+    """Lets torch.load take io.BytesIO, which holds bytes and runs nothing: states such as
+    torchtitan's keep in it what they have pickled themselves.
     """
-    # What torch is told counts for all threads, and is taken back for all of them.
+    # torch's list is that of all threads: one that left earlier would take the entry from others.
     with _streams_lock, ExitStack() as told:
         if io.BytesIO not in torch.serialization.get_safe_globals():
             told.enter_context(torch.serialization.safe_globals([io.BytesIO]))

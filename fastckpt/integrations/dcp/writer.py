@@ -1,7 +1,7 @@
 """Writing checkpoints of torch.distributed.checkpoint: the StorageWriter.
 
-Responsible for taking items of a plan out of a state, and for the order of a commit as DCP asks for
-it. It must not know how ranks plan together, nor the bytes of the files.
+Responsible for taking the items of a plan out of a state, and for the order of a commit that DCP
+asks for. It must not know how ranks plan together, nor the bytes of the files.
 """
 
 from __future__ import annotations
@@ -54,29 +54,27 @@ _ATOMS = (bool, int, float, str, type(None))
 
 class Writer(Directory, StorageWriter):
     """Writes checkpoints that torch.distributed.checkpoint reads: for save() and async_save() of
-    this module, and for torch's own.
+    fastckpt.integrations.dcp, and for torch's own.
 
-    Each rank writes one file, `__RANK_TOKEN.distcp`, under a new name, by fastckpt's engine and
-    with a checksum for each block; the first one then replaces `.metadata`. Until that moment, and
-    if anything fails, an older checkpoint in the same directory stays loadable; afterwards data
-    files there (`__*_*.distcp`, of fastckpt or torch) that `.metadata` does not name are removed.
+    Each rank writes one file, `__RANK_TOKEN.distcp`, under a new name and with a checksum for each
+    block; the first rank then replaces `.metadata`. Until that moment, and if anything fails, an
+    older checkpoint in the same directory stays loadable; afterwards data files there
+    (`__*_*.distcp`, of fastckpt or torch) that `.metadata` does not name are removed.
 
     The positional arguments are those of torch's FileSystemWriter, in its order.
 
     Args:
-        path: the checkpoint's directory, made when it is missing; a checkpoint_id replaces it.
-        sync_files: False is durable=False.
-        overwrite: False: a save to a directory that holds a checkpoint fails, and leaves that.
+        path: the checkpoint's directory, made if it is missing; a checkpoint_id replaces it.
+        sync_files: False is the same as durable=False.
+        overwrite: False: a save to a directory that holds a checkpoint fails, and changes nothing.
         single_file_per_rank, thread_count, per_thread_copy_ahead, cache_staged_state_dict: not
-            used, and a line of the log says so: each rank writes one file, by threads of fastckpt,
-            and nothing is staged whole.
-        _extensions, serialization_format: must be none, and TORCH_SAVE: files are those of no
-            others.
+            used, which is logged: each rank writes one file, by fastckpt's threads, block by block.
+        _extensions, serialization_format: must be empty and TORCH_SAVE: nothing else is supported.
         backend, durable, staging_bytes, staging: as fastckpt.save's.
 
     Attributes:
-        save_id: of the last save that was begun with this writer; on the first rank its metadata
-            has it in storage_meta.
+        save_id: of the last save that was begun with this writer; also in the storage_meta of the
+            first rank's metadata.
 
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, or path is no path.
@@ -105,9 +103,9 @@ class Writer(Directory, StorageWriter):
         self.overwrite = overwrite
         self.rank: int | None = None
         self.use_collectives = True
-        self._commits = True  # whether this rank does, of those that save together
+        self._commits = True  # whether this rank does
         if _extensions:
-            raise ValueError("_extensions are of torch's FileSystemWriter, this one applies none")
+            raise ValueError(f"_extensions is {_extensions}, must be empty: none are applied here")
         if getattr(serialization_format, "name", "TORCH_SAVE") != "TORCH_SAVE":
             raise ValueError(f"serialization_format is {serialization_format}, must be TORCH_SAVE")
         given = {
@@ -117,7 +115,7 @@ class Writer(Directory, StorageWriter):
             "cache_staged_state_dict": cache_staged_state_dict,
         }
         if unused := ", ".join(name for name, differs in given.items() if differs):
-            log.info("the Writer for %r does not use %s: its threads are fastckpt's", path, unused)
+            log.info("the Writer for %r does not use %s: fastckpt has no need of it", path, unused)
         self.reset(check_path("path", path))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -147,7 +145,7 @@ class Writer(Directory, StorageWriter):
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        """Writes and syncs this rank's file; nothing is committed before finish()."""
+        """Writes and syncs this rank's file, in the background; finish() commits."""
         future: Any = torch.futures.Future()
         handle = SaveHandle(self.path, time.perf_counter())
         results: list[WriteResult] = []
@@ -179,8 +177,8 @@ class Writer(Directory, StorageWriter):
     def commit(
         self, storage: Storage, metadata: Metadata, results: list[list[WriteResult]]
     ) -> tuple[int | None, list[str]]:
-        """Completes the metadata and commits; what was replaced is the caller's to close and
-        remove: a descriptor, and paths.
+        """Completes the metadata and commits it. Returns what the caller is to free: a descriptor
+        of the replaced `.metadata` to close, or None, and files to remove.
         """
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {
@@ -188,17 +186,16 @@ class Writer(Directory, StorageWriter):
         }
         metadata.storage_meta = self.storage_meta()
         rank, path = self._metadata_rank(), self._metadata_path()
-        self._check_may_commit(storage)  # again: another save may have been there first
+        self._check_may_commit(storage)  # again: another save may have committed meanwhile
         if not storage.is_directory(os.path.realpath(self.path)):  # no rank had anything to write
             atomic.make_directory(storage, self.path, self.options.durable)
         content = dcp_metadata.encode(metadata)
         replaced = atomic.replace_file(storage, path, content, self.options.durable)
-        # Listed before the other ranks hear of the commit: nothing that they make for the next save
-        # is among it.
+        # Listed before the other ranks hear of the commit: they may then make files of a next save.
         return replaced, dcp_metadata.unneeded(storage, self.path, metadata, rank)
 
     def _metadata_rank(self) -> int | None:
-        """The rank that has metadata of its own; None where all have it in common."""
+        """Returns this rank if it has metadata of its own; None if all ranks share one."""
         return None if self.use_collectives else self.rank
 
     def _metadata_path(self) -> str:
@@ -210,7 +207,7 @@ class Writer(Directory, StorageWriter):
         if not self.overwrite and storage.status(self._metadata_path()) is not None:
             raise CheckpointError(
                 f"Checkpoint already exists in {self.path!r}, and overwrite=False: it stays as it "
-                "is, and this one was not committed"
+                "is, and the new one was not committed"
             )
 
     def save(
@@ -231,7 +228,7 @@ class Writer(Directory, StorageWriter):
 
 
 class _Kept:
-    """The conclusion that write_data() needs: it keeps what is told of the file, and no more."""
+    """The conclusion of write_data(): keeps the results of one rank, which torch then gathers."""
 
     def __init__(self, plan: SavePlan, results: list[WriteResult]) -> None:
         self._plan, self._results = plan, results
@@ -241,7 +238,7 @@ class _Kept:
         return b""
 
     def publish(self, place: ItemsPlace, records: list[bytes]) -> None:
-        """finish() commits."""
+        """Leaves the commit to finish()."""
 
 
 def _with_storage_data(plan: SavePlan, value: object) -> SavePlan:
@@ -260,11 +257,11 @@ def results_of(plan: SavePlan, name: str, places: Places) -> list[WriteResult]:
 def _content(
     plan: SavePlan, planner: SavePlanner, devices: Devices, watch: bool
 ) -> tuple[list[torch.Tensor | bytes], Reads, list[Watched]]:
-    """Returns a plan's items: tensors where they lie, if they are contiguous there, and bytes; what
-    of them lies on devices; and with `watch`, what must not change before it was copied.
+    """Returns a plan's items, as tensors (in place where they are contiguous) or bytes; the reads
+    from devices; and, with `watch`, the tensors that must not change before they are copied.
     """
     kinds, stock = devices.readable(), type(planner)
-    # Most objects are numbers, many alike: torch need not pickle each of them.
+    # Most objects are numbers, many of them equal: each value is pickled once.
     looks_up = stock.resolve_data is DefaultSavePlanner.resolve_data
     looks_up &= getattr(stock, "transform_object", 0) is DefaultSavePlanner.transform_object
     known: dict[tuple[type, str], bytes] = {}
@@ -301,9 +298,9 @@ def _pickled(item: WriteItem, planner: Any, known: dict[tuple[type, str], bytes]
 
 
 def _readable(tensor: torch.Tensor, kinds: frozenset[str]) -> torch.Tensor | bytes:
-    """A tensor whose memory can be copied as it lies, or what torch.save makes of it."""
+    """Returns a tensor whose memory can be copied as it lies, or what torch.save makes of it."""
     if type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "wait"):
-        tensor = tensor.wait()  # of a collective that may still run
+        tensor = tensor.wait()  # for a collective that may still run
     plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
     if not plain or tensor.is_quantized or tensor.is_nested:
         tensor = tensor.cpu()
