@@ -1,7 +1,7 @@
 """Megatron-core: its checkpoints, in its own torch_dist format, saved and loaded by fastckpt.
 
-Responsible for the versions supported and the public names. Stock Megatron loads what is saved here
-without fastckpt, and the other way round.
+Responsible for the versions supported and the public names. Stock Megatron loads what fastckpt has
+saved, and fastckpt what stock Megatron has saved.
 """
 
 import logging
@@ -10,7 +10,7 @@ from torch.torch_version import TorchVersion
 
 from fastckpt.integrations import require
 
-# The newest that this was tried with. A newer one is refused if it lacks what is used of it.
+# The newest version tried. A newer one is refused if it lacks functions that are used here.
 TRIED = "0.19.2"
 
 _version = require("megatron-core", "0.16.1", "1", __name__)

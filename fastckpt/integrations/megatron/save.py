@@ -1,7 +1,7 @@
 """save_checkpoint, shaped like Megatron's own.
 
-Responsible for what a checkpoint holds. Must not know how bytes are written, nor what happens after
-the commit.
+Responsible for what a checkpoint holds. It must not know how bytes are written, nor what happens
+after the commit.
 """
 
 from __future__ import annotations
@@ -60,39 +60,38 @@ def save_checkpoint(
     loads. It is written and committed in the background; then the tracker
     `latest_checkpointed_iteration.txt` is moved, and old iterations are removed.
 
-    Ranks talk over the job's store. Collectives run in the first save of `saves` to a directory,
-    where Megatron looks whether the ranks' shards fit together, and where "fully_reshardable"
-    gathers.
+    Ranks talk over the job's store. Collectives run only in the first save of `saves` to a
+    directory, where Megatron checks that the ranks' shards fit together, and in "fully_reshardable"
+    saves, which gather.
 
     Args:
-        iteration: 0 or more.
+        iteration: its number, 0 or more.
         model: a GPTModel or the like, wrapped or not, or the list of a stage's model chunks.
-        optimizer, opt_param_scheduler: Megatron's, or None.
-        num_floating_point_operations_so_far: is kept for load_checkpoint.
+        optimizer, opt_param_scheduler: Megatron's; None: not saved.
+        num_floating_point_operations_so_far: kept for load_checkpoint to return.
         save: the run's directory, the same on all ranks; made if it is missing.
-        saves: the saves of the run, the same object each time. None: this one knows of no other;
-            Megatron looks at its shards, and its result is to be waited for before the next save.
+        saves: the Saves of the run, the same object each time. None: a new one, so that Megatron
+            checks the shards, and result() is to be waited for before the next save.
         non_persistent_ckpt: save to `<save>/non_persistent` instead, where only the last is kept.
-        preprocess_common_state_dict_fn: as Megatron's: what it makes of the common state is what
-            the first save compares among ranks.
-        args: Megatron's arguments, which stock Megatron wants to find; None: none are saved.
+        preprocess_common_state_dict_fn: as Megatron's: makes of the common state what the first
+            save compares among ranks.
+        args: Megatron's arguments, which stock Megatron's load wants; None: not saved.
         extra: further entries of the common state, the same on all ranks.
         save_rng: whether random number generators are saved: Python's, numpy's, torch's, the GPU's.
         distrib_optim_sharding_type: "dp_reshardable" saves the distributed optimizer's buckets
-            without communication, and their map, with which load_checkpoint loads them onto other
-            tensor and pipeline parallel sizes too. "fully_reshardable" lets stock Megatron do so;
-            it gathers the state first.
-        distrib_optim_fully_reshardable_mem_efficient: whether it is gathered over gloo, on one
-            rank alone; as Megatron's flag.
+            without communication, and a map with which load_checkpoint, but not stock Megatron,
+            loads them on other tensor and pipeline parallel sizes. "fully_reshardable" gathers the
+            state first, so that stock Megatron can do so too.
+        distrib_optim_fully_reshardable_mem_efficient: as Megatron's flag: gather over gloo, on one
+            rank alone.
         keep_last: how many iterations are kept, at least 1; None: all.
         keep_every: with keep_last, multiples of this are kept too.
         save_retain_interval: as Megatron's flag: the iteration that the tracker named before is
             removed, unless it is a multiple of this. Not with keep_last.
         on_error: "raise": an earlier save's failure is raised here, on all ranks, and nothing is
-            saved. "warn": it is logged, and training goes on. Either way the last good checkpoint
-            stays the last.
+            saved. "warn": it is logged, and training goes on.
         fence: "call": returns when everything is copied. "step": returns at once, and the next
-            optimizer step waits.
+            optimizer step waits for the copies.
         timeout_s: the longest that ranks wait for each other, in seconds.
 
     Returns:
@@ -100,8 +99,8 @@ def save_checkpoint(
 
     Raises:
         ValueError: an argument is unknown or out of range.
-        CheckpointError: with on_error="raise", the failure of an earlier save.
-        megatron's CheckpointingException: ranks' shards do not fit together, at the first save.
+        CheckpointError: with on_error="raise", an earlier save failed.
+        megatron's CheckpointingException: at the first save, the ranks' shards do not fit together.
     """
     if distrib_optim_sharding_type not in LAYOUTS:
         raise ValueError(
@@ -109,10 +108,13 @@ def save_checkpoint(
             f"{LAYOUTS}"
         )
     if iteration < 0 or (keep_last is not None and keep_last < 1):
-        raise ValueError(f"iteration is {iteration}, keep_last {keep_last}: too small")
+        raise ValueError(
+            f"iteration is {iteration}, must be 0 or more; keep_last is {keep_last}, must be 1 or "
+            "more, or None"
+        )
     if save_retain_interval is not None and (keep_last is not None or save_retain_interval < 1):
         raise ValueError(
-            f"save_retain_interval is {save_retain_interval}, keep_last {keep_last}: the former "
+            f"save_retain_interval is {save_retain_interval}, keep_last is {keep_last}: the former "
             "must be 1 or more, and only one of them can say which iterations stay"
         )
     root, retention = os.path.realpath(check_path("save", save)), Retention(keep_last, keep_every)

@@ -1,13 +1,14 @@
-"""Each save of a run learns here of those before it.
+"""The saves of a run: those in flight, and what becomes of each after its commit.
 
-Responsible for the saves in flight, for the order in which the tracker and retention see them, and
-for waiting. Must not know what a checkpoint holds nor how it is written.
+Responsible for the order in which the tracker and retention see saves, and for waiting. It must not
+know what a checkpoint holds, nor how it is written.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -27,14 +28,14 @@ class Listener(Protocol):
     """A listener is told, on the first rank and in the background, what happened to iterations."""
 
     def committed(self, root: str, iteration: int) -> None:
-        """It is committed, and the tracker was moved."""
+        """The iteration is committed, and the tracker was moved."""
 
     def removed(self, root: str, iteration: int) -> None:
-        """It was an old one, which was not to stay."""
+        """The iteration was an old one, and retention has removed it."""
 
 
 class Saves:
-    """The saves of a run: one of these is given to each save_checkpoint() of it.
+    """The saves of a run; each save_checkpoint() of the run is given the same object.
 
     Leaving it as a context waits for them; after an exception, without raising their errors.
 
@@ -48,15 +49,15 @@ class Saves:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all saves that have begun are known to have ended."""
+        """Whether all saves that have begun have ended."""
         return all(directory.is_idle for directory in self._directories.values())
 
     def wait(self) -> None:
-        """Waits until all have been committed, and old iterations removed, or have failed; before
-        the process group goes.
+        """Waits until all saves have ended and old iterations are removed. Call it before the
+        process group is destroyed.
 
         Raises:
-            CheckpointError: a save failed with on_error="raise", and nobody has asked for why.
+            CheckpointError: a save failed with on_error="raise", and nobody asked for why.
         """
         handles = self._wait()
         for handle in handles:
@@ -88,7 +89,7 @@ class Saves:
             self._wait()
 
     def is_first(self, root: str) -> bool:
-        """Whether nothing was saved to this directory yet."""
+        """Whether no save to this directory has begun yet."""
         return root not in self._directories
 
     def begin(
@@ -98,8 +99,8 @@ class Saves:
         retention: Retention,
         save: Callable[[Callable[[], None]], SaveHandle],
     ) -> SaveHandle:
-        """Begins a save: `save` is given what is to be called after its commit, which moves the
-        tracker. When the result has been told, old iterations are removed.
+        """Begins a save: `save` is given a function to call after its commit, which moves the
+        tracker. Old iterations are removed after that, when the save's result was told.
         """
         directory = self._directories.setdefault(root, _Directory(root, self._listener))
         number = next(directory.numbers)
@@ -123,11 +124,11 @@ class _Directory:
         # this lock, and waits by latches.
         self._lock = threading.RLock()
         self._ends: dict[int, Latch] = {}  # of saves of which something is left to do
-        self._in_flight: dict[int, int] = {}  # iterations
+        self._in_flight: dict[int, int] = {}  # iterations, by the save's number
         # State below is protected by _lock.
-        self._tracked = 0  # the save that the tracker was last moved for
+        self._tracked = 0  # number of the save that the tracker was last moved for
         self._newest = 0  # its iteration
-        # Whether a crash leaves the tracker as it is: else it may name what was to be removed.
+        # Whether the tracker is durable: if not, it may after a crash name one that is removed now.
         self._is_durable = True
         self._due: dict[int, Retention] = {}  # of saves that have committed
         self._superseded: set[int] = set()  # iterations that the tracker named before
@@ -149,7 +150,7 @@ class _Directory:
         return handles
 
     def ended(self, number: int) -> None:
-        """Removes old iterations, if this save has committed here and was to."""
+        """Removes old iterations, if this save has committed and has a retention."""
         try:
             self._retain(number)
         finally:
@@ -173,7 +174,7 @@ class _Directory:
                     if self._listener is not None:
                         self._listener.removed(self._root, old)
             except Exception as error:
-                log.error("old iterations stay in %s: %s", self._root, error)
+                log.error("old iterations could not be removed from %r: %s", self._root, error)
 
     def _track(self, number: int, iteration: int) -> None:
         if number <= self._tracked:
@@ -193,14 +194,13 @@ class _Directory:
                 self._superseded |= {before} if isinstance(before, int) and before else set()
 
     def wait_ended(self) -> None:
-        """Waits for ended() of saves whose results are known."""
+        """Waits until ended() has run for all saves, whose results are known by now."""
         for end in self._ends.copy().values():
             end.wait()
 
     def committed(self, number: int, iteration: int, retention: Retention) -> None:
-        """Moves the tracker, unless a later save was faster: then this may be one of the old
-        iterations. The checkpoint is committed whatever happens here, and load_checkpoint finds it
-        without the tracker.
+        """Moves the tracker, unless a later save was faster: then this iteration is an old one.
+        Logs errors: the checkpoint is committed, and load_checkpoint finds it without the tracker.
         """
         with self._lock:
             self._due[number] = retention
@@ -208,9 +208,10 @@ class _Directory:
                 self._track(number, iteration)
             except Exception as error:
                 what = "names, but perhaps not durably," if is_visible(error) else "does not name"
-                log.error("%s %s iteration %d: %s", iterations.TRACKER, what, iteration, error)
+                path = os.path.join(self._root, iterations.TRACKER)
+                log.error("%r %s iteration %d: %s", path, what, iteration, error)
         if self._listener is not None:
             try:
                 self._listener.committed(self._root, iteration)
             except Exception as error:
-                log.error("iteration %d is committed, which was not told: %s", iteration, error)
+                log.error("iteration %d is committed, but telling so failed: %s", iteration, error)
