@@ -1,7 +1,7 @@
 """load_checkpoint, shaped like Megatron's own.
 
-Responsible for which iteration is loaded, the same on all ranks, and for giving everybody what it
-holds. Must not know how bytes are read.
+Responsible for choosing the iteration, the same on all ranks, and for giving model, optimizer and
+schedule what it holds. It must not know how bytes are read.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ log = logging.getLogger("fastckpt")
 
 _DAMAGE = (CorruptCheckpoint, FileNotFoundError, EOFError, pickle.UnpicklingError)
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-# What load_buckets() reads of the optimizer.
+# Keys of the optimizer that load_buckets() reads.
 _BUCKETS = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
-# With these Megatron leaves out of what is loaded the keys that a checkpoint does not have.
+# With these values Megatron loads without the keys that a checkpoint lacks.
 _LENIENT = ("log_unexpected", "log_all", "ignore_all")
 
 
@@ -54,16 +54,16 @@ class Request:
 
     Attributes:
         load: the run's directory.
-        iteration: this one and no other; None: the newest that is whole.
-        non_persistent: where non-persistent ones lie, of which a newer one is preferred; None: they
-            are left alone.
+        iteration: load this one and no other; None: the newest that is whole.
+        non_persistent: the directory of non-persistent iterations, of which a newer one is
+            preferred; None: they are left alone.
         strict: as load_state_dict's.
         strictness: as Megatron's --dist-ckpt-strictness, but no value that returns keys.
-        validate: whether Megatron looks whether the ranks' shards fit together.
-        load_rng: whether random number generators go on where they were.
+        validate: whether Megatron checks that the ranks' shards fit together.
+        load_rng: whether random number generators get their saved states.
         weights_only: as torch.load's.
-        others: of the common state, what else is to be loaded: sharded state by its name.
-        trying: is told of each iteration, and its directory, before it is read.
+        others: returns, given the common state, further sharded state to load, by its name.
+        trying: called with each iteration and its directory, before it is read.
     """
 
     load: str
@@ -80,7 +80,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Restored:
-    """The values that were loaded.
+    """A checkpoint that was loaded.
 
     Attributes:
         iteration: its number; 0 for a release, or if there is no checkpoint.
@@ -110,28 +110,27 @@ def load_checkpoint(
 ) -> tuple[int, int]:
     """Loads the newest complete iteration, in place. All ranks call it.
 
-    It may have been saved by stock Megatron, and on other tensor, pipeline and data parallel sizes.
-    Into a model in Megatron-FSDP the format fsdp_dtensor is loaded, into others torch_dist.
-    Where the newest is damaged or incomplete, or the tracker is, the next older one is taken, with
-    a warning; all ranks take the same. A newer non-persistent checkpoint is preferred.
+    Stock Megatron may have saved it, on other tensor, pipeline and data parallel sizes. A model in
+    Megatron-FSDP loads the format fsdp_dtensor, others torch_dist. If an iteration is damaged, all
+    ranks take the next older one, with a warning. A newer non-persistent checkpoint is preferred.
 
     Args:
         model, optimizer, opt_param_scheduler: as save_checkpoint's; what is None is not loaded.
         load: the run's directory.
         iteration: load this one, and no other.
         strict: whether the model must know all that was saved of it; not used with Megatron-FSDP.
-        load_rng: whether random number generators go on where they were; on another parallelism
+        load_rng: whether random number generators get their saved states; on another parallelism
             they are left alone.
-        weights_only: False runs code from the files; as torch.load's.
+        weights_only: as torch.load's; False runs code from the files.
 
     Returns:
         (iteration, num_floating_point_operations_so_far); (0, 0) if there is no checkpoint.
 
     Raises:
-        CorruptCheckpoint: there are checkpoints, and none is whole. The model may have been partly
+        CorruptCheckpoint: there are checkpoints, but none is whole. The model may have been partly
             overwritten.
-        IncompatibleCheckpoint, CheckpointingException: it has not what is asked for.
-        CheckpointError: there is no such iteration; or another rank failed.
+        IncompatibleCheckpoint, CheckpointingException: the checkpoint lacks what is asked for.
+        CheckpointError: there is no such iteration, or another rank failed.
     """
     request = Request(
         load=load,
@@ -147,7 +146,7 @@ def load_checkpoint(
 
 @torch.no_grad()
 def restore(model: Any, optimizer: Any, opt_param_scheduler: Any, request: Request) -> Restored:
-    """As load_checkpoint, for all that a Request can ask for."""
+    """Loads in place what a Request asks for; see load_checkpoint."""
     failures: dict[str, str] = {}
 
     def look() -> Restored | None:
@@ -169,27 +168,25 @@ def restore(model: Any, optimizer: Any, opt_param_scheduler: Any, request: Reque
             if not found.is_release and _is_gone(path):
                 raise Vanished(path)
             failures[path] = failure
-            log.warning("%s is damaged, an older one is tried: %s", path, failure)
+            log.warning("%r is damaged, an older one is tried: %s", path, failure)
         return None
 
     restored = listed_anew(look)
     if restored is None and failures:
         told = "; ".join(f"{path}: {failure}" for path, failure in failures.items())
-        raise CorruptCheckpoint(f"no checkpoint is whole: {told}")
+        raise CorruptCheckpoint(f"no checkpoint in {request.load!r} is whole: {told}")
     return restored or Restored()
 
 
 def _is_gone(path: str) -> bool:
-    """Whether an iteration that was complete was removed, since a newer one had been committed; as
-    the first rank finds it.
-    """
+    """Whether the first rank finds an iteration gone: removed, as a newer one has committed."""
     told = [dist.get_rank() == 0 and not iterations.is_complete(path)]
     dist.broadcast_object_list(told, src=0)
     return told[0]
 
 
 def _choices(request: Request) -> list[tuple[int, str]]:
-    """Returns what may be loaded, best first, as the first rank finds it."""
+    """Returns the first rank's list of (iteration, directory) that may be loaded, best first."""
     told: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -224,22 +221,22 @@ def _found(request: Request) -> list[tuple[int, str]]:
 
 
 def _nothing_complete(root: str, latest: int | str) -> CheckpointError:
-    """Says why a run does not begin anew in a directory whose tracker names something."""
+    """Returns the error for a tracker that names an iteration where none is complete."""
     name = latest if isinstance(latest, str) else iterations.directory_name(latest)
     path = os.path.join(root, name)
     if iterations.is_legacy(path):
         return IncompatibleCheckpoint(
-            f"{path!r} is in Megatron's format torch, which is not loaded here: convert it by "
+            f"{path!r} is in Megatron's format torch, which fastckpt does not load: convert it by "
             "Megatron's --ckpt-convert-format torch_dist, without fastckpt"
         )
     return CorruptCheckpoint(
-        f"{iterations.TRACKER} of {root!r} names {name}, which is not complete, and nor is any "
-        "other iteration; to begin anew, give an empty directory"
+        f"{iterations.TRACKER} of {root!r} names {name}, which is not complete, nor is any other "
+        "iteration; to begin anew, give an empty directory"
     )
 
 
 def _together(act: Callable[[], None]) -> str | None:
-    """Does something on all ranks. Returns the damage that any of them met; raises what else."""
+    """Calls `act` on all ranks. Returns the damage that any of them met; raises other errors."""
     error: BaseException | None = None
     try:
         act()
@@ -260,8 +257,8 @@ def _together(act: Callable[[], None]) -> str | None:
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Whether an iteration is not whole. What could not be read may be: an older one in its place
-    would be a step back that nobody asked for.
+    """Whether an error shows that an iteration is not whole. One that could not be read may be
+    whole: to load an older one instead would be a step back that nobody asked for.
     """
     return isinstance(error, _DAMAGE) or (isinstance(error, OSError) and error.errno in _MISSING)
 
@@ -277,11 +274,11 @@ class _Loading:
         self._weights_only = request.weights_only
         self._models, self._optimizer, self._scheduler = chunks(model), optimizer, scheduler
         self._state: Any = None
-        self._by_megatron = False  # whether Megatron itself puts the optimizer's state
+        self._by_megatron = False  # whether Megatron itself loads the optimizer
         self._fsdp: fsdp.Restore | None = None
 
     def look(self) -> None:
-        """Whether what tells the rest is there; without a collective."""
+        """Reads the metadata and the common state, without a collective."""
         self._metadata = stored_metadata(self._path)
         if not os.path.isfile(os.path.join(self._path, iterations.CONFIG)):
             if any(key.startswith("model.") for key in self._metadata.state_dict_metadata):
@@ -290,7 +287,8 @@ class _Loading:
             raise CorruptCheckpoint(f"{iterations.CONFIG!r} is missing")
         if fsdp.is_wrapped(self._models):
             raise IncompatibleCheckpoint(
-                f"{self._path!r} is in the format torch_dist, the model in Megatron-FSDP"
+                f"{self._path!r} is in the format torch_dist, but a model in Megatron-FSDP loads "
+                "fsdp_dtensor alone"
             )
         self.common = stored_common(self._path, self._metadata, self._weights_only)
 
@@ -298,8 +296,8 @@ class _Loading:
         if not fsdp.is_wrapped(self._models):
             raise IncompatibleCheckpoint(
                 f"{self._path!r} is in the format fsdp_dtensor or torch_dcp: the former is loaded "
-                "into a model in Megatron-FSDP, the latter is not loaded here: give a "
-                "fastckpt.integrations.dcp.Reader to torch.distributed.checkpoint.load"
+                "into a model in Megatron-FSDP, the latter by torch.distributed.checkpoint.load "
+                "with a fastckpt.integrations.dcp.Reader"
             )
         self.common = fsdp.stored_common(self._path, self._metadata, self._weights_only)
         self._fsdp = fsdp.Restore(
@@ -350,24 +348,24 @@ class _Loading:
             )
 
     def put(self, load_rng: bool) -> None:
-        """Gives everybody what was read."""
+        """Gives model, optimizer, schedule and generators what was read."""
         if self._fsdp is not None:
             self._fsdp.put()
         else:
             self._put_shards()
         if self._scheduler is not None and "opt_param_scheduler" in self._state:
             if hasattr(self._scheduler, "num_steps"):
-                self._scheduler.num_steps = 0  # Megatron's goes on by as many as were saved
+                self._scheduler.num_steps = 0  # Megatron's adds the number saved to this
             self._scheduler.load_state_dict(self._state["opt_param_scheduler"])
         states = self._state.get(OWN_RNG) or self._state.get(RNG)
         if load_rng and states:
-            # Megatron's own are those of all data parallel ranks, with --data-parallel-random-init.
+            # With --data-parallel-random-init Megatron saves the states of all data parallel ranks.
             own = parallel_state.get_data_parallel_rank()
             set_rng_state(states[own if own < len(states) else 0])
         elif load_rng:
             log.warning(
-                "random number generators go on by themselves: %s has no state of this rank's, "
-                "which was not saved, or on another parallelism",
+                "random number generators stay as they are: %r has no state for this rank, as it "
+                "was saved without them or on another parallelism",
                 self._path,
             )
 
