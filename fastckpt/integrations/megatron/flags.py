@@ -1,7 +1,7 @@
 """Megatron's checkpoint flags, and what becomes of each under install().
 
 Responsible for the one list of them: training is checked against it before it begins, and the
-documentation and the tests are made from it. Must not know how a checkpoint is saved or loaded.
+documentation and the tests are made from it. It must not know how a checkpoint is saved or loaded.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Flag:
     Attributes:
         dest: its name in Megatron's arguments.
         kind: what becomes of it, unless its value is refused.
-        text: the same in words, and what is refused.
-        refuses: which values end the program before training begins; None: none.
+        text: the same in words, with the values that are refused.
+        refuses: whether a value ends the program before training begins; None: no value does.
         default: the value that asks for nothing.
-        option: as it is given; None: it is spelled as `dest`.
+        option: as it is given on the command line; None: it is spelled as `dest`.
     """
 
     dest: str
@@ -332,14 +332,11 @@ FLAGS = (
 
 
 def check(args: Any, known_by_megatron: Iterable[argparse.Action] = ()) -> list[str]:
-    """Refuses what cannot be obeyed.
+    """Refuses flags that cannot be obeyed; returns the names of given ones that have no effect.
 
     Args:
         args: Megatron's arguments.
-        known_by_megatron: the checkpoint flags of this version of it.
-
-    Returns:
-        The flags that are given and have no effect.
+        known_by_megatron: the checkpoint flags of the Megatron that is installed.
 
     Raises:
         NotImplementedError: naming each flag that is refused, its value, and why.

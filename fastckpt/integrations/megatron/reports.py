@@ -1,8 +1,8 @@
-"""Megatron's users and their tools are told here of saves and loads, in Megatron's own words.
+"""Reports of saves and loads to Megatron's users and their tools, in Megatron's own words.
 
 Responsible for Megatron's lines, for progress.txt, and for its hooks into wandb, one_logger and the
-fault tolerance package: each when it is so, which for a save is when it has committed. Must not
-know how a checkpoint is saved or loaded.
+fault tolerance package, none of which hears that a save is done before it has committed. It must
+not know how a checkpoint is saved or loaded.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Reports:
     """Reports of the saves and loads of a run; a Listener of its Saves.
 
     Args:
-        checkpointing: megatron.training.checkpointing, whose names of hooks are used.
+        checkpointing: megatron.training.checkpointing, which has the hooks.
         append_to_progress_log: Megatron's own.
-        get_args: gives Megatron's arguments.
+        get_args: returns Megatron's arguments.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Reports:
     ) -> None:
         self._megatron = checkpointing
         self._append_to_progress_log, self._get_args = append_to_progress_log, get_args
-        self._given: dict[str, str] = {}  # directories' names, as they were given
+        self._given: dict[str, str] = {}  # directories as the user named them, by real path
         self._begun: SaveHandle | None = None
-        self._noting: list[Latch] = []  # lines of progress.txt
-        self._due: list[tuple[SaveHandle, Callable[[], None]]] = []  # in the training thread
+        self._noting: list[Latch] = []  # for lines of progress.txt
+        self._due: list[tuple[SaveHandle, Callable[[], None]]] = []  # hooks for the training thread
 
     @contextlib.contextmanager
     def saving(self, iteration: int, root: str) -> Iterator[Callable[[SaveHandle], None]]:
-        """Around the beginning of a save; what it gives is to be called with the save's handle."""
+        """Reports the beginning of a save in its body, which calls the result with the handle."""
         args = self._get_args()
         self._given[os.path.realpath(root)] = root
         metrics = self._megatron.on_save_checkpoint_start(args.async_save)
@@ -95,7 +95,7 @@ class Reports:
             self._note_progress(f"Deleted checkpoint\tIteration: {iteration}")
 
     def append_to_progress_log(self, *given: Any, **named: Any) -> None:
-        """Megatron's function, but that a checkpoint is saved it says when that is so."""
+        """Calls Megatron's function; for "Saved checkpoint", once the save has committed."""
         handle = self._begun
         if handle is None or not str(given[-1]).startswith("Saved checkpoint\t"):
             self._append_to_progress_log(*given, **named)
@@ -111,13 +111,13 @@ class Reports:
             handle.add_done_callback(note)
 
     def wait(self) -> None:
-        """Waits, within reason, until progress.txt says of saves that have ended that they have."""
+        """Waits, within reason, for the lines of progress.txt about saves that have ended."""
         noting, self._noting = self._noting, []
         for noted in noting:
             noted.wait(_NOTING_S)
 
     def tell_committed(self) -> None:
-        """Calls the hooks that are due; in the training thread."""
+        """Calls the hooks for saves that have committed, in the training thread."""
         due, self._due = self._due, []
         for handle, tell in due:
             if handle.done():
@@ -126,7 +126,7 @@ class Reports:
                 self._due.append((handle, tell))
 
     def trying(self, root: str, iteration: int, path: str) -> None:
-        """Says that this iteration will be loaded, from the run's directory or from another one."""
+        """Says which iteration will be loaded, and from where."""
         if os.path.basename(path) == iterations.RELEASE:
             self.say(f" loading release distributed checkpoint from {root}")
         elif os.path.dirname(path) == os.path.realpath(root):
@@ -143,7 +143,7 @@ class Reports:
         self.say("    will not load any checkpoints and will start from random")
 
     def loaded(self, root: str, path: str, iteration: int) -> None:
-        """Says that a checkpoint was loaded, and training goes on after this iteration."""
+        """Says that a checkpoint was loaded, from which iteration training goes on."""
         self.say(
             f"  successfully loaded checkpoint from {root} {_place()} at iteration {iteration}"
         )
@@ -153,11 +153,11 @@ class Reports:
             self._megatron.ft_integration.on_checkpoint_loaded(is_local_chkpt=False)
 
     def say(self, text: str) -> None:
-        """A line on the first rank's output."""
+        """Prints a line, on the first rank."""
         self._megatron.print_rank_0(text)
 
     def _log(self, iteration: int, root: str, metrics: Any) -> None:
-        """On the last rank, as Megatron does."""
+        """Calls the hooks for a committed save, on the last rank, as Megatron does."""
         self._megatron.on_save_checkpoint_success(metrics, self._get_args().async_save)
         self._megatron.wandb_utils.on_save_checkpoint_success(
             os.path.join(root, iterations.directory_name(iteration)),
@@ -177,7 +177,7 @@ def _now() -> str:
 
 
 def _place() -> str:
-    """This rank's, as Megatron writes it."""
+    """Returns this rank's place in the parallelism, as Megatron writes it."""
     ps = parallel_state
     tp, pp = ps.get_tensor_model_parallel_rank() + 1, ps.get_pipeline_model_parallel_rank() + 1
     tps, pps = (
@@ -188,9 +188,9 @@ def _place() -> str:
 
 
 def _when_committed(handle: SaveHandle, tell: Callable[[], None]) -> None:
-    """Calls a hook, if the save has not failed. That a hook fails does not end training."""
+    """Calls a hook, if the save has not failed; an error of the hook must not end training."""
     if handle.failure() is None:
         try:
             tell()
         except Exception as error:
-            log.error("a save has committed, of which a hook was not told: %s", error)
+            log.error("%r is committed, but a hook of Megatron's failed: %s", handle.path, error)

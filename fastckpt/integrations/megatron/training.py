@@ -1,7 +1,7 @@
 """Puts save_checkpoint and load_checkpoint where Megatron's training loop calls its own.
 
-Responsible for the translation of Megatron's arguments. Must not know how a checkpoint is saved or
-loaded.
+Responsible for the translation of Megatron's arguments. It must not know how a checkpoint is saved
+or loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REPLACED = {
         "append_to_progress_log",
     ),
 }
-# What Megatron 0.19 passes, and where the same is to be had.
+# Groups that Megatron 0.19 passes, and the functions that return the same ones.
 _GROUPS: dict[str, Callable[[], Any]] = {
     "tp_group": parallel_state.get_tensor_model_parallel_group,
     "pp_group": parallel_state.get_pipeline_model_parallel_group,
@@ -65,16 +65,16 @@ def install(
     Saves are asynchronous, also without `--async-save`; pretrain() waits for them before it ends.
 
     Args:
-        keep_last, keep_every, on_error, fence, timeout_s: as save_checkpoint's. A failed save does
-            not end training unless on_error is "raise".
+        keep_last, keep_every, on_error, fence, timeout_s: as save_checkpoint's; but on_error is
+            "warn" by default, so that a failed save does not end training.
 
     Returns:
-        The Saves of the run, to wait() for where a loop of one's own does not call Megatron's
-        maybe_finalize_async_save(blocking=True) at its end.
+        The Saves of the run. A training loop of your own calls its wait() at the end, or Megatron's
+        maybe_finalize_async_save(blocking=True).
 
     Raises:
-        ImportError: megatron.training is not importable, lacks the functions that are replaced, or
-            megatron-core is newer than those whose calls are known. Nothing was replaced.
+        ImportError: megatron.training cannot be imported or lacks a function that is replaced, or
+            megatron-core is newer than this module knows. Nothing was replaced.
     """
     require("megatron-core", "0.16.1", "0.20", f"{__name__}.install()")
     modules = {name: _training_module(name) for name in _REPLACED}
@@ -107,13 +107,13 @@ def _training_module(name: str) -> ModuleType:
     except ImportError as error:
         raise ImportError(
             f"fastckpt.integrations.megatron.install() needs {name}: before 0.17 it is not in the "
-            "megatron-core package but only in Megatron-LM's repository, which is to be put on "
-            f"PYTHONPATH ({error})"
+            "package megatron-core, but only in Megatron-LM's repository; put that on PYTHONPATH "
+            f"({error})"
         ) from error
 
 
 def _known_by_megatron() -> list[argparse.Action]:
-    """The checkpoint flags of the version that is installed."""
+    """Returns the checkpoint flags of the Megatron that is installed."""
     arguments = _training_module("megatron.training.arguments")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     arguments._add_checkpointing_args(parser)
@@ -121,7 +121,7 @@ def _known_by_megatron() -> list[argparse.Action]:
 
 
 def _check_others(others: dict[str, Any]) -> None:
-    """Refuses what later versions of Megatron pass, unless it says what goes without saying."""
+    """Refuses arguments that later versions of Megatron pass, unless they ask for the usual."""
     for name, value in others.items():
         if value is None or value is False or value == "":
             continue
@@ -129,12 +129,12 @@ def _check_others(others: dict[str, Any]) -> None:
         ranks = dist.get_process_group_ranks
         if usual is None or ranks(value) != ranks(usual()):
             raise NotImplementedError(
-                f"{name}={value!r}: fastckpt knows only Megatron's own groups"
+                f"{name} is {value!r}: fastckpt saves and loads for Megatron's own groups only"
             )
 
 
 def _holds_checkpoint(root: str | None) -> bool:
-    """Whether there is anything to load; the first rank looks."""
+    """Whether there is anything to load in a directory, as the first rank finds it."""
     found = [root is not None and dist.get_rank() == 0 and bool(iterations.candidates(root))]
     dist.broadcast_object_list(found, src=0)
     return bool(found[0])
@@ -146,7 +146,7 @@ class _Functions:
     Args:
         checkpointing, training, global_vars: Megatron's modules, before anything is replaced.
         options: save_checkpoint's.
-        reports: tells of what happens.
+        reports: is told what happens.
     """
 
     def __init__(
@@ -163,19 +163,19 @@ class _Functions:
         self._stock_setup = training.setup_model_and_optimizer
         self._stock_finalize = training.maybe_finalize_async_save
         self._stock_load_args = checkpointing.load_args_from_checkpoint
-        self._checked: Any = None  # the arguments that were
+        self._checked: Any = None  # Megatron's arguments, once checked
 
     def setup_model_and_optimizer(self, *given: Any, **named: Any) -> Any:
-        """Megatron's own, after its arguments were checked."""
+        """Checks Megatron's arguments, then calls its own function."""
         self._args()
         return self._stock_setup(*given, **named)
 
     def append_to_progress_log(self, *given: Any, **named: Any) -> None:
-        """Megatron's own, but that "Saved checkpoint" is written when it is."""
+        """Calls Megatron's own; for "Saved checkpoint", once that is so."""
         self._reports.append_to_progress_log(*given, **named)
 
     def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
-        """Megatron's own, after fastckpt's saves were waited for, if it is blocking."""
+        """Waits for fastckpt's saves if `blocking`, then calls Megatron's own function."""
         if blocking:
             if not self._saves.is_idle:
                 self._reports.say(
@@ -189,7 +189,7 @@ class _Functions:
     def load_args_from_checkpoint(
         self, args: Any, load_arg: str = "load", checkpointing_context: Any = None
     ) -> Any:
-        """Megatron's own, of the iteration that will be loaded, whatever the tracker says."""
+        """Calls Megatron's own for the iteration that will be loaded, whatever the tracker says."""
         root, asked = getattr(args, load_arg), getattr(args, "ckpt_step", None)
         found = [] if root is None or "://" in root else iterations.candidates(root)
         if found and not asked and os.path.basename(found[0][1]) != iterations.RELEASE:
@@ -212,7 +212,7 @@ class _Functions:
         preprocess_common_state_dict_fn: Any = None,
         **others: Any,
     ) -> None:
-        """Megatron's save_checkpoint, by fastckpt."""
+        """Saves by fastckpt, as Megatron's arguments say."""
         _check_others(others)
         args = self._args()
         self._reports.tell_committed()
@@ -260,11 +260,11 @@ class _Functions:
         skip_load_to_model_and_opt: bool = False,
         **others: Any,
     ) -> tuple[int, int]:
-        """Megatron's load_checkpoint, by fastckpt."""
+        """Loads by fastckpt, as Megatron's arguments say."""
         _check_others(others)
         args = self._args()
         if skip_load_to_model_and_opt:
-            raise NotImplementedError("skip_load_to_model_and_opt: fastckpt loads what it reads")
+            raise NotImplementedError("skip_load_to_model_and_opt is set: fastckpt cannot skip it")
         root = self._root(args, load_arg)
         found = Restored()
         with_optimizer = not (args.finetune or args.no_load_optim)
@@ -291,7 +291,7 @@ class _Functions:
         return iteration, int(flops)
 
     def _args(self) -> Any:
-        """Megatron's arguments, which were checked."""
+        """Returns Megatron's arguments, checked."""
         args = self._get_args()
         if self._checked is not args:
             without_effect = flags.check(args, _known_by_megatron())
@@ -308,7 +308,7 @@ class _Functions:
         return args
 
     def _root(self, args: Any, load_arg: str) -> str | None:
-        """Returns where the checkpoint lies; the one to be finetuned, if it is the only one."""
+        """Returns the run's directory or, if that has no checkpoint, the pretrained one's."""
         root: str | None = getattr(args, load_arg)
         pretrained: str | None = getattr(args, "pretrained_checkpoint", None)
         if pretrained is None or _holds_checkpoint(root):
@@ -340,7 +340,7 @@ class _Functions:
         )
 
     def _take_over(self, args: Any, found: Restored) -> None:
-        """Returns what of a checkpoint goes to Megatron's own variables."""
+        """Gives Megatron's own variables what the checkpoint has for them."""
         megatron, common = self._megatron, found.common
         if hasattr(megatron, "set_loaded_iteration"):
             megatron.set_loaded_iteration(found.iteration)
@@ -367,7 +367,7 @@ def _non_persistent(args: Any, root: str) -> str:
 
 
 def _rerun_state(args: Any, common: dict[str, Any]) -> dict[str, Any]:
-    """The state of a step that is to be run again, to be loaded on the same parallelism."""
+    """Returns what to load of a step that is to be run again; nothing on another parallelism."""
     machine, saved = get_rerun_state_machine(), common.get("args")
     sizes = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
     is_same = all(
