@@ -1,7 +1,7 @@
-"""Whether megatron-core really saves and loads through the strategies that it is given.
+"""Checks that megatron-core really saves and loads through the strategies that it is given.
 
-Responsible for noticing what versions of it do without a word: replacing a strategy by their own,
-or calling it in another way. Must not know what strategies do.
+Responsible for noticing that a version of it silently replaces a strategy by its own, or calls one
+in another way. It must not know what strategies do.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ def save_checked(
     sharded_strategy: Any = None,
     **options: Any,
 ) -> Any:
-    """megatron.core.dist_checkpointing.save by fastckpt, which is checked to be by fastckpt.
+    """Calls megatron.core.dist_checkpointing.save, and checks that it has saved by fastckpt.
 
-    From 0.17 on megatron-core replaces a strategy that it does not take by its own, without a word.
+    From 0.17 on megatron-core silently replaces strategies that it does not accept by its own.
 
     Args:
         sharded_state_dict, checkpoint_dir: as dist_checkpointing.save's.
         sharded_strategy: a SaveStrategy, or Megatron's FullyParallelSaveStrategyWrapper around one;
-            default: a new SaveStrategy. What its first save has left in the directory is looked at
-            too, when that is committed.
+            default: a new SaveStrategy. After its first commit, the files are checked, too.
         options: the other arguments of dist_checkpointing.save.
 
     Returns:
@@ -41,7 +40,7 @@ def save_checked(
 
     Raises:
         IncompatibleCheckpoint: Megatron has saved by a strategy of its own.
-        CheckpointError: of the save.
+        TypeError: sharded_strategy is of another kind. CheckpointError: the save failed.
     """
     strategy = SaveStrategy() if sharded_strategy is None else sharded_strategy
     ours = getattr(strategy, "base_strategy", strategy)
@@ -51,7 +50,7 @@ def save_checked(
     request = dist_checkpointing.save(sharded_state_dict, checkpoint_dir, strategy, **options)
     if ours.begun == begun:
         raise IncompatibleCheckpoint(
-            "megatron-core has put its own strategy in the place of fastckpt's: what is in "
+            "megatron-core has put its own strategy in the place of fastckpt's: "
             f"{checkpoint_dir!r} was not saved by fastckpt"
         )
     if begun == 0 and request is None:
@@ -62,21 +61,19 @@ def save_checked(
 
 
 def _look(directory: str) -> None:
-    """Whether the files of a committed checkpoint are fastckpt's; the first rank looks."""
+    """Checks on the first rank that the files of a committed checkpoint are fastckpt's."""
     if dist.get_rank() == 0:
         stored = stored_metadata(directory).storage_data or {}
         others = {info.relative_path for info in stored.values()}
         others = {name for name in others if not OURS.fullmatch(name)}
         if others:
-            raise IncompatibleCheckpoint(f"{directory!r} holds {min(others)!r}, not by fastckpt")
+            raise IncompatibleCheckpoint(
+                f"{directory!r} holds {min(others)!r}, which is not by fastckpt: others saved it"
+            )
 
 
 def check_calls() -> None:
-    """Refuses a megatron-core that calls strategies in another way than they are made for.
-
-    Raises:
-        ImportError: naming the arguments in question.
-    """
+    """Raises ImportError if megatron-core passes arguments that the strategies do not know."""
     for ours, theirs in (
         (SaveStrategy, stock.TorchDistSaveShardedStrategy),
         (LoadStrategy, stock.TorchDistLoadShardedStrategy),
@@ -94,4 +91,7 @@ def check_calls() -> None:
                     for kind in (theirs, ours)
                 )
                 if given - known:
-                    raise ImportError(f"{theirs.__name__}.{name} has {sorted(given - known)}")
+                    raise ImportError(
+                        f"{theirs.__name__}.{name} has arguments unknown here: "
+                        f"{sorted(given - known)}"
+                    )

@@ -1,6 +1,6 @@
 """Reads of chosen parts of a DCP directory: boxes of stored chunks, and the bytes of objects.
 
-Responsible for asking a reader for exactly these, without a collective. Must not know what they
+Responsible for asking a reader for exactly these, without a collective. It must not know what they
 are parts of.
 """
 
@@ -21,7 +21,7 @@ from fastckpt import IncompatibleCheckpoint
 from fastckpt.formats.torch_pickle import torch_load
 from fastckpt.integrations import dcp
 
-# What Megatron allows in common.pt; numpy 2 moved the one that makes its arrays.
+# Classes that Megatron allows in common.pt; numpy 2 moved the function that makes its arrays.
 _ALLOWED: list[Any] = [
     *SAFE_GLOBALS,
     *((_reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
@@ -36,7 +36,7 @@ def box_item(
     at: Sequence[int],
     lengths: Sequence[int],
 ) -> ReadItem:
-    """One box: from a place in a stored chunk of `key` to a place in the tensor called `target`."""
+    """Returns a read of one box, from `at` in a stored chunk of `key` to `to` in `target`."""
     return ReadItem(
         LoadItemType.TENSOR,
         MetadataIndex(target),
@@ -59,7 +59,7 @@ def read_boxes(
 def read_objects(
     directory: str, keys: Iterable[str], weights_only: bool = True
 ) -> dict[str, io.BytesIO]:
-    """The bytes of objects, by key; see read()."""
+    """Returns the bytes of objects, by key; see read()."""
     none = torch.Size([0])
     indices = [MetadataIndex(key) for key in keys]
     chosen = _Chosen(
@@ -73,11 +73,11 @@ def read_objects(
 def read(
     directory: str, planner: LoadPlanner, state: dict[str, Any], *, weights_only: bool = True
 ) -> None:
-    """Reads what a planner asks for; as torch.distributed.checkpoint.load by this rank alone.
+    """Reads what a planner asks for, as torch.distributed.checkpoint.load does on one rank.
 
     Raises:
         CorruptCheckpoint: bytes are not those that were written. KeyError: a key is missing.
-        IncompatibleCheckpoint: weights_only, and an object needs more than Megatron allows.
+        IncompatibleCheckpoint: an object needs weights_only=False.
     """
     reader = dcp.Reader(directory, weights_only=weights_only)
     try:
@@ -92,15 +92,14 @@ def read(
 
 
 def _allowed() -> Any:
-    """Inside, what Megatron allows is allowed. Leaving it takes away what it added, no more: what
-    others have allowed, or an outer one of these, stays.
-    """
+    """Allows in its body the classes that Megatron allows."""
+    # At its end, a context takes away only what it has added: classes others have allowed stay.
     known = torch.serialization.get_safe_globals()
     return torch.serialization.safe_globals([each for each in _ALLOWED if each not in known])
 
 
 def unpickled(content: io.BytesIO, name: str, weights_only: bool = True) -> Any:
-    """Returns what torch.save wrote, with the classes allowed that Megatron allows."""
+    """Returns an object that torch.save wrote, with the classes allowed that Megatron allows."""
     try:
         with _allowed():
             return torch_load(content, map_location="cpu", weights_only=weights_only)
@@ -109,7 +108,7 @@ def unpickled(content: io.BytesIO, name: str, weights_only: bool = True) -> Any:
 
 
 class _Chosen(DefaultLoadPlanner):
-    """A plan that was made elsewhere."""
+    """A planner for a plan that was made elsewhere."""
 
     def __init__(self, items: list[ReadItem], targets: Mapping[str, torch.Tensor]) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 Responsible for the translation: a sharded state dict to what ranks hold, a save in flight to an
 AsyncRequest, and stored shards back to tensors and objects. The directory is what stock Megatron
-writes and reads. Must not know models, optimizers, iterations or the tracker.
+writes and reads. It must not know models, optimizers, iterations or the tracker.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fastckpt.storage.file_system import Storage, reported
 
 BACKEND, VERSION = "torch_dist", 1
 _COMMON_CRC = "fastckpt.common.pt.crc32"
-_COMMON_KEY = "common_state/shard_0_1"  # where Megatron 0.19 has what earlier ones had in common.pt
+_COMMON_KEY = "common_state/shard_0_1"  # what was common.pt before Megatron 0.19
 _CONFIG = {
     "sharded_backend": BACKEND,
     "sharded_backend_version": VERSION,
@@ -52,12 +52,12 @@ _CONFIG = {
 
 
 class Writer(dcp.Writer):
-    """Writes what makes a DCP directory one of Megatron's, before it is committed.
+    """Adds, before the commit, the files that make a DCP directory one of Megatron's.
 
     Args:
         path: the directory.
-        common: bytes of common.pt; None: Megatron has written it. Their checksum goes into
-            `.metadata`, so that they are of one save or taken for damage.
+        common: bytes of common.pt; None: Megatron has written it. Their checksum in `.metadata`
+            tells when the two are of different saves.
         after_commit: called when the checkpoint is committed; it must not raise.
     """
 
@@ -71,15 +71,15 @@ class Writer(dcp.Writer):
         self._common, self._after_commit = common, after_commit
 
     def commit(self, storage: Storage, metadata: Metadata, results: Any) -> Any:
-        """Called in the background of the first rank, when all data is durable."""
-        # No rank may have had data to write.
+        """Commits, on the first rank in the background, when all data is durable."""
+        # If no rank had data to write, there is no directory yet.
         atomic.make_directory(storage, self.path, self.options.durable)
         path, common = os.path.join(self.path, COMMON), self._common
         if common is not None:
             self._replace(storage, COMMON, common)
         elif _COMMON_KEY in metadata.state_dict_metadata:
             with reported("remove", path), contextlib.suppress(FileNotFoundError):
-                storage.remove(path)  # of an older save, which would be taken for this one's
+                storage.remove(path)  # an older save's, which would be taken for this one's
         elif storage.status(path) is not None:
             with reported("read", path):
                 common = storage.read_file(path, sys.maxsize)
@@ -93,7 +93,7 @@ class Writer(dcp.Writer):
         return committed
 
     def _replace(self, storage: Storage, name: str, content: bytes) -> None:
-        """Writes a file that counts once `.metadata` is written, which comes last."""
+        """Writes a file that counts only once `.metadata`, which comes last, is written."""
         path, durable = os.path.join(self.path, name), self.options.durable
         replaced = atomic.replace_file(storage, path, content, durable, commits=False)
         if replaced is not None:
@@ -110,12 +110,11 @@ class Writer(dcp.Writer):
 
 
 class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Saves for megatron.core.dist_checkpointing.save; save_checked() makes sure that it does.
+    """Saves for megatron.core.dist_checkpointing.save; save_checked() checks that it is used.
 
     The save begins in async_save() and commits in the background, whether or not the request is
-    ever finalized; finalizing waits for the commit. No process is started, no memory is shared with
-    one, and the training thread runs no collective. Of what data parallel replicas hold alike each
-    writes a part.
+    ever finalized; finalizing waits for the commit. No process is started, and the training thread
+    runs no collective. Data parallel replicas each write a part of what they all hold.
 
     Args:
         fence: as fastckpt.save's: "call" or "step".
@@ -148,9 +147,7 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         checkpoint_dir: str | Path,
         async_strategy: str = "mcore",
     ) -> Any:
-        """Begins the save; see the class. The request is of the kind that the queue of
-        `async_strategy` takes, if that is installed.
-        """
+        """Begins the save; returns a request that the queue of `async_strategy` takes."""
         handle = self.begin(sharded_state_dict, os.fspath(checkpoint_dir))
         return _request_class(async_strategy)(None, (), [handle.result], {})
 
@@ -165,8 +162,8 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         common: bytes | None = None,
         after_commit: Callable[[], None] | None = None,
     ) -> SaveHandle:
-        """Begins a save of what is left of a state dict when factories are applied and common
-        state is taken out. `common` and `after_commit` are Writer's.
+        """Begins to save a state dict without its common state and with its factories applied;
+        `common` and `after_commit` are Writer's.
         """
         self.begun += 1
         handle: SaveHandle = dcp.async_save(
@@ -179,16 +176,16 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Loads for megatron.core.dist_checkpointing.load, from directories of ours or of Megatron's.
+    """Loads for megatron.core.dist_checkpointing.load, what fastckpt or stock Megatron has saved.
 
     Reads are ranged and verified, and run no collective.
 
     Args:
-        weights_only: whether sharded objects are loaded as torch.load(weights_only=True) does,
-            with the classes allowed that Megatron allows for common.pt. False runs code from the
-            file, as Megatron's own strategy does.
-        apart: whether a key is read by other means: Megatron, where it is strict about what a
-            checkpoint has and was not asked for, is not told of it.
+        weights_only: whether sharded objects are loaded as by torch.load(weights_only=True), with
+            the classes allowed that Megatron allows for common.pt. False runs code from the file,
+            as Megatron's own strategy does.
+        apart: whether a key is read by other means, and Megatron, which may be strict about keys
+            that were not asked for, is not to be told of it.
     """
 
     def __init__(
@@ -205,11 +202,11 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
         checkpoint_dir: str | Path,
         async_strategy: str = "mcore",
     ) -> Any:
-        """Reads into the tensors that are there, or new ones; returns the same nest of them.
+        """Reads into the tensors of a state dict, or new ones; returns them in its structure.
 
         Raises:
             CorruptCheckpoint: bytes are not those that were written.
-            KeyError, CheckpointingException: the checkpoint has not what the state dict asks for.
+            KeyError, CheckpointingException: the checkpoint lacks what the state dict asks for.
             IncompatibleCheckpoint: an object needs weights_only=False.
         """
         tensors = [v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedTensor)]
@@ -231,12 +228,12 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
     def load_tensors_metadata(
         self, checkpoint_dir: str | Path, metadata: Metadata | None = None
     ) -> Any:
-        """Shapes and dtypes of all tensors."""
+        """Returns shapes and dtypes of all tensors."""
         metadata = metadata or stored_metadata(checkpoint_dir)
         return super().load_tensors_metadata(checkpoint_dir, metadata)
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
-        """Shapes and dtypes of all tensors, and the keys of all objects."""
+        """Returns shapes and dtypes of all tensors, and the keys of all objects."""
         metadata = stored_metadata(checkpoint_dir)
         found: dict[str, Any] = {
             key: ShardedObject.empty_from_unique_key(key)
@@ -249,7 +246,7 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
 
 class _Planner(stock.MCoreLoadPlanner):  # type: ignore[misc]
-    """Megatron's planner, which would run code from files."""
+    """Megatron's planner, but that it runs no code from files unless asked to."""
 
     def __init__(self, weights_only: bool, **options: Any) -> None:
         super().__init__(flatten_state_dict=False, **options)
@@ -264,14 +261,14 @@ class _Planner(stock.MCoreLoadPlanner):  # type: ignore[misc]
 
 
 def _request_class(async_strategy: str) -> Any:
-    """AsyncRequest, as Megatron from 0.17 on has it for NVRx's queue or for its own."""
+    """Returns the AsyncRequest of NVRx's queue, if asked for and installed, or of Megatron's."""
     if async_strategy != "nvrx" or not getattr(stock, "HAVE_NVRX", False):
         return AsyncRequest
     return stock.get_async_strategy(async_strategy, "AsyncRequest")[1]
 
 
 def holdings(values: Iterable[Any]) -> Holdings:
-    """Returns what this rank offers to write, from the values of a state dict."""
+    """Returns the values of a state dict that this rank offers to write."""
     held: dict[Any, Any] = {}
     objects: dict[str, list[Any]] = {}
     for value in values:
@@ -284,7 +281,7 @@ def holdings(values: Iterable[Any]) -> Holdings:
 
 
 def serialized(value: Any) -> io.BytesIO:
-    """As torch.save writes it."""
+    """Returns what torch.save writes."""
     content = io.BytesIO()
     torch_save(value, content)
     content.seek(0)
@@ -292,12 +289,12 @@ def serialized(value: Any) -> io.BytesIO:
 
 
 def stored_metadata(directory: str | Path) -> Metadata:
-    """`.metadata` of a directory, read without running code from it."""
+    """Reads `.metadata` of a directory, without running code from it."""
     return dcp.Reader(os.fspath(directory)).read_metadata()
 
 
 def object_keys(metadata: Metadata) -> list[str]:
-    """All objects but the common state."""
+    """Returns the keys of all objects but the common state."""
     return [
         key
         for key, value in metadata.state_dict_metadata.items()
@@ -306,7 +303,7 @@ def object_keys(metadata: Metadata) -> list[str]:
 
 
 def stored_common(directory: str, metadata: Metadata, weights_only: bool = True) -> dict[str, Any]:
-    """Returns what common.pt holds, or from Megatron 0.19 on an object in its place.
+    """Returns the common state: common.pt, or from Megatron 0.19 on an object in its place.
 
     Raises:
         CorruptCheckpoint: it is missing or damaged, or of another save than `.metadata`.
@@ -324,7 +321,10 @@ def stored_common(directory: str, metadata: Metadata, weights_only: bool = True)
         return dict(value)
     expected = (metadata.planner_data or {}).get(_COMMON_CRC)
     if expected not in (None, zlib.crc32(content)):
-        raise CorruptCheckpoint(f"{path!r} is damaged, or of another save: its CRC-32 is another")
+        raise CorruptCheckpoint(
+            f"{path!r} is damaged, or of another save: its CRC-32 is {zlib.crc32(content)}, but "
+            f".metadata says {expected}"
+        )
     try:
         common: dict[str, Any] = unpickled(io.BytesIO(content), path, weights_only)
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
