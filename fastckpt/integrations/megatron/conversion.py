@@ -1,8 +1,8 @@
 """Conversion of a checkpoint to one that stock Megatron loads on any parallelism, or a copy as is.
 
 Responsible for what the new directory holds: the distributed optimizer's buckets become the state
-of whole parameters, cut as the model's own tensors are. Must not know models or optimizers: all it
-uses is in the directory.
+of whole parameters, cut as the model's own tensors are. It must not know models or optimizers: all
+it uses is in the directory.
 """
 
 from __future__ import annotations
@@ -48,28 +48,26 @@ def convert(
 ) -> None:
     """Writes a checkpoint anew, into another directory; returns when it is committed.
 
-    The result is a torch_dist directory that stock Megatron loads without fastckpt. Where
-    torch.distributed is initialised all ranks call it and each does a share; a process holds its
-    share of the checkpoint in memory.
+    The result is a torch_dist directory that stock Megatron loads. If torch.distributed is
+    initialized, all ranks call this; each holds its share of the checkpoint in memory.
 
     Args:
         src: directory of one iteration, saved by fastckpt or by stock Megatron.
-        dst: where to; made if it is missing. It must not hold a checkpoint.
+        dst: the new directory; made if it is missing. It must not hold a checkpoint.
         optimizer: "fully_reshardable": the distributed optimizer's state is laid out so that stock
-            Megatron loads it on other tensor and pipeline parallel sizes. "as_is": it stays.
+            Megatron loads it on other tensor and pipeline parallel sizes. "as_is": it is copied.
         weights_only: as torch.load's.
-        timeout_s: the longest that ranks wait for each other.
+        timeout_s: the longest that ranks wait for each other, in seconds.
 
     Raises:
-        ValueError: an unknown layout, or dst is src or holds a checkpoint.
-        IncompatibleCheckpoint: buckets were saved without their map, by stock Megatron: only that
-            can load them.
+        ValueError: optimizer is unknown, or dst holds a checkpoint, as it does if it is src.
+        IncompatibleCheckpoint: stock Megatron saved the buckets, without a map: only it loads them.
         CorruptCheckpoint: src is damaged.
     """
     if optimizer not in LAYOUTS:
         raise ValueError(f"optimizer is {optimizer!r}, must be one of {LAYOUTS}")
     if os.path.exists(os.path.join(dst, ".metadata")):
-        raise ValueError(f"{dst!r} holds a checkpoint")
+        raise ValueError(f"{dst!r} holds a checkpoint: give a directory that holds none")
     metadata = stored_metadata(src)
     common = stored_common(src, metadata, weights_only)
     parts, objects = list(_kept_tensors(metadata)), object_keys(metadata)
@@ -78,7 +76,8 @@ def convert(
         buckets = StoredBuckets(src, metadata, weights_only)
         if not buckets.groups:
             raise IncompatibleCheckpoint(
-                f"{src!r} was saved without the map of its optimizer's buckets, by stock Megatron"
+                f"{src!r} was saved by stock Megatron, without the map of its optimizer's buckets "
+                "that converting them needs"
             )
         old = tuple(f"{group}." for group in buckets.groups)
         parts = [part for part in parts if not part.key.startswith(old)]
@@ -93,8 +92,8 @@ class _Part:
     """A chunk to write, and the stored boxes that it is made of.
 
     Attributes:
-        key, size, offset, shape, dtype: of the tensor, and where in it the chunk lies.
-        flat: elements to read; shape for a whole chunk, else 1-D, of which `strides` picks.
+        key, size, dtype: of the tensor; offset, shape: of the chunk in it.
+        flat: shape of what is read: the chunk's, or 1-D, from which `strides` picks the chunk.
         reads: (stored key, stored chunk, offset in it, offset in flat, lengths).
     """
 
@@ -140,7 +139,7 @@ def _kept_tensors(metadata: Metadata) -> Iterator[_Part]:
 def _unpacked(
     buckets: StoredBuckets, metadata: Metadata, content: dict[str, Any]
 ) -> Iterator[_Part]:
-    """The state of whole parameters, a chunk for each box that a bucket holds."""
+    """Yields the state of whole parameters, a chunk for each box that a bucket holds."""
     prefixed = not content.get("chained_optim_avoid_prefix", False)
     tensors: dict[str, Any] = dict(metadata.state_dict_metadata)
     done: set[tuple[str, tuple[int, ...]]] = set()
@@ -150,11 +149,13 @@ def _unpacked(
         for piece in pieces:
             for state in states:
                 key = f"{chained}optimizer.state.{state}.{piece.key}"
-                if (key, piece.offset) in done:  # a replica's
+                if (key, piece.offset) in done:  # a replica of it is
                     continue
                 done.add((key, piece.offset))
                 if piece.key not in tensors:
-                    raise IncompatibleCheckpoint(f"{piece.key!r} has optimizer state, but no value")
+                    raise IncompatibleCheckpoint(
+                        f"the checkpoint has optimizer state for {piece.key!r}, but not its value"
+                    )
                 size = tuple(tensors[piece.key].size)
                 yield _unpacked_part(key, size, piece, f"{array}.{state}", tensors)
 
@@ -181,7 +182,7 @@ def _unpacked_part(
 def _common(
     common: dict[str, Any], buckets: StoredBuckets, content: dict[str, Any]
 ) -> dict[str, Any]:
-    """Common state as Megatron has it with fully_reshardable: parameter groups are in it."""
+    """Returns the common state of a fully_reshardable checkpoint, which has parameter groups."""
     states = {
         chained: {
             **buckets.load_state([group for group in buckets.groups if group.startswith(chained)]),
@@ -225,7 +226,7 @@ def _write(
 
 
 def _share(parts: list[_Part], rank: int, ranks: int) -> list[_Part]:
-    """As many bytes for each rank, nearly."""
+    """Returns the parts for one rank; all ranks get nearly as many bytes as each other."""
     loads = [0] * ranks
     mine = []
     for part in sorted(parts, key=lambda part: -part.nbytes):

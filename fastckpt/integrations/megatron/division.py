@@ -1,8 +1,8 @@
-"""The ranks of a job divide what they save: this is a save's planner, for torch's DCP.
+"""The planner that divides a save among the ranks of a job, for torch's DCP.
 
 Responsible for each element being written once, by a rank that holds it: tensors that data
 parallel replicas hold alike are cut into bands of rows, one for each of them, so that all write as
-many bytes. Must not know files, processes, nor how plans travel between ranks.
+many bytes. It must not know files, processes, nor how plans travel between ranks.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from torch.distributed.checkpoint.planner import (
 
 from fastckpt import IncompatibleCheckpoint
 
-# Below this a shard is written whole: cutting it gains less than another item costs.
+# A smaller shard is written whole: cutting it gains less than another item costs.
 CUT_BYTES_MIN = 1 << 20
-# Of the states of a parameter, which are written in turns, so many bytes in a turn; more where that
-# would be more turns than this on a rank.
+# The states of a parameter are written in turns: the bytes of one in a turn, which are more where a
+# rank would have more turns than this.
 TURN_BYTES_MIN, TURNS_MAX = 512 << 10, 256
 
-# What a rank holds of a checkpoint, in the order in which it is best written: shards by key and
-# offset, and the bytes of objects by unique key.
+# The part of a checkpoint that a rank holds, in the order in which it is best written: shards by
+# key and offset, and the bytes of objects by unique key.
 Holdings = Mapping[Any, "ShardedTensor | io.BytesIO"]
 
 
 def may_write(replica_id: int | tuple[int, ...]) -> bool:
-    """Whether a replica holds the same bytes as the main one.
+    """Whether a replica surely holds the same bytes as the main one, which Megatron would save.
 
-    Only the last coordinate, the data parallel one, may differ: what replicas of other kinds hold
-    is equal in theory, and the main one's bits are what Megatron itself would save.
+    Only the last coordinate, the data parallel one, may differ: replicas of other kinds are equal
+    in theory only.
     """
     return isinstance(replica_id, int) or all(number == 0 for number in replica_id[:-1])
 
@@ -98,7 +98,7 @@ def divide(offers: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     """Decides who writes what, from what each rank offers to write.
 
     Returns:
-        A plan for each rank, and the description of all tensors and objects.
+        A plan for each rank, and the metadata.
 
     Raises:
         IncompatibleCheckpoint: shards overlap or leave holes, or ranks offer one tensor in
@@ -111,8 +111,8 @@ def divide(offers: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
             holders.setdefault(item.index, []).append(rank)
             offered.setdefault(item.index, item)
     loads = [0] * len(offers)
-    # The largest are given away first, so that small ones even out what is left; written they are
-    # in the order of the offer, for what lies side by side in memory will be wanted together.
+    # The largest are assigned first, so that small ones even out the loads. They are written in the
+    # order of the offer, since what lies side by side in memory will be wanted together.
     places = [{item.index: at for at, item in enumerate(plan.items)} for plan in offers]
     parts: list[list[tuple[int, WriteItem]]] = [[] for _ in offers]
     for index in sorted(offered, key=lambda index: -_nbytes(offered[index])):
@@ -151,7 +151,7 @@ def _item(shard: ShardedTensor) -> WriteItem:
 def _assigned(
     item: WriteItem, ranks: list[int], loads: list[int]
 ) -> Iterator[tuple[int, WriteItem]]:
-    """Parts of an item and who writes them: a band of rows each, or all by the least loaded."""
+    """Yields (rank, part): a band of rows for each rank, or the whole item for the least loaded."""
     if item.tensor_data is None or _nbytes(item) < CUT_BYTES_MIN:
         yield min(ranks, key=lambda rank: loads[rank]), item
         return
@@ -166,9 +166,8 @@ def _assigned(
 
 
 def _in_turns(items: list[WriteItem]) -> Iterator[WriteItem]:
-    """Items in the order they are written in: 1-D ones that are alike, as the states of one
-    parameter in a bucket are, a band of each in turn. Whoever wants a range wants it of all of
-    them, and what is read at its ends beyond it is read once.
+    """Yields items in the order they are written in. Of 1-D ones that are alike, as the states of a
+    parameter in a bucket are, a band of each comes in turn: who reads a range reads it of all.
     """
     band_bytes = max(TURN_BYTES_MIN, sum(map(_nbytes, items)) // TURNS_MAX)
     for place, alike in itertools.groupby(items, _flat_place):
@@ -184,7 +183,7 @@ def _in_turns(items: list[WriteItem]) -> Iterator[WriteItem]:
 
 
 def _flat_place(item: WriteItem) -> Any:
-    """Returns where in its tensor a 1-D item lies; None: it is none."""
+    """Returns where in its tensor a 1-D item lies; None for other items."""
     data = item.tensor_data
     return data.chunk if data is not None and len(data.chunk.sizes) == 1 else None
 
@@ -206,7 +205,7 @@ def _band(item: WriteItem, axis: int, begin: int, end: int) -> WriteItem:
 def _noted(
     item: WriteItem, described: dict[str, TensorStorageMetadata | BytesStorageMetadata]
 ) -> WriteItem:
-    """Enters an item in the description; returns it with its place there."""
+    """Adds an item to the metadata; returns it with its place there."""
     key, data = item.index.fqn, item.tensor_data
     if data is None:
         if key in described:
@@ -228,17 +227,20 @@ def _noted(
 
 
 def _check_cover(key: str, tensor: TensorStorageMetadata) -> None:
-    """Chunks must cover their tensor once. All are inside and none starts where another does (an
-    index is written once), so a wrong sum is what holes and overlaps would show.
+    """Raises unless chunks lie within their tensor and have as many elements as it. No two start at
+    one place (an index is written once), so holes and overlaps that do not cancel out are found.
     """
     for chunk in tensor.chunks:
         ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         if any(end > size for end, size in zip(ends, tensor.size, strict=True)):
-            raise IncompatibleCheckpoint(f"a shard of {key!r} reaches beyond {tuple(tensor.size)}")
+            raise IncompatibleCheckpoint(
+                f"a shard of {key!r} ends at {ends}, beyond the tensor's sizes {tuple(tensor.size)}"
+            )
     covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     if covered != math.prod(tensor.size):
         raise IncompatibleCheckpoint(
-            f"the ranks hold {covered} elements of {key!r}, which has {math.prod(tensor.size)}"
+            f"the ranks hold {covered} elements of {key!r}, which has {math.prod(tensor.size)}: "
+            "shards overlap or are missing"
         )
 
 
@@ -250,7 +252,7 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _part(shards: list[ShardedTensor], chunk: ChunkStorageMetadata) -> torch.Tensor:
-    """The elements of a chunk, from the shard that has them all."""
+    """Returns the elements of a chunk, from the shard that has them all."""
     for shard in shards:
         part: torch.Tensor = shard.data.detach().view(
             (1,) * shard.prepend_axis_num + tuple(shard.local_shape)

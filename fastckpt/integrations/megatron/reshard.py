@@ -1,9 +1,9 @@
-"""Ranges of parameters are found in stored 1-D arrays here: pure arithmetic on boxes.
+"""Finding ranges of parameters in stored 1-D arrays: pure arithmetic on boxes.
 
-Megatron's distributed optimizer keeps the state of many parameters in 1-D buckets. A Piece tells
-which box of which global tensor lies where in such an array; from the pieces that were stored and
-the pieces of a parameter here, this module computes the runs of elements to copy, for any change
-of tensor, pipeline and data parallel sizes. Must not know files, torch, Megatron or ranks.
+Megatron's distributed optimizer keeps the state of many parameters in 1-D buckets. From the pieces
+that were stored in such arrays and the pieces of a parameter here, this module computes the runs of
+elements to copy, for any change of tensor, pipeline and data parallel sizes. It must not know
+files, torch, Megatron or ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
         key: name of the global tensor.
         offset, shape: the box, in elements of the global tensor.
         start: where the box's first element lies in the array.
-        strides: how far apart neighbours along each axis lie in the array.
+        strides: distance in the array between neighbours along each axis.
     """
 
     key: str
@@ -41,12 +41,12 @@ class Piece(NamedTuple):
         return math.prod(self.shape)
 
     def moved(self, by: int) -> Piece:
-        """The same box in an array where everything lies `by` elements further on."""
+        """Returns the same box, `by` elements further on in the array."""
         return self._replace(start=self.start + by)
 
     @classmethod
     def of(cls, record: Sequence[Any]) -> Piece:
-        """From a record of a file: (key, offset, shape, start, strides)."""
+        """Makes a piece from a record of a file: (key, offset, shape, start, strides)."""
         key, offset, shape, start, strides = record
         piece = cls(str(key), tuple(offset), tuple(shape), int(start), tuple(strides))
         if not len(piece.offset) == len(piece.shape) == len(piece.strides):
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of elements to copy: length[i] of them, from source[i] on, to target[i] on."""
+    """Runs of elements to copy: run i has length[i] elements, from source[i] on to target[i] on."""
 
     source: Indices
     target: Indices
@@ -68,12 +68,12 @@ class Runs:
 
     @property
     def size(self) -> int:
-        """Returns how many elements it has."""
+        """The number of elements."""
         return int(self.length.sum())
 
     def spans(self) -> list[Runs]:
-        """Groups of runs, in order of the source, between which little lies: to be read at once,
-        with the gaps, into at most five times the memory.
+        """Groups runs, in order of the source, that have small gaps between them: each group is
+        read at once, with its gaps, into at most five times the memory.
         """
         if not len(self.length):
             return []
@@ -86,7 +86,7 @@ class Runs:
         ]
 
     def steps(self) -> tuple[int, int] | None:
-        """(source, target): how far equal runs are apart; None: they differ, or there is none."""
+        """Returns the (source, target) distances of equal runs, equally far apart; else None."""
         if not len(self.length) or (self.length != self.length[0]).any():
             return None
         found = [np.unique(np.diff(starts)) for starts in (self.source, self.target)]
@@ -96,7 +96,7 @@ class Runs:
         return (source, target) if target > 0 else None
 
     def within(self, start: int, stop: int) -> Runs:
-        """Returns what of it goes to target elements start <= i < stop, counted from `start`."""
+        """Returns the runs to target elements start <= i < stop, counted from `start`."""
         first = np.maximum(self.target, start)
         last = np.minimum(self.target + self.length, stop)
         kept = last > first
@@ -104,7 +104,7 @@ class Runs:
         return Runs(self.source[kept] + skipped, first[kept] - start, (last - first)[kept])
 
     def joined(self) -> Runs:
-        """The same copies in order of the source; neighbours on both sides become one."""
+        """Returns the same copies in order of the source; neighbours on both sides become one."""
         if not len(self.length):
             return self
         order = np.argsort(self.source, kind="stable")
@@ -117,9 +117,9 @@ class Runs:
 
 
 def common_runs(source: Piece, target: Piece) -> Runs | None:
-    """How the elements that both boxes have go from one array to the other; None: there are none.
+    """Returns the copies, from one array to the other, of elements that both boxes have, or None.
 
-    Of each box a run is as many elements as lie side by side in both arrays.
+    Each run is as long as elements lie side by side in both arrays.
     """
     if source.key != target.key or len(source.shape) != len(target.shape):
         return None
@@ -170,8 +170,8 @@ class Catalog:
     """The pieces of all stored arrays, by the global tensor they belong to.
 
     Args:
-        arrays: pieces by the name of the array. Where several arrays hold the same box, as
-            replicas do, the first one counts.
+        arrays: pieces by the name of the array. Of arrays that hold the same box, as replicas do,
+            the first one counts.
     """
 
     def __init__(self, arrays: Mapping[str, Iterable[Piece]]) -> None:
@@ -184,15 +184,12 @@ class Catalog:
     def runs(
         self, pieces: Sequence[Piece], start: int, stop: int, *, partial: bool = False
     ) -> dict[str, Runs]:
-        """Returns what makes up elements start <= i < stop of a parameter.
+        """Returns, for each stored array, the runs that make up elements start <= i < stop.
 
         Args:
-            pieces: boxes of the flat parameter, which together are all of it.
-            start, stop: the range wanted; targets are counted from `start`.
+            pieces: boxes that together are all of a flat parameter.
+            start, stop: the range of its elements; targets are counted from `start`.
             partial: whether elements may be stored nowhere.
-
-        Returns:
-            Runs for each array that is needed, in order of its elements.
 
         Raises:
             Uncovered: elements are stored nowhere, or more than once.
@@ -222,7 +219,7 @@ def split_at(runs: Runs, starts: Indices, sizes: Indices) -> list[tuple[int, int
 
     Args:
         runs: in order of the source.
-        starts, sizes: the fragments, ascending and without overlap.
+        starts, sizes: of the fragments, ascending and without overlap.
 
     Returns:
         (fragment, offset in it, target, length) for each copy.
