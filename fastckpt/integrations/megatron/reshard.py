@@ -154,14 +154,9 @@ def common_runs(source: Piece, target: Piece) -> Runs | None:
 
 
 class Uncovered(ValueError):
-    """Elements of a parameter are stored nowhere, or more than once.
-
-    Attributes:
-        found, wanted: how many elements.
-    """
+    """Elements of a parameter are stored nowhere, or more than once."""
 
     def __init__(self, keys: Iterable[str], found: int, wanted: int) -> None:
-        self.found, self.wanted = found, wanted
         names = ", ".join(sorted({repr(key) for key in keys}))
         super().__init__(f"{names}: {found} elements are stored of the {wanted} needed")
 
