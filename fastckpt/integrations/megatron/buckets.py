@@ -1,6 +1,6 @@
 """Stored buckets of Megatron's distributed optimizer, and the objects saved beside them.
 
-Responsible for reading ranges of them, in few reads. Must not know optimizers or models.
+Responsible for reading ranges of them, in few reads. It must not know optimizers or models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GROUPS_APART = "optimizer.distributed."  # what comes before it tells chained op
 
 @dataclass(frozen=True)
 class Copy:
-    """Runs of a stored array that a 1-D tensor is to get."""
+    """A copy of runs of a stored array to a 1-D tensor."""
 
     array: str
     tensor: torch.Tensor
@@ -41,7 +41,7 @@ class StoredBuckets:
         weights_only: as torch.load's, for maps and parameter groups.
 
     Attributes:
-        groups: names of the groups of ranks that saved buckets with a map, as distributed()'s.
+        groups: prefixes, as distributed() returns them, of ranks that saved buckets with a map.
     """
 
     def __init__(self, directory: str, metadata: Metadata, weights_only: bool = True) -> None:
@@ -55,11 +55,11 @@ class StoredBuckets:
     def arrays(
         self, own: str = "", expected: dict[str, list[Piece]] | None = None
     ) -> dict[str, list[Piece]]:
-        """Returns what is stored in each array, by its name without the state's.
+        """Returns the pieces that are stored in each array, by its name without the state's.
 
         Args:
-            own: a group that comes first.
-            expected: if that group has just these arrays, they are all that is returned.
+            own: the group whose arrays come first.
+            expected: if that group has just these arrays, only they are returned.
         """
         found: dict[str, list[Piece]] = {}
         if own in self.groups:
@@ -73,7 +73,7 @@ class StoredBuckets:
         return found
 
     def load_state(self, groups: list[str]) -> dict[str, Any]:
-        """Parameter groups and gradient scaler of groups of ranks, for load_state_dict."""
+        """Returns parameter groups and gradient scaler of groups of ranks, for load_state_dict."""
         self._fetch(groups)
         found: dict[tuple[Any, ...], Any] = {}
         for group in groups:
@@ -92,11 +92,13 @@ class StoredBuckets:
             tensor: Any = self._metadata.state_dict_metadata.get(copy.array)
             if tensor is None or tensor.properties.dtype != copy.tensor.dtype:
                 has = "is missing" if tensor is None else f"is {tensor.properties.dtype}"
-                raise IncompatibleCheckpoint(f"{copy.array!r} {has}, not {copy.tensor.dtype}")
+                raise IncompatibleCheckpoint(
+                    f"{copy.array!r} {has} in {self._directory!r}, expected {copy.tensor.dtype}"
+                )
             chunks, starts, sizes = chunks_in_order(tensor)
             for span in copy.runs.spans():
                 one, tensor_of = span, copy.tensor
-                if len(span.length) > 1:  # one read, and then many small copies in memory
+                if len(span.length) > 1:  # one read, then small copies in memory
                     base = int(span.source[0])
                     one = Runs.one(base, 0, int(span.source[-1] + span.length[-1]) - base)
                     tensor_of = torch.empty(
@@ -126,7 +128,7 @@ class StoredBuckets:
             raise IncompatibleCheckpoint(f"{group!r} has no map of buckets: {error}") from error
 
     def _fetch(self, groups: list[str]) -> None:
-        """Reads the objects of groups, all at once: they are small, and lie near each other."""
+        """Reads the objects of groups, all at once, since they are small and lie together."""
         names = self._metadata.state_dict_metadata
         wanted = {
             f"{group}.{name}": f"{group}.{name}{ONE_OF_ONE}"
@@ -141,23 +143,21 @@ class StoredBuckets:
 
 
 def chunks_in_order(tensor: Any) -> tuple[list[Any], Indices, Indices]:
-    """The stored chunks of a 1-D tensor, where they start, and their sizes."""
+    """Returns the stored chunks of a 1-D tensor, their starts and their sizes."""
     chunks = sorted(tensor.chunks, key=lambda chunk: chunk.offsets[0])
     starts = np.array([chunk.offsets[0] for chunk in chunks], dtype=np.int64)
     return chunks, starts, np.array([chunk.sizes[0] for chunk in chunks], dtype=np.int64)
 
 
 def identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns what tells the groups of parameters of one optimizer apart."""
+    """Returns the values by which Megatron tells parameter groups apart."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
 
 
 def _scatter(content: torch.Tensor, runs: Runs, tensor: torch.Tensor) -> None:
-    """Copies runs of a span that was read to where they belong.
-
-    All but the first and the last, which may be shorter, are rows of a matrix, as a rule.
-    """
+    """Copies the runs of a span that was read to where they belong."""
     base = int(runs.source[0])
+    # Usually all but the first and the last, which may be shorter, are rows of one matrix.
     rows = Runs(runs.source[1:-1], runs.target[1:-1], runs.length[1:-1])
     steps = rows.steps()
     if steps is None:

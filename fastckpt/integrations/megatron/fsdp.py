@@ -1,7 +1,7 @@
 """Megatron-FSDP's checkpoints, the format fsdp_dtensor: a DCP directory of DTensors.
 
-Responsible for which keys a model and its optimizer have in one, and for reading it into the
-tensors that they hold. Must not know iterations, directories' names, schedulers or generators.
+Responsible for the keys that a model and its optimizer have in one, and for reading it into the
+tensors that they hold. It must not know iterations, directories' names, schedules or generators.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMMON = {
     "opt_param_scheduler",
     "rng_state",
 }
-_HALF = re.compile(r"\.linear_fc1\.(weight|bias)\d*_[wv](\.|$)")  # of what SwiGLU has in one
+_HALF = re.compile(r"\.linear_fc1\.(weight|bias)\d*_[wv](\.|$)")  # of a SwiGLU layer
 _NAMED = 5  # how many keys an error names
 
 
@@ -43,7 +43,7 @@ def is_wrapped(models: Sequence[Any]) -> bool:
 
 
 def stored_common(directory: str, metadata: Metadata, weights_only: bool = True) -> dict[str, Any]:
-    """All but the model and the optimizer.
+    """Returns the state but for the model and the optimizer.
 
     Raises:
         CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: it needs weights_only=False.
@@ -62,7 +62,7 @@ def stored_common(directory: str, metadata: Metadata, weights_only: bool = True)
 
 
 def own_rng(common: dict[str, Any]) -> list[Any]:
-    """This rank's random number state, in a list; none if it was saved on another parallelism."""
+    """Returns a list of this rank's random number state; empty if saved on another parallelism."""
     ps = parallel_state
     pp, tp = ps.get_pipeline_model_parallel_world_size(), ps.get_tensor_model_parallel_world_size()
     at = (ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank())
@@ -72,21 +72,21 @@ def own_rng(common: dict[str, Any]) -> list[Any]:
         states = [states[ps.get_data_parallel_rank()]]
     if len(states) != 1:
         return []
-    return [{"rng_tracker_states": {}, **states[0]}]  # of an empty dictionary nothing is saved
+    return [{"rng_tracker_states": {}, **states[0]}]  # DCP saves no empty dict
 
 
 class Restore:
-    """Reads a checkpoint into a model and its optimizer.
+    """One load of a checkpoint into a model and its optimizer.
 
     Args:
         directory, metadata: of the checkpoint.
         models: chunks of the model; this format has one.
-        optimizer: Megatron's; None: it is left alone. It is given state, for reading to overwrite.
+        optimizer: Megatron's, which is given state for reading to overwrite; None: not loaded.
         weights_only: as torch.load's, for parameter groups.
 
     Raises:
-        IncompatibleCheckpoint: there are several chunks, or the optimizer has other state than the
-            one that was saved.
+        IncompatibleCheckpoint: there are several chunks, or the optimizer has other kinds of state
+            than were saved.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Restore:
         self._directory, self._weights_only = directory, weights_only
         self._stored = metadata.state_dict_metadata
         self._model, self._optimizer = models[0], optimizer
-        # First of all: it puts DTensors in the place of parameters, which the optimizer asks for.
+        # First of all: it replaces the parameters by DTensors, which the optimizer needs.
         self._weights = models[0].state_dict()
         self._kept: dict[str, Any] = {}  # the optimizer's state dict
-        self._held: dict[str, Any] = {}  # that part of its states that it has
+        self._held: dict[str, Any] = {}  # the states that this rank has
         if optimizer is not None:
             self._kept = optimizer.sharded_state_dict(
                 {}, is_loading=True, metadata={SHARDING: FORMAT}
@@ -114,12 +114,12 @@ class Restore:
             self._kept["state"] = self._on_all_ranks()
 
     def read(self) -> None:
-        """Overwrites the model's and the optimizer's tensors. All ranks call it: Megatron finds out
-        by collectives, one for each tensor, which part of it a rank has.
+        """Overwrites the model's and the optimizer's tensors. All ranks call it: Megatron runs a
+        collective for each tensor, to find out which part of it a rank has.
 
         Raises:
             CorruptCheckpoint: bytes are not those that were written.
-            IncompatibleCheckpoint: it has not all that is asked for; keys are named.
+            IncompatibleCheckpoint: the checkpoint lacks keys, which are named.
         """
         state: dict[str, Any] = {"model": self._weights}
         if self._optimizer is not None:
@@ -129,18 +129,18 @@ class Restore:
         read(self._directory, DefaultLoadPlanner(), state, weights_only=self._weights_only)
 
     def put(self) -> None:
-        """Makes model and optimizer use what was read."""
-        self._model.synchronize_param_gather()  # drops what it has gathered of the weights before
+        """Has model and optimizer use what was read."""
+        self._model.synchronize_param_gather()  # drops weights gathered before
         self._model.install_optimized_model_weights()
         if self._optimizer is not None:
             self._kept["state"] = self._held
             self._optimizer.load_state_dict(self._kept)
 
     def _on_all_ranks(self) -> dict[str, Any]:
-        """The optimizer's states, with empty ones where this rank has nothing of a parameter.
+        """Returns the optimizer's states, with empty ones where this rank has an empty shard.
 
-        torch's optimizers, unlike Transformer Engine's, have no state for an empty shard. Ranks
-        have to hold as many DTensors as each other, in one order, for Megatron's collectives.
+        torch's optimizers, unlike Transformer Engine's, have none for these. For Megatron's
+        collectives all ranks have to hold the same number of DTensors, in the same order.
         """
         kinds = sorted(
             {
@@ -158,13 +158,14 @@ class Restore:
                     held = {kind: torch.zeros_like(param.detach()) for kind in kinds}
                 elif sorted(k for k, v in held.items() if hasattr(v, "device_mesh")) != kinds:
                     raise IncompatibleCheckpoint(
-                        f"of {name!r} the optimizer has {sorted(held)}, {kinds} were saved"
+                        f"the optimizer has the states {sorted(held)} of {name!r}, but {kinds} "
+                        "were saved"
                     )
                 states[name] = held
         return states
 
     def _rename(self, state: dict[str, Any]) -> None:
-        """Gives a state dict the keys under which Megatron saves it."""
+        """Changes the keys of a state dict to those under which Megatron saves it."""
         from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
 
         stock.handle_fp8_extra_state_case(state["model"])
@@ -184,7 +185,7 @@ class Restore:
         missing = sorted(wanted.keys() - self._stored.keys())
         if missing:
             raise IncompatibleCheckpoint(
-                f"{self._directory!r} lacks {len(missing)} keys that are asked for: "
+                f"{self._directory!r} lacks {len(missing)} keys of the model or its optimizer: "
                 + ", ".join(map(repr, missing[:_NAMED]))
             )
         for key, value in wanted.items():
@@ -193,13 +194,14 @@ class Restore:
                 stored is not None and tuple(stored) != tuple(value.shape)
             ):
                 shape = getattr(value, "shape", None)
-                raise IncompatibleCheckpoint(f"{key!r} was saved as {stored}, here it is {shape}")
+                raise IncompatibleCheckpoint(
+                    f"{key!r} was saved as {stored}, but is {shape} in this model or optimizer"
+                )
 
 
 class _Parameters:
-    """A model as Megatron's functions ask for its parameters, under whatever wrappers they are.
-
-    They count on one more wrapper than a model of float32 has.
+    """A model that finds parameters whatever their wrappers: Megatron's functions count on one more
+    wrapper than a model of float32 has.
     """
 
     def __init__(self, model: Any) -> None:

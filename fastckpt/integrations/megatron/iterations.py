@@ -1,7 +1,7 @@
 """Iterations of a run as Megatron lays them out: iter_0001000/ and the tracker that names the last.
 
 Responsible for names, for which iterations are complete, for moving the tracker atomically, and for
-removing old ones. Must not know what is in a checkpoint, nor Megatron, torch or ranks.
+removing old ones. It must not know what is in a checkpoint, nor Megatron, torch or ranks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 NON_PERSISTENT = "non_persistent"
 COMMON, CONFIG, METADATA = "common.pt", "metadata.json", ".metadata"
 _TRACKER_BYTES_MAX = 64
-LEGACY_PREFIX = "mp_rank_"  # of what the format "torch" has in place of `.metadata`
+LEGACY_PREFIX = "mp_rank_"  # of the directories that the format "torch" has
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
 @dataclass(frozen=True)
 class Retention:
-    """A retention says which old iterations stay when a newer one was committed.
+    """The rule of which old iterations stay when a newer one has committed.
 
     Attributes:
-        keep_last: how many complete ones stay, with the newest; at least 1. None: all.
+        keep_last: how many complete ones stay, the newest included; at least 1. None: all.
         keep_every: multiples of this stay too.
-        superseded_only: whether only iterations are removed that the tracker named before, as
-            Megatron does. False: all older ones.
+        superseded_only: True: only iterations that the tracker named before are removed, as by
+            Megatron. False: all older ones.
     """
 
     keep_last: int | None = None
@@ -48,15 +48,15 @@ def directory_name(iteration: int) -> str:
 
 
 def is_complete(directory: str) -> bool:
-    """Whether a save to this directory was committed: `.metadata` is written last."""
+    """Whether a save to this directory has committed: `.metadata` is written last."""
     return os.path.isfile(os.path.join(directory, METADATA))
 
 
 def complete_iterations(root: str) -> list[int]:
-    """Iterations that were committed, ascending.
+    """Returns the iterations that were committed, ascending.
 
     Raises:
-        StorageError: all that is listed is gone when it is looked at, however often that is tried.
+        StorageError: each time it is tried, all that is listed is gone when it is looked at.
     """
 
     def look() -> list[int] | None:
@@ -72,7 +72,7 @@ def complete_iterations(root: str) -> list[int]:
 
 
 def tracked(root: str) -> int | str | None:
-    """Returns what the tracker says: a number, "release", or None if it is missing or garbage."""
+    """Returns what the tracker names: a number or "release"; None if it is missing or garbage."""
     text = _tracker_text(root)
     if text == RELEASE:
         return text
@@ -80,7 +80,7 @@ def tracked(root: str) -> int | str | None:
 
 
 def _tracker_text(root: str) -> str | None:
-    """Returns what is in the tracker; None: it is missing."""
+    """Returns the tracker's text; None if it is missing."""
     try:
         with open(os.path.join(root, TRACKER), "rb") as file:
             return file.read(_TRACKER_BYTES_MAX).decode(errors="replace").strip()
@@ -89,10 +89,9 @@ def _tracker_text(root: str) -> str | None:
 
 
 def candidates(root: str) -> list[tuple[int, str]]:
-    """(iteration, directory) worth loading, best first.
-
-    That is the release, where the tracker names it, or the complete iterations, newest first. One
-    that is newer than the tracker was committed too: its job was killed before the tracker moved.
+    """Returns (iteration, directory) pairs worth loading, best first: the release, if the tracker
+    names it, else the complete iterations, newest first. One newer than the tracker's counts: its
+    job was killed between the commit and the tracker's move.
     """
     if tracked(root) == RELEASE:
         return [(0, os.path.join(root, RELEASE))]
@@ -101,7 +100,7 @@ def candidates(root: str) -> list[tuple[int, str]]:
 
 
 def disagreement(root: str, number: int) -> str | None:
-    """Says why the newest complete iteration is loaded, if the tracker does not name it."""
+    """Returns why the newest complete iteration is loaded; None if the tracker names it."""
     latest = tracked(root)
     if latest in (number, RELEASE):
         return None
@@ -135,8 +134,8 @@ def track(root: str, iteration: int) -> None:
     """Makes the tracker name an iteration, atomically and durably.
 
     Raises:
-        StorageError: it names what it named before; or if the error is `visible`, the iteration,
-            but a crash may bring back what it named before.
+        StorageError: the tracker names what it named before; or, if the error is `visible`, it
+            names the iteration, but a crash may undo that.
     """
     storage, path = pipeline.current().storage, os.path.join(root, TRACKER)
     replaced = atomic.replace_file(storage, path, str(iteration).encode(), durable=True)
@@ -151,15 +150,13 @@ def retain(
     in_flight: Collection[int] = (),
     superseded: Collection[int] = (),
 ) -> list[int]:
-    """Removes old iterations, which are complete or what aborted saves have left.
+    """Removes old iterations, and what aborted saves have left of some; returns their numbers.
+    Links stay, and so, with a warning, does what cannot be removed.
 
     Args:
-        newest: the iteration committed last; none from it on is removed.
+        newest: the iteration committed last; neither it nor a later one is removed.
         in_flight: iterations that are being saved, which are left alone.
         superseded: iterations that the tracker named before.
-
-    Returns:
-        The iterations removed. Links, and what cannot be removed, stay (with a warning).
     """
     if retention.keep_last is None:
         return []
@@ -176,19 +173,19 @@ def retain(
         if number >= newest or number in kept or os.path.islink(path):
             continue
         try:
-            # First what makes it complete, so that nobody takes the rest for a checkpoint.
+            # First `.metadata`, so that nobody takes what is left for a checkpoint.
             if is_complete(path):
                 storage.remove(os.path.join(path, METADATA))
-                storage.sync_directory(path)  # a power cut does not bring it back, either
+                storage.sync_directory(path)  # so that no power cut brings it back
             storage.remove_tree(path)
             removed.append(number)
         except OSError as error:
-            log.warning("old iteration %d stays: %s", number, error)
+            log.warning("old iteration %r could not be removed: %s", path, error)
     return removed
 
 
 def _iterations(root: str) -> list[tuple[int, bool]]:
-    """(iteration, whether it is complete) of all directories named so, ascending."""
+    """Returns (iteration, whether it is complete) for all directories so named, ascending."""
     try:
         names = os.listdir(root)
     except FileNotFoundError:

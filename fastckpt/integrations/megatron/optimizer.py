@@ -1,8 +1,8 @@
 """The state of Megatron's distributed optimizer: saved by bucket, loaded onto any parallelism.
 
-Responsible for the map, saved with the buckets, of which parameter lies where in them, and for
-loading what each rank needs with it when tensor, pipeline or data parallel sizes have changed. Must
-not know iterations, directories' names, or the models beyond their sharded state dicts.
+Responsible for the map that is saved with the buckets and says which parameter lies where in them,
+and for loading by it what each rank needs when parallel sizes have changed. It must not know
+iterations, directories' names, or the models beyond their sharded state dicts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONTENT, SHARDING = "content_metadata", "distrib_optim_sharding_type"
 
 
 def distributed(optimizer: Any) -> list[tuple[str, DistributedOptimizer]]:
-    """The distributed optimizers in an optimizer, with the prefix of what each one saves."""
+    """Returns the distributed optimizers in an optimizer, each with its prefix of saved keys."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     prefixes = [f"chained_{n}." for n in range(len(chained))] if len(chained) > 1 else [""]
     return [
@@ -46,14 +46,14 @@ def distributed(optimizer: Any) -> list[tuple[str, DistributedOptimizer]]:
 
 
 def saved_maps(optimizer: Any, model_state: ShardedStateDict) -> list[ShardedObject]:
-    """Returns what is saved beside the buckets, so that they can be resharded.
+    """Returns the maps to save beside the buckets, so that they can be resharded.
 
     Args:
-        optimizer: of Megatron.
+        optimizer: Megatron's.
         model_state: sharded state dict of the model, before its factories are applied.
 
     Raises:
-        IncompatibleCheckpoint: a parameter is saved by a factory that does not only cut it.
+        IncompatibleCheckpoint: a factory does more to a parameter than cut it.
     """
     sharded = _sharded_of(model_state)
     return [
@@ -75,9 +75,9 @@ def has_maps(metadata: Metadata) -> bool:
 
 
 def allocate(optimizer: Any) -> None:
-    """Gives state to optimizers that have none, for loading to overwrite.
+    """Gives torch's Adam, if it has none, state for loading to overwrite.
 
-    Megatron does so itself but for torch's Adam, whose missing "step" makes it fail.
+    Megatron does so itself for other optimizers; without Adam's "step" it would fail.
     """
     for _group, each in distributed(optimizer):
         if not HAVE_APEX_OR_TE and not each.optimizer.state:
@@ -85,9 +85,8 @@ def allocate(optimizer: Any) -> None:
 
 
 def part_steps(optimizer: Any) -> None:
-    """Gives each state a "step" of its own after Megatron's load_state_dict.
-
-    That puts one tensor into all of them, which torch's Adam then counts up once for each.
+    """Gives each state a "step" of its own: Megatron's load_state_dict puts one tensor into all of
+    them, which torch's Adam would then count up once for each.
     """
     for _group, each in distributed(optimizer):
         for state in each.optimizer.state.values():
@@ -97,10 +96,10 @@ def part_steps(optimizer: Any) -> None:
 
 @contextmanager
 def steps_known(optimizer: Any) -> Iterator[None]:
-    """Inside, Megatron's own loading works with torch's Adam too.
+    """Makes Megatron's own loading work with torch's Adam in the body.
 
-    Its state has a "step", which checkpoints keep in the parameter groups alone. Megatron misses it
-    in fully_reshardable state, and in dp_reshardable state takes the one of before the load.
+    Adam's state has a "step", which checkpoints keep in the parameter groups alone. Megatron misses
+    it in fully_reshardable state, and in dp_reshardable state takes the one from before the load.
     """
     patched = [each for _group, each in distributed(optimizer) if not HAVE_APEX_OR_TE]
     for each in patched:
@@ -125,7 +124,8 @@ def load_buckets(
     metadata: Metadata,
     weights_only: bool = True,
 ) -> int:
-    """Loads what this rank needs of dp_reshardable state that was saved with its maps.
+    """Loads what this rank needs of dp_reshardable state that was saved with its maps. Returns the
+    number of bytes of optimizer state that it has asked for.
 
     Args:
         optimizer: its tensors are overwritten; see allocate().
@@ -133,11 +133,8 @@ def load_buckets(
         directory, metadata: of the checkpoint.
         weights_only: as torch.load's, for parameter groups.
 
-    Returns:
-        How many bytes of optimizer state were asked for.
-
     Raises:
-        IncompatibleCheckpoint: the checkpoint has not all that is needed; parameters are named.
+        IncompatibleCheckpoint: the checkpoint lacks state of parameters, which are named.
         CorruptCheckpoint: bytes are not those that were written.
     """
     stored = StoredBuckets(directory, metadata, weights_only)
@@ -160,7 +157,7 @@ def load_buckets(
                 if state != "step":
                     copies += [Copy(f"{name}.{state}", tensor, r) for name, r in runs.items()]
                     if sum(r.size for r in runs.values()) < tensor.numel():
-                        tensor.zero_()  # a vocabulary padded further
+                        tensor.zero_()  # the vocabulary is padded further here
     stored.read(copies)
     for each, param, tensors in wanted:
         each._set_main_param_and_optimizer_states(param, tensors)
@@ -168,9 +165,8 @@ def load_buckets(
 
 
 def _load_groups(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
-    """Gives an optimizer its parameter groups.
-
-    Of a kind that the ranks that had these parameters had none of it keeps its own, with the step.
+    """Gives an optimizer the stored parameter groups; where a kind of group is not stored, it keeps
+    its own, with the stored step.
     """
     groups = state["optimizer"]["param_groups"]
     known = {identity(values) for values in groups}
@@ -182,7 +178,7 @@ def _load_groups(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None
 
 
 def _own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Any, Any]]:
-    """Each parameter of which this rank has a range, and the range."""
+    """Yields each parameter of which this rank has a range, and the range."""
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -191,7 +187,7 @@ def _own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Any, Any]]:
 
 
 def _sharded_of(model_state: ShardedStateDict) -> dict[Any, Any]:
-    """Returns how each parameter is sharded: its ShardedTensor or ShardedTensorFactory."""
+    """Returns each parameter's ShardedTensor or ShardedTensorFactory."""
     values, _others = extract_sharded_tensors_and_factories(model_state)
     return {value.data: value for value in nested_values(values)}
 
@@ -199,7 +195,7 @@ def _sharded_of(model_state: ShardedStateDict) -> dict[Any, Any]:
 def _arrays(
     group: str, optimizer: DistributedOptimizer, sharded: Mapping[Any, Any]
 ) -> dict[str, list[Piece]]:
-    """The buckets of a group of ranks, by the names they are saved under, and what is in them."""
+    """Returns the pieces in each bucket of a group of ranks, by the name it is saved under."""
     arrays: dict[str, list[Piece]] = {}
     for number, buffer in enumerate(optimizer.buffers):
         (dtype,) = optimizer.gbuf_ranges[number]
@@ -215,16 +211,14 @@ def _arrays(
 
 
 def _pieces(param: torch.Tensor, sharded: Mapping[Any, Any]) -> list[Piece]:
-    """Returns the boxes of global tensors that a flat parameter is made of.
-
-    A factory is asked by giving it a tensor without memory: where it cuts, its parts are views of
-    that, whose offsets and strides tell what they are.
-    """
+    """Returns the boxes of global tensors that a flat parameter is made of."""
     how = sharded.get(param)
     if how is None:
         raise IncompatibleCheckpoint(
             f"a parameter of shape {tuple(param.shape)} is not in the model's sharded state dict"
         )
+    # A factory is given a tensor without memory: if it only cuts, its parts are views of it, whose
+    # offsets and strides tell which elements they are.
     probe = torch.empty(param.shape, dtype=param.dtype, device="meta")
     if isinstance(how, ShardedTensorFactory):
         parts = list(nested_values([how.build_fn(how.key, probe, how.replica_id, None)]))

@@ -1,6 +1,6 @@
-"""What of a training run is in a checkpoint beside the optimizer: model chunks, random numbers.
+"""The state of a training run beside the optimizer's: model chunks, random number generators.
 
-Responsible for the names Megatron saves them under. Must not know files or saves.
+Responsible for the names under which Megatron saves them. It must not know files or saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RNG, OWN_RNG = "rng_state", "fastckpt.rng_state"
 
 
 def content_metadata(sharding_type: str, mem_efficient: bool = False) -> dict[str, Any]:
-    """Returns how Megatron shards what it saves, which the checkpoint keeps but for the group."""
+    """Returns how Megatron is to shard what it saves; the checkpoint keeps this but the group."""
     of_type: dict[str, Any] = {}
     if sharding_type == "fully_reshardable":
         of_type["distrib_optim_fully_reshardable_mem_efficient"] = mem_efficient
@@ -48,7 +48,7 @@ def model_state(models: Sequence[Any], metadata: dict[str, Any]) -> dict[str, An
 
 
 def rng_objects(states: list[Any] | None) -> list[ShardedObject]:
-    """Megatron's rng_state, one for each model parallel rank, and ours, one for each rank."""
+    """Returns Megatron's rng_state, of each model parallel rank, and fastckpt's, of each rank."""
     ps = parallel_state
     pp, tp = ps.get_pipeline_model_parallel_world_size(), ps.get_tensor_model_parallel_world_size()
     at = (ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank())
