@@ -36,10 +36,6 @@ class Copy:
 class StoredBuckets:
     """The buckets of a checkpoint.
 
-    Args:
-        directory, metadata: of the checkpoint.
-        weights_only: as torch.load's, for maps and parameter groups.
-
     Attributes:
         groups: prefixes, as distributed() returns them, of ranks that saved buckets with a map.
     """

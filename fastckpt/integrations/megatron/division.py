@@ -95,10 +95,7 @@ class Division(SavePlanner):
 
 
 def divide(offers: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Decides who writes what, from what each rank offers to write.
-
-    Returns:
-        A plan for each rank, and the metadata.
+    """Decides who writes what each rank offers to write; returns their plans, and the metadata.
 
     Raises:
         IncompatibleCheckpoint: shards overlap or leave holes, or ranks offer one tensor in

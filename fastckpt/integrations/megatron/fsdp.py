@@ -43,11 +43,7 @@ def is_wrapped(models: Sequence[Any]) -> bool:
 
 
 def stored_common(directory: str, metadata: Metadata, weights_only: bool = True) -> dict[str, Any]:
-    """Returns the state but for the model and the optimizer.
-
-    Raises:
-        CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: it needs weights_only=False.
-    """
+    """Returns the state but for the model and the optimizer; see read() for errors."""
     paths, state = metadata.planner_data or {}, dict[str, Any]()
     for key, stored in metadata.state_dict_metadata.items():
         path = paths.get(key, (key,))
@@ -76,17 +72,11 @@ def own_rng(common: dict[str, Any]) -> list[Any]:
 
 
 class Restore:
-    """One load of a checkpoint into a model and its optimizer.
-
-    Args:
-        directory, metadata: of the checkpoint.
-        models: chunks of the model; this format has one.
-        optimizer: Megatron's, which is given state for reading to overwrite; None: not loaded.
-        weights_only: as torch.load's, for parameter groups.
+    """One load of a checkpoint into a model and its optimizer (None: that is not loaded).
 
     Raises:
-        IncompatibleCheckpoint: there are several chunks, or the optimizer has other kinds of state
-            than were saved.
+        IncompatibleCheckpoint: the model has several chunks, or the optimizer has other kinds of
+            state than were saved.
     """
 
     def __init__(

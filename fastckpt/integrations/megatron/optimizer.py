@@ -46,11 +46,8 @@ def distributed(optimizer: Any) -> list[tuple[str, DistributedOptimizer]]:
 
 
 def saved_maps(optimizer: Any, model_state: ShardedStateDict) -> list[ShardedObject]:
-    """Returns the maps to save beside the buckets, so that they can be resharded.
-
-    Args:
-        optimizer: Megatron's.
-        model_state: sharded state dict of the model, before its factories are applied.
+    """Returns the maps to save beside the buckets, so that they can be resharded; model_state is
+    the model's sharded state dict before its factories are applied.
 
     Raises:
         IncompatibleCheckpoint: a factory does more to a parameter than cut it.
@@ -124,14 +121,8 @@ def load_buckets(
     metadata: Metadata,
     weights_only: bool = True,
 ) -> int:
-    """Loads what this rank needs of dp_reshardable state that was saved with its maps. Returns the
-    number of bytes of optimizer state that it has asked for.
-
-    Args:
-        optimizer: its tensors are overwritten; see allocate().
-        model_state: as saved_maps()'s, of the model as it is sharded here.
-        directory, metadata: of the checkpoint.
-        weights_only: as torch.load's, for parameter groups.
+    """Loads what this rank needs of dp_reshardable state that was saved with its maps, into the
+    optimizer's tensors (see allocate()). Returns how many bytes of its state were asked for.
 
     Raises:
         IncompatibleCheckpoint: the checkpoint lacks state of parameters, which are named.

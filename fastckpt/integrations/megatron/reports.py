@@ -27,12 +27,8 @@ log = logging.getLogger("fastckpt")
 
 
 class Reports:
-    """Reports of the saves and loads of a run; a Listener of its Saves.
-
-    Args:
-        checkpointing: megatron.training.checkpointing, which has the hooks.
-        append_to_progress_log: Megatron's own.
-        get_args: returns Megatron's arguments.
+    """Reports of the saves and loads of a run; a Listener of its Saves. `checkpointing` is the
+    module megatron.training.checkpointing, which has Megatron's hooks.
     """
 
     def __init__(

@@ -162,11 +162,8 @@ class Uncovered(ValueError):
 
 
 class Catalog:
-    """The pieces of all stored arrays, by the global tensor they belong to.
-
-    Args:
-        arrays: pieces by the name of the array. Of arrays that hold the same box, as replicas do,
-            the first one counts.
+    """The pieces of all stored arrays, by the global tensor they belong to. Of arrays that hold
+    the same box, as replicas do, the first one counts.
     """
 
     def __init__(self, arrays: Mapping[str, Iterable[Piece]]) -> None:
@@ -210,14 +207,8 @@ def _one(parts: list[Runs]) -> Runs:
 
 
 def split_at(runs: Runs, starts: Indices, sizes: Indices) -> list[tuple[int, int, int, int]]:
-    """Cuts runs where the array's stored fragments end.
-
-    Args:
-        runs: in order of the source.
-        starts, sizes: of the fragments, ascending and without overlap.
-
-    Returns:
-        (fragment, offset in it, target, length) for each copy.
+    """Cuts runs, which are in order of the source, where the array's stored fragments end; these
+    ascend without overlap. Returns (fragment, offset in it, target, length) for each copy.
 
     Raises:
         Uncovered: an element lies in no fragment.

@@ -37,10 +37,8 @@ class Listener(Protocol):
 class Saves:
     """The saves of a run; each save_checkpoint() of the run is given the same object.
 
-    Leaving it as a context waits for them; after an exception, without raising their errors.
-
-    Args:
-        listener: is told of each iteration; None: nobody is.
+    Leaving it as a context waits for them; after an exception, without raising their errors. The
+    listener, if there is one, is told of each iteration.
     """
 
     def __init__(self, listener: Listener | None = None) -> None:

@@ -55,7 +55,6 @@ class Writer(dcp.Writer):
     """Adds, before the commit, the files that make a DCP directory one of Megatron's.
 
     Args:
-        path: the directory.
         common: bytes of common.pt; None: Megatron has written it. Their checksum in `.metadata`
             tells when the two are of different saves.
         after_commit: called when the checkpoint is committed; it must not raise.

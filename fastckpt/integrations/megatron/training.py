@@ -141,12 +141,8 @@ def _holds_checkpoint(root: str | None) -> bool:
 
 
 class _Functions:
-    """Functions that take the place of Megatron's, under their names.
-
-    Args:
-        checkpointing, training, global_vars: Megatron's modules, before anything is replaced.
-        options: save_checkpoint's.
-        reports: is told what happens.
+    """Functions that take the place of Megatron's, under their names. The modules given are as they
+    were before anything was replaced; the options are save_checkpoint's.
     """
 
     def __init__(
