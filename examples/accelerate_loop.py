@@ -1,14 +1,12 @@
 """Train the GPT of train_gpt.py in a loop with Accelerate, whose state fastckpt saves.
 
-This file is responsible for a complete script that a user of Accelerate would write: save_state()
-and load_state() of fastckpt in the place of the accelerator's are all that differs. It must not
-know how a checkpoint reaches the disk.
+This file is responsible for a complete script that a user of Accelerate would write, but that
+save_state() and load_state() are fastckpt's. It may be killed at any time.
 
     python accelerate_loop.py --steps 60                              # train
     python accelerate_loop.py --steps 90                              # go on
     torchrun --standalone --nproc-per-node 2 accelerate_loop.py       # two ranks
 
-It may be killed at any time: a checkpoint is there as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ BATCH = 8
 
 
 class Windows(Dataset[torch.Tensor]):
-    """The text, a byte a token, in windows that follow each other."""
+    """The text in consecutive windows; each byte is a token."""
 
     def __init__(self) -> None:
         self.text = load_text(1 << 18).long()
@@ -48,7 +46,7 @@ class Windows(Dataset[torch.Tensor]):
 
 
 class Progress:
-    """How far the run is; registered for checkpointing."""
+    """The number of steps made, registered for checkpointing."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -64,10 +62,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small GPT with Accelerate and fastckpt.")
     add = parser.add_argument
     add("--steps", type=int, default=60, help="train up to this step")
-    add("--every", type=int, default=10, metavar="STEPS", help="save so often")
-    add("--keep", type=int, default=3, help="so many checkpoints stay")
-    add("--project", type=Path, default=Path("run"), help="where they are")
-    add("--stock", action="store_true", help="accelerator.save_state() and load_state()")
+    add("--every", type=int, default=10, metavar="STEPS", help="between saves")
+    add("--keep", type=int, default=3, help="how many checkpoints stay")
+    add("--project", type=Path, default=Path("run"), help="directory of the run")
+    add("--stock", action="store_true", help="save and load without fastckpt")
     add("--loss-log", type=Path, metavar="FILE", help="JSON lines: step, loss in hexadecimal")
     add("--ballast", type=int, default=0, metavar="MIB", help="unused weights: a bigger file")
     options = parser.parse_args()
@@ -84,7 +82,7 @@ def main() -> int:
     )
     model, _ = make_model(PRESET, 0, options.ballast)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # With a generator of its own, for beginning to read takes a random number.
+    # The loader has its own generator, from which it takes a random number when it begins to read.
     loader = DataLoader(Windows(), BATCH, shuffle=True, generator=torch.Generator())
     scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=20)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -103,7 +101,7 @@ def main() -> int:
             logits = model(windows[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
             accelerator.backward(loss)
-            optimizer.step()  # waits here until the save before has copied everything
+            optimizer.step()  # waits here until the previous save has copied everything
             scheduler.step()
             optimizer.zero_grad()
             if options.loss_log and accelerator.is_main_process:

@@ -1,15 +1,13 @@
 """Train the GPT of train_gpt.py with FSDP2 and torch.distributed.checkpoint on fastckpt's engine.
 
-This file is responsible for a training script that has DCP's checkpoints, with fastckpt's
-async_save and Reader in the places of torch's: it may be killed at any time, and goes on from the
-last committed step, on as many ranks as it is started with. It must not know how a checkpoint
-reaches the disk, nor who kills it.
+This file is responsible for a training script with DCP's checkpoints, by fastckpt's async_save and
+Reader in the places of torch's: it may be killed at any time, and goes on from the last committed
+step, on as many ranks as it is started with. Stock dcp.load() reads what it saves.
 
     torchrun --standalone --nproc-per-node 2 dcp_fsdp2.py --steps 100 --root run    # train
     torchrun --standalone --nproc-per-node 3 dcp_fsdp2.py --steps 200 --root run    # go on
     python dcp_fsdp2.py --steps 300 --root run                                      # alone
 
-Stock `dcp.load(state, checkpoint_id="run/step-100")` reads what it saves.
 """
 
 from __future__ import annotations
@@ -29,17 +27,17 @@ from train_gpt import load_text
 
 from fastckpt.integrations.dcp import Reader, Saving, async_save
 
-# Pure noise of torch's own in a job on CPUs.
+# torch's own warnings in a job on CPUs, which mean nothing here.
 warnings.filterwarnings("ignore", module="torch.distributed")
 
 
 def latest(root: Path) -> int:
-    """The newest committed step, 0 if there is none: `.metadata` is written last."""
+    """Returns the newest step that has `.metadata`, which is written last; 0 if there is none."""
     return max((int(path.parent.name[5:]) for path in root.glob("step-*/.metadata")), default=0)
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """What is saved, and what a load is given to fill in."""
+    """Returns the state to save, or for a load to fill in."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer, "step": step}
 
@@ -68,11 +66,11 @@ def main() -> int:
         saving: Saving | None = None
         for step in range(first, args.steps):
             loss = train_step(model, preset, *rank.share(text, preset, args.seed, step))
-            optimizer.step()  # waits here until the save before has copied everything
+            optimizer.step()  # waits here until the previous save has copied everything
             report(log, rank, step, loss, last=step == args.steps - 1)
             if args.every and (step + 1) % args.every == 0:
                 if saving is not None:
-                    saving.result()  # raises if it failed; one at a time is enough here
+                    saving.result()  # raises if it failed; here one save at a time is enough
                 saving = async_save(
                     state_of(model, optimizer, step + 1),
                     checkpoint_id=args.root / f"step-{step + 1}",

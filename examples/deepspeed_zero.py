@@ -1,13 +1,13 @@
 """Train the GPT of train_gpt.py with DeepSpeed's ZeRO, its checkpoints written by fastckpt.
 
 This file is responsible for a complete DeepSpeed script in which one line, install(), makes
-save_checkpoint() asynchronous. It must not know how files are written, nor when a tag counts.
+save_checkpoint() asynchronous.
 
     torchrun --standalone --nproc-per-node 2 deepspeed_zero.py --steps 100 --root run    # train
     torchrun --standalone --nproc-per-node 2 deepspeed_zero.py --steps 200 --root run    # go on
 
-It may be killed at any time, and goes on where `run/latest` says. Without install() it runs as
-well, and goes on with the same files.
+It may be killed at any time, and goes on from the tag that `run/latest` names. It also runs without
+install(), on the same files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastckpt.integrations.deepspeed import install
 
 
 def make_engine(model: torch.nn.Module, stage: int, batch: int) -> deepspeed.DeepSpeedEngine:
-    """A ZeRO engine, in bfloat16 where there are GPUs."""
+    """Returns a ZeRO engine, in bfloat16 where there are GPUs."""
     config = {
         "train_micro_batch_size_per_gpu": batch,
         "zero_optimization": {"stage": stage},
@@ -41,10 +41,10 @@ def make_engine(model: torch.nn.Module, stage: int, batch: int) -> deepspeed.Dee
 def main() -> int:
     parser = arguments("Train a small GPT with DeepSpeed and fastckpt checkpoints.")
     parser.add_argument("--root", type=Path, default=Path("run"), help="directory of checkpoints")
-    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=2, help="of ZeRO")
+    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=2, help="stage of ZeRO")
     args = parser.parse_args()
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    if not torch.cuda.is_available():  # else a kernel is compiled first, for a minute
+    if not torch.cuda.is_available():  # else compiling a kernel takes a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device(deepspeed.get_accelerator().current_device_name())
@@ -66,7 +66,7 @@ def main() -> int:
             engine.step()
             report(log, rank, step, loss.item(), last=step == args.steps - 1)
             if args.every and (step + 1) % args.every == 0:
-                engine.save_checkpoint(str(args.root))  # returns when the state was copied
+                engine.save_checkpoint(str(args.root))  # returns when the state is copied
     engine.destroy()  # waits for the last checkpoint
     dist.destroy_process_group()
     return 0

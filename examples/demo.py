@@ -1,4 +1,4 @@
-"""What `train_gpt.py --demo` runs: kill training runs in mid-save, resume them, time the saves.
+"""The demonstration of `train_gpt.py --demo`: kills runs in mid-save, resumes them, times saves.
 
 This file is responsible for running train_gpt.py and train_fsdp2.py in subprocesses, for killing
 them while a checkpoint is being flushed, and for checking and printing what is left. It must not
@@ -28,16 +28,16 @@ import train_gpt
 
 import fastckpt
 
-PROGRESS_S = 5.0  # how often a long stage says how far it is
+PROGRESS_S = 5.0  # time between lines about the progress of a long stage
 ATTEMPTS = 20  # runs that may end before one of them is killed in mid-flush
 RANKS, OTHER_RANKS = 2, 3  # of the job that is killed, and of the one that goes on
 RANKS_STEPS, RANKS_SAVE_EVERY = 12, 3
-ROUNDING = 1e-5  # relative: sums over other shares of a batch
+ROUNDING = 1e-5  # relative: other shares of a batch are summed in another order
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is trained and saved."""
+    """Numbers of steps, bytes and saves in one demonstration."""
 
     steps: int  # of the runs that are compared
     save_every: int  # steps
@@ -80,7 +80,7 @@ class Demo:
 
     @contextmanager
     def training(self, log: Path, *options: object) -> Iterator[subprocess.Popen[bytes]]:
-        """A training run in its own process, killed if it outlives the block."""
+        """Starts a training run in its own process, which is killed at the end of the block."""
         command = [sys.executable, train_gpt.__file__, "--preset", self.preset]
         command += ["--seed", self.seed, "--ballast", self.plan.ballast_mib]
         command += ["--steps", self.plan.steps, "--path", self.checkpoint, "--loss-log", log]
@@ -90,7 +90,7 @@ class Demo:
     def watch(
         self, process: subprocess.Popen[bytes], log: Path, poll_s: float = 0.1
     ) -> Iterator[None]:
-        """Yields every `poll_s` seconds until the run ends, and now and then says how far it is."""
+        """Yields every `poll_s` seconds until the run ends, and prints its progress."""
         said = time.perf_counter()
         while process.poll() is None:
             yield
@@ -109,7 +109,7 @@ class Demo:
 
 @contextmanager
 def started(command: list[object], **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of its own, killed if it outlives the block; ends the demonstration if it fails."""
+    """Starts a process, which is killed at the end of the block; exits if it has failed."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [str(word) for word in command],
@@ -129,7 +129,7 @@ def started(command: list[object], **variables: str) -> Iterator[subprocess.Pope
 
 
 def losses(log: Path) -> dict[int, str]:
-    """Loss at each step, in hexadecimal so that equal text means equal bits."""
+    """Returns the loss of each step, in hexadecimal, so that equal text means equal bits."""
     if not log.exists():
         return {}
     lines = log.read_text().splitlines(keepends=True)
@@ -138,12 +138,12 @@ def losses(log: Path) -> dict[int, str]:
 
 
 def saves_in_flight(checkpoint: Path) -> list[Path]:
-    """The temporary files of saves of `checkpoint` that have not been committed."""
+    """Returns the temporary files of saves of `checkpoint` that are not committed."""
     return sorted(checkpoint.parent.glob(f".{checkpoint.name}*.tmp"))
 
 
 def bytes_written(path: Path) -> int:
-    """Bytes of a file that were written, without the room that was only reserved for it."""
+    """Returns how many bytes of a file were written, without space that is only reserved."""
     written = 0
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -159,7 +159,7 @@ def bytes_written(path: Path) -> int:
 
 
 def caught_in_flush(checkpoint: Path) -> Path | None:
-    """The temporary file of a save that is well under way, and less than half written."""
+    """Returns the temporary file of a save that is under way and less than half written."""
     if not checkpoint.exists():
         return None
     full = checkpoint.stat().st_size
@@ -199,7 +199,7 @@ def crash(demo: Demo, reference: dict[int, str]) -> Path | None:
                 if debris := caught_in_flush(checkpoint):
                     process.kill()
                     break
-        # What the kernel had already taken over is still written after the kill: that can be all.
+        # The kernel still writes what it took over before the kill, which can be the whole file.
         if debris and debris.exists() and bytes_written(debris) < checkpoint.stat().st_size:
             break
     else:
@@ -220,7 +220,7 @@ def crash(demo: Demo, reference: dict[int, str]) -> Path | None:
 
 
 def resume(demo: Demo, reference: dict[int, str], debris: Path) -> None:
-    """Goes on from the last committed checkpoint and compares with the uninterrupted run."""
+    """Resumes from the last committed checkpoint and compares with the uninterrupted run."""
     first = fastckpt.load(demo.checkpoint)["step"]
     options = ("--save-every", demo.plan.save_every, "--fence", "step", "--resume")
     resumed = demo.train(demo.directory / "resumed.jsonl", *options)
@@ -250,7 +250,7 @@ def interoperate(demo: Demo) -> None:
 def job(
     demo: Demo, ranks: int, log: Path, *options: object
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """train_fsdp2.py on several ranks, each told by torchrun's variables which one it is."""
+    """Starts train_fsdp2.py on several ranks, which are given the variables of torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -277,17 +277,17 @@ def run_job(demo: Demo, ranks: int, log: Path, *options: object) -> dict[int, st
 
 
 def committed_steps(root: Path) -> list[Path]:
-    """Directories of the steps that were committed, in ascending order."""
+    """Returns the directories of committed steps, in ascending order."""
     return sorted(manifest.parent for manifest in root.glob("step-*/manifest.json"))
 
 
 def shards_written(step: Path) -> int:
-    """Bytes of a step's shards that were written."""
+    """Returns how many bytes of a step's shards were written."""
     return sum(bytes_written(path) for path in step.glob("rank-*.safetensors"))
 
 
 def caught_step(root: Path) -> Path | None:
-    """The directory of a step that is well under way, and less than half written."""
+    """Returns the directory of a step that is under way and less than half written."""
     committed = committed_steps(root)
     if not committed:
         return None
@@ -311,7 +311,7 @@ def crash_job(demo: Demo, root: Path) -> Path | None:
         with job(demo, RANKS, log, *options) as processes:
             while all(process.poll() is None for process in processes):
                 if debris := caught_step(root):
-                    # At a stroke: none is to see another one die.
+                    # All are stopped first, so that none sees another one die.
                     for number_sent in (signal.SIGSTOP, signal.SIGKILL):
                         for process in processes:
                             process.send_signal(number_sent)
@@ -399,7 +399,7 @@ class Timing:
 
     loop_s: float  # the save and the steps
     blocked_s: float  # the part in which the loop waited for the save
-    durable_s: float | None  # from the call of save until the file survives a power cut
+    durable_s: float | None  # from the call of save until a power cut cannot lose the file
     stats: fastckpt.SaveStats | None
 
 
@@ -424,7 +424,7 @@ class Loop:
             batch = train_gpt.make_batch(self.text, self.preset, self.seed, self.step)
             train_gpt.train_step(self.model, *batch)
             if handle and number == 0:
-                # The optimizer waits here by itself; asked for, so that the wait can be timed.
+                # The optimizer would wait by itself: this times the wait.
                 reached = time.perf_counter()
                 handle.wait_staged()
                 blocked += time.perf_counter() - reached
@@ -434,13 +434,13 @@ class Loop:
         if handle:
             stats = handle.result()
             durable = stats.committed_s
-        elif save:  # no pages of this file are to be written back during the next measurement
+        elif save:  # so that its pages are not written back during the next measurement
             fsync(path)
         return Timing(loop, blocked, durable, stats)
 
 
 def measure(demo: Demo) -> None:
-    """Times every kind of save in turn, so that a busy machine is as bad for one as for another."""
+    """Times every kind of save in turn, so that a busy machine harms all kinds alike."""
     loop, timings = Loop(demo), {kind: [] for kind in KINDS}
     paths = {kind: demo.directory / f"timed-{n}.pt" for n, kind in enumerate(KINDS)}
     for number in range(demo.plan.rounds + 1):
@@ -468,10 +468,10 @@ def measure(demo: Demo) -> None:
 
 
 def run(preset: str, seed: int) -> int:
-    """The demonstration; returns 0 if every claim held, else 1."""
+    """Runs the demonstration; returns 0 if every claim held, else 1."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        # Compute threads that spin while they wait crawl when anything else needs a core, be it the
-        # flush or a neighbour. libgomp reads its policy once, before main: hence a new start.
+        # Compute threads that spin while they wait are slow when anything else, as the flush, needs
+        # a core. libgomp reads its policy once, before main(), so this program starts anew.
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "OMP_WAIT_POLICY": "passive"})
     torch.use_deterministic_algorithms(True)
     with tempfile.TemporaryDirectory(prefix="fastckpt-demo-") as directory:

@@ -1,14 +1,14 @@
 """Train the GPT of train_gpt.py with Lightning, its checkpoints written by fastckpt.
 
 This file is responsible for a complete Lightning script in which one plugin makes the saves of
-ModelCheckpoint asynchronous, atomic and durable. It must not know how files are written.
+ModelCheckpoint asynchronous, atomic and durable.
 
     python lightning_fit.py --steps 100 --root run                 # train
     python lightning_fit.py --steps 200 --root run                 # go on
     torchrun --nproc-per-node 2 lightning_fit.py --devices 2 ...   # the same with DDP
 
-It may be killed at any time, and goes on from run/last.ckpt. Without the plugin it runs as well,
-and goes on with the same files.
+It may be killed at any time, and goes on from run/last.ckpt. It also runs without the plugin, on
+the same files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
 class LitGPT(LightningModule):
-    """The model; its batch follows from the step, so that a resumed run can be compared."""
+    """The model; each batch follows from the step, so that a resumed run can be compared."""
 
     def __init__(self, preset: Preset, seed: int, ballast_mib: int, log: Path | None) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ def main() -> int:
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="small", help="model size")
     add("--steps", type=int, default=100, help="train up to this step")
-    add("--every", type=int, default=10, metavar="STEPS", help="save so often")
+    add("--every", type=int, default=10, metavar="STEPS", help="between saves")
     add("--root", type=Path, default=Path("run"), help="directory of checkpoints")
-    add("--devices", type=int, default=1, help="processes, of DDP if there are several")
+    add("--devices", type=int, default=1, help="number of processes; several train by DDP")
     add("--seed", type=int, default=0)
     add("--loss-log", type=Path, metavar="FILE", help="JSON lines: step, loss in hexadecimal")
     add("--ballast", type=int, default=0, metavar="MIB", help="unused weights: a bigger file")
@@ -89,7 +89,7 @@ def main() -> int:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    preset = replace(PRESETS[args.preset], dropout=0.0)  # random numbers would differ
+    preset = replace(PRESETS[args.preset], dropout=0.0)  # a resumed run has other random numbers
     model = LitGPT(preset, args.seed, args.ballast, args.loss_log)
     last = args.root / "last.ckpt"
     data = DataLoader(range(1_000_000))  # numbers: the batch is made in training_step

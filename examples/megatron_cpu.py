@@ -1,8 +1,8 @@
 """Lets Megatron-core train on a machine without a GPU, over gloo: for trying things out and for CI.
 
 Megatron-core asks for CUDA devices, streams and synchronisation by name. `on_cpu()` answers those
-calls with what a CPU has; the model, its parallelism, the distributed optimizer and its checkpoints
-are Megatron's own code. Must not be used where there is a GPU.
+calls with the CPU; the model, its parallelism, the distributed optimizer and its checkpoints are
+Megatron's own code. It must not be used where there is a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Stream:
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Tensors that are asked for on a CUDA device come on the CPU."""
+    """A mode that makes tensors on the CPU where a CUDA device is asked for."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -57,12 +57,12 @@ class _CudaIsCpu(TorchFunctionMode):
             args = ("cpu",)
         result = func(*args, **kwargs)
         if isinstance(result, Work) and not isinstance(result, _IllegalWork):
-            result.wait()  # Megatron frees what streams order, which are none here
+            result.wait()  # Megatron relies on streams, which are none here, for order
         return result
 
 
 class _Coalesced(_CoalescingManager):
-    """Collectives that were begun together have ended by then, as single ones have."""
+    """Collectives begun together, each of which is waited for at once, as single ones are."""
 
     def append(self, work: Work | None = None) -> None:
         if work is not None:
@@ -71,11 +71,11 @@ class _Coalesced(_CoalescingManager):
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Inside, Megatron-core finds one device, which is the CPU."""
+    """Makes Megatron-core find one device in the body: the CPU."""
     tensor_type = torch.Tensor.type
 
     def cuda_named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """tensor.type() names a CUDA tensor: the mixed precision optimizer sorts by that name."""
+        """Names a CUDA type, as the mixed precision optimizer sorts tensors by that name."""
         name = tensor_type(self, *args, **kwargs)
         if not args and not kwargs and not name.startswith("torch.cuda."):
             name = name.replace("torch.", "torch.cuda.", 1)

@@ -3,10 +3,9 @@
     torchrun --nproc-per-node 2 examples/megatron_gpt.py --save run --tp 2 --iterations 20
     torchrun --nproc-per-node 2 examples/megatron_gpt.py --save run --tp 1 --iterations 40
 
-The second command goes on where the first one stopped or was killed, on another tensor parallel
-size: bit by bit on the same size, within rounding on another one. Uses GPUs where there are some,
-else the CPU over gloo. `--compare` also saves once as Megatron itself does, and prints the seconds
-that training loses to either way.
+The second command goes on where the first one stopped or was killed: bit by bit on the same tensor
+parallel size, within rounding on another one. Without GPUs it runs on the CPU over gloo.
+`--compare` also saves once by Megatron itself, and prints the seconds that training loses to both.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron_cpu import on_cpu
 
-VOCABULARY, CONTEXT, BATCH = 256, 64, 8  # bytes; sequences of one iteration, on all ranks together
+VOCABULARY, CONTEXT, BATCH = 256, 64, 8  # in bytes; BATCH: sequences of all ranks in one iteration
 
 
 def build(
@@ -38,7 +37,7 @@ def build(
     buckets: int | None = None,
     seed: int = 1,
 ) -> tuple[Any, Any, Any]:
-    """Megatron's model, distributed optimizer and learning rate schedule, as this rank has them."""
+    """Returns this rank's model, distributed optimizer and learning rate schedule of Megatron's."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -89,7 +88,7 @@ def build(
 
 
 def optimizer_of(parallel: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A model's distributed optimizer and learning rate schedule."""
+    """Returns a model's distributed optimizer and learning rate schedule."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -113,7 +112,7 @@ def optimizer_of(parallel: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def batch(text: torch.Tensor, iteration: int) -> torch.Tensor:
-    """This rank's sequences of an iteration; all ranks' together are the same on any layout."""
+    """Returns this rank's sequences of an iteration, whose batch is the same on any layout."""
     from megatron.core import parallel_state
 
     chooser = torch.Generator().manual_seed(iteration)
@@ -125,7 +124,7 @@ def batch(text: torch.Tensor, iteration: int) -> torch.Tensor:
 
 
 def train_step(parallel: Any, optimizer: Any, scheduler: Any, tokens: torch.Tensor) -> float:
-    """One iteration; returns the loss of all ranks' sequences."""
+    """Trains one iteration; returns the loss of all ranks' sequences."""
     from megatron.core import parallel_state
 
     parallel.zero_grad_buffer()
@@ -136,13 +135,13 @@ def train_step(parallel: Any, optimizer: Any, scheduler: Any, tokens: torch.Tens
     parallel.finish_grad_sync()
     optimizer.step()
     scheduler.step(1)
-    everybody = loss.detach().clone()
-    dist.all_reduce(everybody, group=parallel_state.get_data_parallel_group())
-    return float(everybody) / parallel_state.get_data_parallel_world_size()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return float(total) / parallel_state.get_data_parallel_world_size()
 
 
 def save_as_megatron(parallel: Any, optimizer: Any, directory: Path) -> float:
-    """Megatron's own synchronous save in the torch_dist format; returns how long it took."""
+    """Saves by Megatron itself, synchronously, in the torch_dist format; returns the seconds."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -214,8 +213,8 @@ def main() -> None:
     parser.add_argument(
         "--text", type=Path, default=Path(__file__).resolve().parents[1] / "README.md"
     )
-    parser.add_argument("--kill-at", type=int, default=0, help="dies after this iteration")
-    parser.add_argument("--compare", action="store_true", help="also save as Megatron does")
+    parser.add_argument("--kill-at", type=int, default=0, help="iteration to be killed after")
+    parser.add_argument("--compare", action="store_true", help="also save by Megatron itself")
     options = parser.parse_args()
     with_gpus = torch.cuda.is_available()
     torch.set_num_threads(1)

@@ -1,10 +1,8 @@
-"""What train_ddp.py and train_fsdp2.py share: the group of ranks, and one step of training in it.
+"""The ranks of the other examples' jobs, and one step of training by them.
 
-This file is responsible for joining the job that torchrun started, for dividing each batch among
-its ranks so that the batch stays the same whatever their number, and for telling what happened. It
-must not know how a model is spread, nor how it is saved and restored.
-
-A job that is saved on one number of ranks and goes on with another makes the same losses, but for
+This file is responsible for joining the job that torchrun started, for dividing the same batch
+among any number of ranks, and for telling what happened. It must not know how a model is sharded,
+nor how it is saved. A job that goes on with another number of ranks has the same losses, but for
 the rounding of sums in another order.
 """
 
@@ -30,14 +28,14 @@ import fastckpt
 
 @dataclass(frozen=True)
 class Rank:
-    """This process as one of the job's."""
+    """This process among those of the job."""
 
     number: int
     world_size: int
     device: torch.device
 
     def share(self, text: Tensor, preset: Preset, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank in one step: every world_size-th window of the batch."""
+        """Returns inputs and targets of this rank: every world_size-th window of the batch."""
         mine = slice(self.number, None, self.world_size)
         inputs, targets = make_batch(text, preset, seed, step)
         return inputs[mine].to(self.device), targets[mine].to(self.device)
@@ -49,14 +47,13 @@ class Rank:
 
 @contextmanager
 def joined() -> Iterator[Rank]:
-    """The job that torchrun started, or a job of this process alone: NCCL and one GPU for each rank
-    where there are GPUs, else gloo.
-
-    With deterministic kernels, so that a resumed run can be compared bit by bit.
+    """Joins the job that torchrun started, or makes one of this process alone: by NCCL with one GPU
+    for each rank, or by gloo without GPUs. Kernels are deterministic, so that losses can be
+    compared bit by bit.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by cuBLAS
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     torch.use_deterministic_algorithms(True)
@@ -75,11 +72,11 @@ def train_step(
     targets: Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> float:
-    """Forward and backward: leaves the gradients in the model, returns the loss of the batch.
+    """Computes the gradients, which it leaves in the model, and returns the loss of the batch.
 
-    Both DDP and FSDP average gradients over the ranks that share the batch, which are those of the
-    group, or all. Shares may differ by a window, so each rank takes its part of the batch's mean,
-    times the number of ranks.
+    DDP and FSDP average gradients over the ranks that share the batch: those of the group, or all.
+    Since shares may differ by a window, each rank's loss is its part of the batch's mean, times the
+    number of ranks.
     """
     model.zero_grad()  # before the forward pass, in which FSDP puts other parameters in place
     logits = model(inputs).flatten(0, 1)
@@ -93,20 +90,20 @@ def train_step(
 
 @contextmanager
 def loss_log(path: Path | None, rank: Rank) -> Iterator[TextIO]:
-    """Where the first rank logs; the others log nowhere."""
+    """Opens the first rank's log of losses; other ranks write to /dev/null."""
     with open(path if path and rank.number == 0 else os.devnull, "a", buffering=1) as log:
         yield log
 
 
 def report(log: TextIO, rank: Rank, step: int, loss: float, last: bool) -> None:
-    """Logs a loss bit by bit, and now and then prints it."""
+    """Logs a loss exactly, in hexadecimal, and prints every tenth."""
     log.write(json.dumps({"step": step, "loss": loss.hex()}) + "\n")
     if step % 10 == 0 or last:
         rank.print(f"step {step:5d}   loss {loss:.4f}")
 
 
 def report_saves(saves: list[fastckpt.SaveHandle], rank: Rank, wait: bool = False) -> None:
-    """Takes the saves that ended off the list and prints them; result() raises if one failed."""
+    """Removes the saves that have ended from the list and prints them; raises if one failed."""
     while saves and (wait or saves[0].done()):
         handle = saves.pop(0)
         stats = handle.result()
@@ -117,12 +114,12 @@ def report_saves(saves: list[fastckpt.SaveHandle], rank: Rank, wait: bool = Fals
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """The options that both examples have."""
+    """Returns a parser with the options that these examples share."""
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="small", help="model size")
     add("--steps", type=int, default=100, help="train up to this step")
-    add("--every", type=int, default=10, metavar="STEPS", help="save so often; 0: never")
+    add("--every", type=int, default=10, metavar="STEPS", help="between saves; 0: never save")
     add("--dropout", type=float, default=0.0)
     add("--seed", type=int, default=0)
     add("--loss-log", type=Path, metavar="FILE", help="JSON lines: step, loss in hexadecimal")
@@ -131,7 +128,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def preset_of(args: argparse.Namespace, rank: Rank) -> Preset:
-    """The size that was asked for; ends the job if there are ranks without a window to train on."""
+    """Returns the size that was asked for; ends the job if a rank would have no window."""
     preset = replace(PRESETS[args.preset], dropout=args.dropout)
     if rank.world_size > preset.batch:
         raise SystemExit(f"a batch of {preset.batch} windows cannot feed {rank.world_size} ranks")

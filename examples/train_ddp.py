@@ -1,14 +1,13 @@
 """Train the GPT of train_gpt.py with DistributedDataParallel, all ranks saving to one file.
 
 This file is responsible for a complete training script whose ranks all hold the whole model: each
-writes its part of one torch zip, and each reads its part of it back. It must not know how the parts
-come together, nor who kills the job.
+writes its part of one torch zip, and reads its part of it back.
 
     torchrun --standalone --nproc-per-node 2 train_ddp.py --steps 100 --path ckpt.pt    # train
     torchrun --standalone --nproc-per-node 3 train_ddp.py --steps 200 --path ckpt.pt    # go on
 
-It may be killed at any time. With --max-restarts 3 torchrun starts it again by itself; set
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 then, or the new ranks look for the dead ones' addresses.
+The job may be killed at any time. With --max-restarts 3 torchrun starts it again by itself; then
+set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or the new ranks look for the dead ones' addresses.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 def capture(
     model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LinearLR, step: int
 ) -> dict[str, object]:
-    """All that the run needs to go on after `step` steps; refers to the tensors, copies none."""
+    """Returns all that the run needs to go on after `step` steps; copies no tensor."""
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -50,12 +49,10 @@ def restore(
     scheduler: LinearLR,
     device: torch.device,
 ) -> int:
-    """Puts the checkpoint back in place, if there is one; returns the number of steps made.
-
-    Each rank reads a share of the file, and they exchange the shares over the group.
-    """
+    """Loads the checkpoint, if there is one; returns the number of steps that it had made."""
     if not path.exists():
         return 0
+    # With a group, each rank reads a share of the file, and the ranks exchange the shares.
     state = fastckpt.load(path, map_location=device, group=dist.group.WORLD)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -64,11 +61,10 @@ def restore(
 
 
 def seed_rank(seed: int, step: int, rank: Rank) -> None:
-    """Random numbers of this rank in this step.
+    """Seeds this rank's random numbers in this step.
 
-    One file holds one state, the same for all ranks: what each rank has of its own, such as the
-    state of its generator, has no place in it. So that follows from the step (or is PerRank in a
-    Checkpointer, as in train_fsdp2.py).
+    One file holds one state, the same for all ranks, so no rank's generator is in it: the seed
+    follows from the step instead. (With a Checkpointer, PerRank holds it: see train_fsdp2.py.)
     """
     torch.manual_seed((seed * 1_000_003 + step) * 1_009 + rank.number)
 
@@ -86,7 +82,7 @@ def main() -> int:
         first = restore(args.path, model, optimizer, scheduler, rank.device)
         if first:
             rank.print(f"restored step {first} on {rank.world_size} ranks")
-        # The ballast, which is a buffer, never changes: nothing to broadcast in each forward pass.
+        # The ballast, a buffer, never changes, so no forward pass has to broadcast it.
         parallel = DistributedDataParallel(model, broadcast_buffers=False)
         saves: list[fastckpt.SaveHandle] = []
         with loss_log(args.loss_log, rank) as log:
@@ -94,7 +90,7 @@ def main() -> int:
                 seed_rank(args.seed, step, rank)
                 batch = rank.share(text, preset, args.seed, step)
                 loss = train_step(parallel, preset, *batch)
-                optimizer.step()  # waits here until the save before has copied everything
+                optimizer.step()  # waits here until the previous save has copied everything
                 scheduler.step()
                 report(log, rank, step, loss, last=step == args.steps - 1)
                 if args.every and (step + 1) % args.every == 0:
@@ -104,8 +100,8 @@ def main() -> int:
                     )
                 report_saves(saves, rank)
             report_saves(saves, rank, wait=True)
-        # It holds the group. Freed after the group's end, as the last to hold it, torch would wait
-        # for gloo's threads with the GIL held, which they may be waiting for.
+        # DDP holds the group. If it were freed after the group's end, torch would wait for gloo's
+        # threads with the GIL held, and these may be waiting for the GIL.
         del parallel
     return 0
 

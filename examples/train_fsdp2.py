@@ -1,20 +1,18 @@
-"""Train the GPT of train_gpt.py with FSDP2, and tensor parallelism if asked for, and a
-fastckpt.Checkpointer, on any number of ranks.
+"""Train the GPT of train_gpt.py with FSDP2 and a fastckpt.Checkpointer, on any number of ranks.
 
 This file is responsible for a complete training script whose model is sharded: each rank saves its
 own part, and the job goes on from the last committed step, on as many ranks as it is started with.
-It must not know how a step reaches the disk, nor who kills it.
 
     torchrun --standalone --nproc-per-node 2 train_fsdp2.py --steps 100 --root run    # train
     torchrun --standalone --nproc-per-node 3 train_fsdp2.py --steps 200 --root run    # go on
     python train_fsdp2.py --steps 300 --root run                                      # alone
     torchrun --standalone --nproc-per-node 4 train_fsdp2.py --steps 400 --root run --tp 2
 
-With --tp 2, two ranks at a time divide the layers of the perceptrons among them, and FSDP divides
-all weights once more among the pairs. A step restores on any other mesh.
+With --tp 2 (tensor parallelism), each pair of ranks divides the perceptrons' layers, and FSDP
+divides all weights once more among the pairs. A step restores on any other mesh.
 
-It may be killed at any time. With --max-restarts 3 torchrun starts it again by itself; set
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 then, or the new ranks look for the dead ones' addresses.
+The job may be killed at any time. With --max-restarts 3 torchrun starts it again by itself; then
+set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or the new ranks look for the dead ones' addresses.
 """
 
 from __future__ import annotations
@@ -43,15 +41,15 @@ from train_gpt import Preset, load_text, make_model
 
 import fastckpt
 
-# The logits are a view of what the last layer made; nothing here changes them in place.
+# The logits are a view of the last layer's output; nothing here changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 class Replicated(ParallelStyle):
-    """A module whose weights all ranks of the mesh hold and use alike.
+    """A module whose weights all tensor parallel ranks hold and use alike.
 
-    What a plan of tensor parallelism leaves out would stay on the mesh of FSDP alone, and no
-    Checkpointer could know that its other ranks hold the same.
+    A module without a style would be on FSDP's mesh alone: a Checkpointer could not know that the
+    other ranks hold the same weights.
     """
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -82,8 +80,8 @@ PLAN = {
 
 
 class Training:
-    """Model and optimizer with the names of parameters in the place of their numbers, so that what
-    is stored depends on neither mesh nor order.
+    """Model and optimizer, whose stored state depends on neither the mesh nor the order of
+    parameters: get_state_dict() gives names in the place of numbers.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -103,14 +101,11 @@ class Training:
 
 
 class OwnState:
-    """What each rank has of its own: how far it has read its share of the text, and its generators.
+    """The state of one rank: how far it has read its share of the text, and its generators. `rank`
+    is this rank among those that share a batch; tensor parallel ranks have the same one.
 
-    The values mean nothing to a job on another mesh, which divides the text in another way: there,
-    they stay as they are, and `start_at` sets them.
-
-    Args:
-        rank: this rank among those that share a batch; several may be the same.
-        mesh: sizes of the mesh.
+    A job on another mesh divides the text in another way: it does not load this, but sets it by
+    `start_at`.
     """
 
     def __init__(
@@ -121,12 +116,12 @@ class OwnState:
         self.start_at(0)
 
     def start_at(self, batches: int) -> None:
-        """As if so many batches had been read; with random numbers that no other share has."""
+        """Sets the state after so many batches, with random numbers that no other share has."""
         self.batches = batches
         torch.manual_seed((self.seed * 1_000_003 + batches) * 1_009 + self.rank.number)
 
     def next_share(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the next step."""
+        """Returns inputs and targets of the next step."""
         self.batches += 1
         return self.rank.share(self.text, self.preset, self.seed, self.batches - 1)
 
@@ -149,7 +144,7 @@ class OwnState:
 def make_sharded(
     preset: Preset, seed: int, ballast_mib: int, mesh: DeviceMesh, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer, LinearLR]:
-    """The model, of which each rank keeps a part, its optimizer and the warm-up of its rate."""
+    """Returns the model, of which each rank keeps a part, its optimizer and a warm-up schedule."""
     model, _ = make_model(preset, seed, ballast_mib)  # the same on all ranks
     model.to(device)
     if mesh["tp"].size() > 1:
@@ -168,7 +163,7 @@ def main() -> int:
     add = parser.add_argument
     add("--root", type=Path, default=Path("run"), help="where the steps are kept")
     add("--resume", action="store_true", help="refuse to begin anew: there have to be steps")
-    add("--tp", type=int, default=1, metavar="RANKS", help="so many divide each layer")
+    add("--tp", type=int, default=1, metavar="RANKS", help="how many ranks divide each layer")
     args = parser.parse_args()
     with joined() as rank:
         preset = preset_of(args, rank)
@@ -198,7 +193,7 @@ def main() -> int:
                 rank.print(f"restored step {first} on {rank.world_size} ranks")
             for step in range(first, args.steps):
                 loss = train_step(model, preset, *own.next_share(), mesh["dp"].get_group())
-                optimizer.step()  # waits here until the save before has copied everything
+                optimizer.step()  # waits here until the previous save has copied everything
                 scheduler.step()
                 report(log, rank, step, loss, last=step == args.steps - 1)
                 if args.every and (step + 1) % args.every == 0:

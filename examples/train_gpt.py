@@ -1,7 +1,6 @@
 """Train a small GPT on the Python standard library's own source, with fastckpt checkpoints.
 
-This file is responsible for a complete training script: model, data, loop, save and resume. It must
-not know how a checkpoint reaches the disk, nor what demo.py beside it does to prove that it does.
+This file is responsible for a complete training script: model, data, loop, save and resume.
 
     python train_gpt.py --steps 200 --save-every 20 --path ckpt.pt            # train
     python train_gpt.py --steps 400 --save-every 20 --path ckpt.pt --resume   # go on from there
@@ -85,14 +84,14 @@ class GPT(nn.Module):
 
 
 def load_text(limit: int = 2 << 20) -> Tensor:
-    """The first `limit` bytes of the standard library's top-level modules, in name order."""
+    """Returns the first `limit` bytes of the standard library's top-level modules, by name."""
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = bytearray().join(module.read_bytes() for module in modules)
     return torch.frombuffer(text[:limit], dtype=torch.uint8)
 
 
 def make_batch(text: Tensor, preset: Preset, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one step: they depend on the seed and the step, and on nothing else."""
+    """Returns inputs and targets of a step, which depend on nothing but the seed and the step."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     last = len(text) - preset.context
     starts = torch.randint(last, (preset.batch, 1), generator=generator)
@@ -101,7 +100,7 @@ def make_batch(text: Tensor, preset: Preset, seed: int, step: int) -> tuple[Tens
 
 
 def make_model(preset: Preset, seed: int, ballast_mib: int) -> tuple[GPT, torch.optim.Optimizer]:
-    """The model and its optimizer; the ballast stands in for the weights of a bigger model."""
+    """Returns the model and its optimizer; the ballast stands for the weights of a bigger model."""
     torch.manual_seed(seed)
     model = GPT(preset)
     if ballast_mib:
@@ -111,7 +110,7 @@ def make_model(preset: Preset, seed: int, ballast_mib: int) -> tuple[GPT, torch.
 
 
 def train_step(model: GPT, inputs: Tensor, targets: Tensor) -> float:
-    """Forward and backward: leaves the gradients in the model and returns the loss."""
+    """Computes the gradients, which it leaves in the model, and returns the loss."""
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     model.zero_grad()
     loss.backward()
@@ -119,7 +118,7 @@ def train_step(model: GPT, inputs: Tensor, targets: Tensor) -> float:
 
 
 def capture(model: GPT, optimizer: torch.optim.Optimizer, step: int) -> dict[str, object]:
-    """All that the run needs to go on after `step` steps; refers to the tensors, copies none."""
+    """Returns all that the run needs to go on after `step` steps; copies no tensor."""
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -129,7 +128,7 @@ def capture(model: GPT, optimizer: torch.optim.Optimizer, step: int) -> dict[str
 
 
 def restore(path: Path, model: GPT, optimizer: torch.optim.Optimizer) -> int:
-    """Puts the checkpoint at `path` back in place and returns the number of steps it had made."""
+    """Loads the checkpoint at `path`; returns the number of steps that it had made."""
     state = fastckpt.load(path)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -138,7 +137,7 @@ def restore(path: Path, model: GPT, optimizer: torch.optim.Optimizer) -> int:
 
 
 def train(args: argparse.Namespace) -> None:
-    """The training loop. `fastckpt.save` is the only line in it that is not plain PyTorch."""
+    """Runs the training loop, in which only fastckpt.save() is not plain PyTorch."""
     torch.use_deterministic_algorithms(True)
     preset, text = PRESETS[args.preset], load_text()
     model, optimizer = make_model(preset, args.seed, args.ballast)
@@ -159,7 +158,7 @@ def train(args: argparse.Namespace) -> None:
                 state = capture(model, optimizer, step + 1)
                 handle = fastckpt.save(state, args.path, fence=args.fence)
 
-    if handle:  # the process may only end once the last checkpoint is on disk
+    if handle:  # waits until the last checkpoint is on disk; raises if it could not be saved
         stats = handle.result()
         print(
             f"saved {stats.nbytes / 1e6:.1f} MB to {args.path} with {stats.backend}: "

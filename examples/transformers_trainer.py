@@ -1,14 +1,13 @@
 """Train a small GPT-2 with transformers' Trainer, whose checkpoints fastckpt writes.
 
-This file is responsible for a complete script that a user of Trainer would write: AsyncTrainer in
-the place of Trainer is all that differs. It must not know how a checkpoint reaches the disk.
+This file is responsible for a complete script that a user of Trainer would write, with AsyncTrainer
+in the place of Trainer. It may be killed at any time.
 
     python transformers_trainer.py --steps 60                              # train
     python transformers_trainer.py --steps 90                              # go on
     python transformers_trainer.py --steps 120 --stock                     # without fastckpt
     torchrun --standalone --nproc-per-node 2 transformers_trainer.py       # two ranks
 
-It may be killed at any time: a checkpoint is there as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ CONTEXT = 64
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """The text, a byte a token, in windows that follow each other."""
+    """The text in consecutive windows; each byte is a token."""
 
     def __init__(self, text: Tensor) -> None:
         self.text = text.long()
@@ -53,7 +52,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 class LossLog(TrainerCallback):
-    """Logs each loss bit by bit, on the first rank."""
+    """Logs each loss exactly, in hexadecimal, on the first rank."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,7 +65,7 @@ class LossLog(TrainerCallback):
 
 
 def make_model(seed: int, ballast_mib: int) -> GPT2LMHeadModel:
-    """A model of 140 thousand weights, and so much memory that is saved besides."""
+    """Returns a model of 140 thousand weights, with a buffer of `ballast_mib` MiB besides."""
     set_seed(seed)
     config = GPT2Config(
         vocab_size=256,
@@ -86,13 +85,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small GPT-2 with fastckpt checkpoints.")
     add = parser.add_argument
     add("--steps", type=int, default=60, help="train up to this step")
-    add("--every", type=int, default=10, metavar="STEPS", help="save so often")
-    add("--keep", type=int, default=3, help="so many checkpoints stay")
-    add("--output-dir", type=Path, default=Path("run"), help="where they are")
+    add("--every", type=int, default=10, metavar="STEPS", help="between saves")
+    add("--keep", type=int, default=3, help="how many checkpoints stay")
+    add("--output-dir", type=Path, default=Path("run"), help="directory of the run")
     add("--fence", choices=("call", "step"), default="step", help="when training goes on")
     add("--on-error", choices=("raise", "warn"), default="raise", help="what a failed save does")
     add("--seed", type=int, default=0)
-    add("--stock", action="store_true", help="transformers' own Trainer")
+    add("--stock", action="store_true", help="save and load without fastckpt")
     add("--loss-log", type=Path, metavar="FILE", help="JSON lines: step, loss in hexadecimal")
     add("--ballast", type=int, default=0, metavar="MIB", help="unused weights: a bigger file")
     options = parser.parse_args()
