@@ -388,7 +388,7 @@ def test_a_best_checkpoint_that_could_not_be_saved_is_none(
             AsyncTrainer, disk, callbacks=callbacks, options=options, save_total_limit=1, **BEST
         )
         trainer.train()
-    assert "could not be saved: it is none" in caplog.text
+    assert "could not be saved: there is none now" in caplog.text
     assert trainer.state.best_model_checkpoint is None
     assert numbers(disk)[-1] == 8
 
