@@ -1,6 +1,6 @@
 """Train the GPT of train_gpt.py in a loop with Accelerate, whose state fastckpt saves.
 
-This file is responsible for a complete script that a user of Accelerate would write, but that
+This file is responsible for a complete script that a user of Accelerate would write, in which only
 save_state() and load_state() are fastckpt's. It may be killed at any time.
 
     python accelerate_loop.py --steps 60                              # train
