@@ -226,8 +226,8 @@ def _nothing_complete(root: str, latest: int | str) -> CheckpointError:
     path = os.path.join(root, name)
     if iterations.is_legacy(path):
         return IncompatibleCheckpoint(
-            f"{path!r} is in Megatron's format torch, which fastckpt does not load: convert it by "
-            "Megatron's --ckpt-convert-format torch_dist, without fastckpt"
+            f"{path!r} is in Megatron's format torch, which is not loaded by fastckpt: convert it "
+            "by Megatron's --ckpt-convert-format torch_dist, without fastckpt"
         )
     return CorruptCheckpoint(
         f"{iterations.TRACKER} of {root!r} names {name}, which is not complete, nor is any other "

@@ -107,7 +107,7 @@ def _training_module(name: str) -> ModuleType:
     except ImportError as error:
         raise ImportError(
             f"fastckpt.integrations.megatron.install() needs {name}: before 0.17 it is not in the "
-            "package megatron-core, but only in Megatron-LM's repository; put that on PYTHONPATH "
+            "megatron-core package but only in Megatron-LM's repository; put that on PYTHONPATH "
             f"({error})"
         ) from error
 
