@@ -150,7 +150,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._coordinator: Coordinator | None = None
         self._open: Tag | None = None
         self._last: Tag | None = None
-        self._unmade: StorageError | None = None  # a directory's, whose tag is not created yet
+        self._unmade: StorageError | None = None  # of a directory whose tag is not created yet
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Begins a tag, after waiting for the one before; DeepSpeed calls it on all ranks.
