@@ -46,10 +46,8 @@ Holdings = Mapping[Any, "ShardedTensor | io.BytesIO"]
 
 
 def may_write(replica_id: int | tuple[int, ...]) -> bool:
-    """Whether a replica surely holds the same bytes as the main one, which Megatron would save.
-
-    Only the last coordinate, the data parallel one, may differ: replicas of other kinds are equal
-    in theory only.
+    """Whether a replica surely holds the bytes of the main one, which Megatron would save: only its
+    last coordinate, the data parallel one, differs. Replicas of other kinds are equal in theory.
     """
     return isinstance(replica_id, int) or all(number == 0 for number in replica_id[:-1])
 
