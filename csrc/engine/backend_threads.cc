@@ -152,7 +152,10 @@ bool wait_for_renewal(Patience& patience) {
 Progress advance(Op& op, ssize_t result) {
     if (op.kind == Op::Kind::write && op.patience != nullptr) {
         if (is_refusal(result) && wait_for_renewal(*op.patience)) return Progress::again;
-        if (result > 0) op.patience->end.store(0);
+        // A job that has failed has set its end to 1: no write that succeeds gives it time again.
+        int64_t end = op.patience->end.load();
+        while (result > 0 && end > 1 && !op.patience->end.compare_exchange_weak(end, 0)) {
+        }
     }
     if (result == -EINTR || result == -EAGAIN) {
         if (++op.retries <= kRetriesMax) {

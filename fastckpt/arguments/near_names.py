@@ -40,8 +40,8 @@ def instead_of(missing: Sequence[object], there: Iterable[object]) -> str:
     if not isinstance(name, str):
         return ""
     for prefix, why in _WRAPPERS.items():
-        bare = name.replace(prefix, "")
-        found = next((n for n in names if n != name and n.replace(prefix, "") == bare), None)
+        bare = _without(name, prefix)
+        found = next((n for n in names if n != name and _without(n, prefix) == bare), None)
         if found is not None:
             return f": it has {found!r} instead ({why})"
     if len(names) > _COMPARED_MAX:
@@ -49,3 +49,7 @@ def instead_of(missing: Sequence[object], there: Iterable[object]) -> str:
         names = [n for n in names if n.rpartition(".")[2] == last][:_COMPARED_MAX]
     near = difflib.get_close_matches(name, names, _SHOWN_MAX)
     return f": the nearest that it has are {', '.join(map(repr, near))}" if near else ""
+
+
+def _without(name: str, prefix: str) -> str:
+    return ".".join(part for part in name.split(".") if f"{part}." != prefix)

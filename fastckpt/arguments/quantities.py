@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from math import isfinite
 
+_DIGITS = "[0-9]+(?:_[0-9]+)*"
 _NUMBER = re.compile(
-    r"\s*([0-9][0-9_]*\.?[0-9_]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*\Z", re.ASCII
+    rf"\s*({_DIGITS}\.?(?:{_DIGITS})?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*\Z", re.ASCII
 )
 _PREFIXES = ("k", "M", "G", "T", "P")
 _BYTES = {

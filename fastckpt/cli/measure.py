@@ -83,15 +83,17 @@ def _removed(directory: str) -> Iterator[Path]:
 
     earlier = signal.signal(signal.SIGTERM, stop)
     try:
-        own = Path(tempfile.mkdtemp(prefix="fastckpt-measure-", dir=directory))
-    except OSError as error:  # its own message names the temporary directory
-        number = error.errno or errno.EIO
-        why = f"{os.strerror(number)} [{errno.errorcode.get(number, number)}]"
-        raise OSError(f"cannot write to {directory!r}: {why}") from None
-    try:
-        yield own
+        try:
+            own = Path(tempfile.mkdtemp(prefix="fastckpt-measure-", dir=directory))
+        except OSError as error:  # its own message names the temporary directory
+            number = error.errno or errno.EIO
+            why = f"{os.strerror(number)} [{errno.errorcode.get(number, number)}]"
+            raise OSError(f"cannot write to {directory!r}: {why}") from None
+        try:
+            yield own
+        finally:
+            shutil.rmtree(own)
     finally:
-        shutil.rmtree(own)
         signal.signal(signal.SIGTERM, earlier)
 
 

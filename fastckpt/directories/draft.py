@@ -193,3 +193,4 @@ class Draft:
                 self._storage.remove_tree(self.root)
         if self.lock is not None:
             atomic.close_quietly(self._storage, self.lock)
+            self.lock = None

@@ -133,12 +133,12 @@ def regroup(tp: int, pp: int, vp: int | None = None, ep: int = 1) -> None:
     """Makes way for a parallelism: the groups of another one, each of which has threads, are
     destroyed.
     """
-    if parallel_state.model_parallel_is_initialized():
-        if [size() for size in SIZES] != [tp, pp, vp, ep]:
-            parallel_state.destroy_model_parallel()
-            for group in list(dist.distributed_c10d._world.pg_map):
-                if group.group_desc not in ("default_pg", GROUP_OF_MEMBERS):
-                    dist.destroy_process_group(group)
+    is_initialized = parallel_state.model_parallel_is_initialized()
+    if is_initialized and [size() for size in SIZES] != [tp, pp, vp, ep]:
+        parallel_state.destroy_model_parallel()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group.group_desc not in ("default_pg", GROUP_OF_MEMBERS):
+                dist.destroy_process_group(group)
 
 
 def build(tp: int, pp: int, **options: Any) -> tuple[Any, Any, Any]:

@@ -70,6 +70,7 @@ def test_names_that_look_like_others_are_names(disk: Path, monkeypatch: pytest.M
         ({"timeout_s": "long"}, TypeError, "timeout_s is 'long' of type str, must be a number of"),
         ({"timeout_s": None}, TypeError, "timeout_s is None of type NoneType, must be a number of"),
         ({"staging_bytes": "much"}, ValueError, "staging_bytes: 'much' is not a size such as"),
+        ({"staging_bytes": "1_GiB"}, ValueError, "staging_bytes: '1_GiB' is not a size such as"),
         ({"staging_bytes": "0.2B"}, ValueError, "staging_bytes is 0, must be at least 1"),
         ({"staging_bytes": True}, TypeError, "staging_bytes is True of type bool, must be a numb"),
         ({"drain_rate": "2GB/min"}, ValueError, "drain_rate: '2GB/min' is not a rate such as"),

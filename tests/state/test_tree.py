@@ -1133,6 +1133,7 @@ def test_a_module_inside_distributed_data_parallel(disk: Path, run: Run) -> None
         ("w", {"_orig_mod.w": 0}, r": it has '_orig_mod.w' instead \(torch.compile\(\) puts"),
         ("_orig_mod.w", {"w": 0}, r": it has 'w' instead \(torch.compile\(\) puts"),
         ("a._orig_mod.w", {"a.w": 0}, r": it has 'a.w' instead \(torch.compile\(\) puts"),
+        ("submodule.w", {"sub.w": 0}, r": the nearest that it has are 'sub.w'"),
         ("w", {"module.w": 0}, r": it has 'module.w' instead \(DataParallel and Distr"),
         ("model", {"modle": 0, "own": 1}, ": the nearest that it has are 'modle'"),
         ("model", {"x": 0, 7: 1}, ": restore it into a state as it was saved"),

@@ -275,7 +275,7 @@ def test_a_step_on_its_way_to_the_root_is_not_told_to_be_skipped(
     """It is the very one that is read from the tier meanwhile."""
     steps = Steps(Storage(), str(disk / "run"))
     begun = steps.begin(5)
-    assert candidates([steps], None) == [] and "not committed" not in caplog.text
+    assert candidates([steps], None) == [] and "its save was not" not in caplog.text
     assert candidates([Steps(Storage(), steps.root)], None) == []
     assert "step-00000005: its save was not committed" in caplog.text
     caplog.clear()
