@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastckpt.engine.devices import Reads
+from fastckpt.engine.devices import DeviceSources
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import SaveHandle
 from fastckpt.plan.boxes import Box
@@ -72,7 +72,9 @@ def one_save(ranks: int, directory: Path) -> list[dict[str, int]]:
                     everybody, "replicated")  # fmt: skip
         protocol = torch.serialization.DEFAULT_PROTOCOL
         objects = torch_pickle.capture({}, pickle, protocol, False, False) if rank == 0 else None
-        content = Content([leaf], objects, b"", Description([("weight", "float32")]), Reads(), [])
+        content = Content(
+            [leaf], objects, b"", Description([("weight", "float32")]), DeviceSources(), []
+        )
         handle, options = SaveHandle(str(directory), 0.0), StepOptions(durable=False)
         round_ = speakers[rank].begin("step 0", TIMEOUT_S)
         steps = Steps(pipeline.storage, str(directory))

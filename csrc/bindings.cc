@@ -20,8 +20,8 @@ namespace py = pybind11;
 
 namespace fastckpt {
 
-void bind_gds(py::module_& m);      // bindings_gds.cc
-void bind_threads(py::module_& m);  // bindings_threads.cc
+void bind_gds(py::module_& m);            // bindings_gds.cc
+void bind_python_frames(py::module_& m);  // bindings_python_frames.cc
 
 namespace {
 
@@ -301,7 +301,7 @@ PYBIND11_MODULE(_engine, m) {
     bind_devices(m);
     bind_engine(m);
     bind_gds(m);
-    bind_threads(m);
+    bind_python_frames(m);
     m.def("allocate", &allocate, "fallocate(2) of [0, nbytes); raises OSError");
     m.def("cached_bytes", &cached_bytes);
 }

@@ -7,7 +7,7 @@
 #include <mutex>
 
 #include "crc32/crc32_gpu.h"
-#include "gds/gds_file.h"
+#include "gds/gds_backend.h"
 #include "gds/gds_stage.h"
 
 namespace py = pybind11;

@@ -35,15 +35,15 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.arguments.quantities import shown_time, shown_transfer
 from fastckpt.errors import CheckpointError, RanksDisagree, StorageError
+from fastckpt.files.map_location import DeferredMapLocation
 from fastckpt.files.place import FilePlace
-from fastckpt.files.placing import Placing
 from fastckpt.files.plan import FilePlan
 from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_load, torch_save
 from fastckpt.handle import SaveHandle
 from fastckpt.options import Pacing, WriteOptions
-from fastckpt.ranks import groups
+from fastckpt.ranks import per_group
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.reading.verified_file import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.saving import pipeline
@@ -150,7 +150,7 @@ def save(
     pacing = Pacing(drain_rate, timeout_s=timeout_s)
     options = WriteOptions(backend, durable, staging_bytes, staging, stripe, pacing)
     target = _checked_path(f)
-    shared, current = groups.together(group), pipeline.current()
+    shared, current = per_group.together(group), pipeline.current()
     if group is None:
         current.raise_unreported(target or "")
     stock = (pickle_module, pickle_protocol, _use_new_zipfile_serialization)
@@ -177,7 +177,7 @@ def save(
             devices = current.staging.devices
             how = (pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step")
             captured = torch_pickle.capture(obj, *how, devices.readable())
-        except torch_pickle.SkipData:
+        except torch_pickle.SkipDataActive:
             _refuse_group(group, "under skip_data()")
             agreement.close()
             return save_stock(current, save_by_torch, handle, durable)
@@ -354,7 +354,7 @@ def _load_alone(
     try:
         direct = None
         if staging != "host" and not maps:
-            queue = Placing.queue(current.staging.devices, map_location)
+            queue = DeferredMapLocation.queue(current.staging.devices, map_location)
             direct = current.staging.direct(staging, queue, os.path.dirname(path))
         file = open_verified(current.storage, current.staging, fd, path, verify, direct=direct)
         if file is None:
@@ -392,10 +392,10 @@ def _load_placed(
     map_location allows it.
     """
     devices = pipeline.current().staging.devices
-    if not Placing.possible(devices, map_location):
+    if not DeferredMapLocation.possible(devices, map_location):
         return _load_verified(f, file, load_by_torch)
     try:
-        place = Placing(file, devices, map_location)
+        place = DeferredMapLocation(file, devices, map_location)
         return _load_verified(f, file, partial(load_by_torch, place=place))
     except OtherByteOrder:
         file.stop_deferring()
@@ -421,7 +421,7 @@ def _load_together(
     started = time.perf_counter()
     current = pipeline.current()
     path = os.path.realpath(f)
-    agreement = groups.together(group).coordinator.begin(
+    agreement = per_group.together(group).coordinator.begin(
         f"load of {path!r}", timeout_s, "nothing was loaded"
     )
     with ExitStack() as stack:

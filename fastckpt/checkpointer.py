@@ -43,8 +43,8 @@ from fastckpt.state.targets import Target
 from fastckpt.state.template import Template, whole
 from fastckpt.state.tree import PerRank, State, Stored, fill
 from fastckpt.steps.capture import captured
-from fastckpt.steps.choice import first_whole
 from fastckpt.steps.load import StepReader
+from fastckpt.steps.newest_whole import first_whole
 from fastckpt.steps.no_steps import is_step, it_is_a_step
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import StepPlace

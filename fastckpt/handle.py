@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fastckpt.arguments.quantities import shown_share, shown_size, shown_time, shown_transfer
 from fastckpt.errors import CheckpointError
-from fastckpt.latch import Latch, Outcome, TimedOut
+from fastckpt.latch import Latch, SignalSafeFuture, TimedOut
 
 
 @dataclass
@@ -89,7 +89,7 @@ class SaveStats:
         return "; ".join(told)
 
 
-class SaveHandle(Outcome[SaveStats]):
+class SaveHandle(SignalSafeFuture[SaveStats]):
     """A save in flight: a concurrent.futures.Future whose result is its SaveStats.
 
     If nobody asks for a failure by result() or exception(), the next fastckpt.save raises it; at

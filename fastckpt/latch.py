@@ -102,7 +102,7 @@ class _Waiters(list[Any]):
     Each is told once: by append() if the future is over, else by tell().
     """
 
-    def __init__(self, outcome: Outcome[Any]) -> None:
+    def __init__(self, outcome: SignalSafeFuture[Any]) -> None:
         super().__init__()
         self._outcome = weakref.ref(outcome)
         self._untold: deque[Any] = deque()
@@ -125,7 +125,7 @@ class _Waiters(list[Any]):
             return False
         return True
 
-    def tell(self, outcome: Outcome[Any]) -> None:
+    def tell(self, outcome: SignalSafeFuture[Any]) -> None:
         while self._untold:
             try:
                 waiter = self._untold.popleft()
@@ -138,14 +138,14 @@ class _Waiters(list[Any]):
                 _add(waiter, outcome)
 
 
-def _add(waiter: Any, outcome: Outcome[Any]) -> None:
+def _add(waiter: Any, outcome: SignalSafeFuture[Any]) -> None:
     if outcome._exception is None:
         waiter.add_result(outcome)
     else:
         waiter.add_exception(outcome)
 
 
-class Outcome(futures.Future[T], Generic[T]):
+class SignalSafeFuture(futures.Future[T], Generic[T]):
     """A concurrent.futures.Future that runs from the beginning and that nobody can leave locked.
 
     All of Future's methods work, as do concurrent.futures.wait(), as_completed() and

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli import cost_model, measure
-from fastckpt.cli.cost_model import Advice, Blocking, Job
+from fastckpt.cli.cost_model import Advice, BlockingSave, Job
 from fastckpt.cli.paths import path_argument
 
 _GPUS_PER_NODE = 8
 
 
-class Option(NamedTuple):
+class JobArgument(NamedTuple):
     """A command-line option for one input of a Job."""
 
     flag: str
@@ -31,18 +31,28 @@ class Option(NamedTuple):
 
 
 OPTIONS = {
-    "d2h_rate": Option("--d2h", quantities.rate, "RATE", "each GPU to pinned host memory"),
-    "writer_rate": Option("--writer", quantities.rate, "RATE", "what one process writes"),
-    "network_rate": Option("--network", quantities.rate, "RATE", "a node to the storage"),
-    "osts": Option("--osts", int, "N", "storage targets of the file system (lfs df)"),
-    "ost_rate": Option("--ost", quantities.rate, "RATE", "each storage target"),
-    "nvme_rate": Option("--nvme", quantities.rate, "RATE", "a node's local disks, written first"),
-    "staging_bytes": Option("--staging", quantities.size, "SIZE", "host memory a node has for it"),
-    "step_s": Option("--step-time", quantities.time, "TIME", "of a training step"),
-    "commit_s": Option("--commit-time", quantities.time, "TIME", "agreement, syncs and renames"),
-    "restart_s": Option("--restart-time", quantities.time, "TIME", "failure to first new step"),
-    "torch_rate": Option("--torch", quantities.rate, "RATE", "one torch.save, to compare with"),
-    "few_writers": Option("--few-writers", int, "N", "processes that call torch.save there"),
+    "d2h_rate": JobArgument("--d2h", quantities.rate, "RATE", "each GPU to pinned host memory"),
+    "writer_rate": JobArgument("--writer", quantities.rate, "RATE", "what one process writes"),
+    "network_rate": JobArgument("--network", quantities.rate, "RATE", "a node to the storage"),
+    "osts": JobArgument("--osts", int, "N", "storage targets of the file system (lfs df)"),
+    "ost_rate": JobArgument("--ost", quantities.rate, "RATE", "each storage target"),
+    "nvme_rate": JobArgument(
+        "--nvme", quantities.rate, "RATE", "a node's local disks, written first"
+    ),
+    "staging_bytes": JobArgument(
+        "--staging", quantities.size, "SIZE", "host memory a node has for it"
+    ),
+    "step_s": JobArgument("--step-time", quantities.time, "TIME", "of a training step"),
+    "commit_s": JobArgument(
+        "--commit-time", quantities.time, "TIME", "agreement, syncs and renames"
+    ),
+    "restart_s": JobArgument(
+        "--restart-time", quantities.time, "TIME", "failure to first new step"
+    ),
+    "torch_rate": JobArgument(
+        "--torch", quantities.rate, "RATE", "one torch.save, to compare with"
+    ),
+    "few_writers": JobArgument("--few-writers", int, "N", "processes that call torch.save there"),
 }
 _SHOWN_AS: dict[Any, Callable[[Any], str]] = {
     quantities.rate: shown_rate,
@@ -265,7 +275,7 @@ def _torch_rows(advised: Advice) -> list[tuple[str, str]]:
     return [_torch_row(advised.torch_one), _torch_row(advised.torch_few)]
 
 
-def _torch_row(found: Blocking) -> tuple[str, str]:
+def _torch_row(found: BlockingSave) -> tuple[str, str]:
     return (
         f"{found.writers} writer{'s' if found.writers > 1 else ''}",
         f"{shown_time(found.seconds)} each, every {shown_time(found.interval_s)}: "

@@ -111,7 +111,7 @@ _COUNTS = {"ranks", "nodes", "osts", "few_writers"}
 
 
 @dataclass(frozen=True)
-class Blocking:
+class BlockingSave:
     """A checkpoint by torch.save, while training waits.
 
     Attributes:
@@ -178,8 +178,8 @@ class Advice:
     lost_share: float
     pace_rate: float
     paced_lost_share: float
-    torch_one: Blocking
-    torch_few: Blocking
+    torch_one: BlockingSave
+    torch_few: BlockingSave
 
 
 def advise(job: Job) -> Advice:
@@ -355,7 +355,7 @@ def fewest_writers(job: Job) -> int:
     return low
 
 
-def blocking(job: Job, writers: int) -> Blocking:
+def blocking(job: Job, writers: int) -> BlockingSave:
     """Returns the cost of a checkpoint by so many processes that call torch.save, spread over the
     nodes, while all others wait; each file is on one storage target, which is Lustre's default.
     """
@@ -365,7 +365,7 @@ def blocking(job: Job, writers: int) -> Blocking:
     seconds = job.nbytes / rate
     interval_s = daly_interval_s(seconds, job.mtbf_s) + seconds
     losses = (interval_s, job.mtbf_s, job.restart_s)
-    return Blocking(writers, seconds, interval_s, lost_share(seconds, 0.0, *losses))
+    return BlockingSave(writers, seconds, interval_s, lost_share(seconds, 0.0, *losses))
 
 
 def _stages(job: Job) -> dict[str, float]:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
-from fastckpt.formats.plain_pickle import Callee, Record, Refused
+from fastckpt.formats.plain_pickle import Callee, Instance, Refused
 from fastckpt.formats.strict_json import shown
 from fastckpt.storage.file_system import Storage, reported
 
@@ -117,7 +117,7 @@ _ENCODING = metadata._MEM_FORMAT_ENCODING
 _PROPERTIES = (torch.dtype, torch.layout, bool, _ENCODING, bool)
 _PATHS = ("PosixPath", "PurePosixPath", "Path", "PurePath")
 _GLOBALS: dict[tuple[str, str], Any] = {
-    (module.__name__, name): Record(getattr(module, name))
+    (module.__name__, name): Instance(getattr(module, name))
     for module, names in (
         (metadata, "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta"),
         (metadata, "TensorStorageMetadata"),
@@ -127,7 +127,7 @@ _GLOBALS: dict[tuple[str, str], Any] = {
     for name in names.split()
 }
 _GLOBALS |= {
-    (metadata.__name__, "TensorProperties"): Record(TensorProperties, _take_properties),
+    (metadata.__name__, "TensorProperties"): Instance(TensorProperties, _take_properties),
     (metadata.__name__, "_MEM_FORMAT_ENCODING"): Callee(_Enumeration(_ENCODING)),
     (planner.__name__, "WriteItemType"): Callee(_Enumeration(planner.WriteItemType)),
     ("builtins", "getattr"): Callee(_member),
@@ -141,8 +141,8 @@ _GLOBALS |= {
     ("torch", "device"): _of(str, int, make=torch.device, count=2),
     ("torch.serialization", "_get_layout"): _of(str, make=torch.serialization._get_layout, count=1),
     # Megatron-core's own classes once were torch's with more members.
-    (_MEGATRON, "MCoreMetadata"): Record(Metadata),
-    (_MEGATRON, "MCoreSavePlan"): Record(planner.SavePlan),
+    (_MEGATRON, "MCoreMetadata"): Instance(Metadata),
+    (_MEGATRON, "MCoreSavePlan"): Instance(planner.SavePlan),
 }
 for _module in ("pathlib", "pathlib._local"):
     for _name in _PATHS:

@@ -13,11 +13,11 @@ from contextlib import suppress
 
 import torch
 
-from fastckpt.engine.devices import Devices, Reads
+from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats import safetensors, torch_pickle, torch_zip
 from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
 from fastckpt.plan.image import Image
-from fastckpt.saving.fence import Watched
+from fastckpt.saving.verdict import Watched
 from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
@@ -144,7 +144,7 @@ class Draft:
         options = (pickle, protocol, False, self._copies_small, self._devices.readable())
         try:
             captured = torch_pickle.capture(obj, *options)
-        except torch_pickle.SkipData:
+        except torch_pickle.SkipDataActive:
             torch_save(obj, os.path.join(self.directory, name))
             return
         self.pending.append(_Zip(name, captured))
@@ -180,7 +180,7 @@ class Draft:
             return tensor.clone()
         return tensor
 
-    def reads(self) -> Reads:
+    def reads(self) -> DeviceSources:
         """Returns the memory on devices that is copied, as users of the current streams see it."""
         return self._devices.reads(
             storage for pending in self.pending for storage in pending.storages()

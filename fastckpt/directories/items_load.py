@@ -21,12 +21,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 from fastckpt.arguments.near_names import listed
+from fastckpt.engine.read_stream import EngineReadStream
 from fastckpt.engine.staging import Staging
-from fastckpt.engine.stream import EngineStream
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import distcp, torch_pickle
 from fastckpt.plan.boxes import row_major
-from fastckpt.plan.image import BLOCK_BYTES, Index, address_of
+from fastckpt.plan.image import BLOCK_BYTES, BlockIndex, address_of
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
 from fastckpt.reading.verified import OVERWRITTEN, Body, takes_bytes
 from fastckpt.storage.file_system import Storage, naming, reported
@@ -88,7 +88,7 @@ class ItemsFile:
         self._storage, self._staging, self._path, self._names = storage, staging, path, names
         self._is_ours = OURS.fullmatch(os.path.basename(path)) is not None
         self._apart: dict[int, bytes] = {}  # objects read without their block, by offset
-        self._stream: EngineStream | None = None
+        self._stream: EngineReadStream | None = None
         self._older: int | None = None  # the index in distcp.fronts() of what this file has
         with reported("open", path):
             try:
@@ -100,7 +100,7 @@ class ItemsFile:
                 index, items = contents.index, contents.items
             else:
                 with reported("read", path):
-                    index, items = Index(storage.size(self._fd), BLOCK_BYTES, (), b""), ()
+                    index, items = BlockIndex(storage.size(self._fd), BLOCK_BYTES, (), b""), ()
             self._items = {item.offset: item for item in items}
             damaged = partial(_damaged, partial(storage.read_at, self._fd), items, names)
             self._body = Body(staging, self._fd, path, index, damaged, OVERWRITTEN)

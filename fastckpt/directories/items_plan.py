@@ -13,18 +13,18 @@ from typing import Protocol
 import torch
 
 from fastckpt.directories.items_place import ItemsPlace
-from fastckpt.engine.devices import Reads
+from fastckpt.engine.devices import DeviceSources
 from fastckpt.formats import distcp
 from fastckpt.options import WriteOptions
-from fastckpt.saving.fence import Watched
 from fastckpt.saving.pacing import Pace
-from fastckpt.saving.save import Output, Plan, WholeFile
+from fastckpt.saving.plan import Output, Plan, WholeFile
+from fastckpt.saving.verdict import Watched
 from fastckpt.storage.lustre_layout import Purpose
 
 Places = list[tuple[int, int]]  # offset and size of each item
 
 
-class Conclusion(Protocol):
+class ItemsCommit(Protocol):
     """A conclusion decides what becomes of items that have been written."""
 
     def record(self, name: str, places: Places) -> bytes:
@@ -50,12 +50,12 @@ class ItemsPlan(Plan):
     def __init__(
         self,
         items: list[torch.Tensor | bytes],
-        reads: Reads,
+        reads: DeviceSources,
         watched: Sequence[Watched],
         rank: int,
         place: ItemsPlace,
         options: WriteOptions,
-        conclusion: Conclusion,
+        conclusion: ItemsCommit,
     ) -> None:
         super().__init__(reads, watched)
         self._name = f"__{rank}_{secrets.token_hex(8)}.distcp"
@@ -64,7 +64,7 @@ class ItemsPlan(Plan):
         self._places: Places = []
         self._place = place
         self._options = options
-        self._conclusion: Conclusion | None = conclusion
+        self._conclusion: ItemsCommit | None = conclusion
 
     def lay_out(self, pace: Pace) -> list[Output]:
         if not self._items:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 
-from fastckpt.directories.check import list_of
 from fastckpt.directories.draft import Draft
+from fastckpt.directories.verify import list_of
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.saving.save import Place
+from fastckpt.saving.place import Place
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import Storage, patiently, reported

@@ -8,9 +8,9 @@ import os
 import zlib
 from functools import partial
 
-from fastckpt.directories.check import crc32_of
 from fastckpt.directories.draft import Draft, Pending
 from fastckpt.directories.place import SwapPlace, names_in
+from fastckpt.directories.verify import crc32_of
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
@@ -19,7 +19,7 @@ from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pacing import Pace
-from fastckpt.saving.save import Plan, WholeFile
+from fastckpt.saving.plan import Plan, WholeFile
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import reported
 from fastckpt.storage.lustre_layout import Purpose

@@ -28,7 +28,7 @@ from fastckpt.directories.plan import DirectoryPlan
 from fastckpt.errors import CheckpointError, fate
 from fastckpt.handle import SaveHandle
 from fastckpt.options import WriteOptions
-from fastckpt.ranks import groups
+from fastckpt.ranks import per_group
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save
@@ -86,7 +86,7 @@ def save_directory(
     options = WriteOptions(backend, durable, staging_bytes)
     path = os.path.realpath(check_path("path", path))
     handle = SaveHandle(path, time.perf_counter())
-    agreement = groups.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
+    agreement = per_group.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
     try:
         job = _begun(handle, agreement, fill, beside, fence, options, on_error, retain)
     except Exception as error:

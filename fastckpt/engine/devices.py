@@ -20,7 +20,7 @@ log = logging.getLogger("fastckpt")
 LIBRARY = "libcuda.so.1"
 
 
-class Reads:
+class DeviceSources:
     """The memory of devices that one save reads. Its copies come after all work that the current
     streams had when this was made.
 
@@ -135,7 +135,7 @@ class Devices:
                     )
             return self._driver is not None
 
-    def reads(self, storages: Iterable[torch.UntypedStorage]) -> Reads:
+    def reads(self, storages: Iterable[torch.UntypedStorage]) -> DeviceSources:
         """Returns the device memory of these storages, as work on the current streams leaves it.
 
         Raises:
@@ -148,7 +148,7 @@ class Devices:
                 ordinal = storage.device.index or 0
                 found.setdefault(ordinal, []).append((begin, begin + storage.nbytes()))
         if not found:
-            return Reads()
+            return DeviceSources()
         try:
             queues = {ordinal: self._queue(ordinal) for ordinal in sorted(found)}
             for ordinal, queue in queues.items():
@@ -164,7 +164,7 @@ class Devices:
         ]
         kept = [_engine.DeviceRange(b, e, queues[ordinal]) for b, e, ordinal in sorted(ranges)]
         first = next(ordinal for ordinal in queues if queues[ordinal] is kept[0].queue)
-        return Reads(self._runtime, queues, kept, torch.device(self._kind, first))
+        return DeviceSources(self._runtime, queues, kept, torch.device(self._kind, first))
 
     def queue(self, device: torch.device) -> _engine.DeviceQueue:
         """Returns the queue of a device that target() gave.

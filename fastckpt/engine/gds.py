@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from fastckpt import _engine
-from fastckpt.engine.devices import Devices, Reads
+from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.plan.image import BLOCK_BYTES
 
 log = logging.getLogger("fastckpt")
@@ -20,7 +20,7 @@ BLOCKS = 16  # registered in a GPU's memory
 THREADS = 8  # that is, transfers under way at a time
 
 
-class Direct:
+class GdsDevice:
     """The registered blocks of one GPU, and their backend. close() frees all.
 
     Attributes:
@@ -73,13 +73,13 @@ class Gds:
         # State below is protected by _lock.
         self._library: _engine.CufileLibrary | None = None
         self._refusal = ""
-        self._direct: dict[int, Direct] = {}
+        self._direct: dict[int, GdsDevice] = {}
         self._verdicts: dict[int, tuple[bool, str]] = {}  # by file system: st_dev
         self._warned: set[str] = set()
 
     def way(
         self, staging: str, queue: _engine.DeviceQueue | None, file_system: int
-    ) -> tuple[Direct | None, str]:
+    ) -> tuple[GdsDevice | None, str]:
         """Returns what moves bytes between a GPU and a file, or None for the host, and the reason.
 
         Args:
@@ -99,7 +99,7 @@ class Gds:
             self.warn(refusal)
         return direct, refusal
 
-    def undecided(self, staging: str, reads: Reads, file_system: int) -> bool:
+    def undecided(self, staging: str, reads: DeviceSources, file_system: int) -> bool:
         """Whether the caller has to measure both ways for a file system: True only once."""
         if staging != "auto" or not reads.ranges:
             return False
@@ -112,7 +112,7 @@ class Gds:
         self,
         file_system: int,
         queue: _engine.DeviceQueue,
-        seconds: Callable[[Direct | None], float],
+        seconds: Callable[[GdsDevice | None], float],
     ) -> None:
         """Measures both ways three times, and notes the one with the better median.
 
@@ -144,7 +144,7 @@ class Gds:
             self._verdicts[file_system] = faster, why
         log.info("staging by %s: %s", "GPUDirect Storage" if faster else "the host", why)
 
-    def _of(self, queue: _engine.DeviceQueue) -> tuple[Direct | None, str]:
+    def _of(self, queue: _engine.DeviceQueue) -> tuple[GdsDevice | None, str]:
         """Returns a GPU's blocks, made at the first call; or None and why there are none."""
         with self._lock:
             if self._refusal:
@@ -153,7 +153,7 @@ class Gds:
                 if self._library is None:
                     self._library = self._open(self._path, self._devices.driver())
                 if id(queue) not in self._direct:
-                    self._direct[id(queue)] = Direct(self._library, queue)
+                    self._direct[id(queue)] = GdsDevice(self._library, queue)
                 return self._direct[id(queue)], ""
             except (
                 _engine.CufileUnavailable,

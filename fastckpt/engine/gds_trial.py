@@ -10,10 +10,10 @@ import time
 
 import torch
 
-from fastckpt.engine.devices import Reads
-from fastckpt.engine.gds import Direct
+from fastckpt.engine.devices import DeviceSources
+from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.staging import Staging, stager_count
-from fastckpt.engine.transfer import Transfer
+from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveStats
 from fastckpt.plan.image import BLOCK_BYTES, Image
@@ -32,14 +32,14 @@ class Choice:
         reads: the memory of GPUs that the save reads.
     """
 
-    def __init__(self, storage: Storage, staging: Staging, way: str, reads: Reads) -> None:
+    def __init__(self, storage: Storage, staging: Staging, way: str, reads: DeviceSources) -> None:
         self._storage = storage
         self._staging = staging
         self._way = way
         self._reads = reads
         self._undecided: tuple[str, int] | None = None  # a directory, and its file system
 
-    def direct(self, directory: str, stats: SaveStats) -> Direct | None:
+    def direct(self, directory: str, stats: SaveStats) -> GdsDevice | None:
         """Returns what writes from a GPU straight to a directory's files, if that is chosen.
 
         Raises:
@@ -61,7 +61,7 @@ class Choice:
     def learn(self) -> None:
         """Runs the trial for later saves, if there was none; call it when the save is over."""
         undecided, device = self._undecided, self._reads.device
-        self._undecided, self._reads = None, Reads()
+        self._undecided, self._reads = None, DeviceSources()
         if undecided is None or device is None or not threading.main_thread().is_alive():
             return
         directory, number = undecided
@@ -88,7 +88,7 @@ class _Trial:
         for _ in range(TRIAL_BLOCKS):
             self._image.append(content.data_ptr(), BLOCK_BYTES)
 
-    def seconds(self, direct: Direct | None) -> float:
+    def seconds(self, direct: GdsDevice | None) -> float:
         """Returns after how many seconds the file is durable, written by `direct` or the host."""
         storage, staging, path, image = self._storage, self._staging, self._path, self._image
         with atomic.temporary(storage, path) as (fd, name):
@@ -97,7 +97,7 @@ class _Trial:
                 storage.allocate(fd, image.body_nbytes)
             begun = time.perf_counter()
             allowance = staging.allowance(None)
-            with Transfer(
+            with ImageTransfer(
                 staging, image, path, allowance, stager_count(), self.reads, direct
             ) as transfer:
                 transfer.write_to(fd, 0, route)

@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastckpt import _engine
 from fastckpt.engine.budget import default_budget_bytes
-from fastckpt.engine.devices import Devices, Reads
-from fastckpt.engine.gds import BLOCKS, Direct, Gds
-from fastckpt.engine.stream import EngineStream
+from fastckpt.engine.devices import Devices, DeviceSources
+from fastckpt.engine.gds import BLOCKS, Gds, GdsDevice
+from fastckpt.engine.read_stream import EngineReadStream
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.handle import SaveHandle
 from fastckpt.plan.image import BLOCK_BYTES
@@ -156,7 +156,7 @@ class Staging:
         with reported("open", path):
             name, policy = self.storage.policy(fd)
         direct, why = policy.direct, f"{name}: {policy.text() if writing else policy.why}"
-        choice, device = self.storage.direct_choice, None
+        choice, device = self.storage.direct_trial, None
         if writing and policy.measured and offset is not None:
             device = self.storage.identity(fd)[0]
             direct, found = choice.pick(device, policy.direct, nbytes)
@@ -252,8 +252,8 @@ class Staging:
         crcs: tuple[int, ...],
         wanted: Sequence[int] = (),
         route: Route | None = None,
-        direct: Direct | None = None,
-    ) -> EngineStream:
+        direct: GdsDevice | None = None,
+    ) -> EngineReadStream:
         """Begins to read [0, nbytes) of fd, verifying blocks unless there are no checksums.
 
         Args:
@@ -284,9 +284,9 @@ class Staging:
         except BaseException:
             self._close(own_fd)
             raise
-        return EngineStream(stream, own, lambda: self._close(own_fd), self.devices.text)
+        return EngineReadStream(stream, own, lambda: self._close(own_fd), self.devices.text)
 
-    def direct(self, way: str, queue: Any, directory: str) -> Direct | None:
+    def direct(self, way: str, queue: Any, directory: str) -> GdsDevice | None:
         """Returns what reads a directory's files straight to a GPU, or None for reads by the host.
 
         Args:
@@ -310,8 +310,8 @@ class Staging:
         nbytes: int,
         crcs: tuple[int, ...],
         wanted: Sequence[int],
-        direct: Direct,
-    ) -> EngineStream:
+        direct: GdsDevice,
+    ) -> EngineReadStream:
         """Begins to read to a GPU, in blocks that saves and another stream use, too."""
         with reported("read", path):
             refusal = self.storage.set_direct(fd, writing=False)
@@ -327,14 +327,14 @@ class Staging:
             log.info("reading %r by %s", path, direct.begin_file(fd))
             way = (direct.backend, refusal is None, BLOCKS // 2, list(wanted), direct.stage)
             stream = self.engine().read(fd, nbytes, list(crcs), *way)
-            return EngineStream(stream, None, close, self.devices.text)
+            return EngineReadStream(stream, None, close, self.devices.text)
         except BaseException:  # the caller closes fd, whose number may become another file's
             if stream is not None:
                 stream.close()
             direct.end_file(fd)
             raise
 
-    def warm(self, nbytes: int, reads: Reads) -> None:
+    def warm(self, nbytes: int, reads: DeviceSources) -> None:
         """Backs nbytes of the arena with memory ahead of a save, pinned if `reads` has devices.
 
         Saves use blocks again before they touch new ones. So without this the second and third save

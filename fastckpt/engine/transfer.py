@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from fastckpt.engine.devices import Reads
-from fastckpt.engine.gds import Direct
+from fastckpt.engine.devices import DeviceSources
+from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.staging import Allowance, Route, Staging
 from fastckpt.errors import DeviceError, StorageError
 from fastckpt.handle import SaveStats
@@ -20,18 +20,18 @@ _ON_HOST = "nothing lies on a GPU"
 _WAIT_S = 3600.0  # of one wait on the engine; it is repeated, for a slow disk is no error
 
 
-class Fetch:
+class MemoryCopy:
     """Copies of memory ranges: ranges of the host are copied at once, those of devices by fill().
 
     Args:
         storage: makes the file in memory that device ranges go through.
         ranges: pairs of an address and the memory that receives as many bytes as it has.
         path: the file that they are for, for messages.
-        allowance: as Transfer's.
+        allowance: as ImageTransfer's.
         reads: says which addresses are devices'.
 
     Attributes:
-        transfer: the device ranges' Transfer.
+        transfer: the device ranges' ImageTransfer.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Fetch:
         ranges: Sequence[tuple[int, bytearray]],
         path: str,
         allowance: Allowance,
-        reads: Reads,
+        reads: DeviceSources,
     ) -> None:
         self._storage = storage
         self._path = path
@@ -54,7 +54,7 @@ class Fetch:
                 self._late.append(memory)
             else:
                 memory[:] = ctypes.string_at(address, len(memory))
-        self.transfer = Transfer(staging, image, path, allowance, 1, reads)
+        self.transfer = ImageTransfer(staging, image, path, allowance, 1, reads)
         if not self._late:
             return
         try:
@@ -66,7 +66,7 @@ class Fetch:
             self.__exit__()  # or what was staged would never give back its blocks
             raise
 
-    def __enter__(self) -> Fetch:
+    def __enter__(self) -> MemoryCopy:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,7 +86,7 @@ class Fetch:
         self._late.clear()
 
 
-class Transfer:
+class ImageTransfer:
     """An image's body that is being staged, and written once write_to() has said where to.
 
     Leaving the context cancels what is not under way and waits for the rest.
@@ -111,8 +111,8 @@ class Transfer:
         path: str,
         allowance: Allowance,
         stagers: int,
-        reads: Reads | None = None,
-        direct: Direct | None = None,
+        reads: DeviceSources | None = None,
+        direct: GdsDevice | None = None,
     ) -> None:
         self._path = path
         self._devices = staging.devices
@@ -136,7 +136,7 @@ class Transfer:
                 None if direct is None else direct.stage,
             )
 
-    def __enter__(self) -> Transfer:
+    def __enter__(self) -> ImageTransfer:
         return self
 
     def __exit__(self, *_: object) -> None:

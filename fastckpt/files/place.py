@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from fastckpt.arguments.environment import launched_rank
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.saving.save import Place
+from fastckpt.saving.place import Place
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import Storage, reported

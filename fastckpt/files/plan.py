@@ -16,16 +16,16 @@ from fastckpt.engine.devices import Devices
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.files.place import FilePlace
 from fastckpt.formats import torch_pickle, torch_zip
-from fastckpt.formats.arrangement import arrange, nbytes_of
+from fastckpt.formats.record_order import arrange, nbytes_of
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import Image
 from fastckpt.plan.intervals import Checksums, Part, bounds
-from fastckpt.ranks.groups import Together
+from fastckpt.ranks.per_group import GroupMemo
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import Description, Sampled, disagreement
-from fastckpt.saving.fence import Watched, named_tensors
 from fastckpt.saving.pacing import Pace
-from fastckpt.saving.save import Output, Plan
+from fastckpt.saving.plan import Output, Plan
+from fastckpt.saving.verdict import Watched, named_tensors
 from fastckpt.state.dtensors import is_sharded
 from fastckpt.storage.file_system import reported
 from fastckpt.storage.lustre_layout import Purpose, grain_bytes
@@ -48,7 +48,7 @@ class FilePlan(Plan):
         self,
         captured: torch_pickle.Capture,
         obj: object,
-        shared: Together | None,
+        shared: GroupMemo | None,
         devices: Devices,
         agreement: Round,
         place: FilePlace,

@@ -48,7 +48,7 @@ class Callee:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Instance:
     """Stands for a class whose instances are made without arguments and then get attributes.
 
     `take` sets these if the pickled state is not the `__dict__`.
@@ -62,7 +62,7 @@ def loads(content: bytes, find: Callable[[str, str], Any]) -> tuple[Any, int]:
     """Returns the value of the pickle that content begins with, and the pickle's size in bytes.
 
     Args:
-        find: is called with module and name of each global. It returns a Callee, a Record, or a
+        find: is called with module and name of each global. It returns a Callee, an Instance, or a
             value that can do no harm, and raises Refused for all others.
 
     Raises:
@@ -82,7 +82,7 @@ class _Machine:
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # stacks under the marks
         self._memo: dict[int, Any] = {}
-        self._records: dict[type, Record] = {}  # classes named so far
+        self._records: dict[type, Instance] = {}  # classes named so far
         # A pickler writes each element once, in at least a byte, before it is copied: whoever
         # needs more copies than there are bytes copies the same values over and over.
         self._copies_left = len(content)
@@ -328,7 +328,7 @@ class _Machine:
 
     def _push_found(self, module: str, name: str, at: int) -> int:
         found = self._find(module, name)
-        if isinstance(found, Record):
+        if isinstance(found, Instance):
             self._records[found.kind] = found
         self._stack.append(found)
         return at
@@ -350,7 +350,7 @@ class _Machine:
 
     def _new(self, at: int) -> int:
         arguments, named = self._stack.pop(), self._stack.pop()
-        if type(named) is not Record:
+        if type(named) is not Instance:
             raise Refused("an instance of something that may have no instances")
         if arguments != ():
             raise ValueError(f"a {named.kind.__name__} is made with arguments")
@@ -362,7 +362,7 @@ class _Machine:
         target = self._stack[-1]
         record = self._records.get(type(target))
         if record is None:
-            what = "class" if type(target) is Record else type(target).__name__
+            what = "class" if type(target) is Instance else type(target).__name__
             raise Refused(f"a change of a {what}")
         if record.take is not None:
             record.take(target, state)

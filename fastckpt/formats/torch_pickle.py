@@ -33,7 +33,7 @@ SMALL_BYTES = 64 << 10
 _CPU = frozenset(("cpu",))
 
 
-class SkipData(Exception):
+class SkipDataActive(Exception):
     """torch.serialization.skip_data() is active: there is nothing to stage."""
 
 
@@ -89,7 +89,7 @@ class Capture:
 
     def write_record_metadata(self, name: str, nbytes: int) -> None:
         if not self._by_us:
-            raise SkipData
+            raise SkipDataActive
         storage = self.met[name]
         if storage.device.type not in self.readable:
             storage = storage.cpu()  # type: ignore[no-untyped-call]
@@ -151,7 +151,7 @@ def capture(
         readable: types of devices whose storages stay where they are.
 
     Raises:
-        SkipData: torch.serialization.skip_data() is active.
+        SkipDataActive: torch.serialization.skip_data() is active.
         Exception: the error that torch.save raises for an object that cannot be pickled.
     """
     captured = Capture(copies_small=observe_tensors, readable=readable)

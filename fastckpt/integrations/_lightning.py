@@ -26,7 +26,7 @@ from fastckpt.storage.file_system import reported
 log = logging.getLogger("fastckpt")
 
 
-class BackgroundFiles:
+class BackgroundCheckpointIO:
     """The methods of a CheckpointIO, put before the stock one among the bases of a class.
 
     The stock one, `_stock`, loads and removes what lies on no file system (a URL).

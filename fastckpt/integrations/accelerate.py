@@ -20,9 +20,9 @@ from typing import Any
 import torch.distributed as dist
 
 from fastckpt.arguments.checks import BackendName, Fence, OnError, check_path
-from fastckpt.directories.check import newest_whole
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
+from fastckpt.directories.verify import newest_whole
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced

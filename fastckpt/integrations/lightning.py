@@ -6,14 +6,14 @@ Responsible for the class that the package `lightning` accepts; _lightning.py ha
 from __future__ import annotations
 
 from fastckpt.integrations import require
-from fastckpt.integrations._lightning import BackgroundFiles
+from fastckpt.integrations._lightning import BackgroundCheckpointIO
 
 require("lightning", "2.6", "3", __name__)
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
 
 
-class FastckptCheckpointIO(BackgroundFiles, TorchCheckpointIO):  # type: ignore[misc]
+class FastckptCheckpointIO(BackgroundCheckpointIO, TorchCheckpointIO):  # type: ignore[misc]
     """Saves the checkpoints of a Trainer or a Fabric in the background, atomically and durably.
 
     It serves strategies that save one file (one device, DDP); sharded checkpoints of the FSDP and

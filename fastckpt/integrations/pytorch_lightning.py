@@ -6,14 +6,14 @@ Responsible for the class that this package accepts: its base class is another t
 from __future__ import annotations
 
 from fastckpt.integrations import require
-from fastckpt.integrations._lightning import BackgroundFiles
+from fastckpt.integrations._lightning import BackgroundCheckpointIO
 
 require("pytorch-lightning", "2.6", "3", __name__)
 
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
 
 
-class FastckptCheckpointIO(BackgroundFiles, TorchCheckpointIO):  # type: ignore[misc]
+class FastckptCheckpointIO(BackgroundCheckpointIO, TorchCheckpointIO):  # type: ignore[misc]
     """Saves for pytorch_lightning.Trainer(plugins=[...]), as fastckpt.integrations.lightning's."""
 
     _stock = TorchCheckpointIO

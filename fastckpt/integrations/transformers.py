@@ -28,9 +28,9 @@ from fastckpt.arguments.checks import (
     OnError,
     check_choice,
 )
-from fastckpt.directories.check import newest_whole
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
+from fastckpt.directories.verify import newest_whole
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require

@@ -1,4 +1,5 @@
-"""An Image describes a file's bytes before they exist; an Index says how to verify written ones.
+"""An Image describes a file's bytes before they exist; a BlockIndex says how to verify written
+ones.
 
 Formats make both, and the engine carries them out. This module knows neither torch nor files.
 """
@@ -90,7 +91,7 @@ class Image:
 
 
 @dataclass(frozen=True)
-class Index:
+class BlockIndex:
     """The checksums of a written file's body, and its tail, which is verified already.
 
     Attributes:

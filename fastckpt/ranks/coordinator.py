@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fastckpt.arguments.environment import launched_rank
 from fastckpt.errors import CheckpointError
 from fastckpt.ranks.round import COMMITTED_NOTHING, LINGER_S, TIMEOUT_S, Round, pause
-from fastckpt.ranks.session import Session
+from fastckpt.ranks.round_numbers import RoundNumbers
 from fastckpt.ranks.store_client import c10d, own_client
 
 log = logging.getLogger("fastckpt")
@@ -28,7 +28,7 @@ _UNFREED_ROUNDS = 64
 
 # Sessions outlive their Coordinators: the other ranks go on counting rounds where a process makes a
 # new Coordinator for the same group.
-_sessions: WeakKeyDictionary[Any, dict[str, Session]] = WeakKeyDictionary()
+_sessions: WeakKeyDictionary[Any, dict[str, RoundNumbers]] = WeakKeyDictionary()
 _sessions_lock = threading.Lock()
 _has_warned = False  # whether this process has warned of ranks that do not know each other
 
@@ -48,13 +48,18 @@ class Coordinator:
     """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, prefix: str, session: Session | None = None
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        prefix: str,
+        session: RoundNumbers | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         # The store is kept, because in the process that hosts its server this object owns that.
         self._store, self._prefix = store, prefix
         self._pid, self._closed = os.getpid(), False
-        self.session = session or Session()
+        self.session = session or RoundNumbers()
         self._lock = threading.RLock()  # guards the following, which only the background uses
         self._client: Any = None
         self._gone = ""
@@ -82,7 +87,7 @@ class Coordinator:
         store = c10d.distributed_c10d._get_default_store()  # the job's own: a private call
         with _sessions_lock:
             known = _sessions.setdefault(group, {}).get(name)
-            session = known if known is not None and known.pid == os.getpid() else Session()
+            session = known if known is not None and known.pid == os.getpid() else RoundNumbers()
             _sessions[group][name] = session
         prefix = f"fastckpt/{group.group_name}/{ascii(name)[1:-1]}"
         return cls(store, rank, world_size, prefix, session)

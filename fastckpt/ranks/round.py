@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from fastckpt.errors import PeerFailed, is_visible
-from fastckpt.ranks.session import Session, name_of, numbers_in
+from fastckpt.ranks.round_numbers import RoundNumbers, name_of, numbers_in
 
 log = logging.getLogger("fastckpt")
 
@@ -36,7 +36,7 @@ class Connection(Protocol):
 
     rank: int
     world_size: int
-    session: Session
+    session: RoundNumbers
 
     @property
     def is_gone(self) -> bool:

@@ -1,8 +1,8 @@
 """The one verified read: it brings ranges of a file to memory, by the blocks that cover them.
 
 Responsible for streams over a file's body, for the errors of these streams, and for which files and
-which memory are fit for it. It must not know formats: whoever opened the file tells what lies in a
-damaged range.
+which memory are fit for it. The engine compares the checksums (ReadStream::verify). It must not
+know formats: whoever opened the file tells what lies in a damaged range.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from fastckpt.engine.gds import Direct
-from fastckpt.engine.gds_stream import GdsStream
+from fastckpt.engine.gds import GdsDevice
+from fastckpt.engine.gds_read_stream import GdsReadStream
+from fastckpt.engine.read_stream import DAMAGE, PEERS, EngineReadStream, ReadStream, RunReadStream
 from fastckpt.engine.staging import Route, Staging
-from fastckpt.engine.stream import DAMAGE, PEERS, EngineStream, RunStream, Stream
 from fastckpt.errors import CorruptCheckpoint, DeviceError, PeerFailed, StorageError
-from fastckpt.plan.image import BLOCK_BYTES, Index, block_count
+from fastckpt.plan.image import BLOCK_BYTES, BlockIndex, block_count
 from fastckpt.plan.runs import CopyRow
 from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.storage.atomic import close_quietly
@@ -47,20 +47,22 @@ class Body:
     staging: Staging
     fd: int
     path: str
-    index: Index
+    index: BlockIndex
     damaged: Callable[[int, int], str] | None = None
     outcome: str = ""
     route: Route | None = None
 
-    def stream(self, wanted: Sequence[int] = (), direct: Direct | None = None) -> EngineStream:
+    def stream(
+        self, wanted: Sequence[int] = (), direct: GdsDevice | None = None
+    ) -> EngineReadStream:
         """Begins to read blocks by their numbers, ascending, or all; with `direct` to its GPU."""
         index = self.index
         blocks = (index.body_nbytes, index.block_bytes, index.block_crcs)
         return self.staging.read(self.fd, self.path, *blocks, wanted, self.route, direct)
 
     def divided(
-        self, wanted: Sequence[int], direct: Direct | None, whole: Collection[int]
-    ) -> RunStream:
+        self, wanted: Sequence[int], direct: GdsDevice | None, whole: Collection[int]
+    ) -> RunReadStream:
         """As stream(), for memory of the host and of devices.
 
         Args:
@@ -72,9 +74,11 @@ class Body:
         if direct is None or self.route is not None or block_bytes != BLOCK_BYTES:
             return self.stream(wanted)
         blocks = wanted or range(block_count(self.index.body_nbytes, block_bytes))
-        return GdsStream(self.stream, blocks, block_bytes, whole, direct)
+        return GdsReadStream(self.stream, blocks, block_bytes, whole, direct)
 
-    def move(self, stream: RunStream, rows: Iterable[CopyRow], devices: Sequence[Any] = ()) -> None:
+    def move(
+        self, stream: RunReadStream, rows: Iterable[CopyRow], devices: Sequence[Any] = ()
+    ) -> None:
         """Moves rows to memory; those of `devices` may still be under way when this returns.
 
         Raises:
@@ -83,7 +87,7 @@ class Body:
         columns = array("Q", [value for row in rows for value in row])
         self.check(stream, stream.read_runs(columns, list(devices)))
 
-    def read_all(self, stream: Stream) -> None:
+    def read_all(self, stream: ReadStream) -> None:
         """Reads and checks the whole body, and keeps nothing; raises as check()."""
         scratch = memoryview(bytearray(_SCRATCH_BYTES))
         for at in range(0, self.index.body_nbytes, _SCRATCH_BYTES):
@@ -94,7 +98,7 @@ class Body:
         with closing(self.stream()) as stream:
             self.read_all(stream)
 
-    def check(self, stream: Stream, done: bool) -> None:
+    def check(self, stream: ReadStream, done: bool) -> None:
         """Raises the error that kept a stream from doing something, unless it is done.
 
         Raises:

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 
 from fastckpt.arguments.near_names import listed
-from fastckpt.engine.gds import Direct
-from fastckpt.engine.shared_stream import SharedStream
+from fastckpt.engine.broadcast_read_stream import BroadcastReadStream
+from fastckpt.engine.gds import GdsDevice
+from fastckpt.engine.read_stream import ReadStream
 from fastckpt.engine.staging import Staging
-from fastckpt.engine.stream import Stream
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
 from fastckpt.formats import torch_zip, zip_contents
 from fastckpt.reading.verified import Body
@@ -47,7 +47,7 @@ class VerifiedFile(io.RawIOBase):
         nbytes: the size of the file.
     """
 
-    def __init__(self, body: Body, stream: Stream) -> None:
+    def __init__(self, body: Body, stream: ReadStream) -> None:
         super().__init__()
         self.error: CheckpointError | None = None
         self._index = index = body.index
@@ -179,7 +179,7 @@ def open_verified(
     path: str,
     verify: bool,
     group: Any = None,
-    direct: Direct | None = None,
+    direct: GdsDevice | None = None,
 ) -> VerifiedFile | None:
     """Opens the file behind fd for verified reading; returns None if fastckpt did not write it.
 
@@ -236,7 +236,7 @@ def open_verified(
     body = Body(staging, fd, path, checked, damaged, "nothing was loaded")
     if group is not None:
         sizes = (index.body_nbytes, index.block_bytes)
-        return VerifiedFile(body, SharedStream(group, body.stream, *sizes))
+        return VerifiedFile(body, BroadcastReadStream(group, body.stream, *sizes))
     with naming(path):
         large = zip_contents.blocks_of_large(index, DEFERRED_BYTES) if direct is not None else ()
     return VerifiedFile(body, body.divided((), direct, large))

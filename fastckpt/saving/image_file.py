@@ -12,10 +12,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
-from fastckpt.engine.devices import Reads
-from fastckpt.engine.gds import Direct
+from fastckpt.engine.devices import DeviceSources
+from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.staging import Allowance, Route
-from fastckpt.engine.transfer import Transfer
+from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import StorageError
 from fastckpt.handle import SaveStats
 from fastckpt.options import WriteOptions
@@ -71,8 +71,8 @@ class ImageFile:
         options: WriteOptions,
         allowance: Allowance,
         stagers: int = 1,
-        reads: Reads | None = None,
-        direct: Direct | None = None,
+        reads: DeviceSources | None = None,
+        direct: GdsDevice | None = None,
         stats: SaveStats | None = None,
     ) -> None:
         self._pipeline = pipeline
@@ -85,7 +85,7 @@ class ImageFile:
         self._files = ExitStack()
         self.is_open = False
         staging = pipeline.staging
-        self.transfer = Transfer(staging, image, path, allowance, stagers, reads, direct)
+        self.transfer = ImageTransfer(staging, image, path, allowance, stagers, reads, direct)
 
     def __enter__(self) -> ImageFile:
         return self
@@ -209,7 +209,7 @@ class ImageFile:
     def add(self, image: Image, offset: int) -> None:
         """Writes a small image, whose pages the body does not touch, and waits for it."""
         staging, path = self._pipeline.staging, self._path
-        with Transfer(staging, image, path, self._allowance, 1) as added:
+        with ImageTransfer(staging, image, path, self._allowance, 1) as added:
             added.write_to(self.fd, offset, self.route)
             self._wait(added)
 
@@ -222,7 +222,7 @@ class ImageFile:
         if self._image.body_nbytes:
             self._wait(self.transfer)
 
-    def _wait(self, transfer: Transfer) -> None:
+    def _wait(self, transfer: ImageTransfer) -> None:
         if self._pace is None:
             transfer.wait_written()
         else:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from random import SystemRandom
 
-from fastckpt.engine.rates import Rates
+from fastckpt.engine.rate_limits import RateLimits
 from fastckpt.engine.staging import Route
-from fastckpt.engine.transfer import Transfer
+from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveStats
 from fastckpt.options import Pacing
@@ -39,7 +39,7 @@ class Pace:
         self,
         pacing: Pacing,
         agreement: Round,
-        rates: Rates,
+        rates: RateLimits,
         owner: str,
         stats: SaveStats,
         *,
@@ -54,7 +54,7 @@ class Pace:
         self._rate: float | None = None  # this rank's, in bytes a second
         self._writers: dict[int, int] = {}  # the bytes of each rank of this node that writes
         self._held_s = 0.0
-        self._tokens_s: dict[Transfer, float] = {}
+        self._tokens_s: dict[ImageTransfer, float] = {}
         stats.pacing = pacing.text()
 
     def heed(self, pacing: Pacing) -> None:
@@ -143,25 +143,25 @@ class Pace:
                 self._agreement.get("wrote", rank)
         self._held_s = self._stats.paced_s = time.monotonic() - began
 
-    def end(self, *transfers: Transfer) -> None:
+    def end(self, *transfers: ImageTransfer) -> None:
         """Waits until these are written, and lets the next rank write, if ranks take turns."""
         if self._pacing.max_writers is not None:
             for transfer in transfers:
                 self.wait_written(transfer)
             self._agreement.put("wrote", b"")
 
-    def wait_written(self, transfer: Transfer) -> None:
+    def wait_written(self, transfer: ImageTransfer) -> None:
         """Waits for a transfer; ends early if another rank fails, as a paced one may take long."""
         self._watch(transfer)
         self._tokens_s[transfer] = transfer.tokens_waited_s()
         self._stats.paced_s = self._held_s + max(self._tokens_s.values())
 
-    def wait_one(self, transfer: Transfer) -> None:
+    def wait_one(self, transfer: ImageTransfer) -> None:
         """As wait_written(), for one of many transfers that are written one after another."""
         self._watch(transfer)
         self._stats.paced_s += transfer.tokens_waited_s()
 
-    def _watch(self, transfer: Transfer) -> None:
+    def _watch(self, transfer: ImageTransfer) -> None:
         while self._rate is not None and not transfer.written(_LOOK_S):
             self._agreement.check()
         transfer.wait_written()

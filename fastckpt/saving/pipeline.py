@@ -20,17 +20,17 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from fastckpt.engine.devices import Devices, Reads
+from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.engine.gds import Gds
 from fastckpt.engine.gds_trial import Choice
-from fastckpt.engine.rates import Rates
+from fastckpt.engine.rate_limits import RateLimits
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CheckpointError, fate, retold
 from fastckpt.handle import SaveHandle
 from fastckpt.latch import Latch, start_thread
 from fastckpt.ranks.round import Round
-from fastckpt.saving.copying import Copying
-from fastckpt.saving.fence import Watched
+from fastckpt.saving.copy_progress import CopyProgress
+from fastckpt.saving.verdict import Watched
 from fastckpt.storage.file_system import Storage, close_inherited, shortage_told
 
 log = logging.getLogger("fastckpt")
@@ -68,7 +68,7 @@ class Pipeline:
     ) -> None:
         self.storage = storage or Storage()
         self.staging = Staging(self.storage, budget_bytes, devices, gds)
-        self.rates = Rates()
+        self.rates = RateLimits()
         self._slots: SimpleQueue[None] = SimpleQueue()
         for _ in range(IN_FLIGHT_MAX):
             self._slots.put(None)
@@ -249,7 +249,7 @@ class Pipeline:
             with suppress(OSError):  # then it runs at the priority of the others
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
             self.staging.engine()
-            self.staging.warm(nbytes, Reads())
+            self.staging.warm(nbytes, DeviceSources())
 
         start_thread(take, "fastckpt-prepare")
 
@@ -298,7 +298,7 @@ class Job:
         self,
         handle: SaveHandle,
         agreement: Round,
-        reads: Reads,
+        reads: DeviceSources,
         watched: Sequence[Watched],
         *,
         fence: str,
@@ -308,7 +308,7 @@ class Job:
         self.agreement = agreement
         handle.stats.ranks = agreement.world_size
         self.reads = reads
-        self.copying = Copying(handle, reads, watched, self.forget)
+        self.copying = CopyProgress(handle, reads, watched, self.forget)
         self.choice: Choice | None = None
         self.fence = fence
         self.lane = lane
@@ -368,7 +368,7 @@ class Job:
             traceback.clear_frames(error.__traceback__)  # they hold the state
             # Frames that still run hold the job, in a circle with the handle's error, and memory of
             # devices must not wait for the garbage collector. Nothing is being copied any more.
-            self.reads, self.choice = Reads(), None
+            self.reads, self.choice = DeviceSources(), None
             self.agreement.fail(error)
             return error
         finally:

@@ -10,194 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from fastckpt.engine.devices import Reads
+from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds_trial import Choice
 from fastckpt.engine.staging import stager_count
-from fastckpt.engine.transfer import Fetch
+from fastckpt.engine.transfer import MemoryCopy
 from fastckpt.handle import SaveHandle
-from fastckpt.options import Pacing, WriteOptions
-from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
+from fastckpt.options import WriteOptions
+from fastckpt.plan.image import BLOCK_BYTES, block_count
 from fastckpt.ranks.round import Round
-from fastckpt.saving.fence import Watched
-from fastckpt.saving.image_file import ImageFile, Make
+from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
+from fastckpt.saving.place import Place
+from fastckpt.saving.plan import Output, Plan
 from fastckpt.storage.file_system import Storage
-from fastckpt.storage.lustre_layout import Purpose
-
-
-class Output:
-    """One file that this rank writes, or its part of one.
-
-    Attributes:
-        image: what this rank writes; its body is staged before there is a file.
-        path: the file's path, for messages.
-        is_small: whether more threads or GPUDirect would not pay.
-        file: brings the image to the disk; set when the image is staged.
-        begin: the offset of the body in the file; known when the file is open.
-    """
-
-    is_small = False
-    file: ImageFile
-
-    def __init__(self, image: Image, path: str) -> None:
-        self.image = image
-        self.path = path
-        self.begin = 0
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that this rank writes, once the file is open."""
-        return self.image.nbytes
-
-    def open(self) -> None:
-        """Makes the file or opens another rank's; does neither if this rank writes nothing."""
-        raise NotImplementedError
-
-    def fill_in(self) -> None:
-        """Writes what depends on checksums; called when everything has been copied."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Waits until the file has arrived, and closes it unless the commit needs it open."""
-        raise NotImplementedError
-
-
-class WholeFile(Output):
-    """A file that one rank writes all of.
-
-    Args:
-        image, path: as the attributes of Output.
-        make, purpose: as ImageFile.make()'s.
-
-    Attributes:
-        tail: the image's tail, once that is written.
-    """
-
-    def __init__(self, image: Image, path: str, make: Make, purpose: Purpose) -> None:
-        super().__init__(image, path)
-        self.tail = bytearray()
-        self._make = make
-        self._purpose = purpose
-
-    def open(self) -> None:
-        self.file.make(self._make, self._purpose)
-
-    def fill_in(self) -> None:
-        self.tail = self.file.complete()
-
-    def end(self) -> None:
-        self.file.end(self.image.nbytes)
-        self.file.close()  # some file systems rename no directory in which a file is open
-
-
-class Plan:
-    """A plan says what one rank writes of a save, and what ranks compare and tell each other of it.
-
-    Args:
-        reads: the memory of the state that lies on devices.
-        watched: the tensors that must not change before they have been copied.
-
-    Attributes:
-        way: "host", "gds" or "auto"; overrides fastckpt.save's `staging` unless it is None.
-        whole: whether blocks are written whole, whatever the pace.
-    """
-
-    way: str | None = None
-    whole = False
-
-    def __init__(self, reads: Reads, watched: Sequence[Watched]) -> None:
-        self.reads = reads
-        self.watched = watched
-
-    def lay_out(self, pace: Pace) -> Sequence[Output]:
-        """Returns the files that this rank writes; those that are best synced early come last."""
-        raise NotImplementedError
-
-    def samples(self) -> list[tuple[int, bytearray]]:
-        """Returns memory to copy beside the files: addresses, and what receives the bytes."""
-        return []
-
-    def agree(self, pace: Pace, nbytes: int) -> None:
-        """Agrees with the other ranks on where the files go; this rank writes `nbytes`."""
-        if pace.meets:
-            pace.meet(nbytes)
-
-    def compare(self) -> None:
-        """Raises RanksDisagree unless ranks hold the same of what they hold in common."""
-
-    def record(self) -> bytes:
-        """Returns what this rank tells the first one when all of its files have arrived."""
-        return b""
-
-    def publish(self, records: list[bytes]) -> None:
-        """Commits, on the first rank, with the records of all."""
-        raise NotImplementedError
-
-    def forget(self) -> None:
-        """Drops references to what was copied; called once, when everything has been."""
-        raise NotImplementedError
-
-    def release(self) -> None:
-        """Drops every reference to what was saved."""
-
-    def committed(self) -> None:
-        """Learns that the save was committed, after the caller has been told."""
-
-
-class Place:
-    """A place is where a save becomes visible. In this base class most methods do nothing.
-
-    Attributes:
-        directory: the directory that the files go to.
-    """
-
-    directory: str
-
-    def admit(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> None:
-        """Waits until this save may begin to stage.
-
-        Args:
-            previous: saves in flight to the same place that were begun before this one.
-            pipeline: the pipeline that runs the save.
-        """
-
-    def pacing(self, asked: Pacing) -> Pacing:
-        """Returns the pacing that this place needs, given what the caller asked for."""
-        return asked
-
-    def begin(self) -> None:
-        """Makes what the files go into. The fence opens only after this, so that several saves of
-        one caller make theirs in order.
-        """
-
-    def open(self, outputs: Sequence[Output], pace: Pace) -> None:
-        """Opens the files of all outputs."""
-        for output in outputs:
-            output.open()
-
-    def wait_turn(self, previous: Sequence[SaveHandle]) -> None:
-        """Waits, on the first rank, until the saves before this one have published or failed."""
-        for handle in previous:
-            handle.wait_done()
-
-    def follow(self, previous: Sequence[SaveHandle]) -> None:
-        """Does the work that other ranks have while the first one publishes."""
-
-    def go_on(self, save: Save, pipeline: Pipeline) -> None:
-        """Goes on from this commit to the one that the caller waits for, if that is another."""
-
-    def abandon(self) -> None:
-        """Removes what this rank has made for a save that failed."""
-
-    def fail(self, error: BaseException) -> None:
-        """Learns of the failure, after abandon()."""
-
-    def close(self) -> None:
-        """Closes what is still open; the save has been committed or has failed."""
-
-    def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
-        """Frees what the save has replaced, after the caller has been told the result."""
 
 
 class Save(Job):
@@ -215,7 +41,7 @@ class Save(Job):
         lane: str,
     ) -> None:
         super().__init__(handle, agreement, plan.reads, plan.watched, fence=fence, lane=lane)
-        plan.reads = Reads()  # the job has them from now on, and lets go of them in the end
+        plan.reads = DeviceSources()  # the job has them from now on, and lets go of them in the end
         self.plan: Plan | None = plan
         self.place = place
         self.options = options
@@ -256,7 +82,9 @@ class Save(Job):
             stats.staged_bytes_max = max(held, default=0)
             self.conclude(plan.record(), plan.publish)
 
-    def _stage(self, pipeline: Pipeline, outputs: Sequence[Output], moving: ExitStack) -> Fetch:
+    def _stage(
+        self, pipeline: Pipeline, outputs: Sequence[Output], moving: ExitStack
+    ) -> MemoryCopy:
         """Begins to copy everything: the bytes of the files, and the samples beside them."""
         plan, staging, options = self.plan, pipeline.staging, self.options
         assert plan is not None
@@ -266,7 +94,7 @@ class Save(Job):
         # With the step fence one CPU is left to the training that goes on meanwhile.
         stagers = max(1, stager_count() - (self.fence == "step"))
         samples, path = plan.samples(), self.handle.path
-        fetch = Fetch(staging, pipeline.storage, samples, path, allowance, self.reads)
+        fetch = MemoryCopy(staging, pipeline.storage, samples, path, allowance, self.reads)
         self.copying.transfers.append(moving.enter_context(fetch).transfer)
         self.choice = Choice(pipeline.storage, staging, plan.way or options.staging, self.reads)
         direct = self.choice.direct(self.place.directory, self.handle.stats)

@@ -16,7 +16,7 @@ import torch
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import safetensors
-from fastckpt.formats.arrangement import SMALL_BYTES, SMALL_SUM_BYTES_MAX
+from fastckpt.formats.record_order import SMALL_BYTES, SMALL_SUM_BYTES_MAX
 from fastckpt.formats.strict_json import check_text
 from fastckpt.formats.torch_pickle import pickles
 from fastckpt.plan.boxes import Box
@@ -101,7 +101,7 @@ class Leaf(NamedTuple):
     placement: str
 
 
-class Kind(NamedTuple):
+class TensorSpec(NamedTuple):
     """The kind of a tensor that only the first rank stores; all ranks must have the same."""
 
     path: tuple[str, ...]
@@ -127,7 +127,7 @@ class Flat:
     leaves: list[Leaf] = field(default_factory=list)
     objects: Any = None
     per_rank: dict[str, PerRank] = field(default_factory=dict)
-    kinds: list[Kind] = field(default_factory=list)
+    kinds: list[TensorSpec] = field(default_factory=list)
 
 
 class Stateful(Protocol):
@@ -218,7 +218,7 @@ class _Flattening:
             left -= sizes[number]
             moved.add(id(self.small[number]))
         self.flat.kinds += [
-            Kind(item.path, item.tensor.dtype, item.tensor.shape)
+            TensorSpec(item.path, item.tensor.dtype, item.tensor.shape)
             for item in self.small
             if id(item) not in moved
         ]
@@ -272,7 +272,7 @@ class _Flattening:
         """Returns a value that the first rank pickles whole; raises if it holds DTensors."""
         if type(value) in PLAIN_TENSORS:
             if not value.is_nested:
-                self.flat.kinds.append(Kind(path, value.dtype, value.shape))
+                self.flat.kinds.append(TensorSpec(path, value.dtype, value.shape))
         elif type(value) not in _WITHOUT_TENSORS and id(value) not in self.searched:
             self.searched[id(value)] = value
             found = pickles(value, is_of_several_ranks)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from fastckpt.engine.devices import Devices, Reads
+from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.ranks.same_state import Description
-from fastckpt.saving.fence import Watched
+from fastckpt.saving.verdict import Watched
 from fastckpt.state.tree import Flat, Leaf, flatten, is_stateful
 
 
@@ -38,7 +38,7 @@ class Content:
     objects: torch_pickle.Capture | None
     per_rank: bytes
     description: Description
-    reads: Reads
+    reads: DeviceSources
     watched: list[Watched]
 
 

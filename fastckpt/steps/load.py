@@ -16,9 +16,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from fastckpt.arguments.near_names import listed
-from fastckpt.engine.devices import Reads
-from fastckpt.engine.gds import Direct
-from fastckpt.engine.gds_stream import whole_blocks
+from fastckpt.engine.devices import DeviceSources
+from fastckpt.engine.gds import GdsDevice
+from fastckpt.engine.gds_read_stream import whole_blocks
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats import safetensors, torch_pickle
@@ -29,7 +29,7 @@ from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
 from fastckpt.reading.verified import takes_bytes
 from fastckpt.state.targets import Place, Target
-from fastckpt.steps.copies import Copies
+from fastckpt.steps.replicas import StepReplicas
 
 _PART_BYTES = 64 << 20  # of a rank's own values, read at a time
 # A part of a tensor that comes in more runs than this, each of fewer items than that, is read to
@@ -57,7 +57,7 @@ class StepReader:
         staging: Staging,
         path: str,
         manifest: Manifest,
-        copies: Copies,
+        copies: StepReplicas,
     ) -> None:
         self._staging = staging
         self.path = path
@@ -251,8 +251,8 @@ class StepReader:
         self,
         index: ShardIndex,
         rows: Sequence[CopyRow],
-        reads: Reads | None = None,
-        direct: Direct | None = None,
+        reads: DeviceSources | None = None,
+        direct: GdsDevice | None = None,
     ) -> None:
         """Reads ascending rows of a shard into memory, which may be a device's that `reads` names;
         through the host, except for blocks that `direct` can read.
@@ -260,7 +260,11 @@ class StepReader:
         self.copies.whole(index.file, lambda: self._read_rows(index, rows, reads, direct))
 
     def _read_rows(
-        self, index: ShardIndex, rows: Sequence[CopyRow], reads: Reads | None, direct: Direct | None
+        self,
+        index: ShardIndex,
+        rows: Sequence[CopyRow],
+        reads: DeviceSources | None,
+        direct: GdsDevice | None,
     ) -> None:
         devices = [] if reads is None else reads.ranges
         wanted = blocks_of(rows, index.block_bytes)

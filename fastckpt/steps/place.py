@@ -13,11 +13,11 @@ from typing import Protocol
 from fastckpt.formats.manifest import Manifest
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.saving.save import Place
+from fastckpt.saving.place import Place
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import tidy
 from fastckpt.steps.root import Steps
-from fastckpt.steps.step_directory import StepDirectory
+from fastckpt.steps.step_draft import StepDraft
 
 
 class AnyStepPlace(Protocol):
@@ -29,7 +29,7 @@ class AnyStepPlace(Protocol):
     """
 
     @property
-    def step(self) -> StepDirectory: ...
+    def step(self) -> StepDraft: ...
     @property
     def directory(self) -> str: ...
     def agree(self, meets: bool) -> tuple[str, bool]:
@@ -47,7 +47,7 @@ class StepPlace(Place):
     """The root, as one rank of a save sees it; `number` is the step's."""
 
     def __init__(self, steps: Steps, agreement: Round, number: int, options: StepOptions) -> None:
-        self.step = StepDirectory(steps, agreement)
+        self.step = StepDraft(steps, agreement)
         self.directory = steps.root
         self._steps = steps
         self._agreement = agreement

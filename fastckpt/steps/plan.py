@@ -21,13 +21,13 @@ from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import disagreement
 from fastckpt.saving.pacing import Pace
-from fastckpt.saving.save import Output, Plan, WholeFile
+from fastckpt.saving.plan import Output, Plan, WholeFile
 from fastckpt.steps.capture import Content
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import AnyStepPlace
 from fastckpt.steps.shard import Shard, comparable
-from fastckpt.steps.shard_parts import part_of
 from fastckpt.steps.shared_shard import AnyShard, Gathered, Gathering, Guest, Pool, is_small
+from fastckpt.steps.shared_shard_layout import part_of
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
 

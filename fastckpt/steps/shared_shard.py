@@ -21,7 +21,14 @@ from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
 from fastckpt.ranks.nodes import Neighbour, groups
 from fastckpt.ranks.round import Round
 from fastckpt.steps.shard import Shard, index_of
-from fastckpt.steps.shard_parts import GRAIN_BYTES, Part, Runs, header_of, laid_out, runs_of
+from fastckpt.steps.shared_shard_layout import (
+    GRAIN_BYTES,
+    BlockCrcs,
+    RankPart,
+    header_of,
+    laid_out,
+    runs_of,
+)
 from fastckpt.storage.file_system import Storage, reported
 
 _WHAT = "memory that ranks share"  # the path in error messages
@@ -69,7 +76,7 @@ class Pool:
         self.close()  # its Checkpointer was not closed; no save refers to it any more
 
 
-class Lent(NamedTuple):
+class ShardOffer(NamedTuple):
     """A rank's description of its shard: the descriptor, size and CRC-32 of an index as for a file
     of its own but without checksums, and the header size of that file.
     """
@@ -108,7 +115,7 @@ class Gathering:
         with reported("write", _WHAT):
             storage.write_at(fd, index, 0)
         header_nbytes = shard.image.segments[1]
-        lent = Lent(os.getpid(), fd, len(index), header_nbytes, zlib.crc32(index))
+        lent = ShardOffer(os.getpid(), fd, len(index), header_nbytes, zlib.crc32(index))
         self._agreement.put("lent", json.dumps(lent).encode())
 
     def place(self, shard: Shard, part: Image, count: int) -> AnyShard:
@@ -117,7 +124,7 @@ class Gathering:
 
         Args:
             shard: this rank's.
-            part: the bytes of it that are written; see shard_parts.part_of().
+            part: the bytes of it that are written; see shared_shard_layout.part_of().
             count: the number of files for this node.
 
         Returns:
@@ -164,10 +171,10 @@ class Gathered:
         self._part = part
         self._crcs: list[int] = []
         lent = {rank: agreement.get("lent", rank) for rank in ranks}
-        parts, end = list[Part](), 0
+        parts, end = list[RankPart](), 0
         for rank in (rank for rank in ranks if lent[rank]):
             begin = -(-end // GRAIN_BYTES) * GRAIN_BYTES
-            told = Lent(*json.loads(lent[rank]))
+            told = ShardOffer(*json.loads(lent[rank]))
             with _explained(agreement):
                 content = _read(storage, told, rank)
             index = ShardIndex.from_bytes(content)
@@ -189,7 +196,7 @@ class Gathered:
         """Combines the checksums of the file's blocks from those of this rank's segments and those
         that the other ranks tell, for which it waits. Raises PeerFailed.
         """
-        runs, end = Runs(0), 0
+        runs, end = BlockCrcs(0), 0
         runs.append_bytes(self._header)
         for part in self._parts:
             runs.append_bytes(bytes(part.begin - end))
@@ -275,7 +282,7 @@ def _explained(agreement: Round) -> Iterator[None]:
         raise
 
 
-def _read(storage: Storage, lent: Lent, rank: int) -> bytes:
+def _read(storage: Storage, lent: ShardOffer, rank: int) -> bytes:
     fd = _opened(storage, rank, lent.pid, lent.fd)
     try:
         with reported("read", _WHAT):

@@ -22,7 +22,7 @@ from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.plan.image import PAGE_BYTES
 from fastckpt.storage import lustre, policies
-from fastckpt.storage.direct_choice import DirectChoice
+from fastckpt.storage.direct_trial import DirectTrial
 from fastckpt.storage.lustre_layout import Layout, Purpose
 from fastckpt.storage.policies import LINGERING, REFUSALS, Policy
 
@@ -200,11 +200,11 @@ class Storage:
     Attributes:
         transfer: None, or a test double's function (kind, fd, memory, offset) -> bytes moved that
             replaces the engine's reads and writes; kind is "read" or "write".
-        direct_choice: measurements of file systems, which all storages of a process share.
+        direct_trial: measurements of file systems, which all storages of a process share.
     """
 
     transfer: Callable[[str, int, memoryview, int], int] | None = None
-    direct_choice = DirectChoice()
+    direct_trial = DirectTrial()
 
     def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
         """Creates a file, which must not exist, for reading and writing; returns its descriptor.
@@ -300,7 +300,7 @@ class Storage:
     def close(self, fd: int) -> None:
         """Closes a descriptor and releases its lock, even if a child of fork() has a copy."""
         _descriptors.pop(fd, None)
-        self.direct_choice.closed(fd)
+        self.direct_trial.closed(fd)
         with suppress(OSError):  # the file system may have no locks
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
@@ -400,13 +400,13 @@ class Storage:
     def sync(self, fd: int) -> None:
         """Makes the file's data and size durable; reports write errors met since the last call."""
         (os.fsync if _policy(fd)[1].syncs_all else os.fdatasync)(fd)
-        self.direct_choice.synced(fd, os.fstat(fd).st_size)
+        self.direct_trial.synced(fd, os.fstat(fd).st_size)
 
     def flush(self, fd: int) -> None:
         """Has a network file system report failed writes, which it does when a descriptor is
         closed (close(2)), be it a duplicate: closing that does not release the file's lock.
         """
-        self.direct_choice.flushed(fd)
+        self.direct_trial.flushed(fd)
         os.close(os.dup(fd))
 
     def rename(self, source: str, target: str) -> None:

@@ -33,7 +33,7 @@ class Policy(NamedTuple):
         mandatory_locks: whether flock(2) keeps all other descriptors, those of other ranks too,
             from reading or writing the file.
         measured: whether long files decide by their own time if later ones are written with
-            O_DIRECT (storage/direct_choice.py), since neither way is faster everywhere; `direct`
+            O_DIRECT (storage/direct_trial.py), since neither way is faster everywhere; `direct`
             holds until then.
         caches_names: whether a machine may believe for a while that a name is missing, or stands
             for an old file, after another machine has changed that.

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 
-from fastckpt.engine.devices import Reads
-from fastckpt.engine.transfer import Transfer
+from fastckpt.engine.devices import DeviceSources
+from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, is_visible
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
@@ -26,10 +26,10 @@ from fastckpt.reading.verified_file import VerifiedFile
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
-from fastckpt.steps.copies import Copies
 from fastckpt.steps.options import StepOptions
+from fastckpt.steps.replicas import StepReplicas
 from fastckpt.steps.retention import tidy
-from fastckpt.steps.step_directory import StepDirectory
+from fastckpt.steps.step_draft import StepDraft
 from fastckpt.storage.atomic import settle
 from fastckpt.storage.file_system import Storage, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
@@ -67,12 +67,12 @@ class Drain(Job):
         names: dict[int, str],
         parts: Sequence[int],
     ) -> None:
-        super().__init__(handle, agreement, Reads(), (), fence="call", lane=tier.root.root)
+        super().__init__(handle, agreement, DeviceSources(), (), fence="call", lane=tier.root.root)
         self._tier = tier
         self._options = options
         self._names = names
         self._parts = parts
-        self._place = StepDirectory(tier.root, agreement)
+        self._place = StepDraft(tier.root, agreement)
         self._step: int | None = None
         self.copied_s = 0.0
 
@@ -177,7 +177,7 @@ class _Copying:
         pipeline: Pipeline,
         tier: LocalTier,
         options: StepOptions,
-        place: StepDirectory,
+        place: StepDraft,
         manifest: Manifest,
         source: str,
         pace: Pace,
@@ -189,7 +189,7 @@ class _Copying:
         self._options = options
         self._place = place
         self._manifest = manifest
-        self._source = Copies(self._storage, self._staging, [source])
+        self._source = StepReplicas(self._storage, self._staging, [source])
 
     def copy(self, part: int) -> None:
         """Copies the files of one writer, or the objects. Raises CorruptCheckpoint if the local
@@ -227,7 +227,7 @@ class _Copying:
             offset = 0
             for chunk in content:
                 image = Image.of_bytes(chunk)
-                transfer = Transfer(self._staging, image, path, allowance, 1)
+                transfer = ImageTransfer(self._staging, image, path, allowance, 1)
                 transfer.write_to(file.fd, offset, file.route)
                 moving.follow(transfer)
                 offset += len(chunk)
@@ -247,12 +247,12 @@ class _UnderWay:
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._transfer: Transfer | None = None
+        self._transfer: ImageTransfer | None = None
 
     def __enter__(self) -> _UnderWay:
         return self
 
-    def follow(self, transfer: Transfer | None) -> None:
+    def follow(self, transfer: ImageTransfer | None) -> None:
         """Takes note of a chunk that has been begun, and waits for the one before, whose memory is
         free after that.
         """

@@ -18,11 +18,12 @@ from fastckpt.handle import SaveHandle
 from fastckpt.options import Pacing
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pacing import Pace
-from fastckpt.saving.pipeline import Pipeline
-from fastckpt.saving.save import Output, Place, Save
+from fastckpt.saving.pipeline import Job, Pipeline
+from fastckpt.saving.place import Place
+from fastckpt.saving.plan import Output
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import StepPlace
-from fastckpt.steps.step_directory import StepDirectory
+from fastckpt.steps.step_draft import StepDraft
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain, receive, send
 from fastckpt.tiers.local_tier import OBJECTS_PART, SLOW_S, LocalTier
 
@@ -55,7 +56,7 @@ class NodePlace(Place):
         # The save that has to be in the root before this one is written, so that the tier never
         # holds more than `keep` undrained steps beside it.
         self._awaited = earlier[-tier.keep - 1] if len(earlier) > tier.keep else None
-        self._own = StepDirectory(tier.steps, agreement)
+        self._own = StepDraft(tier.steps, agreement)
         self._past: StepPlace | None = None  # the root's, once the step goes past the tier
         self._trouble = ""
         self._opened_s = 0.0
@@ -64,7 +65,7 @@ class NodePlace(Place):
         self._drain: Drain | None = None
 
     @property
-    def step(self) -> StepDirectory:
+    def step(self) -> StepDraft:
         """The directory that is written to."""
         return self._own if self._past is None else self._past.step
 
@@ -216,7 +217,7 @@ class NodePlace(Place):
 
     # ---- the commit in the root
 
-    def go_on(self, save: Save, pipeline: Pipeline) -> None:
+    def go_on(self, save: Job, pipeline: Pipeline) -> None:
         self._is_committed = True
         if self._past is not None:
             return

@@ -17,8 +17,8 @@ from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.steps.choice import first_whole
 from fastckpt.steps.load import StepReader
+from fastckpt.steps.newest_whole import first_whole
 from fastckpt.steps.options import StepOptions
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
 from fastckpt.tiers.local_tier import LocalTier, Undrained

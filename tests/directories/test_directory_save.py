@@ -22,9 +22,9 @@ import safetensors.torch
 import torch
 
 import fastckpt
-from fastckpt.directories.check import check, newest_whole
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
+from fastckpt.directories.verify import check, newest_whole
 from fastckpt.engine.staging import Allowance
 from fastckpt.errors import (
     CheckpointError,

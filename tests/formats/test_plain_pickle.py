@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from fastckpt.formats import plain_pickle
-from fastckpt.formats.plain_pickle import DAMAGE, Callee, Record, Refused
+from fastckpt.formats.plain_pickle import DAMAGE, Callee, Instance, Refused
 from tests.storm import Storm
 
 
@@ -47,7 +47,7 @@ def _bytearray(value: Any) -> bytearray:
 
 
 GLOBALS = {
-    (__name__, "Point"): Record(Point),
+    (__name__, "Point"): Instance(Point),
     ("_codecs", "encode"): Callee(_bytes),
     ("builtins", "bytes"): Callee(_bytes),
     ("builtins", "bytearray"): Callee(_bytearray),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fastckpt
-from fastckpt.engine import shared_stream as exchange
+from fastckpt.engine import broadcast_read_stream as exchange
 from fastckpt.errors import CorruptCheckpoint
 from tests.accelerator import KIND
 from tests.crews.group_crew import Crew, Member, Nursery, Outcome

@@ -33,8 +33,8 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastckpt.directories.check import check
 from fastckpt.directories.save import wait_for_directories
+from fastckpt.directories.verify import check
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.integrations.accelerate import load_state, save_state
 from fastckpt.saving import pipeline

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle, SaveStats, StorageError
 from fastckpt.integrations import dcp, megatron
-from fastckpt.integrations.megatron import division, iterations, load, ranges, strategies
+from fastckpt.integrations.megatron import iterations, load, partial_reads, save_planner, strategies
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.buckets import _scatter
 from fastckpt.integrations.megatron.iterations import Retention
@@ -186,11 +186,11 @@ def test_a_broken_record_of_a_map_is_refused(record: Any) -> None:
         Piece.of(record)
 
 
-# Division.
+# DividingSavePlanner.
 
 
 def offer(*shards: ShardedTensor, objects: tuple[str, ...] = ()) -> SavePlan:
-    planner = division.Division()
+    planner = save_planner.DividingSavePlanner()
     held: dict[Any, Any] = {(shard.key, shard.global_offset): shard for shard in shards}
     planner.set_up_planner(held | {key: io.BytesIO(b"x") for key in objects})
     return planner.create_local_plan()
@@ -207,7 +207,7 @@ def shard(key: str, rows: int, columns: int, at: int = 0, of: int = 1) -> Sharde
 )
 def test_what_all_hold_is_divided_evenly_and_covered(ranks: int, shapes: Any) -> None:
     shards = [shard(f"k{number}", *shape) for number, shape in enumerate(shapes)]
-    plans, metadata = division.divide([offer(*shards) for _ in range(ranks)])
+    plans, metadata = save_planner.divide([offer(*shards) for _ in range(ranks)])
     covered = {s.key: torch.zeros(s.global_shape, dtype=torch.int) for s in shards}
     sizes = []
     for plan in plans:
@@ -220,7 +220,7 @@ def test_what_all_hold_is_divided_evenly_and_covered(ranks: int, shapes: Any) ->
             its = metadata.state_dict_metadata[item.index.fqn].chunks[item.index.index]
             assert its == chunk
     assert all((each == 1).all() for each in covered.values())
-    assert max(sizes) - min(sizes) <= division.CUT_BYTES_MIN + 4 * 700 * len(shapes)
+    assert max(sizes) - min(sizes) <= save_planner.CUT_BYTES_MIN + 4 * 700 * len(shapes)
 
 
 def flat(key: str, size: int) -> ShardedTensor:
@@ -228,9 +228,9 @@ def flat(key: str, size: int) -> ShardedTensor:
 
 
 def test_states_of_a_parameter_are_written_in_turns() -> None:
-    size = 3 * division.TURN_BYTES_MIN // 4  # float32: three turns
+    size = 3 * save_planner.TURN_BYTES_MIN // 4  # float32: three turns
     shards = [flat("param", size), flat("exp_avg", size), flat("small", 9), shard("w", 2, size)]
-    ((plan,), metadata) = division.divide([offer(*shards)])
+    ((plan,), metadata) = save_planner.divide([offer(*shards)])
     third = size // 3
     assert [(item.index.fqn, tuple(item.index.offset)) for item in plan.items] == [
         *((key, (third * turn,)) for turn in range(3) for key in ("param", "exp_avg")),
@@ -239,9 +239,9 @@ def test_states_of_a_parameter_are_written_in_turns() -> None:
     ]
     chunks = metadata.state_dict_metadata["exp_avg"].chunks
     assert [tuple(chunk.sizes) for chunk in chunks] == [(third,)] * 3
-    many = [flat(key, 400 * division.TURN_BYTES_MIN // 4) for key in ("param", "exp_avg")]
-    ((plan,), _) = division.divide([offer(*many)])
-    assert len(plan.items) <= division.TURNS_MAX + 2
+    many = [flat(key, 400 * save_planner.TURN_BYTES_MIN // 4) for key in ("param", "exp_avg")]
+    ((plan,), _) = save_planner.divide([offer(*many)])
+    assert len(plan.items) <= save_planner.TURNS_MAX + 2
 
 
 def test_objects_are_read_without_their_block_and_verified(tmp_path: Path) -> None:
@@ -262,25 +262,25 @@ def test_objects_are_read_without_their_block_and_verified(tmp_path: Path) -> No
         mock.patch.object(storage, "read_at", noted),
         mock.patch.object(pipeline.current().staging, "read", side_effect=AssertionError),
     ):
-        (content,) = ranges.read_objects(str(tmp_path), ["o.step"]).values()
-    assert ranges.unpickled(content, "o.step") == 7
+        (content,) = partial_reads.read_objects(str(tmp_path), ["o.step"]).values()
+    assert partial_reads.unpickled(content, "o.step") == 7
     assert sum(counted) < 1 << 16
     whole = bytearray(path.read_bytes())
     whole[info.offset + info.length // 2] ^= 1
     path.write_bytes(whole)
     with pytest.raises(CorruptCheckpoint, match=r"CRC-32 mismatch in bytes .* in 'o.step'"):
-        ranges.read_objects(str(tmp_path), ["o.step"])
+        partial_reads.read_objects(str(tmp_path), ["o.step"])
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
     half, other = shard("w", 4, 4, 0, 2), shard("w", 4, 4, 1, 2)
-    division.divide([offer(half), offer(other)])
+    save_planner.divide([offer(half), offer(other)])
     with pytest.raises(IncompatibleCheckpoint, match="hold 16 elements of 'w', which has 32"):
-        division.divide([offer(half), offer(half)])
+        save_planner.divide([offer(half), offer(half)])
     with pytest.raises(IncompatibleCheckpoint, match=r"'w' is \(8, 4\) .* \(9, 4\)"):
-        division.divide([offer(half), offer(ShardedTensor(*_uneven()))])
+        save_planner.divide([offer(half), offer(ShardedTensor(*_uneven()))])
     with pytest.raises(IncompatibleCheckpoint, match="both an object and a tensor"):
-        division.divide([offer(half, other), offer(objects=("w",))])
+        save_planner.divide([offer(half, other), offer(objects=("w",))])
 
 
 def _uneven() -> Any:
@@ -288,8 +288,8 @@ def _uneven() -> Any:
 
 
 def test_only_data_parallel_replicas_share_the_work() -> None:
-    assert division.may_write((0, 0, 3)) and division.may_write(2)
-    assert not division.may_write((0, 1, 0)) and not division.may_write((1, 0, 0))
+    assert save_planner.may_write((0, 0, 3)) and save_planner.may_write(2)
+    assert not save_planner.may_write((0, 1, 0)) and not save_planner.may_write((1, 0, 0))
 
 
 # Iterations.

@@ -42,8 +42,8 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import fastckpt
-from fastckpt.directories.check import check
 from fastckpt.directories.save import wait_for_directories
+from fastckpt.directories.verify import check
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.integrations import transformers as integration
 from fastckpt.integrations.calls import replaced

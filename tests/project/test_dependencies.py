@@ -41,7 +41,7 @@ ENGINE_USERS = {"engine", "storage"}
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
 PUBLIC_NAME_USERS = {"integrations", "cli", "__main__"}
 
-PYTHON_BINDINGS = {"bindings.cc", "bindings_gds.cc", "bindings_threads.cc"}
+PYTHON_BINDINGS = {"bindings.cc", "bindings_gds.cc", "bindings_python_frames.cc"}
 PYTHON_HEADER = re.compile(r"^(pybind11/|Python\.h)")
 DEVICE_HEADER = re.compile(
     r"^(torch/|ATen/|c10/|caffe2/|cuda(?!_shim)|cufile(?!_shim)|nvml|thrust/|cub/)"
@@ -254,7 +254,7 @@ def test_circle_is_found() -> None:
         ("engine.h", '#  include "Python.h"\n'),
         ("bindings.cc", "#include <torch/extension.h>\n"),
         ("arena.cc", "#include <cuda_runtime.h>\n"),
-        ("gds_file.cc", "#include <cufile.h>\n"),
+        ("gds_backend.cc", "#include <cufile.h>\n"),
     ],
 )
 def test_wrong_header_is_found(file_name: str, text: str) -> None:

@@ -31,7 +31,7 @@ from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.ranks import round as module
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
-from fastckpt.ranks.session import Session
+from fastckpt.ranks.round_numbers import RoundNumbers
 from tests.interpreters import Program
 from tests.storm import Chance
 
@@ -918,7 +918,7 @@ def test_coordinators_of_one_group_count_on(tmp_path: Path) -> None:
 
 
 def test_what_a_session_remembers_has_a_bound() -> None:
-    session = Session()
+    session = RoundNumbers()
     for step in range(20_000):
         session.take("save", session.begin("save"))
         label = f"step {step}"

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fastckpt.engine.stream import DAMAGE, PEERS, Fault
+from fastckpt.engine.read_stream import DAMAGE, PEERS, Fault
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -18,10 +18,10 @@ from fastckpt.errors import (
     PeerFailed,
     StorageError,
 )
-from fastckpt.plan.image import Index
+from fastckpt.plan.image import BlockIndex
 from fastckpt.reading.verified import Body, takes_bytes
 
-INDEX = Index(body_nbytes=2500, block_bytes=1000, block_crcs=(1, 2, 3), tail=b"")
+INDEX = BlockIndex(body_nbytes=2500, block_bytes=1000, block_crcs=(1, 2, 3), tail=b"")
 
 
 class Refusing:

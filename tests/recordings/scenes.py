@@ -21,9 +21,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
-from fastckpt.directories.check import check
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
+from fastckpt.directories.verify import check
 from fastckpt.integrations import dcp as ours
 from fastckpt.plan.image import BLOCK_BYTES
 from tests.noise import noise

@@ -26,7 +26,7 @@ from fastckpt.cli import main
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.nodes import Neighbour, groups
-from fastckpt.steps.shard_parts import GRAIN_BYTES, Runs
+from fastckpt.steps.shared_shard_layout import GRAIN_BYTES, BlockCrcs
 from tests.crews import gathering_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 
@@ -80,7 +80,7 @@ def test_checksums_of_blocks_are_made_of_those_of_runs(
     """Whatever lies before, and wherever in a block it begins."""
     at = begin * GRAIN_BYTES
     content = os.urandom(1 << 10) * (-(-sum(sizes) // (1 << 10)) + 1)
-    runs, end = Runs(at), 0
+    runs, end = BlockCrcs(at), 0
     for size in sizes:  # as part_of() cuts: at every multiple of the grain
         while size:
             cut = min(size, GRAIN_BYTES - end % GRAIN_BYTES)
@@ -88,7 +88,7 @@ def test_checksums_of_blocks_are_made_of_those_of_runs(
             end, size = end + cut, size - cut
     own = bytes(at) + content[:end]
     wanted = [own[b : b + BLOCK_BYTES] for b in range(0, len(own), BLOCK_BYTES)]
-    whole = Runs(0)
+    whole = BlockCrcs(0)
     whole.append_bytes(bytes(at))
     for nbytes, crc in runs.blocks:
         whole.append(nbytes, crc)

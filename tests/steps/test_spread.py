@@ -15,8 +15,7 @@ import torch
 
 import fastckpt
 from fastckpt.errors import CorruptCheckpoint
-from fastckpt.steps import choice as step_choice
-from fastckpt.steps import shared_reads
+from fastckpt.steps import newest_whole, shared_reads
 from fastckpt.steps.load import StepReader
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, attempt
 
@@ -83,14 +82,14 @@ def go(member: Member, root: Path, make: Callable[[int], Any], shared: bool) -> 
         now = [tensor._version for tensor in other["module"].parameters()]
         return read[-1], same, all(a < b for a, b in zip(versions, now, strict=True))
 
-    kept = shared_reads.kind_of, step_choice.StepReader
-    step_choice.StepReader = Counting
+    kept = shared_reads.kind_of, newest_whole.StepReader
+    newest_whole.StepReader = Counting
     if shared:
         shared_reads.kind_of = lambda _group: "cpu"
     try:
         return attempt(run)
     finally:
-        shared_reads.kind_of, step_choice.StepReader = kept
+        shared_reads.kind_of, newest_whole.StepReader = kept
 
 
 def like(_rank: int) -> Any:

@@ -27,7 +27,7 @@ from fastckpt import Checkpointer
 from fastckpt.engine.codec import FrameWriter
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.plan.image import BLOCK_BYTES
-from fastckpt.steps.choice import candidates
+from fastckpt.steps.newest_whole import candidates
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import place as node_place

@@ -36,9 +36,9 @@ from fastckpt.handle import SaveHandle
 from fastckpt.integrations.dcp import plans as dcp_plans
 from fastckpt.integrations.dcp.reader import Reader
 from fastckpt.integrations.dcp.writer import Writer, results_of
-from fastckpt.latch import Outcome
+from fastckpt.latch import SignalSafeFuture
 from fastckpt.ranks.coordinator import Coordinator, warn_of_unknown_ranks
-from fastckpt.ranks.groups import PerGroup
+from fastckpt.ranks.per_group import PerGroup
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
 
@@ -78,7 +78,7 @@ class Saving(SaveHandle):
         return self.metadata
 
 
-class _Staged(Outcome[None]):
+class _Staged(SignalSafeFuture[None]):
     """A future that is done when the state may change: AsyncSaveResponse's staging_completion."""
 
     def __init__(self, handle: SaveHandle) -> None:

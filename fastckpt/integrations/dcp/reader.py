@@ -29,7 +29,7 @@ from fastckpt.directories.items_load import OURS, ItemsFile, Request
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.strict_json import shown
-from fastckpt.integrations.dcp.directory import Directory
+from fastckpt.integrations.dcp.storage_base import StorageBase
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import reported
 
@@ -43,7 +43,7 @@ class _Source(NamedTuple):
     save_id: str | None  # of the save that the rank is about to read
 
 
-class Reader(Directory, StorageReader):
+class Reader(StorageBase, StorageReader):
     """Reads checkpoints of torch.distributed.checkpoint, whether fastckpt or torch wrote them: for
     torch's load().
 

@@ -30,18 +30,18 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from fastckpt.arguments.checks import BackendName, Fence, StagingWay, check_flag, check_path
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_place import ItemsPlace
-from fastckpt.directories.items_plan import Conclusion, ItemsPlan, Places
-from fastckpt.engine.devices import Devices, Reads
+from fastckpt.directories.items_plan import ItemsCommit, ItemsPlan, Places
+from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
 from fastckpt.handle import SaveHandle
-from fastckpt.integrations.dcp.directory import Directory
+from fastckpt.integrations.dcp.storage_base import StorageBase
 from fastckpt.options import WriteOptions
-from fastckpt.ranks.groups import together
+from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
-from fastckpt.saving.fence import Watched
 from fastckpt.saving.save import Save
+from fastckpt.saving.verdict import Watched
 from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
@@ -52,7 +52,7 @@ _COPY_AHEAD_BYTES = 10_000_000  # torch's default
 _ATOMS = (bool, int, float, str, type(None))
 
 
-class Writer(Directory, StorageWriter):
+class Writer(StorageBase, StorageWriter):
     """Writes checkpoints that torch.distributed.checkpoint reads: for save() and async_save() of
     fastckpt.integrations.dcp, and for torch's own.
 
@@ -216,7 +216,7 @@ class Writer(Directory, StorageWriter):
         agreement: Round,
         plan: SavePlan,
         planner: SavePlanner,
-        conclusion: Conclusion,
+        conclusion: ItemsCommit,
         fence: Fence,
     ) -> Save:
         current, options, path = pipeline.current(), self.options, handle.path
@@ -256,7 +256,7 @@ def results_of(plan: SavePlan, name: str, places: Places) -> list[WriteResult]:
 
 def _content(
     plan: SavePlan, planner: SavePlanner, devices: Devices, watch: bool
-) -> tuple[list[torch.Tensor | bytes], Reads, list[Watched]]:
+) -> tuple[list[torch.Tensor | bytes], DeviceSources, list[Watched]]:
     """Returns a plan's items, as tensors (in place where they are contiguous) or bytes; the reads
     from devices; and, with `watch`, the tensors that must not change before they are copied.
     """

@@ -16,7 +16,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fastckpt import IncompatibleCheckpoint
-from fastckpt.integrations.megatron.ranges import box_item, read_boxes, read_objects, unpickled
+from fastckpt.integrations.megatron.partial_reads import (
+    box_item,
+    read_boxes,
+    read_objects,
+    unpickled,
+)
 from fastckpt.integrations.megatron.reshard import Indices, Piece, Runs, Uncovered, split_at
 from fastckpt.integrations.megatron.strategies import object_keys
 
@@ -25,7 +30,7 @@ GROUPS_APART = "optimizer.distributed."  # what comes before it tells chained op
 
 
 @dataclass(frozen=True)
-class Copy:
+class BucketRuns:
     """A copy of runs of a stored array to a 1-D tensor."""
 
     array: str
@@ -79,7 +84,7 @@ class StoredBuckets:
         state: dict[str, Any] = {"optimizer": {"param_groups": list(found.values())}}
         return state | ({} if scaler is None else {"grad_scaler": scaler})
 
-    def read(self, copies: Iterable[Copy]) -> None:
+    def read(self, copies: Iterable[BucketRuns]) -> None:
         """Copies runs of stored arrays into 1-D tensors."""
         items: list[ReadItem] = []
         targets: dict[str, torch.Tensor] = {}

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fastckpt import IncompatibleCheckpoint
 from fastckpt.integrations.megatron.optimizer import SHARDING
-from fastckpt.integrations.megatron.ranges import read
+from fastckpt.integrations.megatron.partial_reads import read
 
 FORMAT = "fsdp_dtensor"
 _COMMON = {

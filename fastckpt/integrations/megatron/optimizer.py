@@ -28,7 +28,13 @@ from megatron.core.optimizer.distrib_optimizer import (
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fastckpt import IncompatibleCheckpoint
-from fastckpt.integrations.megatron.buckets import MAP, ONE_OF_ONE, Copy, StoredBuckets, identity
+from fastckpt.integrations.megatron.buckets import (
+    MAP,
+    ONE_OF_ONE,
+    BucketRuns,
+    StoredBuckets,
+    identity,
+)
 from fastckpt.integrations.megatron.reshard import Catalog, Piece, Uncovered
 
 CONTENT, SHARDING = "content_metadata", "distrib_optim_sharding_type"
@@ -131,7 +137,7 @@ def load_buckets(
     stored = StoredBuckets(directory, metadata, weights_only)
     sharded = _sharded_of(model_state)
     wanted: list[tuple[Any, Any, dict[str, torch.Tensor]]] = []
-    copies: list[Copy] = []
+    copies: list[BucketRuns] = []
     for group, each in distributed(optimizer):
         arrays = _arrays(group, each, sharded)
         catalog, groups = Catalog(stored.arrays(group, arrays)), set()
@@ -146,7 +152,7 @@ def load_buckets(
             wanted.append((each, param, tensors))
             for state, tensor in tensors.items():
                 if state != "step":
-                    copies += [Copy(f"{name}.{state}", tensor, r) for name, r in runs.items()]
+                    copies += [BucketRuns(f"{name}.{state}", tensor, r) for name, r in runs.items()]
                     if sum(r.size for r in runs.values()) < tensor.numel():
                         tensor.zero_()  # the vocabulary is padded further here
     stored.read(copies)

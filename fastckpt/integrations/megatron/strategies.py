@@ -34,9 +34,9 @@ from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle
 from fastckpt.arguments.checks import Fence, OnError
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.integrations import dcp
-from fastckpt.integrations.megatron.division import Division, Holdings, may_write
 from fastckpt.integrations.megatron.iterations import COMMON, CONFIG
-from fastckpt.integrations.megatron.ranges import read, read_objects, unpickled
+from fastckpt.integrations.megatron.partial_reads import read, read_objects, unpickled
+from fastckpt.integrations.megatron.save_planner import DividingSavePlanner, Holdings, may_write
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
 
@@ -168,7 +168,7 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         handle: SaveHandle = dcp.async_save(
             dict(holdings(nested_values(sharded_state_dict))),
             storage_writer=Writer(directory, common, after_commit),
-            planner=Division(),
+            planner=DividingSavePlanner(),
             **self._options,
         )
         return handle

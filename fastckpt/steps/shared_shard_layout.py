@@ -31,7 +31,7 @@ GRAIN_BYTES = 256 << 10
 assert BLOCK_BYTES % GRAIN_BYTES == 0
 
 
-class Runs:
+class BlockCrcs:
     """The CRC-32 of a file's blocks, combined from those of consecutive runs from `begin` on.
 
     Attributes:
@@ -78,8 +78,8 @@ def part_of(image: Image) -> Image:
 
 
 def runs_of(begin: int, part: Image, slot_crcs: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns Runs.blocks of a part that begins at `begin` in the file."""
-    runs = Runs(begin)
+    """Returns BlockCrcs.blocks of a part that begins at `begin` in the file."""
+    runs = BlockCrcs(begin)
     for (_offset, nbytes, _address), crc in zip(part.rows(), slot_crcs, strict=True):
         runs.append(nbytes, crc)
     return runs.blocks
@@ -95,7 +95,7 @@ class Entry(NamedTuple):
     piece: Piece | None
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """One rank's part of the file; `begin` and `end` are counted from the end of the header."""
 
     rank: int
@@ -104,7 +104,7 @@ class Part(NamedTuple):
     entries: list[Entry]
 
 
-def laid_out(index: ShardIndex, header_nbytes: int, rank: int, begin: int, host: int) -> Part:
+def laid_out(index: ShardIndex, header_nbytes: int, rank: int, begin: int, host: int) -> RankPart:
     """Returns the part of `rank`, from `begin` on, in the file that `host` makes; `index` is that
     of its shard as a file of its own, whose header has `header_nbytes`.
     """
@@ -118,10 +118,10 @@ def laid_out(index: ShardIndex, header_nbytes: int, rank: int, begin: int, host:
         values = None if rank == host else Piece(name, "U8", sizes, Box((0,), sizes), 0)
         entries.append(Entry(at + shift, name, "U8", sizes, values))
     entries.sort(key=lambda entry: entry.begin)
-    return Part(rank, begin, index.nbytes + shift, entries)
+    return RankPart(rank, begin, index.nbytes + shift, entries)
 
 
-def header_of(parts: Iterable[Part]) -> bytes:
+def header_of(parts: Iterable[RankPart]) -> bytes:
     """Returns the header of a safetensors file of these parts; padding between them is a tensor."""
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
     end = 0

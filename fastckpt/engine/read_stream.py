@@ -35,7 +35,7 @@ class Fault(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-class Stream(Protocol):
+class ReadStream(Protocol):
     """The verified bytes of a file, for one reader. close() ends what is under way.
 
     When a method returns False, fault() says why, and the stream is of no more use.
@@ -50,7 +50,7 @@ class Stream(Protocol):
         """Fills memory of the host with the bytes from offset on."""
 
     def fill(self, storage: torch.UntypedStorage, offset: int, devices: Sequence[Any]) -> bool:
-        """Fills a storage; one among `devices` (see Reads) is filled only when arrive() returns."""
+        """Fills a storage; one among `devices` is full only when arrive() returns."""
 
     def arrive(self) -> bool:
         """Waits for bytes on their way to devices."""
@@ -64,7 +64,7 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-class RunStream(Stream, Protocol):
+class RunReadStream(ReadStream, Protocol):
     """A stream of one rank alone, which also moves runs of bytes with strides."""
 
     defers: bool = True
@@ -83,7 +83,7 @@ class RunStream(Stream, Protocol):
         self.close()
 
 
-class EngineStream(RunStream):
+class EngineReadStream(RunReadStream):
     """The engine's stream, with its descriptor and its own engine if it has one."""
 
     def __init__(
@@ -110,7 +110,7 @@ class EngineStream(RunStream):
     def nbytes_read(self) -> int:
         return self._stream.nbytes_read()
 
-    def beside(self, other: EngineStream) -> None:
+    def beside(self, other: EngineReadStream) -> None:
         """Notes that both have the same reader, who must not wait for memory the other holds."""
         self._stream.beside(other._stream)
 

@@ -18,7 +18,7 @@ log = logging.getLogger("fastckpt")
 T = TypeVar("T")
 
 
-class Together:
+class GroupMemo:
     """Facts that the ranks of a group keep from one file that they save together to the next."""
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -61,9 +61,9 @@ class PerGroup(Generic[T]):
             return self._kept[group]
 
 
-_files = PerGroup("files", Together)
+_files = PerGroup("files", GroupMemo)
 
 
-def together(group: Any) -> Together:
+def together(group: Any) -> GroupMemo:
     """Returns what this process shares with the ranks of a group (None: with nobody)."""
     return _files.of(group)

@@ -52,7 +52,7 @@ def may_write(replica_id: int | tuple[int, ...]) -> bool:
     return isinstance(replica_id, int) or all(number == 0 for number in replica_id[:-1])
 
 
-class Division(SavePlanner):
+class DividingSavePlanner(SavePlanner):
     """Plans a save of Holdings; every rank offers all that it may write."""
 
     def set_up_planner(

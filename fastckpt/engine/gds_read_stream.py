@@ -9,14 +9,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from fastckpt.engine.gds import Direct
-from fastckpt.engine.stream import DAMAGE, EngineStream, Fault, RunStream
+from fastckpt.engine.gds import GdsDevice
+from fastckpt.engine.read_stream import DAMAGE, EngineReadStream, Fault, RunReadStream
 from fastckpt.plan.runs import CopyRow
 
 _RUN = 6
 
 
-class GdsStream(RunStream):
+class GdsReadStream(RunReadStream):
     """Streams of one file, each opened when it is first needed; close() closes all.
 
     Args:
@@ -28,20 +28,20 @@ class GdsStream(RunStream):
 
     def __init__(
         self,
-        open_stream: Callable[[Sequence[int], Direct | None], EngineStream],
+        open_stream: Callable[[Sequence[int], GdsDevice | None], EngineReadStream],
         blocks: Sequence[int],
         block_bytes: int,
         whole: Collection[int],
-        direct: Direct,
+        direct: GdsDevice,
     ) -> None:
         self._open = open_stream
         self._block_bytes = block_bytes
         self._whole = frozenset(whole)
         self._direct = direct
         self._rest = [number for number in blocks if number not in self._whole]
-        self._streams: dict[tuple[bool, bool], EngineStream] = {}
+        self._streams: dict[tuple[bool, bool], EngineReadStream] = {}
 
-    def _stream(self, whole: bool, to_gpu: bool) -> EngineStream:
+    def _stream(self, whole: bool, to_gpu: bool) -> EngineReadStream:
         key = whole, to_gpu
         if key not in self._streams:
             wanted = sorted(self._whole) if whole else self._rest
@@ -103,7 +103,7 @@ class GdsStream(RunStream):
 
 
 def goes_to(queue: Any, address: int, devices: Sequence[Any]) -> bool:
-    """Whether an address lies in a range of `devices` (see Reads.ranges) that the queue serves."""
+    """Whether an address lies in a range of `devices` that the queue serves."""
     number = bisect_right(devices, address, key=lambda kept: kept.begin) - 1
     return number >= 0 and address < devices[number].end and devices[number].queue is queue
 
@@ -116,7 +116,7 @@ def whole_blocks(
     Args:
         rows: the rows wanted of the file.
         queue: the device's.
-        devices: ascending ranges of addresses, as Reads.ranges.
+        devices: ascending ranges of addresses, as DeviceSources.ranges.
     """
     whole: set[int] = set()
     others: set[int] = set()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt.storage import direct_choice, policies
-from fastckpt.storage.direct_choice import SAMPLES, TIMED_BYTES, VALID_S, DirectChoice
+from fastckpt.storage import direct_trial, policies
+from fastckpt.storage.direct_trial import SAMPLES, TIMED_BYTES, VALID_S, DirectTrial
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.policies import POLICIES
 
@@ -36,7 +36,7 @@ class Trial:
 
     def __init__(self, usual: bool, direct_rate: float, buffered_rate: float) -> None:
         self.clock = Clock()
-        self.choice = DirectChoice(self.clock)
+        self.choice = DirectTrial(self.clock)
         self.usual = usual
         self.rates = {True: direct_rate, False: buffered_rate}
 
@@ -118,12 +118,12 @@ def test_a_way_that_fails_is_left(how: str) -> None:
 
 
 @pytest.fixture
-def on_fuse(monkeypatch: pytest.MonkeyPatch) -> DirectChoice:
+def on_fuse(monkeypatch: pytest.MonkeyPatch) -> DirectTrial:
     """Takes files for those of a FUSE daemon, and times short ones."""
-    choice = DirectChoice()
+    choice = DirectTrial()
     monkeypatch.setattr(policies, "policy_of", lambda _fd: ("fuse", POLICIES["fuse"]))
-    monkeypatch.setattr(direct_choice, "TIMED_BYTES", 1 << 20)
-    monkeypatch.setattr(Storage, "direct_choice", choice)
+    monkeypatch.setattr(direct_trial, "TIMED_BYTES", 1 << 20)
+    monkeypatch.setattr(Storage, "direct_trial", choice)
     return choice
 
 
@@ -137,7 +137,7 @@ def saved(path: Path, **options: object) -> fastckpt.SaveStats:
 
 
 @pytest.mark.parametrize("name", ["a.pt", "run"])
-def test_saves_try_both_ways_and_tell(on_fuse: DirectChoice, disk: Path, name: str) -> None:
+def test_saves_try_both_ways_and_tell(on_fuse: DirectTrial, disk: Path, name: str) -> None:
     stats = [saved(disk / name) for _ in range(5)]
     assert [each.direct for each in stats[:4]] == [False, True, True, False]
     assert "being measured: buffered" in stats[1].why
@@ -146,14 +146,14 @@ def test_saves_try_both_ways_and_tell(on_fuse: DirectChoice, disk: Path, name: s
         assert bool((fastckpt.load(disk / name)["w"] == 1).all())
 
 
-def test_saves_that_cannot_be_timed_are_not(on_fuse: DirectChoice, disk: Path) -> None:
+def test_saves_that_cannot_be_timed_are_not(on_fuse: DirectTrial, disk: Path) -> None:
     for options in ({"durable": False}, {"drain_rate": 1e9}):
         assert not any(saved(disk / "a.pt", **options).direct for _ in range(3))
     assert not saved(disk / "a.pt").direct and saved(disk / "a.pt").direct
 
 
 def test_a_probe_that_is_refused_ends_the_trial(
-    on_fuse: DirectChoice, disk: Path, monkeypatch: pytest.MonkeyPatch
+    on_fuse: DirectTrial, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, asked = os.pwritev, []
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from fastckpt.arguments.checks import check_path
 
 
-class Directory:
+class StorageBase:
     """A reader or writer of the checkpoint in one directory, which each reset() may change."""
 
     path: str  # absolute

@@ -10,14 +10,14 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from fastckpt.engine.devices import Reads
-from fastckpt.engine.transfer import Transfer
+from fastckpt.engine.devices import DeviceSources
+from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveHandle
-from fastckpt.saving.fence import Verdict, Watched
+from fastckpt.saving.verdict import Verdict, Watched
 
 
-class Copying:
+class CopyProgress:
     """The copying of one save: it follows what is still read, and lets the caller go on.
 
     Args:
@@ -35,11 +35,11 @@ class Copying:
     def __init__(
         self,
         handle: SaveHandle,
-        reads: Reads,
+        reads: DeviceSources,
         watched: Sequence[Watched],
         forget: Callable[[], None],
     ) -> None:
-        self.transfers: list[Transfer] = []
+        self.transfers: list[ImageTransfer] = []
         self._handle = handle
         self._reads = reads
         self._verdict = Verdict(watched)
@@ -109,4 +109,4 @@ class Copying:
             self._watcher.join()
         self._verdict.forget()
         self.transfers.clear()
-        self._error, self._reads, self._forget = None, Reads(), lambda: None
+        self._error, self._reads, self._forget = None, DeviceSources(), lambda: None

@@ -14,7 +14,7 @@ namespace py = pybind11;
 
 namespace fastckpt {
 
-void bind_threads(py::module_& m);
+void bind_python_frames(py::module_& m);
 
 namespace {
 
@@ -100,7 +100,7 @@ bool ask_main_thread() {
 
 }  // namespace
 
-void bind_threads(py::module_& m) {
+void bind_python_frames(py::module_& m) {
     m.def("thread_stacks", &thread_stacks);
     m.def("thread_seconds", &thread_seconds);
     m.def("ask_main_thread", &ask_main_thread);

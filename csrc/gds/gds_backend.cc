@@ -1,5 +1,5 @@
-// Transfers by cuFile, and through the host instead: see gds_file.h.
-#include "gds/gds_file.h"
+// Transfers by cuFile, and through the host instead: see gds_backend.h.
+#include "gds/gds_backend.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastckpt.engine.running_calls import RunningCalls, positions
+from fastckpt.engine.thread_calls import ThreadCalls, positions
 from fastckpt.errors import StagingConflict
 from fastckpt.formats.torch_pickle import SMALL_BYTES
 
@@ -58,7 +58,7 @@ class Verdict:
             parts = [part for part in self._watched if part.is_open()]
             if not parts:
                 return
-            calls = RunningCalls(self._before)
+            calls = ThreadCalls(self._before)
             try:
                 ended = calls.have_ended() or any([part.has_changed() for part in parts])
                 if not ended:
@@ -69,7 +69,7 @@ class Verdict:
             for part in parts:
                 part.look()
 
-    def _wait(self, calls: RunningCalls) -> None:
+    def _wait(self, calls: ThreadCalls) -> None:
         if calls.wait(_NOTICE_S):
             return
         log.info("a save waits for %s, which may be changing what is saved", calls.text())

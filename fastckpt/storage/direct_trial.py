@@ -2,7 +2,8 @@
 
 Saves measure it with their own files: of the first four long ones, two are written in the usual way
 and two in the other, each timed from its creation until it is durable, page cache included. Later
-files go the faster way. This module must not know how a file is switched to O_DIRECT.
+files go the faster way. Staging.route() decides: it asks the file system's policy, this trial, the
+page cache and a probe, in this order. This module must not know how O_DIRECT is switched on.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Known:
         return ", ".join(f"{name} {max(rates) / 1e6:.0f} MB/s" for name, rates in ways if rates)
 
 
-class DirectChoice:
+class DirectTrial:
     """A process's findings about its file systems, by device number. No method waits or takes a
     lock, so a child of fork() may call them.
     """

@@ -17,7 +17,7 @@ from typing import Any
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.formats import file_list
 from fastckpt.plan.image import BLOCK_BYTES
-from fastckpt.ranks.groups import together
+from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.reading.verified import opened_regular
 from fastckpt.storage.file_system import Storage, persistently, reported

@@ -15,7 +15,7 @@ from typing import Any
 _REMEMBERED = 4096  # the last rounds, and labels, of a run that saves for ever
 
 
-class Session:
+class RoundNumbers:
     """The rounds of one rank, over the life of its process.
 
     The training thread begins rounds, which take their final numbers in the background, where a

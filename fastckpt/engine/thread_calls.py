@@ -60,7 +60,7 @@ _OF_CALLS = ("PUSH_NULL", "KW_NAMES", "LOAD_CONST")
 Stack = list[tuple[FrameType, int]]  # frames with their current instruction, the innermost first
 
 
-class Position(NamedTuple):
+class ThreadPosition(NamedTuple):
     """A thread's position, without a reference to its frame.
 
     Attributes:
@@ -73,7 +73,7 @@ class Position(NamedTuple):
     cpu_s: float | None
     at_s: float
 
-    def has_stayed(self, before: Position) -> bool:
+    def has_stayed(self, before: ThreadPosition) -> bool:
         """Whether the thread has been in one call since an earlier position, as far as is known."""
         if self.place != before.place:
             return False
@@ -83,22 +83,22 @@ class Position(NamedTuple):
         return used_s <= _IDLE_S + _IDLE_SHARE * passed_s
 
 
-def positions() -> dict[int, Position]:
+def positions() -> dict[int, ThreadPosition]:
     """Returns the position of each other thread, by its ident."""
     return _positions(_engine.thread_stacks())
 
 
-def _positions(stacks: dict[int, Stack]) -> dict[int, Position]:
+def _positions(stacks: dict[int, Stack]) -> dict[int, ThreadPosition]:
     seconds, now_s = _engine.thread_seconds(), time.monotonic()
     found = {}
     for ident, stack in stacks.items():
         frame, instruction = stack[0]
         place = id(frame), id(frame.f_code), instruction
-        found[ident] = Position(place, seconds.get(ident), now_s)
+        found[ident] = ThreadPosition(place, seconds.get(ident), now_s)
     return found
 
 
-class RunningCalls:
+class ThreadCalls:
     """The calls that other threads than the caller's are in when this is made.
 
     The GIL makes the picture consistent: a thread that does not hold it is in a call that has
@@ -110,7 +110,7 @@ class RunningCalls:
             are waited for no longer than STAYED_S.
     """
 
-    def __init__(self, before: dict[int, Position]) -> None:
+    def __init__(self, before: dict[int, ThreadPosition]) -> None:
         self._left: dict[int, _Call] = {}
         self._stayed: set[int] = set()
         stacks = _engine.thread_stacks()

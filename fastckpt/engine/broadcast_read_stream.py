@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastckpt.engine.stream import DAMAGE, PEERS, EngineStream, Fault, Stream
+from fastckpt.engine.read_stream import DAMAGE, PEERS, EngineReadStream, Fault, ReadStream
 from fastckpt.plan.image import block_count
 
 # Four numbers follow each block: its reader's rank, and a fault's operation, place and errno.
@@ -23,7 +23,7 @@ _OPS = ("", "read", DAMAGE, PEERS)
 AHEAD = 8  # broadcasts under way at a time
 
 
-class SharedStream(Stream):
+class BroadcastReadStream(ReadStream):
     """A collective stream of a file's blocks, with one reader on each rank of a group.
 
     Block i comes from rank i modulo the group's size. All ranks read the same ranges of the file in
@@ -40,14 +40,14 @@ class SharedStream(Stream):
     def __init__(
         self,
         group: Any,
-        open_stream: Callable[[Sequence[int]], EngineStream],
+        open_stream: Callable[[Sequence[int]], EngineReadStream],
         nbytes: int,
         block_bytes: int,
     ) -> None:
         self._group = group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._open = open_stream
-        self._own_streams: dict[bool, EngineStream] = {}  # of all blocks, and of the last one
+        self._own_streams: dict[bool, EngineReadStream] = {}  # of all blocks, and of the last one
         self._nbytes = nbytes
         self._block_bytes = block_bytes
         self._blocks = block_count(nbytes, block_bytes)

@@ -1,0 +1,134 @@
+"""A Plan says what one rank writes of a save, as Outputs; each kind of save has its own.
+
+Responsible for what Save asks of any of them. It must not know where the files become visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastckpt.engine.devices import DeviceSources
+from fastckpt.plan.image import Image
+from fastckpt.saving.image_file import ImageFile, Make
+from fastckpt.saving.pacing import Pace
+from fastckpt.saving.verdict import Watched
+from fastckpt.storage.lustre_layout import Purpose
+
+
+class Output:
+    """One file that this rank writes, or its part of one.
+
+    Attributes:
+        image: what this rank writes; its body is staged before there is a file.
+        path: the file's path, for messages.
+        is_small: whether more threads or GPUDirect would not pay.
+        file: brings the image to the disk; set when the image is staged.
+        begin: the offset of the body in the file; known when the file is open.
+    """
+
+    is_small = False
+    file: ImageFile
+
+    def __init__(self, image: Image, path: str) -> None:
+        self.image = image
+        self.path = path
+        self.begin = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this rank writes, once the file is open."""
+        return self.image.nbytes
+
+    def open(self) -> None:
+        """Makes the file or opens another rank's; does neither if this rank writes nothing."""
+        raise NotImplementedError
+
+    def fill_in(self) -> None:
+        """Writes what depends on checksums; called when everything has been copied."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Waits until the file has arrived, and closes it unless the commit needs it open."""
+        raise NotImplementedError
+
+
+class WholeFile(Output):
+    """A file that one rank writes all of.
+
+    Args:
+        image, path: as the attributes of Output.
+        make, purpose: as ImageFile.make()'s.
+
+    Attributes:
+        tail: the image's tail, once that is written.
+    """
+
+    def __init__(self, image: Image, path: str, make: Make, purpose: Purpose) -> None:
+        super().__init__(image, path)
+        self.tail = bytearray()
+        self._make = make
+        self._purpose = purpose
+
+    def open(self) -> None:
+        self.file.make(self._make, self._purpose)
+
+    def fill_in(self) -> None:
+        self.tail = self.file.complete()
+
+    def end(self) -> None:
+        self.file.end(self.image.nbytes)
+        self.file.close()  # some file systems rename no directory in which a file is open
+
+
+class Plan:
+    """A plan says what one rank writes of a save, and what ranks compare and tell each other of it.
+
+    Args:
+        reads: the memory of the state that lies on devices.
+        watched: the tensors that must not change before they have been copied.
+
+    Attributes:
+        way: "host", "gds" or "auto"; overrides fastckpt.save's `staging` unless it is None.
+        whole: whether blocks are written whole, whatever the pace.
+    """
+
+    way: str | None = None
+    whole = False
+
+    def __init__(self, reads: DeviceSources, watched: Sequence[Watched]) -> None:
+        self.reads = reads
+        self.watched = watched
+
+    def lay_out(self, pace: Pace) -> Sequence[Output]:
+        """Returns the files that this rank writes; those that are best synced early come last."""
+        raise NotImplementedError
+
+    def samples(self) -> list[tuple[int, bytearray]]:
+        """Returns memory to copy beside the files: addresses, and what receives the bytes."""
+        return []
+
+    def agree(self, pace: Pace, nbytes: int) -> None:
+        """Agrees with the other ranks on where the files go; this rank writes `nbytes`."""
+        if pace.meets:
+            pace.meet(nbytes)
+
+    def compare(self) -> None:
+        """Raises RanksDisagree unless ranks hold the same of what they hold in common."""
+
+    def record(self) -> bytes:
+        """Returns what this rank tells the first one when all of its files have arrived."""
+        return b""
+
+    def publish(self, records: list[bytes]) -> None:
+        """Commits, on the first rank, with the records of all."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drops references to what was copied; called once, when everything has been."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Drops every reference to what was saved."""
+
+    def committed(self) -> None:
+        """Learns that the save was committed, after the caller has been told."""
