@@ -50,8 +50,8 @@ from fastckpt.plan.image import BLOCK_BYTES, block_count  # noqa: E402
 from fastckpt.ranks.same_state import Description  # noqa: E402
 from fastckpt.saving.pipeline import Pipeline  # noqa: E402
 from fastckpt.state.targets import Place  # noqa: E402
+from fastckpt.steps.copies import StepCopies  # noqa: E402
 from fastckpt.steps.load import StepReader  # noqa: E402
-from fastckpt.steps.replicas import StepReplicas  # noqa: E402
 from fastckpt.steps.root import Steps  # noqa: E402
 from fastckpt.steps.shard import Shard  # noqa: E402
 
@@ -205,7 +205,7 @@ def restored(pipeline: Pipeline, steps: Steps, name: str, job: Job, rank: int) -
     started = time.perf_counter()
     manifest = steps.read(name)
     read = time.perf_counter()
-    whole = StepReplicas(pipeline.storage, pipeline.staging, [steps.path(name)])
+    whole = StepCopies(pipeline.storage, pipeline.staging, [steps.path(name)])
     reader = StepReader(pipeline.staging, steps.path(name), manifest, whole)
     reader.find(places)  # raises unless every element is stored exactly once
     found = time.perf_counter()

@@ -51,7 +51,7 @@ from fastckpt.steps.place import StepPlace
 from fastckpt.steps.plan import StepPlan
 from fastckpt.steps.root import Steps
 from fastckpt.steps.shared_reads import Spread
-from fastckpt.steps.shared_shard import Pool
+from fastckpt.steps.shared_shard import SharedMemory
 from fastckpt.tiers.local_tier import local_tier
 from fastckpt.tiers.place import NodePlace
 from fastckpt.tiers.restore import first_whole_of_tiers
@@ -154,7 +154,7 @@ class Checkpointer:
         pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
         how = (backend, durable, staging_bytes, staging, stripe, pacing)
         self._options = StepOptions(*how, codec, keep_last, keep_every)
-        self._pool = Pool()
+        self._pool = SharedMemory()
         self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
         self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")

@@ -69,7 +69,7 @@ _UNKNOWN = {
 }
 
 
-class Inputs(NamedTuple):
+class SourcedJob(NamedTuple):
     """A Job, and for each of its inputs its source: "given", "measured" or "assumed"."""
 
     job: Job
@@ -163,7 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _inputs(arguments: argparse.Namespace, found: measure.Measured) -> Inputs:
+def _inputs(arguments: argparse.Namespace, found: measure.Measured) -> SourcedJob:
     """Returns the inputs: those given, else measured, else assumed. Raises ValueError as Job."""
     sources = {"ranks": "given"}
     values: dict[str, Any] = {}
@@ -192,7 +192,7 @@ def _inputs(arguments: argparse.Namespace, found: measure.Measured) -> Inputs:
             rate, sources["mtbf_s"] = cost_model.FAILURES_PER_GPU_HOUR, "assumed, as Llama 3's"
         mtbf_s = cost_model.mtbf_s(arguments.gpus, rate)
     job = Job(nbytes=size, ranks=arguments.gpus, nodes=nodes, mtbf_s=mtbf_s, **values)
-    return Inputs(job, {field.name: sources[field.name] for field in fields(Job)}, found.notes)
+    return SourcedJob(job, {field.name: sources[field.name] for field in fields(Job)}, found.notes)
 
 
 def _shown(name: str, value: Any) -> str:
@@ -201,7 +201,7 @@ def _shown(name: str, value: Any) -> str:
     return _SHOWN_AS[OPTIONS[name].read](value)
 
 
-def _report(inputs: Inputs, advised: Advice) -> list[str]:
+def _report(inputs: SourcedJob, advised: Advice) -> list[str]:
     return [
         *_lines("The job", _job_rows(inputs)),
         *_lines("A checkpoint", _cost_rows(advised)),
@@ -211,7 +211,7 @@ def _report(inputs: Inputs, advised: Advice) -> list[str]:
     ]
 
 
-def _job_rows(inputs: Inputs) -> list[tuple[str, str]]:
+def _job_rows(inputs: SourcedJob) -> list[tuple[str, str]]:
     job, sources = inputs.job, inputs.sources
     rows = [
         ("size of a checkpoint", f"{shown_size(job.nbytes)} ({sources['nbytes']})"),

@@ -23,8 +23,8 @@ from fastckpt.formats.step_names import OURS as OF_A_STEP
 from fastckpt.reading.verified import Body, opened_regular
 from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline
+from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.no_steps import what_is_there
-from fastckpt.steps.replicas import StepReplicas
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import persistently, reported
 from fastckpt.storage.vanishing import Vanished
@@ -154,9 +154,9 @@ def _steps(root: str) -> Steps:
     return Steps(pipeline.current().storage, root)
 
 
-def _copies(directory: str) -> StepReplicas:
+def _copies(directory: str) -> StepCopies:
     current = pipeline.current()
-    return StepReplicas(current.storage, current.staging, [directory])
+    return StepCopies(current.storage, current.staging, [directory])
 
 
 def _verify_file(path: str) -> int:
@@ -260,13 +260,13 @@ def _verify_step(steps: Steps, name: str, is_local: bool) -> int:
         return nbytes
 
 
-def _verify_objects(copies: StepReplicas, manifest: Manifest) -> int:
+def _verify_objects(copies: StepCopies, manifest: Manifest) -> int:
     with copies.objects(manifest) as file:
         file.verify_all()
         return file.nbytes
 
 
-def _verify_writer(copies: StepReplicas, manifest: Manifest, writer: Writer) -> int:
+def _verify_writer(copies: StepCopies, manifest: Manifest, writer: Writer) -> int:
     """Verifies the index of one writer, and its shard by the checksums in that."""
     index, _content = copies.index(writer, manifest.nonce)
     with copies.shard(index) as body:

@@ -17,13 +17,13 @@ from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats import safetensors, torch_pickle, torch_zip
 from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
 from fastckpt.plan.image import Image
-from fastckpt.saving.verdict import Watched
+from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
 
 
-class Pending:
+class PendingFile:
     """A file whose content was captured, to be laid out and written later; its name is relative."""
 
     def __init__(self, name: str) -> None:
@@ -42,7 +42,7 @@ class Pending:
         raise NotImplementedError
 
 
-class _Zip(Pending):
+class _Zip(PendingFile):
     def __init__(self, name: str, captured: torch_pickle.Capture) -> None:
         super().__init__(name)
         self._captured = captured
@@ -57,7 +57,7 @@ class _Zip(Pending):
         self._captured.records.clear()
 
 
-class _Tensors(Pending):
+class _Tensors(PendingFile):
     def __init__(
         self, name: str, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]
     ) -> None:
@@ -109,8 +109,8 @@ class Draft:
     ) -> None:
         self._storage, self._devices = storage, devices
         self._copies_small = fence == "step"
-        self.pending: list[Pending] = []
-        self.watched: list[Watched] = []
+        self.pending: list[PendingFile] = []
+        self.watched: list[WatchedTensors] = []
         self.beside = os.path.realpath(beside or os.path.dirname(path))
         self.grown: list[str] = []
         self.is_kept = False
@@ -149,7 +149,7 @@ class Draft:
             return
         self.pending.append(_Zip(name, captured))
         if captured.tensors:
-            self.watched.append(Watched(captured.tensors, obj))
+            self.watched.append(WatchedTensors(captured.tensors, obj))
 
     def add_tensors(
         self, tensors: Mapping[str, torch.Tensor], name: str, metadata: Mapping[str, str]
@@ -167,7 +167,7 @@ class Draft:
         self.pending.append(_Tensors(name, held, dict(metadata)))
         if self._copies_small:
             versions = [(tensor, tensor._version) for tensor in held.values()]
-            self.watched.append(Watched(versions, held))
+            self.watched.append(WatchedTensors(versions, held))
         return True
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import distcp, torch_pickle
 from fastckpt.plan.boxes import row_major
-from fastckpt.plan.image import BLOCK_BYTES, BlockIndex, address_of
+from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums, address_of
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
 from fastckpt.reading.verified import OVERWRITTEN, Body, takes_bytes
 from fastckpt.storage.file_system import Storage, naming, reported
@@ -100,7 +100,7 @@ class ItemsFile:
                 index, items = contents.index, contents.items
             else:
                 with reported("read", path):
-                    index, items = BlockIndex(storage.size(self._fd), BLOCK_BYTES, (), b""), ()
+                    index, items = BlockChecksums(storage.size(self._fd), BLOCK_BYTES, (), b""), ()
             self._items = {item.offset: item for item in items}
             damaged = partial(_damaged, partial(storage.read_at, self._fd), items, names)
             self._body = Body(staging, self._fd, path, index, damaged, OVERWRITTEN)

@@ -16,9 +16,9 @@ from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.formats import distcp
 from fastckpt.options import WriteOptions
+from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan, WholeFile
-from fastckpt.saving.verdict import Watched
 from fastckpt.storage.lustre_layout import Purpose
 
 Places = list[tuple[int, int]]  # offset and size of each item
@@ -51,7 +51,7 @@ class ItemsPlan(Plan):
         self,
         items: list[torch.Tensor | bytes],
         reads: DeviceSources,
-        watched: Sequence[Watched],
+        watched: Sequence[WatchedTensors],
         rank: int,
         place: ItemsPlace,
         options: WriteOptions,

@@ -23,8 +23,8 @@ from fastckpt.arguments.checks import (
     check_path,
 )
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.place import SwapPlace
-from fastckpt.directories.plan import DirectoryPlan
+from fastckpt.directories.swap_place import SwapPlace
+from fastckpt.directories.swap_plan import SwapPlan
 from fastckpt.errors import CheckpointError, fate
 from fastckpt.handle import SaveHandle
 from fastckpt.options import WriteOptions
@@ -123,7 +123,7 @@ def _begun(
                 raise CheckpointError(f"fill() has put nothing into {draft.directory!r}")
             path = handle.path
             place = SwapPlace(current.storage, path, agreement, draft, options.durable, retain)
-            plan = DirectoryPlan(handle, agreement, draft, place, options)
+            plan = SwapPlan(handle, agreement, draft, place, options)
             lane = os.path.dirname(path)
             return Save(handle, agreement, plan, place, options, fence=fence, lane=lane)
         except BaseException:

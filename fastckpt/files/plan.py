@@ -23,9 +23,9 @@ from fastckpt.plan.intervals import Checksums, Part, bounds
 from fastckpt.ranks.per_group import GroupMemo
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import Description, Sampled, disagreement
+from fastckpt.saving.mutation_check import WatchedTensors, named_tensors
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan
-from fastckpt.saving.verdict import Watched, named_tensors
 from fastckpt.state.dtensors import is_sharded
 from fastckpt.storage.file_system import reported
 from fastckpt.storage.lustre_layout import Purpose, grain_bytes
@@ -54,7 +54,7 @@ class FilePlan(Plan):
         place: FilePlace,
         options: WriteOptions,
     ) -> None:
-        watched = [Watched(captured.tensors, obj)] if captured.tensors else []
+        watched = [WatchedTensors(captured.tensors, obj)] if captured.tensors else []
         super().__init__(devices.reads(captured.storages()), watched)
         self._captured = captured
         self._sources: list[object] = []

@@ -24,7 +24,14 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_pickle, torch_zip, zip_records
 from fastckpt.formats.strict_json import check_block_bytes, check_members, decode, encode
 from fastckpt.formats.torch_zip import TAIL_BYTES_MAX
-from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, BlockIndex, Image, address_of, block_count
+from fastckpt.plan.image import (
+    BLOCK_BYTES,
+    PAGE_BYTES,
+    BlockChecksums,
+    Image,
+    address_of,
+    block_count,
+)
 
 VERSION = 1
 ITEM_ALIGNMENT = torch_zip.TORCH_ALIGNMENT
@@ -64,7 +71,7 @@ class Item(NamedTuple):
 class Contents:
     """A written file: how to verify it, and its items in order."""
 
-    index: BlockIndex
+    index: BlockChecksums
     items: tuple[Item, ...]
 
 
@@ -364,7 +371,7 @@ def parse(tail: bytes, body_nbytes: int) -> Contents:
         for (o, n, d, m, t), crc in zip(described["items"], crcs, strict=True)
     )
     block_crcs = tuple(_numbers(described["crc32"]))
-    return Contents(BlockIndex(body_nbytes, described["block_bytes"], block_crcs, tail), items)
+    return Contents(BlockChecksums(body_nbytes, described["block_bytes"], block_crcs, tail), items)
 
 
 def _digits(crcs: Sequence[int]) -> str:

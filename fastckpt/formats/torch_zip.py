@@ -22,7 +22,14 @@ from fastckpt.formats import zip_records
 from fastckpt.formats.record_order import RecordOrder, nbytes_of
 from fastckpt.formats.strict_json import check_block_bytes
 from fastckpt.formats.torch_pickle import Capture, torch_save
-from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, BlockIndex, Image, address_of, block_count
+from fastckpt.plan.image import (
+    BLOCK_BYTES,
+    PAGE_BYTES,
+    BlockChecksums,
+    Image,
+    address_of,
+    block_count,
+)
 
 VERSION = 1
 ARCHIVE = "archive"
@@ -310,7 +317,7 @@ def tail_offset(end: bytes, nbytes: int) -> int | None:
     return offset if 0 < offset < nbytes and nbytes - offset <= TAIL_BYTES_MAX else None
 
 
-def parse(tail: bytes, body_nbytes: int) -> BlockIndex:
+def parse(tail: bytes, body_nbytes: int) -> BlockChecksums:
     """Verifies a file's tail, which begins at body_nbytes, and returns how to verify the body.
 
     Raises:
@@ -332,7 +339,7 @@ def parse(tail: bytes, body_nbytes: int) -> BlockIndex:
         raise CorruptCheckpoint(f"its checksum record is malformed: {error}") from None
     digits = checksums["crc32"]
     crcs = tuple(int(digits[i : i + _CRC_DIGITS], 16) for i in range(0, len(digits), _CRC_DIGITS))
-    return BlockIndex(body_nbytes, checksums["block_bytes"], crcs, tail)
+    return BlockChecksums(body_nbytes, checksums["block_bytes"], crcs, tail)
 
 
 def closing_crc(tail: bytes | bytearray) -> int:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from itertools import islice
 
 from fastckpt.formats import torch_zip, zip_records
-from fastckpt.plan.image import BLOCK_BYTES, BlockIndex
+from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 
 _HEADER_BYTES_MAX = 1 << 16  # a record's header and what aligns its data
 
 
 def damaged_records(
-    read_at: Callable[[int, int], bytes], index: BlockIndex, begin: int, end: int
+    read_at: Callable[[int, int], bytes], index: BlockChecksums, begin: int, end: int
 ) -> list[str]:
     """Returns the names of damaged records, by their own CRC-32s, in a damaged range of a file.
 
@@ -45,13 +45,13 @@ def damaged_records(
     return names
 
 
-def storages_offset(index: BlockIndex) -> int:
+def storages_offset(index: BlockChecksums) -> int:
     """Returns where, behind data.pkl, the storages begin; 0 if data.pkl is not the first record."""
     entries = [*islice(zip_records.directory(index.tail, len(index.tail) - torch_zip.END_BYTES), 2)]
     return entries[1].offset if len(entries) == 2 and entries[0].name.endswith("data.pkl") else 0
 
 
-def blocks_of_large(index: BlockIndex, nbytes_min: int) -> set[int]:
+def blocks_of_large(index: BlockChecksums, nbytes_min: int) -> set[int]:
     """Returns blocks that hold only data of one record of this size or more, by their numbers.
 
     Blocks near a header are left out.

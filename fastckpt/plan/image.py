@@ -1,4 +1,4 @@
-"""An Image describes a file's bytes before they exist; a BlockIndex says how to verify written
+"""An Image describes a file's bytes before they exist; a BlockChecksums says how to verify written
 ones.
 
 Formats make both, and the engine carries them out. This module knows neither torch nor files.
@@ -91,7 +91,7 @@ class Image:
 
 
 @dataclass(frozen=True)
-class BlockIndex:
+class BlockChecksums:
     """The checksums of a written file's body, and its tail, which is verified already.
 
     Attributes:

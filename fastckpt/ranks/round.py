@@ -1,8 +1,8 @@
 """One agreement between the ranks of a group about one save or restore, over a c10d store.
 
 Responsible for the records that ranks leave for each other, for ending a round on all ranks with
-the first failure, and for waits that end. It must not know what a record says, and never touches a
-process group.
+the first failure, and for waits that end: a rank that died is noticed when its record has not come
+within the timeout. It must not know what a record says, and never touches a process group.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from fastckpt.engine.gds_read_stream import GdsReadStream
 from fastckpt.engine.read_stream import DAMAGE, PEERS, EngineReadStream, ReadStream, RunReadStream
 from fastckpt.engine.staging import Route, Staging
 from fastckpt.errors import CorruptCheckpoint, DeviceError, PeerFailed, StorageError
-from fastckpt.plan.image import BLOCK_BYTES, BlockIndex, block_count
+from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums, block_count
 from fastckpt.plan.runs import CopyRow
 from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.storage.atomic import close_quietly
@@ -47,7 +47,7 @@ class Body:
     staging: Staging
     fd: int
     path: str
-    index: BlockIndex
+    index: BlockChecksums
     damaged: Callable[[int, int], str] | None = None
     outcome: str = ""
     route: Route | None = None

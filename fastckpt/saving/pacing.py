@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from random import SystemRandom
 
-from fastckpt.engine.rate_limits import RateLimits
 from fastckpt.engine.staging import Route
+from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveStats
@@ -39,7 +39,7 @@ class Pace:
         self,
         pacing: Pacing,
         agreement: Round,
-        rates: RateLimits,
+        rates: TokenBuckets,
         owner: str,
         stats: SaveStats,
         *,

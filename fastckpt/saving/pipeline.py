@@ -23,14 +23,14 @@ from typing import NamedTuple
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.engine.gds import Gds
 from fastckpt.engine.gds_trial import Choice
-from fastckpt.engine.rate_limits import RateLimits
 from fastckpt.engine.staging import Staging
+from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.errors import CheckpointError, fate, retold
 from fastckpt.handle import SaveHandle
 from fastckpt.latch import Latch, start_thread
 from fastckpt.ranks.round import Round
-from fastckpt.saving.copy_progress import CopyProgress
-from fastckpt.saving.verdict import Watched
+from fastckpt.saving.copy_completion import CopyCompletion
+from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.storage.file_system import Storage, close_inherited, shortage_told
 
 log = logging.getLogger("fastckpt")
@@ -68,7 +68,7 @@ class Pipeline:
     ) -> None:
         self.storage = storage or Storage()
         self.staging = Staging(self.storage, budget_bytes, devices, gds)
-        self.rates = RateLimits()
+        self.rates = TokenBuckets()
         self._slots: SimpleQueue[None] = SimpleQueue()
         for _ in range(IN_FLIGHT_MAX):
             self._slots.put(None)
@@ -290,7 +290,8 @@ class Job:
         agreement: this save's round with the other ranks, or of this rank alone.
         reads: the memory of the state that lies on devices.
         watched: the tensors that must not change before they have been copied.
-        fence: "call" or "step".
+        fence: "call" or "step". The caller waits in Pipeline.save() for SaveHandle.pass_fence();
+            CopyCompletion lets it go.
         lane: saves of one lane commit in the order of their beginning.
     """
 
@@ -299,7 +300,7 @@ class Job:
         handle: SaveHandle,
         agreement: Round,
         reads: DeviceSources,
-        watched: Sequence[Watched],
+        watched: Sequence[WatchedTensors],
         *,
         fence: str,
         lane: str,
@@ -308,7 +309,7 @@ class Job:
         self.agreement = agreement
         handle.stats.ranks = agreement.world_size
         self.reads = reads
-        self.copying = CopyProgress(handle, reads, watched, self.forget)
+        self.copying = CopyCompletion(handle, reads, watched, self.forget)
         self.choice: Choice | None = None
         self.fence = fence
         self.lane = lane

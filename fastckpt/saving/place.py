@@ -1,6 +1,7 @@
 """A Place says where a save becomes visible: the names, and what is left under them of a failure.
 
-Responsible for what Save asks of any of them. It must not know what the files hold.
+Responsible for what Save asks of any of them. It must not know what the files hold. CONTRIBUTING.md
+has the steps to add one.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.plan.image import Image
 from fastckpt.saving.image_file import ImageFile, Make
+from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.saving.pacing import Pace
-from fastckpt.saving.verdict import Watched
 from fastckpt.storage.lustre_layout import Purpose
 
 
@@ -95,7 +95,7 @@ class Plan:
     way: str | None = None
     whole = False
 
-    def __init__(self, reads: DeviceSources, watched: Sequence[Watched]) -> None:
+    def __init__(self, reads: DeviceSources, watched: Sequence[WatchedTensors]) -> None:
         self.reads = reads
         self.watched = watched
 

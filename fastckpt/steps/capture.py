@@ -17,7 +17,7 @@ from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.ranks.same_state import Description
-from fastckpt.saving.verdict import Watched
+from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.state.tree import Flat, Leaf, flatten, is_stateful
 
 
@@ -39,7 +39,7 @@ class Content:
     per_rank: bytes
     description: Description
     reads: DeviceSources
-    watched: list[Watched]
+    watched: list[WatchedTensors]
 
 
 def captured(
@@ -75,10 +75,10 @@ def captured(
     watched = []
     if watch:
         versions = [(leaf.local, leaf.local._version) for leaf in leaves]
-        watched.append(Watched(versions, {leaf.key: leaf.local for leaf in leaves}))
+        watched.append(WatchedTensors(versions, {leaf.key: leaf.local for leaf in leaves}))
     storages = [leaf.local.untyped_storage() for leaf in leaves]
     if objects is not None:
-        watched.append(Watched(objects.tensors, flat.objects if watch else None))
+        watched.append(WatchedTensors(objects.tensors, flat.objects if watch else None))
         storages += objects.storages()
     return Content(
         leaves,

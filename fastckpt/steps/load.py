@@ -29,7 +29,7 @@ from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
 from fastckpt.reading.verified import takes_bytes
 from fastckpt.state.targets import Place, Target
-from fastckpt.steps.replicas import StepReplicas
+from fastckpt.steps.copies import StepCopies
 
 _PART_BYTES = 64 << 20  # of a rank's own values, read at a time
 # A part of a tensor that comes in more runs than this, each of fewer items than that, is read to
@@ -57,7 +57,7 @@ class StepReader:
         staging: Staging,
         path: str,
         manifest: Manifest,
-        copies: StepReplicas,
+        copies: StepCopies,
     ) -> None:
         self._staging = staging
         self.path = path

@@ -25,9 +25,9 @@ from fastckpt.errors import (
 from fastckpt.formats.manifest import Manifest
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
+from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.no_steps import warn_once, what_is_there
-from fastckpt.steps.replicas import StepReplicas
 from fastckpt.steps.root import Steps, in_order
 from fastckpt.storage.file_system import persistently
 from fastckpt.storage.vanishing import Vanished, listed_anew
@@ -174,7 +174,7 @@ class _Trial:
             self._holding.enter_context(steps.hold(name))
             manifest = persistently(lambda: steps.read(name), self.path)
             nearer = [] if self._near is None else self._near(manifest, self._holding)
-            copies = StepReplicas(storage, staging, [*nearer, self.path])
+            copies = StepCopies(storage, staging, [*nearer, self.path])
             reader = StepReader(staging, self.path, manifest, copies)
             return "", (manifest.step, read(reader))
         except Vanished:

@@ -26,7 +26,7 @@ from fastckpt.steps.capture import Content
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import AnyStepPlace
 from fastckpt.steps.shard import Shard, comparable
-from fastckpt.steps.shared_shard import AnyShard, Gathered, Gathering, Guest, Pool, is_small
+from fastckpt.steps.shared_shard import AnyShard, Gathered, Gathering, Guest, SharedMemory, is_small
 from fastckpt.steps.shared_shard_layout import part_of
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
@@ -50,7 +50,7 @@ class StepPlan(Plan):
         place: AnyStepPlace,
         options: StepOptions,
         storage: Storage,
-        pool: Pool,
+        pool: SharedMemory,
         differing: Callable[[set[str]], None],
     ) -> None:
         super().__init__(content.reads, content.watched)

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from fastckpt.errors import PeerFailed
 from fastckpt.plan.boxes import Box, Held, plan
 from fastckpt.ranks.round import Round
-from fastckpt.saving.verdict import named_tensors
+from fastckpt.saving.mutation_check import named_tensors
 from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.state.targets import Place, Target
 

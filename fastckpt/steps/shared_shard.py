@@ -36,7 +36,7 @@ _NO_NONCE = "0" * 16
 GATHERED_BYTES_MAX = 256 << 20  # a shard from this on has a file of its own
 
 
-class Pool:
+class SharedMemory:
     """Files in memory for other processes to read, used by one save after the other.
 
     They have no names (memfd_create(2)), so none stays behind when this process ends.
@@ -96,7 +96,9 @@ def is_small(shard: Shard) -> bool:
 class Gathering:
     """The agreement of one save, on one rank, on the file that its shard goes to."""
 
-    def __init__(self, pool: Pool, storage: Storage, agreement: Round, handle: SaveHandle) -> None:
+    def __init__(
+        self, pool: SharedMemory, storage: Storage, agreement: Round, handle: SaveHandle
+    ) -> None:
         self._pool = pool
         self._storage = storage
         self._agreement = agreement

@@ -85,7 +85,7 @@ def runs_of(begin: int, part: Image, slot_crcs: Sequence[int]) -> list[tuple[int
     return runs.blocks
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of the file and its piece, which is None for the own values of the file's maker."""
 
     begin: int
@@ -101,22 +101,22 @@ class RankPart(NamedTuple):
     rank: int
     begin: int
     end: int
-    entries: list[Entry]
+    entries: list[TensorEntry]
 
 
 def laid_out(index: ShardIndex, header_nbytes: int, rank: int, begin: int, host: int) -> RankPart:
     """Returns the part of `rank`, from `begin` on, in the file that `host` makes; `index` is that
     of its shard as a file of its own, whose header has `header_nbytes`.
     """
-    shift, entries = begin - header_nbytes, list[Entry]()
+    shift, entries = begin - header_nbytes, list[TensorEntry]()
     for piece in index.pieces:
         name = entry_name(piece.key, piece.shape, piece.box)
-        entries.append(Entry(piece.begin + shift, name, piece.dtype, piece.box.sizes, piece))
+        entries.append(TensorEntry(piece.begin + shift, name, piece.dtype, piece.box.sizes, piece))
     if index.per_rank is not None:
         at, nbytes = index.per_rank
         name, sizes = PER_RANK if rank == host else per_rank_key(rank), (nbytes,)
         values = None if rank == host else Piece(name, "U8", sizes, Box((0,), sizes), 0)
-        entries.append(Entry(at + shift, name, "U8", sizes, values))
+        entries.append(TensorEntry(at + shift, name, "U8", sizes, values))
     entries.sort(key=lambda entry: entry.begin)
     return RankPart(rank, begin, index.nbytes + shift, entries)
 

@@ -26,8 +26,8 @@ from fastckpt.reading.verified_file import VerifiedFile
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
+from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.options import StepOptions
-from fastckpt.steps.replicas import StepReplicas
 from fastckpt.steps.retention import tidy
 from fastckpt.steps.step_draft import StepDraft
 from fastckpt.storage.atomic import settle
@@ -189,7 +189,7 @@ class _Copying:
         self._options = options
         self._place = place
         self._manifest = manifest
-        self._source = StepReplicas(self._storage, self._staging, [source])
+        self._source = StepCopies(self._storage, self._staging, [source])
 
     def copy(self, part: int) -> None:
         """Copies the files of one writer, or the objects. Raises CorruptCheckpoint if the local

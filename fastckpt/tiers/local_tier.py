@@ -34,7 +34,7 @@ SPARE_BYTES = 16 << 20  # room for indexes and the manifest, beside shards and o
 SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
 
 
-class Nodes:
+class RanksByNode:
     """The nodes of a job; a node is the ranks that see the same directory.
 
     Args:
@@ -120,7 +120,7 @@ class LocalTier:
         self._coordinator, self._timeout_s = coordinator, timeout_s
         self._meeting = self._begin("local tier")
         self._lock = threading.Lock()
-        self._nodes: Nodes | None = None  # under _lock
+        self._nodes: RanksByNode | None = None  # under _lock
         self._told = ""
         self._sequence: int | None = None
         self._highest = 0  # the highest sequence number that a step of any node has
@@ -145,13 +145,13 @@ class LocalTier:
 
     # ---- whether it can be used
 
-    def nodes(self) -> Nodes:
+    def nodes(self) -> RanksByNode:
         """Returns which ranks share a directory. All ranks find that out together, once."""
         with self._lock:
             if self._nodes is None:
                 try:
                     with self._meeting.failing():
-                        self._nodes = Nodes(self._met(self._meeting))
+                        self._nodes = RanksByNode(self._met(self._meeting))
                 except BaseException:  # the ranks meet again when they are needed next
                     self._meeting = self._begin("local tier")
                     raise

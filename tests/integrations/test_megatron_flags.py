@@ -21,8 +21,8 @@ import pytest
 
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.integrations import megatron
-from fastckpt.integrations.megatron import flags
-from fastckpt.integrations.megatron.flags import FLAGS, Flag
+from fastckpt.integrations.megatron import flag_support
+from fastckpt.integrations.megatron.flag_support import FLAGS, FlagSupport
 from fastckpt.integrations.megatron.strategies import stored_common, stored_metadata
 from tests.crews import megatron_training as training
 from tests.crews.group_crew import Crew, Nursery
@@ -300,9 +300,9 @@ def obeys_data_parallel_random_init(run: Run) -> None:
 
 
 def obeys_format(run: Run) -> None:
-    flags.check(argparse.Namespace(ckpt_format="fsdp_dtensor", save=None))
+    flag_support.check(argparse.Namespace(ckpt_format="fsdp_dtensor", save=None))
     with pytest.raises(NotImplementedError, match="ckpt_format is 'fsdp_dtensor'"):
-        flags.check(argparse.Namespace(ckpt_format="fsdp_dtensor", save="run"))
+        flag_support.check(argparse.Namespace(ckpt_format="fsdp_dtensor", save="run"))
 
 
 PROGRESS = [("do", training.progress)]
@@ -372,16 +372,16 @@ OBEYED: dict[str, Callable[[Run], None]] = {
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.dest)
-def test_every_flag_is_obeyed_or_refused(flag: Flag, run: Run, three: Path) -> None:
+def test_every_flag_is_obeyed_or_refused(flag: FlagSupport, run: Run, three: Path) -> None:
     args = training.default_args()
-    assert flags.check(args) == []
+    assert flag_support.check(args) == []
     other = {True: False, False: True}.get(flag.default, "other")
     if flag.kind == "no effect":
         setattr(args, flag.dest, other)
-        assert flags.check(args) == [flag.name]
+        assert flag_support.check(args) == [flag.name]
     elif flag.kind == "left to Megatron" and flag.refuses is None:
         setattr(args, flag.dest, other)
-        assert flags.check(args) == []
+        assert flag_support.check(args) == []
     elif flag.kind == "obeyed":
         shutil.copytree(three, run.root)
         OBEYED[flag.dest](run)
@@ -389,7 +389,7 @@ def test_every_flag_is_obeyed_or_refused(flag: Flag, run: Run, three: Path) -> N
         args = training.default_args()
         setattr(args, flag.dest, REFUSED.get(flag.dest, True))
         with pytest.raises(NotImplementedError) as refused:
-            flags.check(args)
+            flag_support.check(args)
         assert f"{flag.name} ({flag.dest} is " in str(refused.value)
         assert "efused" in flag.text
 
@@ -417,10 +417,10 @@ def test_flags_are_all_that_megatron_has() -> None:
         assert known[action.dest].name in action.option_strings
     parser.add_argument("--ckpt-by-carrier-pigeon", action="store_true")
     args = parser.parse_args([])
-    assert flags.check(args, parser._actions) == []
+    assert flag_support.check(args, parser._actions) == []
     args.ckpt_by_carrier_pigeon = True
     with pytest.raises(NotImplementedError, match=r"--ckpt-by-carrier-pigeon .* does not know it"):
-        flags.check(args, parser._actions)
+        flag_support.check(args, parser._actions)
 
 
 def test_documentation_lists_every_flag() -> None:

@@ -18,10 +18,10 @@ from fastckpt.errors import (
     PeerFailed,
     StorageError,
 )
-from fastckpt.plan.image import BlockIndex
+from fastckpt.plan.image import BlockChecksums
 from fastckpt.reading.verified import Body, takes_bytes
 
-INDEX = BlockIndex(body_nbytes=2500, block_bytes=1000, block_crcs=(1, 2, 3), tail=b"")
+INDEX = BlockChecksums(body_nbytes=2500, block_bytes=1000, block_crcs=(1, 2, 3), tail=b"")
 
 
 class Refusing:

@@ -23,7 +23,7 @@ import torch
 
 import fastckpt
 from fastckpt import Checkpointer, _engine
-from fastckpt.engine.rate_limits import grain_bytes
+from fastckpt.engine.token_buckets import grain_bytes
 from fastckpt.options import Pacing
 from fastckpt.plan.image import BLOCK_BYTES, address_of
 from fastckpt.saving.pacing import chain_of, turns_before

@@ -26,16 +26,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastckpt
-from fastckpt.engine import thread_calls
-from fastckpt.engine.thread_calls import (
+from fastckpt.engine import calls_under_way
+from fastckpt.engine.calls_under_way import (
     OWN_FILES,
     WAITING,
-    ThreadCalls,
+    CallsUnderWay,
     ThreadPosition,
     _callee,
     positions,
 )
-from fastckpt.saving import verdict
+from fastckpt.saving import mutation_check
 from fastckpt.state import tree
 from fastckpt.steps import load as step_load
 from tests.saving.test_handle import (
@@ -170,8 +170,8 @@ def test_an_operation_whose_kernel_is_in_python_has_not_ended_with_the_kernel(di
 def test_a_call_that_does_not_end_fails_the_save_and_is_named(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdict, "_NOTICE_S", 0.0)
-    monkeypatch.setattr(verdict, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(mutation_check, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(mutation_check, "PATIENCE_S", 0.05)
     with HeldTensor(NBYTES) as gate, pipe() as (reading, writing):
         handle = as_file({"gate": gate.tensor}, disk)
         gate.wait_reached()
@@ -209,8 +209,8 @@ def test_a_call_that_began_before_the_save_does_not_hold_it_up(disk: Path) -> No
             wait_until(lambda: blocked_in(thread, "call"), "it is in the call")
             as_file({"w": torch.ones(NBYTES // 4)}, disk).result(WAIT_S)
             before = positions()
-            assert ThreadCalls(before).wait(WAIT_S)
-            assert not ThreadCalls({}).wait(0)
+            assert CallsUnderWay(before).wait(WAIT_S)
+            assert not CallsUnderWay({}).wait(0)
             os.write(writing, b"x")
 
 
@@ -218,7 +218,7 @@ def test_a_loop_that_has_come_to_a_tensor_of_the_state_is_waited_for(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stands where it stood at the call, at another tensor; what it has computed tells."""
-    monkeypatch.setattr(thread_calls, "STAYED_S", 0.0)
+    monkeypatch.setattr(calls_under_way, "STAYED_S", 0.0)
     weight, other = (torch.full((NBYTES // 4,), 3.0) for _ in range(2))
 
     def compute() -> None:
@@ -395,7 +395,7 @@ def test_a_thread_that_waits_is_in_no_operation(case: str) -> None:
 
         with running(call) as thread:
             wait_until(
-                lambda: stands_in(thread, "call") and thread.ident not in ThreadCalls({})._left,
+                lambda: stands_in(thread, "call") and thread.ident not in CallsUnderWay({})._left,
                 "it waits",
             )
             end()
@@ -448,7 +448,7 @@ def test_a_loop_of_the_main_thread_that_is_always_met_in_one_call_moves_on() -> 
 
     def ask() -> None:
         try:
-            ended.append(ThreadCalls(others).wait(WAIT_S))
+            ended.append(CallsUnderWay(others).wait(WAIT_S))
         finally:
             ended.append(False)
 
@@ -546,7 +546,7 @@ def test_a_restore_is_counted_before_its_first_byte(
 
 def test_memory_that_was_freed_by_resizing_is_not_looked_at(disk: Path) -> None:
     weight = torch.ones(20_000)
-    watched = verdict.Watched([(weight, weight._version)], {"w": weight})
+    watched = mutation_check.WatchedTensors([(weight, weight._version)], {"w": weight})
     weight.untyped_storage().resize_(0)
     watched.look()
     watched.check("a")

@@ -40,8 +40,8 @@ from fastckpt.options import WriteOptions
 from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
+from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.saving.save import Save
-from fastckpt.saving.verdict import Watched
 from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
@@ -256,7 +256,7 @@ def results_of(plan: SavePlan, name: str, places: Places) -> list[WriteResult]:
 
 def _content(
     plan: SavePlan, planner: SavePlanner, devices: Devices, watch: bool
-) -> tuple[list[torch.Tensor | bytes], DeviceSources, list[Watched]]:
+) -> tuple[list[torch.Tensor | bytes], DeviceSources, list[WatchedTensors]]:
     """Returns a plan's items, as tensors (in place where they are contiguous) or bytes; the reads
     from devices; and, with `watch`, the tensors that must not change before they are copied.
     """
@@ -282,7 +282,7 @@ def _content(
                 names[item.index.fqn] = local
         items.append(local)
     storages = [item.untyped_storage() for item in items if isinstance(item, torch.Tensor)]
-    guards = [Watched(watched, names)] if watched else []
+    guards = [WatchedTensors(watched, names)] if watched else []
     return items, devices.reads(storages), guards
 
 

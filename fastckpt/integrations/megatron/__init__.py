@@ -20,12 +20,12 @@ if TorchVersion(_version) > TRIED:
     )
 
 try:
+    from fastckpt.integrations.megatron.check_strategies import check_calls, save_checked
     from fastckpt.integrations.megatron.convert_checkpoint import convert
     from fastckpt.integrations.megatron.load import load_checkpoint
     from fastckpt.integrations.megatron.save import save_checkpoint
     from fastckpt.integrations.megatron.saves import Saves
     from fastckpt.integrations.megatron.strategies import LoadStrategy, SaveStrategy
-    from fastckpt.integrations.megatron.strategies_in_use import check_calls, save_checked
     from fastckpt.integrations.megatron.training import install
 
     check_calls()

@@ -30,7 +30,7 @@ GROUPS_APART = "optimizer.distributed."  # what comes before it tells chained op
 
 
 @dataclass(frozen=True)
-class BucketRuns:
+class BucketCopy:
     """A copy of runs of a stored array to a 1-D tensor."""
 
     array: str
@@ -84,7 +84,7 @@ class StoredBuckets:
         state: dict[str, Any] = {"optimizer": {"param_groups": list(found.values())}}
         return state | ({} if scaler is None else {"grad_scaler": scaler})
 
-    def read(self, copies: Iterable[BucketRuns]) -> None:
+    def read(self, copies: Iterable[BucketCopy]) -> None:
         """Copies runs of stored arrays into 1-D tensors."""
         items: list[ReadItem] = []
         targets: dict[str, torch.Tensor] = {}

@@ -49,7 +49,7 @@ _LENIENT = ("log_unexpected", "log_all", "ignore_all")
 
 
 @dataclass(frozen=True)
-class Request:
+class LoadRequest:
     """A request to load a checkpoint: which one, what of it, and how strictly.
 
     Attributes:
@@ -85,7 +85,7 @@ class Restored:
     Attributes:
         iteration: its number; 0 for a release, or if there is no checkpoint.
         path: its directory; None: there is no checkpoint.
-        common: its common state, and what Request.others asked for.
+        common: its common state, and what LoadRequest.others asked for.
     """
 
     iteration: int = 0
@@ -132,7 +132,7 @@ def load_checkpoint(
         IncompatibleCheckpoint, CheckpointingException: the checkpoint lacks what is asked for.
         CheckpointError: there is no such iteration, or another rank failed.
     """
-    request = Request(
+    request = LoadRequest(
         load=load,
         iteration=iteration,
         non_persistent=os.path.join(load, iterations.NON_PERSISTENT),
@@ -145,8 +145,8 @@ def load_checkpoint(
 
 
 @torch.no_grad()
-def restore(model: Any, optimizer: Any, opt_param_scheduler: Any, request: Request) -> Restored:
-    """Loads in place what a Request asks for; see load_checkpoint."""
+def restore(model: Any, optimizer: Any, opt_param_scheduler: Any, request: LoadRequest) -> Restored:
+    """Loads in place what a LoadRequest asks for; see load_checkpoint."""
     failures: dict[str, str] = {}
 
     def look() -> Restored | None:
@@ -185,7 +185,7 @@ def _is_gone(path: str) -> bool:
     return told[0]
 
 
-def _choices(request: Request) -> list[tuple[int, str]]:
+def _choices(request: LoadRequest) -> list[tuple[int, str]]:
     """Returns the first rank's list of (iteration, directory) that may be loaded, best first."""
     told: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -199,7 +199,7 @@ def _choices(request: Request) -> list[tuple[int, str]]:
     return list(told[0])
 
 
-def _found(request: Request) -> list[tuple[int, str]]:
+def _found(request: LoadRequest) -> list[tuple[int, str]]:
     root = os.path.realpath(check_path("load", request.load))
     found = iterations.candidates(root)
     latest = iterations.tracked(root)
@@ -267,7 +267,7 @@ class _Loading:
     """One attempt to load one directory."""
 
     def __init__(
-        self, path: str, model: Any, optimizer: Any, scheduler: Any, request: Request
+        self, path: str, model: Any, optimizer: Any, scheduler: Any, request: LoadRequest
     ) -> None:
         self.common: dict[str, Any] = {}
         self._path, self._request = path, request

@@ -31,7 +31,7 @@ from fastckpt import IncompatibleCheckpoint
 from fastckpt.integrations.megatron.buckets import (
     MAP,
     ONE_OF_ONE,
-    BucketRuns,
+    BucketCopy,
     StoredBuckets,
     identity,
 )
@@ -137,7 +137,7 @@ def load_buckets(
     stored = StoredBuckets(directory, metadata, weights_only)
     sharded = _sharded_of(model_state)
     wanted: list[tuple[Any, Any, dict[str, torch.Tensor]]] = []
-    copies: list[BucketRuns] = []
+    copies: list[BucketCopy] = []
     for group, each in distributed(optimizer):
         arrays = _arrays(group, each, sharded)
         catalog, groups = Catalog(stored.arrays(group, arrays)), set()
@@ -152,7 +152,7 @@ def load_buckets(
             wanted.append((each, param, tensors))
             for state, tensor in tensors.items():
                 if state != "step":
-                    copies += [BucketRuns(f"{name}.{state}", tensor, r) for name, r in runs.items()]
+                    copies += [BucketCopy(f"{name}.{state}", tensor, r) for name, r in runs.items()]
                     if sum(r.size for r in runs.values()) < tensor.numel():
                         tensor.zero_()  # the vocabulary is padded further here
     stored.read(copies)

@@ -20,8 +20,8 @@ from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from fastckpt.integrations import require
-from fastckpt.integrations.megatron import flags, iterations
-from fastckpt.integrations.megatron.load import Request, Restored, restore
+from fastckpt.integrations.megatron import flag_support, iterations
+from fastckpt.integrations.megatron.load import LoadRequest, Restored, restore
 from fastckpt.integrations.megatron.reports import Reports
 from fastckpt.integrations.megatron.save import save_checkpoint
 from fastckpt.integrations.megatron.saves import Saves
@@ -290,7 +290,7 @@ class _Functions:
         """Returns Megatron's arguments, checked."""
         args = self._get_args()
         if self._checked is not args:
-            without_effect = flags.check(args, _known_by_megatron())
+            without_effect = flag_support.check(args, _known_by_megatron())
             interval = getattr(args, "save_retain_interval", None)
             if interval is not None and self._options["keep_last"] is not None:
                 raise NotImplementedError(
@@ -321,9 +321,9 @@ class _Functions:
         args.finetune = True
         return pretrained
 
-    def _request(self, args: Any, root: str, strict: bool) -> Request:
+    def _request(self, args: Any, root: str, strict: bool) -> LoadRequest:
         is_global = getattr(args, "non_persistent_ckpt_type", None) == "global"
-        return Request(
+        return LoadRequest(
             load=root,
             iteration=getattr(args, "ckpt_step", None) or None,
             non_persistent=_non_persistent(args, root) if is_global else None,

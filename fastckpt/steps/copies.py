@@ -1,4 +1,4 @@
-"""StepReplicas: the files of one step, in one directory or in several that hold copies of them.
+"""StepCopies: the files of one step, in one directory or in several that hold copies of them.
 
 The module reads a file from the nearest directory that has it, or from the next one if that copy is
 damaged or cannot be read. It must not know what is read of a file, nor why there are copies.
@@ -18,7 +18,7 @@ from fastckpt.engine.staging import Staging
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
-from fastckpt.plan.image import BlockIndex
+from fastckpt.plan.image import BlockChecksums
 from fastckpt.reading.verified import OVERWRITTEN, Body, opened_regular
 from fastckpt.reading.verified_file import VerifiedFile, open_verified
 from fastckpt.storage.file_system import Storage, naming, persistently, reported
@@ -28,7 +28,7 @@ log = logging.getLogger("fastckpt")
 T = TypeVar("T")
 
 
-class StepReplicas:
+class StepCopies:
     """The files of a step.
 
     Args:
@@ -138,7 +138,7 @@ class StepReplicas:
             if index.codec is not None:
                 reader = FrameReader(self._storage, fd, path, *sizes, index.frames, kept=frames)
                 route = reading.enter_context(self._staging.through(fd, reader.transfer))
-            blocks = BlockIndex(*sizes, index.block_crcs, b"")
+            blocks = BlockChecksums(*sizes, index.block_crcs, b"")
             yield Body(self._staging, fd, path, blocks, damaged, OVERWRITTEN, route)
 
     @contextmanager

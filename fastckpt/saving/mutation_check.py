@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastckpt.engine.thread_calls import ThreadCalls, positions
+from fastckpt.engine.calls_under_way import CallsUnderWay, positions
 from fastckpt.errors import StagingConflict
 from fastckpt.formats.torch_pickle import SMALL_BYTES
 
@@ -34,7 +34,7 @@ _RANDOM = random.Random()  # one of our own, so that the user's numbers stay wha
 _ADVICE = 'update it in an optimizer step, call wait_staged() first, or save with fence="call"'
 
 
-class Verdict:
+class MutationCheck:
     """The verdict whether the watched tensors stayed as they were until they had been copied. It is
     given once: by the thread that goes on to change them, or by the save, whichever comes first.
 
@@ -43,7 +43,7 @@ class Verdict:
     an operation that began before the copies' end is in one of these calls, or has counted by then.
     """
 
-    def __init__(self, watched: Sequence[Watched]) -> None:
+    def __init__(self, watched: Sequence[WatchedTensors]) -> None:
         self._watched = watched
         # Calls that began before the save race with save() itself, as they would with torch.save.
         self._before = positions() if any(part.is_open() for part in watched) else {}
@@ -58,7 +58,7 @@ class Verdict:
             parts = [part for part in self._watched if part.is_open()]
             if not parts:
                 return
-            calls = ThreadCalls(self._before)
+            calls = CallsUnderWay(self._before)
             try:
                 ended = calls.have_ended() or any([part.has_changed() for part in parts])
                 if not ended:
@@ -69,7 +69,7 @@ class Verdict:
             for part in parts:
                 part.look()
 
-    def _wait(self, calls: ThreadCalls) -> None:
+    def _wait(self, calls: CallsUnderWay) -> None:
         if calls.wait(_NOTICE_S):
             return
         log.info("a save waits for %s, which may be changing what is saved", calls.text())
@@ -100,7 +100,7 @@ class Verdict:
         self._watched = ()
 
 
-class Watched:
+class WatchedTensors:
     """Tensors that must not change before they have been copied.
 
     Args:

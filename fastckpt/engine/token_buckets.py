@@ -14,7 +14,7 @@ from fastckpt.plan.image import BLOCK_BYTES
 _GRAIN_S, _GRAIN_BYTES_MIN = 0.01, 256 << 10
 
 
-class RateLimits:
+class TokenBuckets:
     """The buckets by owner, such as a Checkpointer, whose saves may overlap."""
 
     def __init__(self) -> None:

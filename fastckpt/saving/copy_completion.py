@@ -14,10 +14,10 @@ from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveHandle
-from fastckpt.saving.verdict import Verdict, Watched
+from fastckpt.saving.mutation_check import MutationCheck, WatchedTensors
 
 
-class CopyProgress:
+class CopyCompletion:
     """The copying of one save: it follows what is still read, and lets the caller go on.
 
     Args:
@@ -36,13 +36,13 @@ class CopyProgress:
         self,
         handle: SaveHandle,
         reads: DeviceSources,
-        watched: Sequence[Watched],
+        watched: Sequence[WatchedTensors],
         forget: Callable[[], None],
     ) -> None:
         self.transfers: list[ImageTransfer] = []
         self._handle = handle
         self._reads = reads
-        self._verdict = Verdict(watched)
+        self._verdict = MutationCheck(watched)
         self._forget = forget
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()

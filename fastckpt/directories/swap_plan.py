@@ -8,8 +8,8 @@ import os
 import zlib
 from functools import partial
 
-from fastckpt.directories.draft import Draft, Pending
-from fastckpt.directories.place import SwapPlace, names_in
+from fastckpt.directories.draft import Draft, PendingFile
+from fastckpt.directories.swap_place import SwapPlace, names_in
 from fastckpt.directories.verify import crc32_of
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.formats import file_list
@@ -25,7 +25,7 @@ from fastckpt.storage.file_system import reported
 from fastckpt.storage.lustre_layout import Purpose
 
 
-class DirectoryPlan(Plan):
+class SwapPlan(Plan):
     """One rank's plan of a directory: it writes the files that are pending in the draft."""
 
     def __init__(
@@ -40,7 +40,7 @@ class DirectoryPlan(Plan):
         self._handle = handle
         self._agreement = agreement
         self._directory = draft.directory
-        self._pending: list[Pending] = draft.pending
+        self._pending: list[PendingFile] = draft.pending
         self._place = place
         self._options = options
         self._outputs: dict[str, WholeFile] = {}  # by name

@@ -39,7 +39,7 @@ def _no_type(value: Any, args: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Flag:
+class FlagSupport:
     """A flag that says something about checkpoints.
 
     Attributes:
@@ -77,138 +77,148 @@ _FT = "The sections `checkpointing` of saves, and what was loaded, are told to t
 
 FLAGS = (
     # Saving.
-    Flag("save", "obeyed", "The run's directory. A URL is refused.", _url),
-    Flag("save_interval", "left to Megatron", "Megatron's loop calls for the saves."),
-    Flag(
+    FlagSupport("save", "obeyed", "The run's directory. A URL is refused.", _url),
+    FlagSupport("save_interval", "left to Megatron", "Megatron's loop calls for the saves."),
+    FlagSupport(
         "save_retain_interval",
         "obeyed",
         "The iteration that the tracker named before is removed when the next one has committed, "
         "unless it is a multiple or a link. Refused with `install(keep_last=...)`.",
     ),
-    Flag("no_save_optim", "obeyed", "Neither optimizer nor schedule is saved."),
-    Flag("no_save_rng", "obeyed", "Random number generators are not saved."),
-    Flag("async_save", "obeyed", "Saves are asynchronous with and without it.", default=False),
-    Flag("use_persistent_ckpt_worker", "no effect", _WRITER, default=False),
-    Flag("async_strategy", "no effect", _WRITER, default="nvrx"),
-    Flag("async_ckpt_cpu_priority", "no effect", _WRITER, default=10),
-    Flag("async_ckpt_io_priority", "no effect", _WRITER, default=3),
-    Flag("async_ckpt_use_cpu_shm", "no effect", _WRITER, default=False),
-    Flag("dist_ckpt_workers", "no effect", _WRITER, default=1),
-    Flag(
+    FlagSupport("no_save_optim", "obeyed", "Neither optimizer nor schedule is saved."),
+    FlagSupport("no_save_rng", "obeyed", "Random number generators are not saved."),
+    FlagSupport(
+        "async_save", "obeyed", "Saves are asynchronous with and without it.", default=False
+    ),
+    FlagSupport("use_persistent_ckpt_worker", "no effect", _WRITER, default=False),
+    FlagSupport("async_strategy", "no effect", _WRITER, default="nvrx"),
+    FlagSupport("async_ckpt_cpu_priority", "no effect", _WRITER, default=10),
+    FlagSupport("async_ckpt_io_priority", "no effect", _WRITER, default=3),
+    FlagSupport("async_ckpt_use_cpu_shm", "no effect", _WRITER, default=False),
+    FlagSupport("dist_ckpt_workers", "no effect", _WRITER, default=1),
+    FlagSupport(
         "ckpt_fully_parallel_save",
         "no effect",
         "Data parallel ranks always share the work; files are one for each rank.",
         default=True,
         option="--no-ckpt-fully-parallel-save",
     ),
-    Flag(
+    FlagSupport(
         "ckpt_fully_parallel_save_process_group",
         "no effect",
         "All ranks that hold the same share the work.",
         default="dp",
     ),
-    Flag(
+    FlagSupport(
         "ckpt_assume_constant_structure",
         "no effect",
         "Ranks always exchange their plans only when these have changed.",
         default=False,
     ),
-    Flag(
+    FlagSupport(
         "dist_ckpt_optim_fully_reshardable",
         "obeyed",
         "The optimizer's state is gathered, for stock Megatron to load on other parallelisms.",
         default=False,
     ),
-    Flag(
+    FlagSupport(
         "distrib_optim_fully_reshardable_mem_efficient",
         "obeyed",
         "It is gathered over gloo, on one rank.",
         default=False,
     ),
-    Flag(
+    FlagSupport(
         "dist_ckpt_save_pre_mcore_014",
         "refused",
         "Refused: fastckpt saves as Megatron has done since 0.14.",
         _set,
         default=False,
     ),
-    Flag("verify_integrity", "no effect", "Every block is verified in any case.", default=False),
-    Flag("save_wgrads_interval", "left to Megatron", _SAMPLES),
-    Flag("save_dgrads_interval", "left to Megatron", _SAMPLES),
-    Flag("save_params_interval", "left to Megatron", _SAMPLES),
-    Flag("save_activations_interval", "left to Megatron", _SAMPLES),
-    Flag("save_tokens_per_expert_interval", "left to Megatron", _SAMPLES),
-    Flag("dataloader_save", "obeyed", "Megatron's own function saves the data loader's state."),
-    Flag(
+    FlagSupport(
+        "verify_integrity", "no effect", "Every block is verified in any case.", default=False
+    ),
+    FlagSupport("save_wgrads_interval", "left to Megatron", _SAMPLES),
+    FlagSupport("save_dgrads_interval", "left to Megatron", _SAMPLES),
+    FlagSupport("save_params_interval", "left to Megatron", _SAMPLES),
+    FlagSupport("save_activations_interval", "left to Megatron", _SAMPLES),
+    FlagSupport("save_tokens_per_expert_interval", "left to Megatron", _SAMPLES),
+    FlagSupport(
+        "dataloader_save", "obeyed", "Megatron's own function saves the data loader's state."
+    ),
+    FlagSupport(
         "rerun_mode",
         "obeyed",
         "The state of a step that is to be run again is saved, and loaded on the same parallelism.",
         default="validate_results",
     ),
     # Non-persistent checkpoints.
-    Flag(
+    FlagSupport(
         "non_persistent_save_interval",
         "left to Megatron",
         "Megatron's loop calls for the saves. Refused without `--non-persistent-ckpt-type`.",
         _no_type,
     ),
-    Flag(
+    FlagSupport(
         "non_persistent_ckpt_type",
         "obeyed",
         "`global`: the last one is kept, and is loaded if it is the newest. `local` and "
         "`in_memory` are refused.",
         _one_of("local", "in_memory"),
     ),
-    Flag(
+    FlagSupport(
         "non_persistent_global_ckpt_dir",
         "obeyed",
         "The directory of non-persistent ones; else `non_persistent` in the run's. A URL is "
         "refused.",
         _url,
     ),
-    Flag("non_persistent_local_ckpt_dir", "no effect", _LOCAL),
-    Flag("non_persistent_local_ckpt_algo", "no effect", _LOCAL, default="fully_parallel"),
-    Flag("replication", "refused", "Refused, as local checkpoints are.", _set, default=False),
-    Flag("replication_jump", "no effect", _LOCAL),
-    Flag("replication_factor", "no effect", _LOCAL, default=2),
+    FlagSupport("non_persistent_local_ckpt_dir", "no effect", _LOCAL),
+    FlagSupport("non_persistent_local_ckpt_algo", "no effect", _LOCAL, default="fully_parallel"),
+    FlagSupport(
+        "replication", "refused", "Refused, as local checkpoints are.", _set, default=False
+    ),
+    FlagSupport("replication_jump", "no effect", _LOCAL),
+    FlagSupport("replication_factor", "no effect", _LOCAL, default=2),
     # Loading.
-    Flag("load", "obeyed", "The run's directory. A URL is refused.", _url),
-    Flag(
+    FlagSupport("load", "obeyed", "The run's directory. A URL is refused.", _url),
+    FlagSupport(
         "ckpt_step",
         "obeyed",
         "This iteration and no other; without it the newest that is whole, with the reason where "
         "the tracker names another.",
     ),
-    Flag(
+    FlagSupport(
         "exit_on_missing_checkpoint",
         "obeyed",
         "Where there is no checkpoint, Megatron's line is printed and the program ends, with "
         "status 1 (Megatron's with 0).",
         default=False,
     ),
-    Flag("finetune", "obeyed", "Weights alone are loaded; the iteration is 0.", default=False),
-    Flag(
+    FlagSupport(
+        "finetune", "obeyed", "Weights alone are loaded; the iteration is 0.", default=False
+    ),
+    FlagSupport(
         "pretrained_checkpoint",
         "obeyed",
         "Where `--load` holds none, this one is loaded to be finetuned. A URL is refused.",
         _url,
     ),
-    Flag("no_load_optim", "obeyed", "Neither optimizer nor schedule is loaded."),
-    Flag("no_load_rng", "obeyed", "Random number generators stay as they are."),
-    Flag(
+    FlagSupport("no_load_optim", "obeyed", "Neither optimizer nor schedule is loaded."),
+    FlagSupport("no_load_rng", "obeyed", "Random number generators stay as they are."),
+    FlagSupport(
         "load_main_params_from_ckpt",
         "refused",
         "Refused: main parameters are loaded with the optimizer, or copied from the model's.",
         _set,
         default=False,
     ),
-    Flag(
+    FlagSupport(
         "override_ckpt_iteration",
         "refused",
         "Refused: the iteration is that which was saved.",
         lambda value, _args: value is not None,
     ),
-    Flag(
+    FlagSupport(
         "dist_ckpt_strictness",
         "obeyed",
         "Keys are handled as asked for. `return_unexpected` and `return_all` are refused: "
@@ -216,48 +226,50 @@ FLAGS = (
         _one_of("return_unexpected", "return_all"),
         default="assume_ok_unexpected",
     ),
-    Flag(
+    FlagSupport(
         "ckpt_load_validate_sharding_integrity",
         "obeyed",
         "Whether Megatron looks whether the ranks' shards fit together.",
         default=True,
         option="--no-ckpt-load-validate-sharding-integrity",
     ),
-    Flag("use_checkpoint_args", "obeyed", _FROM_ARGS, default=False),
-    Flag("use_mp_args_from_checkpoint_args", "obeyed", _FROM_ARGS, default=False),
-    Flag(
+    FlagSupport("use_checkpoint_args", "obeyed", _FROM_ARGS, default=False),
+    FlagSupport("use_mp_args_from_checkpoint_args", "obeyed", _FROM_ARGS, default=False),
+    FlagSupport(
         "use_tokenizer_model_from_checkpoint_args",
         "left to Megatron",
         "Of the arguments that `--use-checkpoint-args` reads.",
         default=True,
         option="--no-use-tokenizer-model-from-checkpoint-args",
     ),
-    Flag(
+    FlagSupport(
         "override_opt_param_scheduler",
         "left to Megatron",
         "Megatron's schedule obeys it, from what fastckpt loads.",
         default=False,
     ),
-    Flag(
+    FlagSupport(
         "use_checkpoint_opt_param_scheduler",
         "left to Megatron",
         "Megatron's schedule obeys it, from what fastckpt loads.",
         default=False,
     ),
-    Flag(
+    FlagSupport(
         "data_parallel_random_init",
         "obeyed",
         "Each rank's generators are saved, and found in what Megatron has saved.",
         default=False,
     ),
-    Flag("ckpt_fully_parallel_load", "no effect", _READER, default=False),
-    Flag("ckpt_fully_parallel_load_exchange_algo", "no effect", _READER, default="broadcast"),
-    Flag("ckpt_fully_parallel_load_process_group", "no effect", _READER, default="dp"),
-    Flag(
+    FlagSupport("ckpt_fully_parallel_load", "no effect", _READER, default=False),
+    FlagSupport(
+        "ckpt_fully_parallel_load_exchange_algo", "no effect", _READER, default="broadcast"
+    ),
+    FlagSupport("ckpt_fully_parallel_load_process_group", "no effect", _READER, default="dp"),
+    FlagSupport(
         "stream_ckpt_dequant", "no effect", _READER, default=True, option="--no-stream-ckpt-dequant"
     ),
     # Formats.
-    Flag(
+    FlagSupport(
         "ckpt_format",
         "obeyed",
         "`torch_dist`; without `--save` also `fsdp_dtensor`. `torch`, `torch_dcp`, and "
@@ -265,13 +277,13 @@ FLAGS = (
         _unsaved_format,
         default="torch_dist",
     ),
-    Flag(
+    FlagSupport(
         "auto_detect_ckpt_format",
         "no effect",
         "The format is seen in the directory in any case; `torch` and `torch_dcp` are not loaded.",
         default=False,
     ),
-    Flag(
+    FlagSupport(
         "strict_fsdp_dtensor_load",
         "refused",
         "Refused: `fsdp_dtensor` is loaded whole.",
@@ -279,12 +291,16 @@ FLAGS = (
         default=True,
         option="--no-strict-fsdp-dtensor-load",
     ),
-    Flag("ckpt_convert_format", "refused", _CONVERT, _set),
-    Flag("ckpt_convert_save", "refused", _CONVERT, _set),
-    Flag("ckpt_convert_update_legacy_dist_opt_format", "refused", _LEGACY, _set, default=False),
-    Flag("use_dist_ckpt_deprecated", "no effect", _NAMED, default=False, option="--use-dist-ckpt"),
-    Flag("dist_ckpt_format_deprecated", "no effect", _NAMED, option="--dist-ckpt-format"),
-    Flag(
+    FlagSupport("ckpt_convert_format", "refused", _CONVERT, _set),
+    FlagSupport("ckpt_convert_save", "refused", _CONVERT, _set),
+    FlagSupport(
+        "ckpt_convert_update_legacy_dist_opt_format", "refused", _LEGACY, _set, default=False
+    ),
+    FlagSupport(
+        "use_dist_ckpt_deprecated", "no effect", _NAMED, default=False, option="--use-dist-ckpt"
+    ),
+    FlagSupport("dist_ckpt_format_deprecated", "no effect", _NAMED, option="--dist-ckpt-format"),
+    FlagSupport(
         "ckpt_fully_parallel_save_deprecated",
         "no effect",
         _NAMED,
@@ -292,36 +308,36 @@ FLAGS = (
         option="--ckpt-fully-parallel-save",
     ),
     # What is told of checkpoints, and what else of a run touches them.
-    Flag(
+    FlagSupport(
         "log_progress",
         "obeyed",
         "`progress.txt` says `Saved checkpoint`, or with `--async-save` `Saved async checkpoint`, "
         "when it is committed.",
         default=False,
     ),
-    Flag(
+    FlagSupport(
         "wandb_project",
         "obeyed",
         "The artifact is logged by Megatron's hooks: when the iteration is committed, and when it "
         "was loaded.",
     ),
-    Flag("enable_ft_package", "obeyed", _FT, default=False),
-    Flag("calc_ft_timeouts", "obeyed", _FT, default=False),
-    Flag(
+    FlagSupport("enable_ft_package", "obeyed", _FT, default=False),
+    FlagSupport("calc_ft_timeouts", "obeyed", _FT, default=False),
+    FlagSupport(
         "exit_signal_handler",
         "obeyed",
         "The program ends when the saves in flight have committed.",
         default=False,
     ),
-    Flag(
+    FlagSupport(
         "moe_use_upcycling",
         "refused",
         "Refused: convert the model without `install()`.",
         _set,
         default=False,
     ),
-    Flag("use_torch_fsdp2", "refused", "Refused: not tried.", _set, default=False),
-    Flag(
+    FlagSupport("use_torch_fsdp2", "refused", "Refused: not tried.", _set, default=False),
+    FlagSupport(
         "inprocess_restart",
         "refused",
         "Refused: saves in flight do not outlive their process group.",

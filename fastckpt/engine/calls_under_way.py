@@ -98,7 +98,7 @@ def _positions(stacks: dict[int, Stack]) -> dict[int, ThreadPosition]:
     return found
 
 
-class ThreadCalls:
+class CallsUnderWay:
     """The calls that other threads than the caller's are in when this is made.
 
     The GIL makes the picture consistent: a thread that does not hold it is in a call that has
