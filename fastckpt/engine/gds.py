@@ -18,6 +18,7 @@ log = logging.getLogger("fastckpt")
 LIBRARY = "libcufile.so.0"
 BLOCKS = 16  # registered in a GPU's memory
 THREADS = 8  # that is, transfers under way at a time
+_UNMEASURED = (False, "not measured yet")
 
 
 class GdsDevice:
@@ -91,7 +92,7 @@ class Gds:
             return None, ""
         if staging == "auto":
             with self._lock:
-                faster, why = self._verdicts.get(file_system, (False, "not measured yet"))
+                faster, why = self._verdicts.get(file_system, _UNMEASURED)
             if not faster:
                 return None, why
         direct, refusal = self._of(queue)
@@ -100,13 +101,21 @@ class Gds:
         return direct, refusal
 
     def undecided(self, staging: str, reads: DeviceSources, file_system: int) -> bool:
-        """Whether the caller has to measure both ways for a file system: True only once."""
+        """Whether the caller has to measure both ways for a file system: True only once, unless
+        the caller gives up.
+        """
         if staging != "auto" or not reads.ranges:
             return False
         with self._lock:
             known = file_system in self._verdicts
-            self._verdicts.setdefault(file_system, (False, "not measured yet"))
+            self._verdicts.setdefault(file_system, _UNMEASURED)
         return not known
+
+    def give_up(self, file_system: int) -> None:
+        """Leaves it to a later save to measure both ways for a file system."""
+        with self._lock:
+            if self._verdicts.get(file_system) is _UNMEASURED:
+                del self._verdicts[file_system]
 
     def decide(
         self,

@@ -73,6 +73,12 @@ class Choice:
         except (CheckpointError, OSError, RuntimeError, MemoryError) as error:
             gds.note(number, False, f"it could not be measured: {error}")
 
+    def give_up(self) -> None:
+        """Leaves the trial to a later save; call it when the save has failed."""
+        if self._undecided is not None:
+            self._staging.gds.give_up(self._undecided[1])
+        self._undecided, self._reads = None, DeviceSources()
+
 
 class _Trial:
     """A trial file of TRIAL_BLOCKS copies of one GPU block, which is removed again."""

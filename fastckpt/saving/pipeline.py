@@ -174,6 +174,8 @@ class Pipeline:
                 self.staging.warm(job.staging_nbytes, job.reads)
                 if job.choice is not None:
                     job.choice.learn()
+            elif job.choice is not None:
+                job.choice.give_up()
         finally:
             self._telling.discard(threading.get_ident())
             ended = self._in_flight.pop(handle, None)

@@ -70,7 +70,7 @@ def test_where_the_file_says(cufile: CufileStub, driver: CudaStub, disk: Path) -
     state = {
         "gpu": octets(40 * MIB).to(KIND),
         "other": octets(30 * MIB, 1).to(f"{KIND}:1"),
-        "host": octets(50 * MIB, 2),
+        "host": octets(20 * MIB, 2),
     }
     fastckpt.save(state, disk / "a.pt").result(WAIT_S)
     loaded = fastckpt.load(disk / "a.pt", staging="gds")
@@ -80,13 +80,13 @@ def test_where_the_file_says(cufile: CufileStub, driver: CudaStub, disk: Path) -
 
 
 def test_to_the_host_nothing_goes_by_cufile(cufile: CufileStub, disk: Path) -> None:
-    state = saved(disk / "a.pt", w=40 * MIB)
+    state = saved(disk / "a.pt", w=20 * MIB)
     assert same(fastckpt.load(disk / "a.pt", map_location="cpu", staging="gds"), state)
     assert cufile.calls("cuFileRead") == 0
 
 
 def test_code_as_map_location_comes_through_the_host(cufile: CufileStub, disk: Path) -> None:
-    state = saved(disk / "a.pt", w=40 * MIB)
+    state = saved(disk / "a.pt", w=20 * MIB)
     loaded = fastckpt.load(disk / "a.pt", lambda storage, _where: storage, staging="gds")
     assert same(loaded, state) and cufile.calls("cuFileRead") == 0
 
@@ -96,7 +96,7 @@ def test_code_as_map_location_comes_through_the_host(cufile: CufileStub, disk: P
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(sizes=st.lists(st.integers(0, 20 * MIB), min_size=1, max_size=6), seed=st.integers(0, 99))
+@given(sizes=st.lists(st.integers(0, 20 * MIB), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_any_sizes(cufile: CufileStub, disk: Path, sizes: list[int], seed: int) -> None:
     state = {str(i): octets(nbytes, seed + i) for i, nbytes in enumerate(sizes)}
     fastckpt.save(state, disk / "a.pt", durable=False).result(WAIT_S)
@@ -173,7 +173,7 @@ def test_what_cufile_refuses_comes_through_the_host(
     code: int,
     number: int,
 ) -> None:
-    state = saved(disk / "a.pt", w=40 * MIB)
+    state = saved(disk / "a.pt", w=28 * MIB)
     cufile.fail(call, code, number, after=after)
     with caplog.at_level(logging.WARNING, "fastckpt"):
         for _ in range(3):
@@ -189,7 +189,7 @@ def test_what_cufile_refuses_comes_through_the_host(
 def test_short_reads(cufile: CufileStub, disk: Path, nbytes: int) -> None:
     """Whole pages, and parts of one, which are no end of the file."""
     cufile.at_most(nbytes)
-    state = saved(disk / "a.pt", w=50 * MIB)
+    state = saved(disk / "a.pt", w=30 * MIB)
     assert same(fastckpt.load(disk / "a.pt", KIND, staging="gds"), state)
 
 
@@ -206,7 +206,7 @@ def test_without_cufile(gpu: CudaStub, disk: Path, caplog: pytest.LogCaptureFixt
 def test_a_device_that_refuses(
     cufile: CufileStub, driver: CudaStub, disk: Path, call: str, after: int
 ) -> None:
-    state = saved(disk / "a.pt", w=60 * MIB)
+    state = saved(disk / "a.pt", w=46 * MIB)
     assert same(fastckpt.load(disk / "a.pt", KIND, staging="gds"), state)
     driver.fail(call, ILLEGAL_ADDRESS, after=after)
     with pytest.raises(errors.DeviceError, match="ILLEGAL_ADDRESS"):
@@ -326,7 +326,7 @@ def test_records_beyond_the_end_are_no_blocks(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_auto_goes_the_way_that_saves_found_faster(cufile: CufileStub, disk: Path) -> None:
-    state = saved(disk / "a.pt", w=60 * MIB)
+    state = saved(disk / "a.pt", w=20 * MIB)
     assert same(fastckpt.load(disk / "a.pt", KIND, staging="auto"), state)
     assert cufile.calls("cuFileRead") == 0
     pipeline.current().staging.gds.note(disk.stat().st_dev, True, "measured")

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from fastckpt import IncompatibleCheckpoint
+from fastckpt.plan.boxes import Box, covers
 
 # A smaller shard is written whole: cutting it gains less than another item costs.
 CUT_BYTES_MIN = 1 << 20
@@ -222,9 +223,7 @@ def _noted(
 
 
 def _check_cover(key: str, tensor: TensorStorageMetadata) -> None:
-    """Raises unless chunks lie within their tensor and have as many elements as it. No two start at
-    one place (an index is written once), so holes and overlaps that do not cancel out are found.
-    """
+    """Raises unless every element of the tensor lies in exactly one chunk."""
     for chunk in tensor.chunks:
         ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         if any(end > size for end, size in zip(ends, tensor.size, strict=True)):
@@ -232,7 +231,8 @@ def _check_cover(key: str, tensor: TensorStorageMetadata) -> None:
                 f"a shard of {key!r} ends at {ends}, beyond the tensor's sizes {tuple(tensor.size)}"
             )
     covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-    if covered != math.prod(tensor.size):
+    whole = Box((0,) * len(tensor.size), tuple(tensor.size))
+    if not covers(whole, [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
         raise IncompatibleCheckpoint(
             f"the ranks hold {covered} elements of {key!r}, which has {math.prod(tensor.size)}: "
             "shards overlap or are missing"
