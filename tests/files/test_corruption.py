@@ -196,8 +196,8 @@ def test_every_byte_of_a_small_file_when_mapped(small: Path) -> None:
 @pytest.mark.parametrize("mapped", [False, True], ids=["read", "mapped"])
 def test_sampled_bytes_of_a_large_file(large: Path, mapped: bool) -> None:
     anatomy, rng = Anatomy(large), random.Random(SEED + mapped)
-    positions = rng.sample(anatomy.interesting(), 90)
-    positions += [rng.randrange(anatomy.body_nbytes) for _ in range(30)]
+    positions = rng.sample(anatomy.interesting(), 60)
+    positions += [rng.randrange(anatomy.body_nbytes) for _ in range(15)]
     for position in positions:
         record = anatomy.record_at(position) if position < anatomy.body_nbytes else None
         with changed(large, position, rng.randrange(1, 256)):

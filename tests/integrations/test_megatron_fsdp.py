@@ -49,10 +49,10 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     ("save", "load", "options"),
     [
         ((2, 1), (2, 1), {}),
-        ((2, 1), (2, 1), FLOAT32),
+        pytest.param((2, 1), (2, 1), FLOAT32, marks=pytest.mark.torture),
         ((2, 1), (1, 1), {}),
         ((2, 1), (2, 2), {}),
-        ((2, 2), (1, 1), {}),
+        pytest.param((2, 2), (1, 1), {}, marks=pytest.mark.torture),
     ],
     ids=["same", "float32", "2to1", "2totp2", "tp2to1"],
 )

@@ -160,6 +160,7 @@ def assert_repeated(
     assert found == expected[:again] + expected[first:]
 
 
+@pytest.mark.torture
 @needs_fsdp2
 def test_fsdp2_goes_on_by_itself(disk: Path) -> None:
     options = ("--dropout", 0.1)  # with dropout each rank's generator matters

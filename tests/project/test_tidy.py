@@ -73,6 +73,12 @@ class Source:
         return self.text.splitlines()
 
     @cached_property
+    def comments(self) -> set[int]:
+        """The lines that have a comment."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        return {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+
+    @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.path)
 
@@ -201,11 +207,6 @@ def prints(source: Source) -> Iterator[Fault]:
                 yield node.lineno, "print(): a library logs or raises; only the CLI prints"
 
 
-def comment_lines(source: Source) -> set[int]:
-    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
-    return {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
-
-
 def swallowed_errors(source: Source) -> Iterator[Fault]:
     """An error that is dropped says why, where it is dropped."""
     why = "drops an error without a comment saying why"
@@ -214,16 +215,15 @@ def swallowed_errors(source: Source) -> Iterator[Fault]:
             yield source.text.count("\n", 0, match.start()) + 1, why
     if not source.is_python:
         return
-    comments = comment_lines(source)
     for handler in source.walk(ast.ExceptHandler):
         dropped = len(handler.body) == 1 and isinstance(handler.body[0], ast.Pass)
         span = range(handler.lineno, handler.body[0].lineno + 1)
-        if dropped and comments.isdisjoint(span):
+        if dropped and source.comments.isdisjoint(span):
             yield handler.lineno, why
     for block in source.walk(ast.With):
         calls = " ".join(ast.unparse(item.context_expr) for item in block.items)
         span = range(block.lineno - 1, block.body[0].lineno + 1)
-        if re.search(r"\bsuppress\(", calls) and comments.isdisjoint(span):
+        if re.search(r"\bsuppress\(", calls) and source.comments.isdisjoint(span):
             yield block.lineno, why
 
 

@@ -128,7 +128,7 @@ def test_flipped_bytes(disk: Path, file: str, codec: str | None) -> None:
     places = list(range(len(content)))
     if len(content) > 2000:
         dense = [n for n in places if any(content[n - 2 : n + 3])]
-        places = sorted(rng.sample(dense, min(600, len(dense))) + rng.sample(places, 100))
+        places = sorted(rng.sample(dense, min(300, len(dense))) + rng.sample(places, 100))
     outcomes: Counter[str] = Counter()
     with path.open("r+b", buffering=0) as opened:
         for place in places:
