@@ -35,7 +35,7 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.arguments.quantities import shown_time, shown_transfer
 from fastckpt.errors import CheckpointError, RanksDisagree, StorageError
-from fastckpt.files.map_location import DeferredMapLocation
+from fastckpt.files.map_location import DeferredStorages
 from fastckpt.files.place import FilePlace
 from fastckpt.files.plan import FilePlan
 from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
@@ -354,7 +354,7 @@ def _load_alone(
     try:
         direct = None
         if staging != "host" and not maps:
-            queue = DeferredMapLocation.queue(current.staging.devices, map_location)
+            queue = DeferredStorages.queue(current.staging.devices, map_location)
             direct = current.staging.direct(staging, queue, os.path.dirname(path))
         file = open_verified(current.storage, current.staging, fd, path, verify, direct=direct)
         if file is None:
@@ -392,10 +392,10 @@ def _load_placed(
     map_location allows it.
     """
     devices = pipeline.current().staging.devices
-    if not DeferredMapLocation.possible(devices, map_location):
+    if not DeferredStorages.possible(devices, map_location):
         return _load_verified(f, file, load_by_torch)
     try:
-        place = DeferredMapLocation(file, devices, map_location)
+        place = DeferredStorages(file, devices, map_location)
         return _load_verified(f, file, partial(load_by_torch, place=place))
     except OtherByteOrder:
         file.stop_deferring()

@@ -23,7 +23,7 @@ from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
 
 
-class PendingFile:
+class CapturedFile:
     """A file whose content was captured, to be laid out and written later; its name is relative."""
 
     def __init__(self, name: str) -> None:
@@ -42,7 +42,7 @@ class PendingFile:
         raise NotImplementedError
 
 
-class _Zip(PendingFile):
+class _Zip(CapturedFile):
     def __init__(self, name: str, captured: torch_pickle.Capture) -> None:
         super().__init__(name)
         self._captured = captured
@@ -57,7 +57,7 @@ class _Zip(PendingFile):
         self._captured.records.clear()
 
 
-class _Tensors(PendingFile):
+class _Tensors(CapturedFile):
     def __init__(
         self, name: str, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]
     ) -> None:
@@ -109,7 +109,7 @@ class Draft:
     ) -> None:
         self._storage, self._devices = storage, devices
         self._copies_small = fence == "step"
-        self.pending: list[PendingFile] = []
+        self.pending: list[CapturedFile] = []
         self.watched: list[WatchedTensors] = []
         self.beside = os.path.realpath(beside or os.path.dirname(path))
         self.grown: list[str] = []

@@ -24,7 +24,7 @@ from fastckpt.storage.lustre_layout import Purpose
 Places = list[tuple[int, int]]  # offset and size of each item
 
 
-class ItemsCommit(Protocol):
+class ItemsConclusion(Protocol):
     """A conclusion decides what becomes of items that have been written."""
 
     def record(self, name: str, places: Places) -> bytes:
@@ -55,7 +55,7 @@ class ItemsPlan(Plan):
         rank: int,
         place: ItemsPlace,
         options: WriteOptions,
-        conclusion: ItemsCommit,
+        conclusion: ItemsConclusion,
     ) -> None:
         super().__init__(reads, watched)
         self._name = f"__{rank}_{secrets.token_hex(8)}.distcp"
@@ -64,7 +64,7 @@ class ItemsPlan(Plan):
         self._places: Places = []
         self._place = place
         self._options = options
-        self._conclusion: ItemsCommit | None = conclusion
+        self._conclusion: ItemsConclusion | None = conclusion
 
     def lay_out(self, pace: Pace) -> list[Output]:
         if not self._items:

@@ -8,7 +8,7 @@ import os
 import zlib
 from functools import partial
 
-from fastckpt.directories.draft import Draft, PendingFile
+from fastckpt.directories.draft import CapturedFile, Draft
 from fastckpt.directories.swap_place import SwapPlace, names_in
 from fastckpt.directories.verify import crc32_of
 from fastckpt.engine.staging import combine_crcs
@@ -40,7 +40,7 @@ class SwapPlan(Plan):
         self._handle = handle
         self._agreement = agreement
         self._directory = draft.directory
-        self._pending: list[PendingFile] = draft.pending
+        self._pending: list[CapturedFile] = draft.pending
         self._place = place
         self._options = options
         self._outputs: dict[str, WholeFile] = {}  # by name

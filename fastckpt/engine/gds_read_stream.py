@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from fastckpt.engine.gds import GdsDevice
-from fastckpt.engine.read_stream import DAMAGE, EngineReadStream, Fault, RunReadStream
+from fastckpt.engine.read_stream import DAMAGE, EngineReadStream, Fault, StridedReadStream
 from fastckpt.plan.runs import CopyRow
 
 _RUN = 6
 
 
-class GdsReadStream(RunReadStream):
+class GdsReadStream(StridedReadStream):
     """Streams of one file, each opened when it is first needed; close() closes all.
 
     Args:

@@ -64,7 +64,7 @@ class ReadStream(Protocol):
     def close(self) -> None: ...
 
 
-class RunReadStream(ReadStream, Protocol):
+class StridedReadStream(ReadStream, Protocol):
     """A stream of one rank alone, which also moves runs of bytes with strides."""
 
     defers: bool = True
@@ -83,7 +83,7 @@ class RunReadStream(ReadStream, Protocol):
         self.close()
 
 
-class EngineReadStream(RunReadStream):
+class EngineReadStream(StridedReadStream):
     """The engine's stream, with its descriptor and its own engine if it has one."""
 
     def __init__(

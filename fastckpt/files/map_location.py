@@ -16,7 +16,7 @@ from fastckpt.engine.devices import Devices
 from fastckpt.reading.verified_file import VerifiedFile
 
 
-class DeferredMapLocation:
+class DeferredStorages:
     """A map_location for torch.load of a file whose large storages are read late.
 
     torch first asks for the bytes of a storage, in memory of the host, and then for its device. The
@@ -48,7 +48,7 @@ class DeferredMapLocation:
     @staticmethod
     def queue(devices: Devices, map_location: Any) -> Any:
         """Returns the queue of the device that storages are likely to go to, or None."""
-        if not DeferredMapLocation.possible(devices, map_location):
+        if not DeferredStorages.possible(devices, map_location):
             return None
         named = isinstance(map_location, str | torch.device)
         device = devices.target(str(map_location) if named else None)

@@ -18,7 +18,13 @@ import torch
 
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.gds_read_stream import GdsReadStream
-from fastckpt.engine.read_stream import DAMAGE, PEERS, EngineReadStream, ReadStream, RunReadStream
+from fastckpt.engine.read_stream import (
+    DAMAGE,
+    PEERS,
+    EngineReadStream,
+    ReadStream,
+    StridedReadStream,
+)
 from fastckpt.engine.staging import Route, Staging
 from fastckpt.errors import CorruptCheckpoint, DeviceError, PeerFailed, StorageError
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums, block_count
@@ -62,7 +68,7 @@ class Body:
 
     def divided(
         self, wanted: Sequence[int], direct: GdsDevice | None, whole: Collection[int]
-    ) -> RunReadStream:
+    ) -> StridedReadStream:
         """As stream(), for memory of the host and of devices.
 
         Args:
@@ -77,7 +83,7 @@ class Body:
         return GdsReadStream(self.stream, blocks, block_bytes, whole, direct)
 
     def move(
-        self, stream: RunReadStream, rows: Iterable[CopyRow], devices: Sequence[Any] = ()
+        self, stream: StridedReadStream, rows: Iterable[CopyRow], devices: Sequence[Any] = ()
     ) -> None:
         """Moves rows to memory; those of `devices` may still be under way when this returns.
 

@@ -174,8 +174,6 @@ class Pipeline:
                 self.staging.warm(job.staging_nbytes, job.reads)
                 if job.choice is not None:
                     job.choice.learn()
-            elif job.choice is not None:
-                job.choice.give_up()
         finally:
             self._telling.discard(threading.get_ident())
             ended = self._in_flight.pop(handle, None)
@@ -371,6 +369,8 @@ class Job:
             traceback.clear_frames(error.__traceback__)  # they hold the state
             # Frames that still run hold the job, in a circle with the handle's error, and memory of
             # devices must not wait for the garbage collector. Nothing is being copied any more.
+            if self.choice is not None:
+                self.choice.give_up()
             self.reads, self.choice = DeviceSources(), None
             self.agreement.fail(error)
             return error

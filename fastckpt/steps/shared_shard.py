@@ -76,7 +76,7 @@ class SharedMemory:
         self.close()  # its Checkpointer was not closed; no save refers to it any more
 
 
-class ShardOffer(NamedTuple):
+class ShardDescription(NamedTuple):
     """A rank's description of its shard: the descriptor, size and CRC-32 of an index as for a file
     of its own but without checksums, and the header size of that file.
     """
@@ -117,7 +117,7 @@ class Gathering:
         with reported("write", _WHAT):
             storage.write_at(fd, index, 0)
         header_nbytes = shard.image.segments[1]
-        lent = ShardOffer(os.getpid(), fd, len(index), header_nbytes, zlib.crc32(index))
+        lent = ShardDescription(os.getpid(), fd, len(index), header_nbytes, zlib.crc32(index))
         self._agreement.put("lent", json.dumps(lent).encode())
 
     def place(self, shard: Shard, part: Image, count: int) -> AnyShard:
@@ -176,7 +176,7 @@ class Gathered:
         parts, end = list[RankPart](), 0
         for rank in (rank for rank in ranks if lent[rank]):
             begin = -(-end // GRAIN_BYTES) * GRAIN_BYTES
-            told = ShardOffer(*json.loads(lent[rank]))
+            told = ShardDescription(*json.loads(lent[rank]))
             with _explained(agreement):
                 content = _read(storage, told, rank)
             index = ShardIndex.from_bytes(content)
@@ -284,7 +284,7 @@ def _explained(agreement: Round) -> Iterator[None]:
         raise
 
 
-def _read(storage: Storage, lent: ShardOffer, rank: int) -> bytes:
+def _read(storage: Storage, lent: ShardDescription, rank: int) -> bytes:
     fd = _opened(storage, rank, lent.pid, lent.fd)
     try:
         with reported("read", _WHAT):

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from fastckpt.arguments.checks import BackendName, Fence, StagingWay, check_flag, check_path
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_place import ItemsPlace
-from fastckpt.directories.items_plan import ItemsCommit, ItemsPlan, Places
+from fastckpt.directories.items_plan import ItemsConclusion, ItemsPlan, Places
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
@@ -216,7 +216,7 @@ class Writer(StorageBase, StorageWriter):
         agreement: Round,
         plan: SavePlan,
         planner: SavePlanner,
-        conclusion: ItemsCommit,
+        conclusion: ItemsConclusion,
         fence: Fence,
     ) -> Save:
         current, options, path = pipeline.current(), self.options, handle.path
