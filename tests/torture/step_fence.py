@@ -11,6 +11,7 @@ new values alone. The last two have to be zero.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -167,10 +168,9 @@ def tried(way: str, operation: str, nbytes: int, trials: int, directory: str) ->
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Others compute meanwhile."""
-    started = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)
-    ]
+    """Others compute meanwhile; they end with this process, however it ends."""
+    compute = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    started = [subprocess.Popen([sys.executable, "-c", compute]) for _ in range(processes)]
     try:
         yield
     finally:
