@@ -21,6 +21,7 @@ namespace py = pybind11;
 namespace fastckpt {
 
 void bind_gds(py::module_& m);            // bindings_gds.cc
+void bind_pickler(py::module_& m);        // bindings_pickler.cc
 void bind_python_frames(py::module_& m);  // bindings_python_frames.cc
 
 namespace {
@@ -301,6 +302,7 @@ PYBIND11_MODULE(_engine, m) {
     bind_devices(m);
     bind_engine(m);
     bind_gds(m);
+    bind_pickler(m);
     bind_python_frames(m);
     m.def("allocate", &allocate, "fallocate(2) of [0, nbytes); raises OSError");
     m.def("cached_bytes", &cached_bytes);

@@ -474,6 +474,7 @@ def run(preset: str, seed: int) -> int:
         # a core. libgomp reads its policy once, before main(), so this program starts anew.
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "OMP_WAIT_POLICY": "passive"})
     torch.use_deterministic_algorithms(True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves no directory
     with tempfile.TemporaryDirectory(prefix="fastckpt-demo-") as directory:
         demo = Demo(preset, seed, Path(directory))
         plan = demo.plan

@@ -242,11 +242,12 @@ class Checkpointer:
     ) -> int | None:
         """Restores a state in place. All ranks call it.
 
-        Tensors and DTensors get their values in place, whatever mesh or number of ranks saved them.
-        Objects with load_state_dict are given their state_dict. A PerRank gets the value that this
-        very rank saved; on a rank that the saving job did not have it stays as it is, with `found`
-        False. Other entries of dicts and lists are replaced. Entries that were saved but are not in
-        the state are skipped, with a warning.
+        Tensors and DTensors get their values in place, whatever mesh or number of ranks saved them,
+        and keep their dtype: values of another one are converted as Tensor.copy_ does. Objects with
+        load_state_dict are given their state_dict. A PerRank gets the value that this very rank
+        saved; on a rank that the saving job did not have it stays as it is, with `found` False.
+        Other entries of dicts and lists are replaced. Entries that were saved but are not in the
+        state are skipped, with a warning.
 
         Args:
             state: like the one that was saved.

@@ -15,13 +15,14 @@ import types
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.serialization import location_tag
 
+from fastckpt import _engine
 from fastckpt.errors import CorruptCheckpoint
 
 # Bound once, here: a program may put fastckpt.save and fastckpt.load in their places.
@@ -156,7 +157,7 @@ def capture(
     """
     captured = Capture(copies_small=observe_tensors, readable=readable)
     save = getattr(torch.serialization, "_save", None)
-    if save is None:  # a torch whose entry point moved: correct, but holds a copy of everything
+    if save is None:
         return _capture_by_copy(obj, pickle_module, pickle_protocol)
     met = captured.met if readable - _CPU else None
     module = _Shim(pickle_module, captured if observe_tensors else None, met)
@@ -166,6 +167,8 @@ def capture(
     try:
         gc.disable()  # inside of the try: a signal handler may raise as soon as this has returned
         save(obj, captured, module, pickle_protocol, disable_byteorder_record)
+    except _UnknownTorch:
+        return _capture_by_copy(obj, pickle_module, pickle_protocol)
     finally:
         try:
             captured.finish()
@@ -176,16 +179,6 @@ def capture(
     return captured
 
 
-class _Stored:
-    """The storage of one plain tensor, in the place of the TypedStorage that torch would make."""
-
-    __slots__ = ("dtype", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-        self.storage, self.dtype = storage, dtype
-
-
-_PLAIN_DEVICES = frozenset(("cpu", "cuda"))
 _REBUILD: Any = getattr(torch._utils, "_rebuild_tensor_v2", None)
 
 
@@ -200,97 +193,79 @@ def _storage_types() -> dict[torch.dtype, tuple[Any, int]]:
     return found
 
 
-def _reduced(tensor: torch.Tensor) -> Any:
-    """Returns what a plain tensor's __reduce_ex__ does, but faster; for others NotImplemented."""
-    if (
-        tensor.layout is not torch.strided
-        or tensor.dtype not in _STORAGE_TYPES
-        or tensor.device.type not in _PLAIN_DEVICES
-        or tensor.__dict__
-        or tensor._backward_hooks
-        or tensor.is_neg()
-        or tensor.is_nested
-    ):
-        return NotImplemented
-    shape, strides = tuple(tensor.size()), tensor.stride()
-    stored = _Stored(tensor.untyped_storage(), tensor.dtype)
-    offset, has_grad = tensor.storage_offset(), tensor.requires_grad
-    return _REBUILD, (stored, offset, shape, strides, has_grad, OrderedDict())
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    """Returns the TypedStorage that torch would have made."""
+    typed: Any = torch.storage.TypedStorage
+    return typed(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def _is_as_torch_says() -> bool:
-    """Tells whether _reduced() agrees with this torch, on a tensor with all that it tells."""
-    probe = torch.zeros(6, device="cpu").as_strided((2, 2), (1, 2), 1).requires_grad_()
-    try:
-        rebuild, (typed, *values) = probe.__reduce_ex__(2)  # type: ignore[no-untyped-call]
-        _rebuild, (stored, *ours) = _reduced(probe)
-        storage_type, size = _STORAGE_TYPES[stored.dtype]
-        said = (typed._pickle_storage_type(), typed._size(), typed._untyped_storage._cdata)
-        nbytes, number = stored.storage.nbytes(), stored.storage._cdata
-        same = said == (storage_type.__name__, nbytes // size, number)
-        return same and rebuild is _rebuild and values == ours
-    except Exception:  # this torch is unlike those known: its own code is used
+def _has_version(tensor: torch.Tensor) -> bool | None:
+    """Returns whether torch counts a tensor's changes: False for a lazy parameter, which has no
+    data yet, None for an inference tensor.
+    """
+    if torch.nn.parameter.is_lazy(tensor):
         return False
+    return None if tensor.is_inference() else True
+
+
+def _tags_cpu_first() -> bool:
+    """Tells whether location_tag() asks torch's own tagger of the CPU first."""
+    registry = getattr(torch.serialization, "_package_registry", None) or [(0, None)]
+    return registry[0][1] is getattr(torch.serialization, "_cpu_tag", location_tag)
 
 
 try:
     _STORAGE_TYPES = _storage_types()
-except Exception:  # likewise
+except Exception:  # this torch is unlike those known: its own code reduces tensors
     _STORAGE_TYPES = {}
+_FACTS: dict[str, Any] = {
+    "tensor": torch.Tensor,
+    "parameter": torch.nn.Parameter,
+    "strided": torch.strided,
+    "ordered_dict": OrderedDict,
+    "rebuild": _REBUILD,
+    "storage_types": _STORAGE_TYPES,
+    # No object of these very types is a storage, which is all that torch's persistent_id looks for.
+    "never_storages": frozenset(
+        {str, bytes, int, float, bool, type(None), tuple, list, dict, OrderedDict, type}
+        | {torch.Tensor, torch.nn.Parameter, torch.dtype, types.FunctionType}
+        | {type(torch.FloatStorage)}  # the class of storages' names
+    ),
+    "location_tag": location_tag,
+    "tags_cpu_first": _tags_cpu_first,
+    "has_version": _has_version,
+    "typed": _typed,
+}
+
+
+def _hooks(
+    tables: dict[str, Any], of_torch: Any, reduces: bool, *lists: Any
+) -> _engine.PicklerHooks:
+    return _engine.PicklerHooks(_FACTS, tables, of_torch, reduces, *lists)
+
+
+def _is_as_torch_says() -> bool:
+    """Tells whether our hooks agree with this torch, on a tensor with all that it tells."""
+    probe = torch.zeros(6, device="cpu").as_strided((2, 2), (1, 2), 1).requires_grad_()
+    tables: dict[str, Any] = {"id_map": {}, "serialized_storages": {}, "storage_dtypes": {}}
+    hooks = _hooks(tables, None, True, None, None, None)
+    try:
+        rebuild, (typed, *values) = probe.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        ours, (storage, *our_values) = hooks.reducer_override(probe)
+        _storage, kind, _key, _location, numel = hooks.persistent_id(storage)
+        said = (typed._pickle_storage_type(), typed._size(), typed._untyped_storage._cdata)
+        same = said == (kind.__name__, numel, storage._cdata)
+        return same and rebuild is ours and values == our_values
+    except Exception:  # likewise
+        return False
+
+
 _KNOWN = _is_as_torch_says()
-
-
-def _typed(stored: _Stored) -> Any:
-    """Returns the TypedStorage that torch would have made."""
-    typed: Any = torch.storage.TypedStorage
-    return typed(wrap_storage=stored.storage, dtype=stored.dtype, _internal=True)
-
-
-class _Tables:
-    """torch's own tables of the storages that it meets while it pickles.
-
-    Args:
-        persistent_id: the method of torch's pickler, which refers to them.
-
-    Raises:
-        KeyError: this torch keeps them elsewhere.
-    """
-
-    def __init__(self, persistent_id: Any) -> None:
-        inner = _variables(_variables(persistent_id)["persistent_id"])
-        self._keys: dict[int, str] = inner["id_map"]
-        self._storages: dict[str, torch.UntypedStorage] = inner["serialized_storages"]
-        self._dtypes: dict[int, torch.dtype] = inner["storage_dtypes"]
-
-    def name(self, stored: _Stored) -> Any:
-        """Returns what torch's persistent_id does, and notes the storage; None if torch objects."""
-        storage, dtype = stored.storage, stored.dtype
-        address = storage.data_ptr()
-        if address and self._dtypes.setdefault(address, dtype) != dtype:
-            return None
-        key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
-        self._storages[key] = storage
-        kind, size = _STORAGE_TYPES[dtype]
-        return "storage", kind, key, location_tag(storage), storage.nbytes() // size
 
 
 def _variables(function: Any) -> dict[str, Any]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells}
-
-
-# No object of these very types is a storage, which is all that torch's persistent_id looks for.
-_NEVER_STORAGES = frozenset(
-    {str, bytes, int, float, bool, type(None), tuple, list, dict, OrderedDict, type}
-    | {torch.Tensor, torch.nn.Parameter, torch.dtype, types.FunctionType}
-    | {type(torch.FloatStorage)}  # the class of storages' names
-)
-_NO_HOOKS = OrderedDict, ()
-
-
-def _has_version(tensor: torch.Tensor) -> bool:
-    """Returns False for lazy parameters, which have no data yet, and for inference tensors."""
-    return not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference()
 
 
 def pickles(value: object, wanted: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
@@ -330,6 +305,10 @@ class _Nowhere:
         return len(content)
 
 
+class _UnknownTorch(Exception):
+    """torch's pickler does not keep its tables where they are known to be."""
+
+
 class _Shim:
     """A pickle module whose Pickler does the same, faster, and notes the tensors it meets."""
 
@@ -341,71 +320,52 @@ class _Shim:
     ) -> None:
         base: Any = pickle_module.Pickler
         inherited = getattr(base, "reducer_override", None)
+        reduces = _KNOWN and inherited is None and torch.Tensor not in copyreg.dispatch_table
+        lists = (None, None) if observer is None else (observer.tensors, observer.uncounted)
         self._of_torch: list[Any] = []
-        self._tables: list[_Tables] = []
-        of_torch, tables = self._of_torch, self._tables
+        self._hooks: list[_engine.PicklerHooks] = []
+        of_torch, made = self._of_torch, self._hooks
 
         class Pickler(base):  # type: ignore[misc]
             # torch derives from this class and defines persistent_id, which pickle calls for every
-            # object, some twenty for each tensor: without this, that is 40% of the pickling.
+            # object, some twenty for each tensor.
             def __init_subclass__(cls) -> None:
-                persistent_id = cls.persistent_id
-                of_torch.append(persistent_id)
-                with suppress(AttributeError, KeyError, ValueError):  # an unknown torch names all
-                    tables.append(_Tables(persistent_id))
+                of_torch.append(cls.persistent_id)
+                try:
+                    inner = _variables(cls.persistent_id)["persistent_id"]
+                    hooks = _hooks(_variables(inner), inner, reduces, met, *lists)
+                except (AttributeError, KeyError, ValueError):
+                    raise _UnknownTorch from None
+                made.append(hooks)
+                cls.persistent_id = hooks.persistent_id
+                reduced = hooks.reducer_override
+                if inherited is None:
+                    cls.reducer_override = reduced
+                    return
 
-                def filtered(self: Any, obj: object) -> Any:
-                    if type(obj) in _NEVER_STORAGES:
-                        return None
-                    named = None
-                    if type(obj) is _Stored:
-                        named = tables[0].name(obj)
-                        obj = obj.storage if named is not None else _typed(obj)
-                    if named is None:
-                        named = persistent_id(self, obj)
-                    if met is not None and named is not None:
-                        storage: Any = getattr(obj, "_untyped_storage", obj)
-                        met[f"data/{named[2]}"] = storage
-                    return named
+                def override(self: Any, obj: object) -> Any:
+                    reduced(obj)  # notes tensors
+                    return inherited(self, obj)
 
-                cls.persistent_id = filtered
+                cls.reducer_override = override
 
         self.Pickler = Pickler
-        knows = _KNOWN and inherited is None and torch.Tensor not in copyreg.dispatch_table
-        if observer is None and not knows:
-            return
-        noted = [] if observer is None else observer.tensors
-        uncounted = [] if observer is None else observer.uncounted
-        observes = observer is not None  # the class below is in a cycle: it must not hold observer
-
-        def note(self: Any, obj: object) -> Any:
-            if isinstance(obj, torch.Tensor):
-                if not observes:
-                    pass
-                elif _has_version(obj):
-                    noted.append((obj, obj._version))
-                elif not torch.nn.parameter.is_lazy(obj):
-                    uncounted.append(obj)
-                if knows and tables and type(obj) is torch.Tensor:
-                    return _reduced(obj)
-            elif knows and type(obj) is OrderedDict and not obj and not obj.__dict__:
-                return _NO_HOOKS  # every tensor has this one
-            return NotImplemented if inherited is None else inherited(self, obj)
-
-        Pickler.reducer_override = note
 
     def forget(self) -> None:
         """Lets go of the storages that torch's class refers to: a class is part of a cycle, and
         older torch, such as 2.9, leaves both to the garbage collector.
         """
-        self._tables.clear()
+        for hooks in self._hooks:
+            hooks.release()
         for function in self._of_torch:
             for cell in function.__closure__ or ():
                 del cell.cell_contents
 
 
 def _capture_by_copy(obj: object, pickle_module: Any, pickle_protocol: int) -> Capture:
-    """Makes the same records more slowly: torch.save writes a zip to memory, which is read back."""
+    """Makes the same records more slowly, for a torch that is unlike those known: torch.save writes
+    a zip to memory, which is read back. So it holds a copy of everything.
+    """
     buffer = io.BytesIO()
     torch_save(obj, buffer, pickle_module, pickle_protocol)
     captured = Capture()

@@ -211,7 +211,7 @@ class Round:
         if not self._end and self._call("check", [self._at("end")]):
             self._end = self._call("get", self._at("end"))
         if self.failed:
-            text, ranks, _missing = json.loads(self._end)
+            text, ranks, _missing, _time_was_up = json.loads(self._end)
             raise PeerFailed(text, tuple(ranks))
 
     def close(self, linger_s: float = LINGER_S) -> None:
@@ -311,16 +311,22 @@ class Round:
         self._call("set", f"last/{self.rank}", self._session.record())
 
     def _is_missed(self) -> bool:
-        """Returns whether the others gave up on this rank, which has not said a word yet."""
+        """Returns whether the others gave up on this rank, which has not said a word yet.
+
+        If time was up, they did so whomever they name: each names only ranks that it waited for.
+        """
         if self.world_size == 1:
             return False
         if not self._end and self._call("check", [self._at("end")]):
             self._end = self._call("get", self._at("end"))
-        return self.failed and self.rank in json.loads(self._end)[1]
+        if not self.failed:
+            return False
+        _text, ranks, _missing, time_was_up = json.loads(self._end)
+        return self.rank in ranks or time_was_up
 
     def _later(self) -> int | None:
         """Returns the number of the next round that another rank has begun and this one has not."""
-        others = set(range(self.world_size)) - set(json.loads(self._end)[1])
+        others = set(range(self.world_size)) - {self.rank, *json.loads(self._end)[1]}
         told = self._call("compare_set", f"last/{min(others)}", _ABSENT, _ABSENT) if others else b""
         if told in (b"", _ABSENT):
             return None
@@ -383,17 +389,24 @@ class Round:
         did = [f"rank {rank} {self._whereabouts(rank, key)[1]}" for rank in missing[:8]]
         did += [f"{len(missing) - 8} more are missing"] if len(missing) > 8 else []
         if missing:
-            self._post(f"{', '.join(did)} within {self._timeout_s:g} s", missing, missing)
+            why = f"{', '.join(did)} within {self._timeout_s:g} s"
+            self._post(why, missing, missing, time_was_up=True)
             self.check()
             lost = f"rank 0 was committing and did not say how that went for {self._timeout_s:g} s"
             raise PeerFailed(f"{self.label}: {lost}: {_IN_DOUBT}", (0,))
 
-    def _post(self, why: str, ranks: Sequence[int], missing: Sequence[int] = ()) -> None:
+    def _post(
+        self,
+        why: str,
+        ranks: Sequence[int],
+        missing: Sequence[int] = (),
+        time_was_up: bool = False,
+    ) -> None:
         """Ends the round by a failure of these ranks, unless it has ended. Those of `missing` have
         not come to the round, and may never leave it.
         """
         text = f"{self.label}: {why[:_CAUSE_CHARS]}; {self._consequence}"
-        failure = [text, [*ranks], [*missing]]
+        failure = [text, [*ranks], [*missing], time_was_up]
         self._end = self._call("compare_set", self._at("end"), b"", json.dumps(failure).encode())
 
 

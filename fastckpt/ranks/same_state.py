@@ -124,12 +124,15 @@ def disagreement(
         unequal = {}
     for name, ranks in unequal.items():
         found.append(f"the content of {name} on {_ranks(ranks)} is not that of rank 0")
+    missed = sum(base[4] != other[4] for _, other in details[1:])
     more = f" (and {len(found) - _NAMED_MAX} more differences)" if len(found) > _NAMED_MAX else ""
     advice = (
         "they are taken from rank 0 from the next save on: if they should be equal, find out why "
         "they are not; if each rank is to keep its own, it belongs into a fastckpt.PerRank, which "
         "a Checkpointer saves"
         if unequal
+        else "every rank must call every save"
+        if 0 < missed == len(found)
         else "every rank must save the same tensors"
     )
     text = "; ".join(found[:_NAMED_MAX]) or "ranks describe their state differently"

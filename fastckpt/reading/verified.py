@@ -8,6 +8,7 @@ know formats: whoever opened the file tells what lies in a damaged range.
 from __future__ import annotations
 
 import errno
+import os
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -31,7 +32,7 @@ from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums, block_count
 from fastckpt.plan.runs import CopyRow
 from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.storage.atomic import close_quietly
-from fastckpt.storage.file_system import NO_FILE, Storage
+from fastckpt.storage.file_system import NoRegularFile, Storage, reported
 
 OVERWRITTEN = "the state may have been partly overwritten"  # a Body.outcome
 _SCRATCH_BYTES = 1 << 20
@@ -143,6 +144,16 @@ def takes_bytes(tensor: torch.Tensor, kinds: Collection[str]) -> bool:
     )
 
 
+def _is_listed(storage: Storage, path: str) -> bool:
+    """Returns whether the path's directory has a file of this name."""
+    directory, name = os.path.split(path)
+    with reported("list", directory):
+        try:
+            return name in storage.names(directory)
+        except FileNotFoundError:
+            return False
+
+
 @contextmanager
 def opened_regular(storage: Storage, path: str, missing: str = "") -> Iterator[int]:
     """Opens a regular file for reading, and closes it.
@@ -156,11 +167,14 @@ def opened_regular(storage: Storage, path: str, missing: str = "") -> Iterator[i
     """
     try:
         fd = storage.open_regular(path)
+    except NoRegularFile:
+        raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
     except OSError as error:
-        if error.errno in NO_FILE:
-            raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
         if isinstance(error, FileNotFoundError) and missing:
-            raise CorruptCheckpoint(missing) from None
+            if not _is_listed(storage, path):
+                raise CorruptCheckpoint(missing) from None
+            detail = "it cannot be found, but its directory lists it"
+            raise StorageError("open", path, errno.ESTALE, detail=detail) from error
         raise StorageError("open", path, error.errno or errno.EIO) from error
     try:
         yield fd

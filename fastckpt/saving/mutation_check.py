@@ -31,6 +31,7 @@ _SAMPLED_ELEMENTS = 8  # of a tensor whose memory is not one piece
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter)
 _RANDOM = random.Random()  # one of our own, so that the user's numbers stay what they are
 
+_UNCOUNTED = "written to by an operation that had not ended, or that torch does not count,"
 _ADVICE = 'update it in an optimizer step, call wait_staged() first, or save with fence="call"'
 
 
@@ -112,7 +113,8 @@ class WatchedTensors:
 
     def __init__(self, tensors: list[tuple[torch.Tensor, int]], obj: object) -> None:
         self._lock = threading.Lock()
-        self._counters = [_Counter.of(*item) for item in tensors if not _is_copied(item[0])]
+        with torch._C._DisableTorchDispatch():  # a dispatch mode of the caller's must not see this
+            self._counters = [_Counter.of(*item) for item in tensors if not _is_copied(item[0])]
         tensors.clear()  # in place: the pickler's class refers to this list, in a circle
         self._samples = _samples(self._counters)
         self._obj = obj
@@ -135,7 +137,7 @@ class WatchedTensors:
                 return counter.tensor, self._obj, "changed in place"
         for sample in self._samples:
             if sample.differs():
-                return sample.tensor, self._obj, "written to in a way that torch does not count"
+                return sample.tensor, self._obj, _UNCOUNTED
         return None
 
     def look(self) -> None:
@@ -182,8 +184,7 @@ class _Counter(NamedTuple):
         """Returns the counter of a tensor that was captured at this version."""
         if type(tensor) not in _OF_TORCH or tensor.layout is not torch.strided:
             return cls(tensor, tensor, version)
-        with torch._C._DisableTorchDispatch():  # a dispatch mode of the caller's must not see this
-            return cls(tensor, tensor.detach(), version)
+        return cls(tensor, tensor.detach(), version)
 
 
 class _Sample(NamedTuple):

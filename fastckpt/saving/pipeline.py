@@ -80,10 +80,10 @@ class Pipeline:
         """Begins a save on a thread of its own; returns when its fence allows."""
         handle = job.handle
         with job.agreement.failing():
-            if _exited and threading.current_thread() is not threading.main_thread():
+            if _comes_too_late():
                 raise CheckpointError(
                     f"the save to {handle.path!r} was refused, because the interpreter is exiting: "
-                    "only its main thread can still save"
+                    "only its main thread, and others that are no daemons, can still save"
                 )
         name = f"fastckpt-save-{os.path.basename(handle.path)}"
         try:
@@ -423,6 +423,14 @@ def current() -> Pipeline:
             if _current is None:
                 _current = made
     return _current
+
+
+def _comes_too_late() -> bool:
+    """Tells whether the interpreter is exiting and does not wait for the thread that saves. A
+    daemon's saves would hold it up for ever: it waits for each, and meanwhile the next begins.
+    """
+    here, main = threading.current_thread(), threading.main_thread()
+    return here is not main and (_exited or (here.daemon and not main.is_alive()))
 
 
 def _at_exit() -> None:

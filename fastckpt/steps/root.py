@@ -21,8 +21,8 @@ from fastckpt.formats.step_names import NAME, OURS, step_name
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import (
     NEW_MODE,
-    NO_FILE,
     OWN_SHORTAGES,
+    NoRegularFile,
     Storage,
     naming,
     patiently,
@@ -584,6 +584,6 @@ class Steps:
 
 def _unreadable(op: str, path: str, error: OSError) -> CheckpointError:
     """Returns the error for a manifest that cannot be opened: it is corrupt if it is no file."""
-    if error.errno in NO_FILE:
+    if isinstance(error, NoRegularFile):
         return CorruptCheckpoint(f"{path!r} is not a regular file")
     return StorageError(op, path, error.errno or errno.EIO)

@@ -29,16 +29,19 @@ from fastckpt.storage.policies import LINGERING, REFUSALS, Policy
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 T = TypeVar("T")
 
+
+class NoRegularFile(OSError):
+    """Raised if a path was looked at, and stands for something other than a regular file."""
+
+
 # For how many seconds a server that begins to refuse is asked again: an expired Kerberos ticket may
 # be renewed, and then a save goes on, for its bytes are still in memory.
 PATIENCE_S = 60.0
 _PAUSE_S = 0.25
 # The pauses between attempts to read, in seconds.
 REREAD_PAUSES_S = (0.02, 0.1, 0.4, 1.5, 3.0)
-# Errors which say that a name stands for something other than a regular file.
-NO_FILE = (errno.EINVAL, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
 _LASTING = (
-    *(*NO_FILE, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG),
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP),
     errno.EBUSY,  # from listed_anew(), which has tried often enough
 )
 # Shortages of this process or machine, which say nothing about a disk.
@@ -335,12 +338,23 @@ class Storage:
         return self.status(path) is None
 
     def open_regular(self, path: str) -> int:
-        """Opens a regular file for reading, not through a symbolic link."""
+        """Opens a regular file for reading, not through a symbolic link.
+
+        Raises:
+            NoRegularFile: it was looked at, and is none.
+            OSError: it cannot be opened; whatever the error says, it may be a regular file.
+        """
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-        fd = _noted(os.open(path, flags))
+        try:
+            fd = _noted(os.open(path, flags))
+        except OSError as error:
+            # A link (ELOOP), a socket (ENXIO); or a refusal for the moment that only says so.
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                raise NoRegularFile(errno.EINVAL, "not a regular file", path) from error
+            raise
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             Storage.close(self, fd)
-            raise OSError(errno.EINVAL, "not a regular file")
+            raise NoRegularFile(errno.EINVAL, "not a regular file", path)
         return fd
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
@@ -466,11 +480,18 @@ class Storage:
         return os.fstat(fd).st_size
 
     def status(self, path: str) -> os.stat_result | None:
-        """Returns stat(2) of a path, or None if nothing is there."""
+        """Returns stat(2) of a path, or None if nothing is there.
+
+        Raises NoRegularFile if it is a symbolic link that leads in a circle.
+        """
         try:
             return os.stat(path)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if stat.S_ISLNK(os.lstat(path).st_mode):
+                raise NoRegularFile(errno.ELOOP, "a link in a circle", path) from error
+            raise
 
     def widen(self, fd: int) -> None:
         """Makes a file writable for everybody."""

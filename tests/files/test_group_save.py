@@ -791,6 +791,7 @@ def test_a_rank_that_left_out_a_call_is_in_step_again(crew: Crew, disk: Path) ->
     for outcome in (first[2], second[1]):
         assert isinstance(outcome.error, RanksDisagree), outcome
         assert "rank 1 had missed an earlier call" in str(outcome.error)
+        assert str(outcome.error).endswith("every rank must call every save")
     all_saved([first[0], *first[3:], second[0], *second[2:]])
     assert torch.equal(torch.load(disk / "a.pt"), one_tensor(0))
 

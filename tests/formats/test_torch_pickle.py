@@ -114,7 +114,7 @@ def test_the_way_of_this_torch_is_known() -> None:
 
 
 def test_a_torch_that_says_otherwise_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_pickle, "_REBUILD", torch._utils._rebuild_tensor_v3)
+    monkeypatch.setitem(torch_pickle._FACTS, "rebuild", torch._utils._rebuild_tensor_v3)
     assert not torch_pickle._is_as_torch_says()
 
 

@@ -845,6 +845,16 @@ def test_a_missed_call_is_not_missed_for_ever(
         assert on_each(coordinators, commit, "step 200") == ["0,1,2"] * 3
 
 
+def test_a_rank_that_nobody_named_has_missed_the_call_too(store: dist.Store, brisk: None) -> None:
+    """Rank 2 waited for rank 0 alone, which was late, and could not know that rank 1 missed it."""
+    coordinators = opened(store, 3)
+    assert on_each(coordinators, commit) == ["0,1,2"] * 3
+    missed(coordinators, 0, 1)
+    (late,) = on_each(coordinators[:1], commit, timeout_s=0.3)
+    assert isinstance(late, PeerFailed) and "rank 0 did not join" in str(late)
+    assert on_each(coordinators, commit, timeout_s=30) == ["0,1,2"] * 3
+
+
 def test_a_rank_that_missed_a_call_is_there_first(store: dist.Store, brisk: None) -> None:
     coordinators = opened(store, 2)
     missed(coordinators, 1)

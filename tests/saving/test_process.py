@@ -195,6 +195,28 @@ def test_exit_with_daemon_threads_that_save_and_wait(disk: Path) -> None:
     assert result.stderr == ""
 
 
+DAEMON_LOOP = """
+import sys, threading
+import torch, fastckpt
+
+saved = threading.Event()
+
+def save():
+    while True:
+        fastckpt.save(torch.ones(6 << 20), sys.argv[1], fence="step")
+        saved.set()
+
+threading.excepthook = lambda raised: None  # that no more saves begin is told to the daemon
+threading.Thread(target=save, daemon=True).start()
+assert saved.wait(60)
+"""
+
+
+def test_exit_waits_for_no_daemon_that_saves_for_ever(disk: Path) -> None:
+    assert run_python(DAEMON_LOOP, disk / "a.pt").stderr == ""
+    assert ones(disk / "a.pt") == 6 << 20
+
+
 INTERRUPTED_RESULT = """
 import signal, sys, threading
 import torch, fastckpt

@@ -28,6 +28,7 @@ import torch
 from fastckpt import Checkpointer
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats.step_names import STEP_MAX, step_name
+from fastckpt.saving import pipeline
 from fastckpt.steps.retention import retain, supersede
 from fastckpt.steps.root import DEAD_AFTER_S, Steps
 from fastckpt.storage import atomic
@@ -326,6 +327,7 @@ def test_what_was_committed_later_is_not_removed(root: Path) -> None:
     with Checkpointer(root) as checkpointer:
         with steps.hold(name(3)):
             checkpointer.save(3, state(33)).result(WAIT_S)
+            pipeline.current().drain()  # it has tried to remove the first attempt, which is held
         supersede(steps, steps.committed()[0], name(3), 3)
         assert directories(root) == [name(2), name(3), name(3, 1)]
         assert checkpointer.load()["name"] == "step 33"
@@ -842,7 +844,7 @@ class Unreadable(Recorder):
         return real()
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.EINVAL])
 def test_a_read_that_fails_once_is_tried_again(root: Path, code: int, at_once: None) -> None:
     """Whichever operation of a restore it is."""
     saved(root, 1, 2)
@@ -856,6 +858,29 @@ def test_a_read_that_fails_once_is_tried_again(root: Path, code: int, at_once: N
         failed.add(storage.log[number].name)
         number += 1
     assert {"directories", "status", "open", "open_regular", "read_file", "read"} <= failed
+
+
+class OpenedLate(Recorder):
+    """Each file that lies there is not found the first time that it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: set[str] = set()
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == "open_regular" and operation.path not in self.late:
+            self.late.add(operation.path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return real()
+
+
+def test_a_file_that_is_listed_is_not_missing(root: Path, at_once: None) -> None:
+    """Clients of network file systems remember for a while that a name did not exist."""
+    saved(root, 1, 2)
+    storage = OpenedLate()
+    with process_on(storage):
+        assert restored(root) == 2
+    assert {Path(path).name for path in storage.late} > {"objects.pt", "rank-00000.json"}
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOMEM])
