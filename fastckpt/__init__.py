@@ -1,6 +1,6 @@
 """fastckpt: asynchronous checkpoints for PyTorch. The public names, nothing else."""
 
-from fastckpt.api import load, prepare, save
+from fastckpt.api import load, open, prepare, save
 from fastckpt.checkpointer import Checkpointer
 from fastckpt.errors import (
     BackendUnavailable,
@@ -14,6 +14,7 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.handle import SaveHandle, SaveStats
+from fastckpt.lazy.tensors import LazyTensor, LazyTensors
 from fastckpt.state.tree import PerRank
 
 __version__ = "0.1.0"
@@ -25,6 +26,8 @@ __all__ = [
     "CorruptCheckpoint",
     "DeviceError",
     "IncompatibleCheckpoint",
+    "LazyTensor",
+    "LazyTensors",
     "PeerFailed",
     "PerRank",
     "RanksDisagree",

@@ -1,4 +1,4 @@
-"""fastckpt.save, load and prepare: their signatures, and the calls that they leave to torch.
+"""fastckpt.save, load, open and prepare: their signatures, and the calls that they leave to torch.
 
 The module must not know how a save or a load is done.
 """
@@ -42,6 +42,8 @@ from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_load, torch_save
 from fastckpt.handle import SaveHandle
+from fastckpt.lazy.open import opened
+from fastckpt.lazy.tensors import LazyTensors
 from fastckpt.options import Pacing, WriteOptions
 from fastckpt.ranks import per_group
 from fastckpt.ranks.round import TIMEOUT_S
@@ -307,6 +309,36 @@ def load(
         return _load_together(f, load_by_torch, load_shared, verify, group, timeout_s)
     load_alone = partial(_load_alone, f, load_by_torch, map_location, verify, maps, staging)
     return load_alone() if path is None else from_the_path(load_alone)
+
+
+def open(path: str | os.PathLike[str]) -> LazyTensors:
+    """Opens a checkpoint for random access: a mapping of names to tensors that are not read yet.
+
+    `tensors[name][...]` reads a part: only the blocks of the files that hold it. No code from the
+    files is run, whatever they hold. Of a nest of dicts and lists, a tensor's name is the path of
+    keys to it, joined by "/".
+
+    Args:
+        path: a file of fastckpt.save, torch.save or safetensors; a step of a Checkpointer, or its
+            root (then the newest whole step); a directory of torch.distributed.checkpoint, of
+            Megatron (torch_dist), or of Hugging Face (safetensors).
+
+    Returns:
+        LazyTensors, to be closed. Its is_verified tells whether what is read is compared with
+            checksums; only files of fastckpt have them.
+
+    Raises:
+        CorruptCheckpoint: the checkpoint is damaged, as far as it was read by now.
+        IncompatibleCheckpoint: its format is of a newer version, or of a very old one.
+        CheckpointError: it is none of these.
+        StorageError: the path does not exist (ENOENT), or cannot be read.
+        pickle.UnpicklingError: a `.metadata` file names classes that it need not have.
+        ValueError, TypeError: the path is a URL, or no path.
+    """
+    checked = check_path("path", path)
+    current = pipeline.current()
+    current.wait_for(os.path.realpath(checked))
+    return LazyTensors(*opened(current.storage, current.staging, checked))
 
 
 @contextmanager

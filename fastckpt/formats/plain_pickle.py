@@ -13,7 +13,7 @@ import pickle
 import pickletools
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,18 +58,35 @@ class Instance:
     take: Callable[[Any, Any], None] | None = None
 
 
-def loads(content: bytes, find: Callable[[str, str], Any]) -> tuple[Any, int]:
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Stands for a class or function that is of no interest: whatever is made with it, or done to
+    what was made, gives this again.
+    """
+
+
+def loads(
+    content: bytes,
+    find: Callable[[str, str], Any],
+    named: Callable[[Any], Any] | None = None,
+    stateful: Sequence[Instance] = (),
+) -> tuple[Any, int]:
     """Returns the value of the pickle that content begins with, and the pickle's size in bytes.
 
     Args:
-        find: is called with module and name of each global. It returns a Callee, an Instance, or a
-            value that can do no harm, and raises Refused for all others.
+        find: is called with module and name of each global. It returns a Callee, an Instance,
+            Ignored(), or a value that can do no harm, and raises Refused for all others.
+        named: returns the object that a persistent id stands for, and raises ValueError for one
+            that no pickler would have written; None: none is allowed.
+        stateful: classes of which a Callee makes instances that may get attributes.
 
     Raises:
         Refused: the pickle needs something that it is not given.
         DAMAGE: one of these errors, because no pickler wrote the bytes.
     """
-    return _Machine(content, find).run()
+    machine = _Machine(content, find, named)
+    machine.records.update({each.kind: each for each in stateful})
+    return machine.run()
 
 
 class _Machine:
@@ -77,12 +94,17 @@ class _Machine:
     argument begins, and returns where that ends.
     """
 
-    def __init__(self, content: bytes, find: Callable[[str, str], Any]) -> None:
-        self._content, self._find = content, find
+    def __init__(
+        self,
+        content: bytes,
+        find: Callable[[str, str], Any],
+        named: Callable[[Any], Any] | None,
+    ) -> None:
+        self._content, self._find, self._named = content, find, named
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # stacks under the marks
         self._memo: dict[int, Any] = {}
-        self._records: dict[type, Instance] = {}  # classes named so far
+        self.records: dict[type, Instance] = {}  # classes named so far
         # A pickler writes each element once, in at least a byte, before it is copied: whoever
         # needs more copies than there are bytes copies the same values over and over.
         self._copies_left = len(content)
@@ -263,6 +285,8 @@ class _Machine:
 
     def _extend(self, items: list[Any], at: int) -> int:
         target = self._stack[-1]
+        if type(target) is Ignored:
+            return at
         if type(target) is not list:
             raise ValueError("it appends to a value that is not a list")
         target.extend(items)
@@ -277,6 +301,8 @@ class _Machine:
 
     def _put_items(self, items: list[Any], at: int) -> int:
         target, pairs = self._stack[-1], iter(items)
+        if type(target) is Ignored:
+            return at
         if type(target) is not dict and type(target) is not OrderedDict:
             raise ValueError("it puts items into a value that is not a dict")
         for name, value in zip(pairs, pairs, strict=True):
@@ -294,7 +320,7 @@ class _Machine:
     def key(self, value: Any, depth: int = _KEY_DEPTH_MAX) -> Any:
         """Returns the value; raises ValueError if hashing and comparing it takes unbounded time."""
         kind = type(value)
-        if kind in self._records:
+        if kind in self.records:
             parts: Collection[Any] = vars(value).values()
         elif isinstance(value, tuple | frozenset):
             parts = value
@@ -329,12 +355,15 @@ class _Machine:
     def _push_found(self, module: str, name: str, at: int) -> int:
         found = self._find(module, name)
         if isinstance(found, Instance):
-            self._records[found.kind] = found
+            self.records[found.kind] = found
         self._stack.append(found)
         return at
 
     def _reduce(self, at: int) -> int:
         arguments, called = self._stack.pop(), self._stack.pop()
+        if type(called) is Ignored:
+            self._stack.append(called)
+            return at
         if type(called) is not Callee:
             raise Refused("a call of something that may not be called")
         if type(arguments) is not tuple:
@@ -348,8 +377,17 @@ class _Machine:
         self._stack.append(called.make(*arguments))
         return at
 
+    def _persistent_id(self, at: int) -> int:
+        if self._named is None:
+            raise Refused("a persistent id")
+        self._stack[-1] = self._named(self._stack[-1])
+        return at
+
     def _new(self, at: int) -> int:
         arguments, named = self._stack.pop(), self._stack.pop()
+        if type(named) is Ignored:
+            self._stack.append(named)
+            return at
         if type(named) is not Instance:
             raise Refused("an instance of something that may have no instances")
         if arguments != ():
@@ -360,7 +398,9 @@ class _Machine:
     def _build(self, at: int) -> int:
         state = self._stack.pop()
         target = self._stack[-1]
-        record = self._records.get(type(target))
+        if type(target) is Ignored:
+            return at
+        record = self.records.get(type(target))
         if record is None:
             what = "class" if type(target) is Instance else type(target).__name__
             raise Refused(f"a change of a {what}")
@@ -448,6 +488,7 @@ _STEPS: dict[str, Callable[[_Machine, int], int]] = {
     "GLOBAL": _Machine._global,
     "STACK_GLOBAL": _Machine._stack_global,
     "REDUCE": _Machine._reduce,
+    "BINPERSID": _Machine._persistent_id,
     "NEWOBJ": _Machine._new,
     "BUILD": _Machine._build,
     "POP": _Machine._pop,

@@ -193,6 +193,29 @@ def open_verified(
         direct: reads what goes to its GPU; not with a group.
 
     Raises:
+        CorruptCheckpoint, IncompatibleCheckpoint, StorageError: as body_of().
+    """
+    body = body_of(storage, staging, fd, path, verify)
+    if body is None:
+        return None
+    if group is not None:
+        sizes = (body.index.body_nbytes, body.index.block_bytes)
+        return VerifiedFile(body, BroadcastReadStream(group, body.stream, *sizes))
+    with naming(path):
+        large = zip_contents.blocks_of_large(body.index, DEFERRED_BYTES) if direct else ()
+    return VerifiedFile(body, body.divided((), direct, large))
+
+
+def body_of(
+    storage: Storage, staging: Staging, fd: int, path: str, verify: bool = True
+) -> Body | None:
+    """Returns the body of the file behind fd, whose end is verified already; None if fastckpt did
+    not write the file.
+
+    Args:
+        storage, staging, fd, path, verify: as open_verified()'s.
+
+    Raises:
         CorruptCheckpoint: fastckpt wrote it, and its end is missing or damaged.
         IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: a read failed.
     """
@@ -233,10 +256,4 @@ def open_verified(
         return f"{what}; nothing was loaded: restore it from another checkpoint"
 
     checked = index if verify else replace(index, block_crcs=())
-    body = Body(staging, fd, path, checked, damaged, "nothing was loaded")
-    if group is not None:
-        sizes = (index.body_nbytes, index.block_bytes)
-        return VerifiedFile(body, BroadcastReadStream(group, body.stream, *sizes))
-    with naming(path):
-        large = zip_contents.blocks_of_large(index, DEFERRED_BYTES) if direct is not None else ()
-    return VerifiedFile(body, body.divided((), direct, large))
+    return Body(staging, fd, path, checked, damaged, "nothing was loaded")

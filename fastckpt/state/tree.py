@@ -110,7 +110,7 @@ class TensorSpec(NamedTuple):
 
     def text(self) -> tuple[str, str]:
         """Returns the tensor's name, and its dtype and shape in words."""
-        return _joined(self.path), f"{str(self.dtype)[6:]} {list(self.shape)}"
+        return joined(self.path), f"{str(self.dtype)[6:]} {list(self.shape)}"
 
 
 @dataclass
@@ -241,7 +241,7 @@ class _Flattening:
 
     def visit(self, value: Any, path: tuple[str, ...], depth: int) -> Any:
         if depth > DEPTH_MAX:
-            raise ValueError(f"state is nested more than {DEPTH_MAX} deep at {_joined(path)!r}")
+            raise ValueError(f"state is nested more than {DEPTH_MAX} deep at {joined(path)!r}")
         if isinstance(value, PerRank):
             name = self._unique(path)
             self.flat.per_rank[name] = value
@@ -277,7 +277,7 @@ class _Flattening:
             self.searched[id(value)] = value
             found = pickles(value, is_of_several_ranks)
             if found is not None:
-                where = repr(_joined(path)) if path else "the state"
+                where = repr(joined(path)) if path else "the state"
                 inside = "" if found is value else f" inside of a {type(value).__name__}"
                 raise TypeError(
                     f"{where} is a {type(found).__name__}{inside}, of which only this rank's part "
@@ -286,7 +286,7 @@ class _Flattening:
         return value
 
     def _unique(self, path: tuple[str, ...]) -> str:
-        key = base = _joined(path)
+        key = base = joined(path)
         check_text(key)  # ValueError now, rather than when it is written
         number = 1
         while key in self.keys:  # 0 and "0" are two keys of a dict
@@ -299,7 +299,7 @@ class _Flattening:
         """Adds a leaf and returns it; a tensor that stands in the state twice gets one leaf."""
         shape, everybody = tuple(tensor.shape), self.parts.everybody
         if is_sharded(tensor):
-            local, box, holders, placement, identity = self.parts.of(_joined(path), tensor)
+            local, box, holders, placement, identity = self.parts.of(joined(path), tensor)
         else:
             local, box, placement = tensor, Box((0,) * len(shape), shape), "replicated"
             holders = everybody
@@ -326,7 +326,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _joined(path: Sequence[str]) -> str:
+def joined(path: Sequence[str]) -> str:
     return "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
 
 

@@ -23,7 +23,7 @@ from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats import safetensors, torch_pickle
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_have_values, may_hold
-from fastckpt.formats.shard_index import ShardIndex
+from fastckpt.formats.shard_index import Piece, ShardIndex, is_per_rank
 from fastckpt.plan.boxes import Box, copies, covers, intersect, span
 from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
@@ -68,6 +68,17 @@ class StepReader:
 
     def _path(self, file: str) -> str:
         return self.copies.path(file) if file else self.path
+
+    def pieces(self) -> Iterator[tuple[str, Piece]]:
+        """Yields the stored pieces of tensors, each after the path of its file.
+
+        Raises:
+            CorruptCheckpoint: an index is damaged. StorageError: it cannot be read.
+        """
+        for writer in self.manifest.writers:
+            index = self._index(writer)
+            path = self._path(index.file)
+            yield from ((path, piece) for piece in index.pieces if not is_per_rank(piece))
 
     def objects(self, weights_only: bool) -> Any:
         """Returns the nest of everything that is not in shards.

@@ -28,7 +28,7 @@ RANKS: list[set[str]] = [
     {"saving", "reading"},
     {"files", "directories"},
     {"steps"},
-    {"tiers"},
+    {"tiers", "lazy"},
     {"api", "checkpointer"},
     {"integrations", "cli"},
     {"__main__"},

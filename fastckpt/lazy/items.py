@@ -1,0 +1,106 @@
+"""A directory of torch.distributed.checkpoint or Megatron, opened for random access.
+
+It must not know how a file stores its items.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from fastckpt.directories import dcp_metadata
+from fastckpt.directories.items_load import OURS, ItemsFile, Request
+from fastckpt.engine.staging import Staging
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.lazy.source import Shard, Stored, Wanted
+from fastckpt.plan.boxes import Box, covers, intersect
+from fastckpt.storage.file_system import Storage
+
+
+class _Chunk(NamedTuple):
+    """A stored part of a tensor: its file, its item there, and its box in the tensor."""
+
+    path: str
+    offset: int
+    nbytes: int
+    box: Box
+
+
+class ItemsSource:
+    """A Source of the tensors that a `.metadata` file describes.
+
+    Args:
+        storage, staging: read the files.
+        path: the directory.
+
+    Raises:
+        CorruptCheckpoint: the metadata is damaged. IncompatibleCheckpoint: it is of another format.
+        StorageError: it cannot be read. pickle.UnpicklingError: it names classes that such a file
+            need not have.
+    """
+
+    kind = "a directory of torch.distributed.checkpoint"
+
+    def __init__(self, storage: Storage, staging: Staging, path: str) -> None:
+        self._storage, self._staging = storage, staging
+        metadata = dcp_metadata.read(storage, os.path.join(path, dcp_metadata.NAME), True)
+        self._chunks: dict[str, list[_Chunk]] = {}
+        self.tensors: dict[str, Stored] = {}
+        for name, stored in metadata.state_dict_metadata.items():
+            if not isinstance(stored, TensorStorageMetadata):
+                continue
+            chunks = self._chunks[name] = []
+            for chunk in stored.chunks:
+                info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+                if info is None:
+                    raise CorruptCheckpoint(f"{path!r} does not tell where {name!r} lies")
+                if getattr(info, "transform_descriptors", None):
+                    raise IncompatibleCheckpoint(f"{path!r} stores {name!r} compressed")
+                file = os.path.join(path, info.relative_path)
+                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+                chunks.append(_Chunk(file, info.offset, info.length, box))
+            self.tensors[name] = Stored(
+                stored.properties.dtype,
+                tuple(stored.size),
+                tuple(Shard(chunk.path, chunk.box) for chunk in chunks),
+            )
+        files = {chunk.path for chunks in self._chunks.values() for chunk in chunks}
+        self.is_verified = all(OURS.fullmatch(os.path.basename(file)) for file in files)
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        requests: dict[str, list[tuple[Request, torch.Tensor]]] = {}
+        names: dict[str, dict[int, str]] = {}
+        for want in wanted:
+            parts = []
+            for chunk in self._chunks[want.name]:
+                part = intersect(chunk.box, want.box)
+                if part is None or not part.numel:
+                    continue
+                parts.append(part)
+                begin = tuple(map(int.__sub__, part.offsets, chunk.box.offsets))
+                sizes, dtype = chunk.box.sizes, want.target.dtype
+                request = Request(chunk.offset, chunk.nbytes, dtype, sizes, begin, part.sizes)
+                at = tuple(map(int.__sub__, part.offsets, want.box.offsets))
+                places = tuple(slice(a, a + n) for a, n in zip(at, part.sizes, strict=True))
+                requests.setdefault(chunk.path, []).append((request, want.target[places]))
+                names.setdefault(chunk.path, {})[chunk.offset] = want.name
+            if want.box.numel and not covers(want.box, parts):
+                raise CorruptCheckpoint(f"the checkpoint does not hold all of {want.name!r} once")
+        for path, its in requests.items():
+            its.sort(key=lambda pair: pair[0].offset)
+            asked = [request for request, _target in its]
+            told = partial(names.__getitem__, path)
+            with ItemsFile(self._storage, self._staging, path, asked, told) as file:
+                for request, target in its:
+                    if prod(request.lengths):
+                        file.read(request, target)
+                file.arrive()
+
+    def close(self) -> None:
+        """Holds nothing open between reads."""

@@ -1,0 +1,134 @@
+"""What a path holds, found by what lies there rather than by its name, and opened as a Source.
+
+It must not know how a format is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+from contextlib import ExitStack
+
+from fastckpt.directories import dcp_metadata
+from fastckpt.engine.staging import Staging
+from fastckpt.errors import CheckpointError, CorruptCheckpoint
+from fastckpt.formats.manifest import MANIFEST
+from fastckpt.lazy.items import ItemsSource
+from fastckpt.lazy.safetensors_files import INDEX_SUFFIX, hugging_face_directory, safetensors_file
+from fastckpt.lazy.source import Source
+from fastckpt.lazy.step import StepSource
+from fastckpt.lazy.torch_file import torch_file
+from fastckpt.reading.verified import opened_regular
+from fastckpt.steps.no_steps import what_is_there
+from fastckpt.steps.root import Steps
+from fastckpt.storage.file_system import Storage, reported
+
+log = logging.getLogger("fastckpt")
+
+_ZIP, _JSON_AT = b"PK\x03\x04", 8
+_SAFETENSORS = ".safetensors"
+_TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron
+_TRACKER_BYTES_MAX = 64
+_ITERATION = re.compile(r"\s*(\d{1,18})\s*")
+
+
+def opened(storage: Storage, staging: Staging, path: str) -> tuple[str, Source]:
+    """Returns what a path holds, and the path of that: of a root the newest whole step.
+
+    Raises:
+        CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: its format is of another version.
+        CheckpointError: it is no checkpoint of a known format.
+        StorageError: it does not exist, or cannot be read.
+        pickle.UnpicklingError: a `.metadata` file names classes that it need not have.
+    """
+    with reported("open", path):
+        if not os.path.exists(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        path = os.path.realpath(path)
+        is_directory = storage.is_directory(path)
+    if is_directory:
+        return _directory(storage, staging, path)
+    return path, _file(storage, staging, path)
+
+
+def _file(storage: Storage, staging: Staging, path: str) -> Source:
+    with ExitStack() as files:
+        fd = files.enter_context(opened_regular(storage, path))
+        with reported("read", path):
+            head = storage.read_at(fd, min(storage.size(fd), _JSON_AT + 1), 0)
+        if head.startswith(_ZIP):
+            make = torch_file
+        elif path.endswith(_SAFETENSORS) or head[_JSON_AT:] == b"{":
+            make = safetensors_file
+        else:
+            raise CheckpointError(
+                f"{path!r} is neither a zip file of torch.save nor a safetensors file: pass the "
+                "checkpoint's directory, if it is a file of one"
+            )
+        closing = ExitStack()
+        source = make(storage, staging, fd, path, closing.close)
+        closing.push(files.pop_all())
+        return source
+
+
+def _directory(storage: Storage, staging: Staging, path: str) -> tuple[str, Source]:
+    with reported("list", path):
+        names = {*storage.names(path)}
+    if MANIFEST in names:
+        root, name = os.path.split(path)
+        return path, _step(storage, staging, Steps(storage, root), name)
+    if dcp_metadata.NAME in names:
+        return path, ItemsSource(storage, staging, path)
+    indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
+    if indexes:
+        index = f"model{INDEX_SUFFIX}" if f"model{INDEX_SUFFIX}" in indexes else indexes[0]
+        return path, hugging_face_directory(storage, staging, path, index)
+    files = [name for name in names if name.endswith(_SAFETENSORS)]
+    if len(files) == 1:
+        file = os.path.join(path, files[0])
+        return file, _file(storage, staging, os.path.realpath(file))
+    if _TRACKER in names:
+        return _directory(storage, staging, _iteration(storage, path))
+    return _newest(storage, staging, path)
+
+
+def _iteration(storage: Storage, path: str) -> str:
+    """Returns the directory of the iteration that Megatron's tracker names."""
+    tracker = os.path.join(path, _TRACKER)
+    with reported("read", tracker):
+        said = storage.read_file(tracker, _TRACKER_BYTES_MAX).decode(errors="replace")
+    found = _ITERATION.fullmatch(said)
+    if found is None and said.strip() != "release":
+        raise CorruptCheckpoint(f"{tracker!r} says {said!r}, must be the number of an iteration")
+    name = "release" if found is None else f"iter_{int(found[1]):07d}"
+    directory = os.path.join(path, name)
+    with reported("open", directory):
+        if not storage.is_directory(directory):
+            raise FileNotFoundError(errno.ENOENT, f"{_TRACKER} names it, but it does not exist")
+    return directory
+
+
+def _step(storage: Storage, staging: Staging, steps: Steps, name: str) -> Source:
+    with ExitStack() as holding:
+        holding.enter_context(steps.hold(name))
+        closing = ExitStack()
+        source = StepSource(storage, staging, steps, name, closing.close)
+        closing.push(holding.pop_all())
+        return source
+
+
+def _newest(storage: Storage, staging: Staging, root: str) -> tuple[str, Source]:
+    """Opens the newest step under a root that is not seen to be damaged."""
+    steps = Steps(storage, root)
+    problems: list[CheckpointError] = []
+    for item in steps.survey()[0]:
+        try:
+            return steps.path(item.name), _step(storage, staging, steps, item.name)
+        except CorruptCheckpoint as error:
+            log.warning("skipping %s: %s", steps.path(item.name), error)
+            problems.append(error)
+    if problems:
+        raise CorruptCheckpoint(f"no step under {root!r} is whole: {problems[0]}")
+    raise CheckpointError(f"{root!r} holds no checkpoint of a known format: {what_is_there(steps)}")

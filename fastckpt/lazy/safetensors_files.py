@@ -1,0 +1,113 @@
+"""Safetensors files, opened for random access: one alone, or those of a Hugging Face directory.
+
+It must not know how bytes are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from fastckpt.engine.staging import Staging
+from fastckpt.errors import CorruptCheckpoint
+from fastckpt.formats import safetensors
+from fastckpt.formats.strict_json import decode, shown
+from fastckpt.lazy.extents import Extent, ExtentsSource
+from fastckpt.plan.boxes import row_major
+from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
+from fastckpt.reading.verified import Body, opened_regular
+from fastckpt.storage.file_system import Storage, naming, reported
+
+INDEX_SUFFIX = ".safetensors.index.json"
+_INDEX_BYTES_MAX = 1 << 30
+
+_Tensors = dict[str, tuple[torch.dtype, tuple[int, ...], Extent]]
+
+
+def safetensors_file(
+    storage: Storage, staging: Staging, fd: int, path: str, close: Callable[[], None]
+) -> ExtentsSource:
+    """Opens one file, which stays open until `close` is called.
+
+    Raises:
+        CorruptCheckpoint: its header is malformed. StorageError: it cannot be read.
+    """
+    body, tensors = _opened(storage, staging, fd, path, 0)
+    return ExtentsSource("a safetensors file", staging, [body], tensors, close)
+
+
+def hugging_face_directory(
+    storage: Storage, staging: Staging, path: str, index: str
+) -> ExtentsSource:
+    """Opens the files that an index names.
+
+    Args:
+        path: the directory.
+        index: the name of the index in it.
+
+    Raises:
+        CorruptCheckpoint: the index or a file is malformed, or a file or tensor is missing.
+        StorageError: a file cannot be read.
+    """
+    index_path = os.path.join(path, index)
+    with reported("read", index_path):
+        content = storage.read_file(index_path, _INDEX_BYTES_MAX)
+    with naming(index_path):
+        file_of = _weight_map(content)
+    bodies: list[Body] = []
+    tensors: _Tensors = {}
+    with ExitStack() as files:
+        for number, name in enumerate(dict.fromkeys(file_of.values())):
+            file = os.path.join(path, name)
+            fd = files.enter_context(opened_regular(storage, file, f"{file!r} is missing"))
+            body, its = _opened(storage, staging, fd, file, number)
+            bodies.append(body)
+            for key, found in its.items():
+                if file_of.get(key) == name:
+                    tensors[key] = found
+        missing = next((key for key in file_of if key not in tensors), None)
+        if missing is not None:
+            raise CorruptCheckpoint(
+                f"{index_path!r} says that {shown(missing)} is in {file_of[missing]!r}, which does "
+                "not have it"
+            )
+        ordered = {key: tensors[key] for key in file_of}
+        close = files.pop_all().close
+    return ExtentsSource("a Hugging Face directory", staging, bodies, ordered, close)
+
+
+def _weight_map(content: bytes) -> dict[str, str]:
+    """Returns the file of each tensor, as an index says."""
+    try:
+        index = decode(content)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"the index is malformed: {error}") from None
+    found = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise CorruptCheckpoint("the index has no weight_map of file names")
+    for name in set(found.values()):
+        if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
+            raise CorruptCheckpoint(f"{shown(name)} is not a name of a file in the directory")
+    return found
+
+
+def _opened(
+    storage: Storage, staging: Staging, fd: int, path: str, number: int
+) -> tuple[Body, _Tensors]:
+    with reported("read", path):
+        nbytes = storage.size(fd)
+        head = storage.read_at(fd, min(nbytes, safetensors.LENGTH_BYTES), 0)
+    with naming(path):
+        size = safetensors.header_nbytes(head, nbytes)
+        with reported("read", path):
+            head = storage.read_at(fd, size, 0)
+        found = safetensors.parse(head, nbytes)
+    body = Body(staging, fd, path, BlockChecksums(nbytes, BLOCK_BYTES, (), b""))
+    tensors = {
+        name: (at.dtype, at.shape, Extent(number, at.begin, row_major(at.shape)))
+        for name, at in found.items()
+    }
+    return body, tensors

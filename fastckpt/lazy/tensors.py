@@ -1,0 +1,203 @@
+"""LazyTensors and LazyTensor: a checkpoint's tensors by name, which are read when they are indexed.
+
+It must not know formats or files.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from typing import Any
+
+import torch
+
+from fastckpt.arguments.near_names import instead_of
+from fastckpt.lazy.selection import selected, whole
+from fastckpt.lazy.source import Shard, Source, Stored, Wanted
+from fastckpt.plan.boxes import Box
+
+
+class LazyTensors(Mapping[str, "LazyTensor"]):
+    """The tensors of an open checkpoint, by name; made by fastckpt.open().
+
+    Several threads may read at a time. Close it, or use it in a `with` statement: until then files
+    are open, and a step of a Checkpointer is kept from being removed.
+
+    Attributes:
+        path: the path that was opened; for a root, that of the step.
+        kind: what it is, in words, such as "a step of fastckpt".
+        is_verified: whether every byte that is read is compared with a checksum first. Only files
+            that fastckpt wrote have checksums of their blocks.
+    """
+
+    def __init__(self, path: str, source: Source) -> None:
+        self.path = path
+        self.kind, self.is_verified = source.kind, source.is_verified
+        self._source = source
+        self._lock = threading.Lock()
+        self._ahead: dict[str, tuple[torch.device, Future[dict[str, torch.Tensor]]]] = {}
+        self._reader: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        stored = self._source.tensors.get(name)
+        if stored is None:
+            raise KeyError(f"{self.path!r} holds no tensor {name!r}{instead_of([name], self)}")
+        return LazyTensor(self, name, stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._source.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.tensors)
+
+    def __len__(self) -> int:
+        return len(self._source.tensors)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tensors of {self.path!r}, {self.kind}>"
+
+    def prefetch(self, names: Iterable[str], device: str | torch.device = "cpu") -> None:
+        """Begins to read whole tensors in the background, which the next access to each takes.
+
+        Tensors of one call are read together; calls are served in their order. They take memory
+        until they are taken or this is closed.
+
+        Args:
+            names: the tensors.
+            device: where they go to.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+            ValueError: this is closed.
+        """
+        wanted = [self[name] for name in names]
+        where = torch.device(device)
+        with self._lock:
+            self._check_open()
+            new = [tensor for tensor in wanted if tensor.name not in self._ahead]
+            if not new:
+                return
+            if self._reader is None:
+                self._reader = ThreadPoolExecutor(1, "fastckpt-prefetch")
+            future = self._reader.submit(self._read_all, new, where)
+            self._ahead.update({tensor.name: (where, future) for tensor in new})
+
+    def _read_all(self, tensors: list[LazyTensor], device: torch.device) -> dict[str, torch.Tensor]:
+        targets = {
+            tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            for tensor in tensors
+        }
+        self._source.read(
+            [Wanted(name, whole(target.shape), target) for name, target in targets.items()]
+        )
+        return targets
+
+    def _taken(self, name: str) -> torch.Tensor | None:
+        """Returns a tensor that was read ahead, once; None if it was not asked for."""
+        with self._lock:
+            self._check_open()
+            found = self._ahead.pop(name, None)
+        return None if found is None else found[1].result().pop(name)
+
+    def read(self, name: str, box: Box, device: torch.device) -> torch.Tensor:
+        """Returns a rectangle of a tensor; LazyTensor does this for an index."""
+        ahead = self._taken(name)
+        if ahead is not None:
+            part = tuple(slice(at, at + n) for at, n in zip(box.offsets, box.sizes, strict=True))
+            return ahead[part].to(device)
+        dtype = self._source.tensors[name].dtype
+        target = torch.empty(box.sizes, dtype=dtype, device=device)
+        self._source.read([Wanted(name, box, target)])
+        return target
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"{self.path!r} is closed")
+
+    def close(self) -> None:
+        """Closes the files, after reads under way; idempotent."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+            reader, self._reader = self._reader, None
+            self._ahead.clear()
+        if closed:
+            return
+        try:
+            if reader is not None:
+                reader.shutdown(cancel_futures=True)
+        finally:
+            self._source.close()
+
+    def __enter__(self) -> LazyTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LazyTensor:
+    """A tensor of an open checkpoint, of which `tensor[...]` reads only what is asked for.
+
+    An index has integers, slices with steps from 1 on, None and "...", as for a torch.Tensor, and
+    gives a new torch.Tensor. `tensor[...]` reads all of it.
+
+    Attributes:
+        name: its name in the checkpoint.
+        dtype, shape: the stored tensor's.
+        shards: the path of each file that holds a part of it, and the part's offsets and sizes.
+    """
+
+    def __init__(self, tensors: LazyTensors, name: str, stored: Stored) -> None:
+        self._tensors = tensors
+        self.name = name
+        self.dtype: torch.dtype = stored.dtype
+        self.shape = torch.Size(stored.shape)
+        self.shards: tuple[Shard, ...] = stored.shards
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole tensor, in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def numel(self) -> int:
+        """Returns the number of elements."""
+        return prod(self.shape)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a tensor without dimensions")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Reads a part, to the CPU.
+
+        Raises:
+            IndexError, ValueError, TypeError: the index is out of range, or cannot be read.
+            CorruptCheckpoint: the part is damaged. StorageError: it cannot be read.
+        """
+        return self._part(index, torch.device("cpu"))
+
+    def read(self, device: str | torch.device = "cpu", index: Any = ...) -> torch.Tensor:
+        """Reads a part to a device; raises as `tensor[index]`.
+
+        Args:
+            device: where the result lies.
+            index: as that of `tensor[index]`; default: the whole tensor.
+        """
+        return self._part(index, torch.device(device))
+
+    def _part(self, index: Any, device: torch.device) -> torch.Tensor:
+        box, rest = selected(index, self.shape)
+        return self._tensors.read(self.name, box, device)[rest]
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"<{self.name}: {dtype} {list(self.shape)}, not read>"

@@ -1,0 +1,282 @@
+"""fastckpt.open() gives what a load gives, of any kind of checkpoint, and reads little for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+import fastckpt
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.bool),
+)
+INDEXES: list[Any] = [
+    ...,
+    0,
+    -1,
+    slice(2, 5),
+    slice(None, None, 3),
+    slice(7, 2),
+    (slice(1, 4), 2),
+    (..., slice(0, 3)),
+    (None, 1, ..., slice(1, None, 2)),
+    (),
+]
+
+
+def flat() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    made = {
+        f"w.{str(dtype)[6:]}": torch.randint(0, 2, (9, 5), generator=generator).to(dtype)
+        for dtype in DTYPES
+    }
+    made["large"] = torch.randn(300, 1100, generator=generator)
+    made["scalar"] = torch.tensor(3.5)
+    made["empty"] = torch.zeros(0, 4)
+    return made
+
+
+def by_fastckpt(state: dict[str, torch.Tensor], disk: Path) -> Path:
+    fastckpt.save(state, disk / "a.pt").result(60)
+    return disk / "a.pt"
+
+
+def by_torch(state: dict[str, torch.Tensor], disk: Path) -> Path:
+    torch.save(state, disk / "b.pt")
+    return disk / "b.pt"
+
+
+def by_safetensors(state: dict[str, torch.Tensor], disk: Path) -> Path:
+    safetensors.torch.save_file(state, disk / "c.safetensors")
+    return disk / "c.safetensors"
+
+
+def hugging_face(state: dict[str, torch.Tensor], disk: Path) -> Path:
+    files = {"model-1.safetensors": {}, "model-2.safetensors": {}}
+    weight_map = {}
+    for number, (name, tensor) in enumerate(state.items()):
+        file = [*files][number % 2]
+        files[file][name] = tensor
+        weight_map[name] = file
+    for file, content in files.items():
+        safetensors.torch.save_file(content, disk / file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (disk / "model.safetensors.index.json").write_text(json.dumps(index))
+    return disk
+
+
+def steps(state: dict[str, torch.Tensor], disk: Path) -> Path:
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, {"w": torch.zeros(3)})
+        checkpointer.save(2, state).result(60)
+    return disk / "run"
+
+
+def compressed(state: dict[str, torch.Tensor], disk: Path) -> Path:
+    with fastckpt.Checkpointer(disk / "run", codec="zstd") as checkpointer:
+        checkpointer.save(2, state).result(60)
+    return disk / "run" / "step-00000002"
+
+
+def dcp_by_torch(state: dict[str, torch.Tensor], disk: Path) -> Path:
+    dcp.save(dict(state), checkpoint_id=disk / "dcp")
+    return disk / "dcp"
+
+
+def dcp_by_fastckpt(state: dict[str, torch.Tensor], disk: Path) -> Path:
+    from fastckpt.integrations.dcp import Writer
+
+    dcp.save(dict(state), storage_writer=Writer(disk / "dcp"))
+    return disk / "dcp"
+
+
+KINDS = {
+    "fastckpt": (by_fastckpt, True),
+    "torch": (by_torch, False),
+    "safetensors": (by_safetensors, False),
+    "hugging face": (hugging_face, False),
+    "root": (steps, True),
+    "compressed step": (compressed, True),
+    "dcp of torch": (dcp_by_torch, False),
+    "dcp of fastckpt": (dcp_by_fastckpt, True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_are_those_of_the_tensor(kind: str, disk: Path) -> None:
+    state = flat()
+    make, is_verified = KINDS[kind]
+    with fastckpt.open(make(state, disk)) as tensors:
+        assert {*tensors} == {*state} and len(tensors) == len(state)
+        assert tensors.is_verified == is_verified
+        for name, expected in state.items():
+            lazy = tensors[name]
+            assert (lazy.dtype, lazy.shape, lazy.nbytes) == (
+                expected.dtype,
+                expected.shape,
+                expected.numel() * expected.itemsize,
+            )
+            assert all(os.path.exists(shard.path) for shard in lazy.shards)
+            same(lazy[...], expected)
+        for index in INDEXES:
+            same(tensors["w.bfloat16"][index], state["w.bfloat16"][index])
+            same(tensors["large"][index], state["large"][index])
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert (
+        torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+        if found.ndim and found.numel()
+        else found.tolist() == expected.tolist()
+    )
+
+
+def test_views_of_one_storage(disk: Path) -> None:
+    base = torch.arange(60.0)
+    views = {
+        "base": base,
+        "t": base.view(6, 10).t(),
+        "step": base[3::7],
+        "expanded": base[:5].expand(4, 5),
+        "overlapping": base.as_strided((4, 6), (3, 1), 2),
+        "nested": [{"of": base.view(3, 4, 5).permute(2, 0, 1)}, "text"],
+    }
+    fastckpt.save(views, disk / "a.pt").result(60)
+    with fastckpt.open(disk / "a.pt") as tensors:
+        flat = {**views, "nested/0/of": views["nested"][0]["of"]}  # type: ignore[index]
+        del flat["nested"]
+        assert {*tensors} == {*flat}
+        for name, expected in flat.items():
+            assert torch.equal(tensors[name][...], expected), name  # type: ignore[arg-type]
+            assert torch.equal(tensors[name][1:3], expected[1:3]), name  # type: ignore[index]
+
+
+class Exploding:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch exploded",)
+
+
+def test_no_code_of_the_file_is_run(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(disk)
+    torch.save({"w": torch.ones(3), "x": Exploding()}, disk / "a.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert [*tensors] == ["w"] and tensors["w"][...].tolist() == [1, 1, 1]
+    assert not (disk / "exploded").exists()
+
+
+def test_only_the_blocks_asked_for_are_read(disk: Path) -> None:
+    state = {"w": torch.randn(16 << 20)}  # 64 MiB, 8 blocks
+    fastckpt.save(state, disk / "a.pt").result(60)
+    content = bytearray((disk / "a.pt").read_bytes())
+    content[60 << 20] ^= 1
+    (disk / "a.pt").write_bytes(content)
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert torch.equal(tensors["w"][: 1 << 20], state["w"][: 1 << 20])
+        with pytest.raises(CorruptCheckpoint, match="data/0"):
+            tensors["w"][15 << 20 :]
+
+
+def test_prefetch_reads_ahead_and_gives_each_once(disk: Path) -> None:
+    state = flat()
+    with fastckpt.open(by_fastckpt(state, disk)) as tensors:
+        tensors.prefetch(["large", "scalar"])
+        tensors.prefetch(["large"])
+        assert torch.equal(tensors["large"][3], state["large"][3])
+        assert torch.equal(tensors["large"][...], state["large"])
+        tensors.prefetch(["empty"])
+    with pytest.raises(ValueError, match="is closed"):
+        tensors["large"][0]
+
+
+def test_threads_read_at_a_time(disk: Path) -> None:
+    state = {f"w{i}": torch.randn(200_000) for i in range(12)}
+    with fastckpt.open(steps(state, disk)) as tensors:
+        found: dict[str, torch.Tensor] = {}
+
+        def read(name: str) -> None:
+            found[name] = tensors[name][...]
+
+        threads = [threading.Thread(target=read, args=(name,)) for name in state]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_an_open_step_is_not_removed(disk: Path) -> None:
+    with fastckpt.Checkpointer(disk / "run", keep_last=1) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(1 << 20)}).result(60)
+        with fastckpt.open(disk / "run") as tensors:
+            for step in (2, 3):
+                checkpointer.save(step, {"w": torch.zeros(1 << 20)}).result(60)
+            assert tensors["w"][:3].tolist() == [1, 1, 1]
+        checkpointer.save(4, {"w": torch.zeros(3)}).result(60)
+
+
+def nothing(disk: Path) -> Path:
+    return disk / "missing"
+
+
+def text(disk: Path) -> Path:
+    (disk / "a.txt").write_text("not a checkpoint")
+    return disk / "a.txt"
+
+
+def cut(disk: Path) -> Path:
+    path = by_torch(flat(), disk)
+    path.write_bytes(path.read_bytes()[:5000])
+    return path
+
+
+def hostile(disk: Path) -> Path:
+    path = disk / "h.pt"
+    torch.save({"w": torch.ones(3)}, path)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(pickle.dumps(3, 2)[2:4], b"K\xff", 1))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (nothing, StorageError, "ENOENT"),
+        (text, CheckpointError, "neither a zip file"),
+        (cut, CheckpointError, "no zip file"),
+        (lambda disk: disk, CheckpointError, "the directory is empty"),
+    ],
+)
+def test_what_is_no_checkpoint_is_told(
+    make: Callable[[Path], Path], error: type[Exception], words: str, disk: Path
+) -> None:
+    with pytest.raises(error, match=words):
+        fastckpt.open(make(disk))
+
+
+@pytest.mark.parametrize("index", [[0], torch.ones(2).bool(), True, 1.0, "a"])
+def test_other_indexes_are_refused(index: Any, disk: Path) -> None:
+    with fastckpt.open(by_torch(flat(), disk)) as tensors:
+        with pytest.raises(TypeError, match="is indexed by integers, slices"):
+            tensors["large"][index]
+        with pytest.raises(IndexError):
+            tensors["large"][0, 0, 0]
+        with pytest.raises(IndexError):
+            tensors["large"][300]
+        with pytest.raises(ValueError, match="step"):
+            tensors["large"][::-1]
+        with pytest.raises(KeyError, match="large"):
+            tensors["larg"]
