@@ -1,6 +1,7 @@
 """fastckpt: asynchronous checkpoints for PyTorch. The public names, nothing else."""
 
-from fastckpt.api import load, open, prepare, save
+from fastckpt.api import load, prepare, save
+from fastckpt.api import open as open  # not in __all__: `import *` must not hide the built-in
 from fastckpt.checkpointer import Checkpointer
 from fastckpt.errors import (
     BackendUnavailable,

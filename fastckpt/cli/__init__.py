@@ -1,4 +1,4 @@
-"""The command line: `fastckpt advise`, `verify` and `doctor`, and their exit status.
+"""The command line: `fastckpt inspect`, `diff`, `advise`, `verify`, `doctor`, their exit status.
 
 The module must not know how any of them does its work.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import fastckpt
-from fastckpt.cli import advise, doctor, verify
+from fastckpt.cli import advise, diff, doctor, inspect, verify
 from fastckpt.errors import CheckpointError
 
 
@@ -19,15 +19,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command, of sys.argv by default.
 
     Returns:
-        The exit status: 0; 1 if something is damaged or could not be done; 3 if `verify` could not
-            read something; 130 if interrupted. Wrong arguments end the process with status 2.
+        The exit status: 0; 1 if something is damaged or could not be done, or if `diff` found
+            differences; 3 if `verify` could not read something; 130 if interrupted. Wrong arguments
+            end the process with status 2.
     """
     parser = argparse.ArgumentParser(
         prog="fastckpt", description="Asynchronous, durable checkpoints for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (advise, verify, doctor):
+    for command in (inspect, diff, verify, doctor, advise):
         command.add_arguments(commands)
     parsed = parser.parse_args(arguments)
     try:

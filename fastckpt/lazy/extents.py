@@ -54,6 +54,7 @@ class ExtentsSource:
         close: Callable[[], None],
     ) -> None:
         self.kind = kind
+        self.facts: dict[str, str] = {"files": str(len(bodies))}
         self.is_verified = all(body.index.block_crcs for body in bodies if body.index.body_nbytes)
         self.tensors = {
             name: Stored(dtype, shape, (Shard(bodies[at.file].path, whole(shape)),))

@@ -71,6 +71,7 @@ class ItemsSource:
                 tuple(Shard(chunk.path, chunk.box) for chunk in chunks),
             )
         files = {chunk.path for chunks in self._chunks.values() for chunk in chunks}
+        self.facts = {"files": str(len(files))}
         self.is_verified = all(OURS.fullmatch(os.path.basename(file)) for file in files)
 
     def read(self, wanted: Sequence[Wanted]) -> None:

@@ -44,12 +44,16 @@ class Source(Protocol):
 
     Attributes:
         kind: the format, in words.
+        facts: what else the checkpoint tells of itself, such as who wrote it, by name.
         is_verified: whether every byte that is read is compared with a checksum.
         tensors: what is there, by name, in the order of the checkpoint.
     """
 
     @property
     def kind(self) -> str: ...
+
+    @property
+    def facts(self) -> Mapping[str, str]: ...
 
     @property
     def is_verified(self) -> bool: ...

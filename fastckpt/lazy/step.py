@@ -43,6 +43,12 @@ class StepSource:
         copies = StepCopies(storage, staging, [path])
         self._reader = StepReader(staging, path, manifest, copies)
         self._close = close
+        self.facts = {
+            "step": str(manifest.step),
+            "saved": manifest.created,
+            "ranks": str(manifest.world_size),
+            "files": str(1 + len(manifest.writers)),
+        }
         self.tensors: dict[str, Stored] = {}
         shards: dict[str, list[Shard]] = {}
         for file, piece in self._reader.pieces():

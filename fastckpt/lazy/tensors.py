@@ -28,6 +28,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
     Attributes:
         path: the path that was opened; for a root, that of the step.
         kind: what it is, in words, such as "a step of fastckpt".
+        facts: what else the checkpoint tells of itself, by name: the number of "files", and for a
+            step its number ("step"), when it was "saved", and by how many "ranks".
         is_verified: whether every byte that is read is compared with a checksum first. Only files
             that fastckpt wrote have checksums of their blocks.
     """
@@ -35,6 +37,7 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
     def __init__(self, path: str, source: Source) -> None:
         self.path = path
         self.kind, self.is_verified = source.kind, source.is_verified
+        self.facts = dict(source.facts)
         self._source = source
         self._lock = threading.Lock()
         self._ahead: dict[str, tuple[torch.device, Future[dict[str, torch.Tensor]]]] = {}

@@ -1,0 +1,155 @@
+"""`fastckpt inspect` and `diff` tell what is in a checkpoint, and run nothing of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt.cli import main
+
+
+def saved(disk: Path, name: str, **tensors: torch.Tensor) -> str:
+    torch.save(tensors, disk / name)
+    return str(disk / name)
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
+    assert main([*arguments, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_inspect_lists_a_root(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"model": {"w": torch.ones(600, 600), "b": torch.ones(3, dtype=torch.bfloat16)}}
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(7, state).result(60)
+    root = str(disk / "run")
+    found = told(capsys, "inspect", root)
+    assert found["kind"] == "a step of fastckpt" and found["verified"]
+    assert (found["step"], found["ranks"], found["tensors"]) == ("7", "1", 2)
+    assert {
+        row["name"]: (row["dtype"], row["shape"], row["nbytes"]) for row in found["content"]
+    } == {
+        "model/w": ("float32", [600, 600], 1_440_000),
+        "model/b": ("bfloat16", [3], 6),
+    }
+    assert main(["inspect", root, "--glob", "*/w"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "step 7" in lines[0] and lines[1].startswith("1 tensors")
+    assert lines[2].split() == [
+        "model/w",
+        "float32",
+        "[600,",
+        "600]",
+        "1.37",
+        "MiB",
+        lines[2].split()[-1],
+    ]
+
+
+def test_inspect_reads_no_tensor(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fastckpt.save({"w": torch.ones(6 << 20)}, disk / "a.pt").result(60)
+    content = bytearray((disk / "a.pt").read_bytes())
+    content[20 << 20] ^= 1  # would be damage, if it were read
+    (disk / "a.pt").write_bytes(content)
+    assert told(capsys, "inspect", str(disk / "a.pt"))["tensors"] == 1
+
+
+class Exploding:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch exploded",)
+
+
+def text_file(disk: Path) -> None:
+    (disk / "x").write_text("text")
+
+
+def cut_file(disk: Path) -> None:
+    fastckpt.save(torch.ones(1000), disk / "x").result(60)
+    os.truncate(disk / "x", 2000)
+
+
+def empty_directory(disk: Path) -> None:
+    (disk / "x").mkdir()
+
+
+def exploding(disk: Path) -> None:
+    torch.save(Exploding(), disk / "x")
+
+
+@pytest.mark.parametrize("make", [None, text_file, cut_file, empty_directory])
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_what_cannot_be_opened_is_one_line(
+    command: str, make: Any, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if make is not None:
+        make(disk)
+    path = str(disk / "x")
+    assert main([command, *[path] * (1 + (command == "diff"))]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"fastckpt {command}: ") and err.count("\n") == 1
+    assert path in err
+
+
+def test_nothing_of_a_checkpoint_is_run(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(disk)
+    exploding(disk)
+    assert told(capsys, "inspect", "x")["tensors"] == 0
+    assert main(["diff", "x", "x"]) == 0
+    assert not (disk / "exploded").exists()
+
+
+def test_diff_of_equal_checkpoints_in_two_formats(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {
+        "w": torch.randn(300, 300),
+        "n": torch.tensor([math.nan, -0.0]),
+        "s": torch.tensor(1),
+    }
+    a = saved(disk, "a.pt", **tensors)
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, tensors).result(60)
+    assert told(capsys, "diff", a, str(disk / "run"))["equal"] == 3
+
+
+def test_diff_tells_what_differs(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    w = torch.zeros(100, 10)
+    other = w.clone()
+    other[3, :5] = -2.5
+    a = saved(disk, "a.pt", w=w, here=w, t=w, u=w, zero=torch.zeros(2), same=w)
+    minus = -torch.zeros(2)
+    b = saved(disk, "b.pt", w=other, there=w, t=w.int(), u=w[1:], zero=minus, same=w)
+    found = told(capsys, "diff", a, b, status=1)
+    assert (found["only_a"], found["only_b"], found["equal"]) == (["here"], ["there"], 1)
+    different = {each["name"]: each for each in found["different"]}
+    assert different["w"]["changed"] == pytest.approx(5 / 1000) and different["w"]["max_abs"] == 2.5
+    assert (different["t"]["what"], different["u"]["what"]) == ("dtype", "shape")
+    assert (different["zero"]["changed"], different["zero"]["max_abs"]) == (1.0, 0.0), (
+        "-0.0 is not 0.0"
+    )
+    assert main(["diff", a, b, "--glob", "w"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "w: 0.50% of its elements differ, by up to 2.5",
+        "0 of 1 tensors are equal",
+    ]
+
+
+def test_diff_compares_in_parts(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastckpt.cli.diff._PART_BYTES", 1000)
+    w = torch.randn(1000, 7)
+    other = w.clone()
+    other[999, 6] += 1
+    a, b = saved(disk, "a.pt", w=w), saved(disk, "b.pt", w=other)
+    (found,) = told(capsys, "diff", a, b, status=1)["different"]
+    assert found["changed"] == pytest.approx(1 / 7000)
