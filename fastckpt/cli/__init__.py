@@ -1,4 +1,4 @@
-"""The command line: `fastckpt inspect`, `diff`, `advise`, `verify`, `doctor`, their exit status.
+"""The command line: `fastckpt ls`, `inspect`, `diff`, `verify`, `doctor`, `advise`, their statuses.
 
 The module must not know how any of them does its work.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import fastckpt
-from fastckpt.cli import advise, diff, doctor, inspect, verify
+from fastckpt.cli import advise, diff, doctor, inspect, ls, verify
 from fastckpt.errors import CheckpointError
 
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (inspect, diff, verify, doctor, advise):
+    for command in (ls, inspect, diff, verify, doctor, advise):
         command.add_arguments(commands)
     parsed = parser.parse_args(arguments)
     try:

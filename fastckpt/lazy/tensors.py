@@ -6,8 +6,8 @@ It must not know formats or files.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from math import prod
 from typing import Any
 
@@ -39,8 +39,9 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         self.kind, self.is_verified = source.kind, source.is_verified
         self.facts = dict(source.facts)
         self._source = source
-        self._lock = threading.Lock()
-        self._ahead: dict[str, tuple[torch.device, Future[dict[str, torch.Tensor]]]] = {}
+        self._lock = threading.Condition()
+        self._reads = 0  # under way; the files stay open until they have ended
+        self._ahead: dict[str, Future[dict[str, torch.Tensor]]] = {}
         self._reader: ThreadPoolExecutor | None = None
         self._closed = False
 
@@ -86,24 +87,36 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             if self._reader is None:
                 self._reader = ThreadPoolExecutor(1, "fastckpt-prefetch")
             future = self._reader.submit(self._read_all, new, where)
-            self._ahead.update({tensor.name: (where, future) for tensor in new})
+            self._ahead.update({tensor.name: future for tensor in new})
 
     def _read_all(self, tensors: list[LazyTensor], device: torch.device) -> dict[str, torch.Tensor]:
         targets = {
             tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             for tensor in tensors
         }
-        self._source.read(
-            [Wanted(name, whole(target.shape), target) for name, target in targets.items()]
-        )
+        self._read([Wanted(name, whole(its.shape), its) for name, its in targets.items()])
         return targets
+
+    def _read(self, wanted: Sequence[Wanted]) -> None:
+        with self._lock:
+            self._check_open()
+            self._reads += 1
+        try:
+            self._source.read(wanted)
+        finally:
+            with self._lock:
+                self._reads -= 1
+                self._lock.notify_all()
 
     def _taken(self, name: str) -> torch.Tensor | None:
         """Returns a tensor that was read ahead, once; None if it was not asked for."""
         with self._lock:
             self._check_open()
             found = self._ahead.pop(name, None)
-        return None if found is None else found[1].result().pop(name)
+        try:
+            return None if found is None else found.result().pop(name)
+        except CancelledError:
+            raise self._closed_error() from None
 
     def read(self, name: str, box: Box, device: torch.device) -> torch.Tensor:
         """Returns a rectangle of a tensor; LazyTensor does this for an index."""
@@ -113,19 +126,24 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             return ahead[part].to(device)
         dtype = self._source.tensors[name].dtype
         target = torch.empty(box.sizes, dtype=dtype, device=device)
-        self._source.read([Wanted(name, box, target)])
+        self._read([Wanted(name, box, target)])
         return target
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError(f"{self.path!r} is closed")
+            raise self._closed_error()
+
+    def _closed_error(self) -> ValueError:
+        return ValueError(f"{self.path!r} is closed")
 
     def close(self) -> None:
-        """Closes the files, after reads under way; idempotent."""
+        """Closes the files once the reads under way have ended; idempotent."""
         with self._lock:
             closed, self._closed = self._closed, True
             reader, self._reader = self._reader, None
             self._ahead.clear()
+            while self._reads:
+                self._lock.wait()
         if closed:
             return
         try:

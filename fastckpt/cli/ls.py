@@ -1,0 +1,122 @@
+"""`fastckpt ls`: lists the steps under a Checkpointer's root, and reads none of them.
+
+The module must not know how a step is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+from fastckpt.arguments.quantities import shown_size, shown_time
+from fastckpt.cli.paths import path_argument
+from fastckpt.errors import CheckpointError, StorageError
+from fastckpt.formats.manifest import Manifest
+from fastckpt.saving import pipeline
+from fastckpt.steps.no_steps import what_is_there
+from fastckpt.steps.root import Steps
+
+
+def add_arguments(commands: Any) -> None:
+    parser = commands.add_parser(
+        "ls",
+        help="list the steps under a root",
+        description="Lists the steps of a Checkpointer's root, the one committed last first: size, "
+        "age, ranks, and whether all their files are there with the right sizes (`verify` reads "
+        "them, too). The exit status is 0, or 1 if a step is damaged or there is none.",
+    )
+    parser.add_argument("root", type=path_argument, metavar="ROOT", help="a Checkpointer's root")
+    parser.add_argument(
+        "--local",
+        action="append",
+        default=[],
+        type=path_argument,
+        metavar="DIR",
+        help="also list what this node's local tier in DIR has; may be given several times",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    storage = pipeline.current().storage
+    root = os.path.realpath(arguments.root)
+    rows = [*_rows(Steps(storage, root), is_local=False)]
+    for directory in arguments.local:
+        # A local tier has a directory for each root, unless the directory of one root was given.
+        tier = Steps(storage, os.path.realpath(directory))
+        below = [os.path.join(tier.root, name) for name in sorted(storage.names(tier.root))]
+        for each in [tier.root, *below]:
+            if os.path.isdir(each):
+                rows += _rows(Steps(storage, each), is_local=True)
+    if arguments.json:
+        print(json.dumps({"root": root, "steps": rows}, indent=1))
+    elif rows:
+        _print(rows)
+    if not rows:
+        raise CheckpointError(f"{root!r} holds no step: {what_is_there(Steps(storage, root))}")
+    return int(any(row["state"] in ("damaged", "unreadable") for row in rows))
+
+
+def _rows(steps: Steps, *, is_local: bool) -> Iterator[dict[str, Any]]:
+    found, faults = steps.committed()
+    for name, manifest in found:
+        wrong = _wrong(steps, name, manifest, is_local)
+        yield {
+            **_row(steps, name, is_local),
+            "state": "damaged" if wrong else "whole",
+            "why": wrong,
+            "step": manifest.step,
+            "nbytes": _nbytes(manifest),
+            "saved": manifest.created,
+            "ranks": manifest.world_size,
+        }
+    for fault in faults:
+        state = "unreadable" if isinstance(fault.error, StorageError) else "damaged"
+        yield {**_row(steps, fault.name, is_local), "state": state, "why": str(fault.error)}
+    for name in steps.incomplete():
+        yield {**_row(steps, name, is_local), "state": "not committed", "why": ""}
+
+
+def _row(steps: Steps, name: str, is_local: bool) -> dict[str, Any]:
+    return {"path": steps.path(name), "name": name, "where": "local" if is_local else "root"}
+
+
+def _nbytes(manifest: Manifest) -> int:
+    return manifest.objects.nbytes + sum(its.nbytes + its.index_nbytes for its in manifest.writers)
+
+
+def _wrong(steps: Steps, name: str, manifest: Manifest, is_local: bool) -> str:
+    """Returns what is wrong about the files of a step, as far as their sizes tell; or ""."""
+    sizes = {manifest.objects.file: manifest.objects.nbytes}
+    for writer in manifest.writers:
+        sizes |= {writer.file: writer.nbytes, writer.index: writer.index_nbytes}
+    for file, nbytes in sizes.items():
+        status = steps.storage.status(steps.path(name, file))
+        if status is None and not is_local:  # a local tier has the files of its node
+            return f"{file} is missing"
+        if status is not None and status.st_size != nbytes:
+            return f"{file} has {status.st_size} bytes, must have {nbytes}"
+    return ""
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        state = f"{row['state']}: {row['why']}" if row["why"] else row["state"]
+        facts = [row["name"], row["where"]]
+        if "step" in row:
+            ranks = f"{row['ranks']} rank{'s' if row['ranks'] != 1 else ''}"
+            facts += [shown_size(row["nbytes"]), f"{_age(row['saved'])} old", ranks]
+        print("  ".join([*facts, state]))
+
+
+def _age(saved: str) -> str:
+    at = datetime.fromisoformat(saved.replace("Z", "+00:00"))
+    if at.tzinfo is None:
+        at = at.replace(tzinfo=timezone.utc)
+    return shown_time(max(0.0, time.time() - at.timestamp()))

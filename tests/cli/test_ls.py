@@ -1,0 +1,67 @@
+"""`fastckpt ls` lists the steps of a root, and tells what is not as the manifest says."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt.cli import main
+
+
+def listed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> list[Any]:
+    assert main(["ls", *arguments, "--json"]) == status
+    steps: list[Any] = json.loads(capsys.readouterr().out)["steps"]
+    return steps
+
+
+def saved(root: Path, *numbers: int) -> None:
+    with fastckpt.Checkpointer(root) as checkpointer:
+        for number in numbers:
+            checkpointer.save(number, {"w": torch.ones(600_000), "n": number}).result(60)
+
+
+def test_steps_are_listed_the_last_first(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(disk / "run", 10, 30, 20)
+    (disk / "run" / "step-00000040").mkdir()
+    rows = listed(capsys, str(disk / "run"))
+    assert [(row.get("step"), row["state"]) for row in rows] == [
+        (20, "whole"),
+        (30, "whole"),
+        (10, "whole"),
+        (None, "not committed"),
+    ]
+    files = os.scandir(disk / "run" / "step-00000020")
+    nbytes = sum(file.stat().st_size for file in files if file.name != "manifest.json")
+    assert rows[0]["nbytes"] == nbytes and rows[0]["ranks"] == 1
+    assert main(["ls", str(disk / "run")]) == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("step-00000020  root  2.29 MiB  ") and line.endswith("1 rank  whole")
+
+
+def test_damage_that_sizes_tell(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = disk / "run"
+    saved(root, 1, 2, 3, 4)
+    os.truncate(root / "step-00000002" / "objects.pt", 100)
+    (root / "step-00000003" / "rank-00000.json").unlink()
+    (root / "step-00000004" / "manifest.json").write_text("{}")
+    rows = {row["name"]: row for row in listed(capsys, str(root), status=1)}
+    assert rows["step-00000001"]["state"] == "whole"
+    assert "objects.pt has 100 bytes, must have" in rows["step-00000002"]["why"]
+    assert rows["step-00000003"]["why"] == "rank-00000.json is missing"
+    assert (
+        rows["step-00000004"]["state"] == "damaged" and "manifest" in rows["step-00000004"]["why"]
+    )
+
+
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_no_steps_are_one_line(name: str, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (disk / "empty").mkdir()
+    assert main(["ls", str(disk / name)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and str(disk / name) in err
