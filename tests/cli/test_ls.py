@@ -41,7 +41,7 @@ def test_steps_are_listed_the_last_first(disk: Path, capsys: pytest.CaptureFixtu
     assert rows[0]["nbytes"] == nbytes and rows[0]["ranks"] == 1
     assert main(["ls", str(disk / "run")]) == 0
     line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith("step-00000020  root  2.29 MiB  ") and line.endswith("1 rank  whole")
+    assert line.startswith("step-00000020  root  2.30 MiB  ") and line.endswith("1 rank  whole")
 
 
 def test_damage_that_sizes_tell(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
