@@ -336,6 +336,12 @@ def is_within(name: str) -> bool:
     return True
 
 
+def leads_outside(directory: str, path: str) -> str:
+    """Returns what a path in a directory leads to by symbolic links if that lies outside, or ""."""
+    inside, target = os.path.realpath(directory), os.path.realpath(path)
+    return "" if os.path.commonpath((inside, target)) == inside else target
+
+
 def _are_numbers(values: Iterable[Any]) -> bool:
     """Returns whether these are ints, not bools, from 0 to below 2^63."""
     return all(type(value) is int and 0 <= value < _NUMBER_END for value in values)

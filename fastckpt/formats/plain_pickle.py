@@ -379,7 +379,7 @@ class _Machine:
 
     def _persistent_id(self, at: int) -> int:
         if self._named is None:
-            raise Refused("a persistent id")
+            raise Refused("the opcode BINPERSID")
         self._stack[-1] = self._named(self._stack[-1])
         return at
 

@@ -72,6 +72,12 @@ class ItemsSource:
             )
         files = {chunk.path for chunks in self._chunks.values() for chunk in chunks}
         self.facts = {"files": str(len(files))}
+        for file in files:
+            target = dcp_metadata.leads_outside(path, file)
+            if target:
+                raise IncompatibleCheckpoint(
+                    f"{file!r} is a link to {target!r}, which lies outside of the checkpoint"
+                )
         self.is_verified = all(OURS.fullmatch(os.path.basename(file)) for file in files)
 
     def read(self, wanted: Sequence[Wanted]) -> None:
@@ -98,9 +104,12 @@ class ItemsSource:
             asked = [request for request, _target in its]
             told = partial(names.__getitem__, path)
             with ItemsFile(self._storage, self._staging, path, asked, told) as file:
-                for request, target in its:
-                    if prod(request.lengths):
-                        file.read(request, target)
+                try:
+                    for request, target in its:
+                        if prod(request.lengths):
+                            file.read(request, target)
+                except AssertionError as error:  # the file holds another tensor
+                    raise CorruptCheckpoint(str(error)) from None
                 file.arrive()
 
     def close(self) -> None:

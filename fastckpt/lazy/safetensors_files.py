@@ -52,7 +52,8 @@ def hugging_face_directory(
         CorruptCheckpoint: the index or a file is malformed, or a file or tensor is missing.
         StorageError: a file cannot be read.
     """
-    index_path = os.path.join(path, index)
+    # Files in the cache of the Hugging Face hub are symbolic links to its blobs.
+    index_path = os.path.realpath(os.path.join(path, index))
     with reported("read", index_path):
         content = storage.read_file(index_path, _INDEX_BYTES_MAX)
     with naming(index_path):
@@ -61,7 +62,7 @@ def hugging_face_directory(
     tensors: _Tensors = {}
     with ExitStack() as files:
         for number, name in enumerate(dict.fromkeys(file_of.values())):
-            file = os.path.join(path, name)
+            file = os.path.realpath(os.path.join(path, name))
             fd = files.enter_context(opened_regular(storage, file, f"{file!r} is missing"))
             body, its = _opened(storage, staging, fd, file, number)
             bodies.append(body)

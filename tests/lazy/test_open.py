@@ -165,6 +165,28 @@ def test_views_of_one_storage(disk: Path) -> None:
             assert torch.equal(tensors[name][1:3], expected[1:3]), name  # type: ignore[index]
 
 
+def test_a_snapshot_in_the_hub_cache_has_links(disk: Path) -> None:
+    state = {"a": torch.ones(3), "b": torch.zeros(2)}
+    (disk / "blobs").mkdir()
+    (disk / "snapshot").mkdir()
+    hugging_face(state, disk / "blobs")
+    for number, file in enumerate(sorted((disk / "blobs").iterdir())):
+        file.rename(disk / "blobs" / str(number))
+        (disk / "snapshot" / file.name).symlink_to(f"../blobs/{number}")
+    with fastckpt.open(disk / "snapshot") as tensors:
+        assert torch.equal(tensors["a"][...], state["a"]) and [*tensors] == ["a", "b"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_file_of_dcp_that_leads_elsewhere_is_refused(disk: Path) -> None:
+    path = dcp_by_torch({"a": torch.ones(3)}, disk)
+    (file,) = path.glob("*.distcp")
+    file.rename(disk / "elsewhere")
+    file.symlink_to(disk / "elsewhere")
+    with pytest.raises(fastckpt.IncompatibleCheckpoint, match="outside of the checkpoint"):
+        fastckpt.open(path)
+
+
 class Exploding:
     def __reduce__(self) -> Any:
         return os.system, ("touch exploded",)

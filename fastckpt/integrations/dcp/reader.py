@@ -252,8 +252,8 @@ class Reader(StorageBase, StorageReader):
             raise CorruptCheckpoint(
                 f"the metadata of {self.path!r} names the file {shown(name)}, which is not in it"
             )
-        directory, target = os.path.realpath(self.path), os.path.realpath(path)
-        if not self.follow_links and os.path.commonpath((directory, target)) != directory:
+        target = "" if self.follow_links else dcp_metadata.leads_outside(self.path, path)
+        if target:
             raise IncompatibleCheckpoint(
                 f"{path!r} is a link to {target!r}, which lies outside of the checkpoint: if you "
                 "trust whoever made it, read it with Reader(path, follow_links=True)"
