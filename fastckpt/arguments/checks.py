@@ -89,14 +89,12 @@ def check_seconds(name: str, value: object) -> float:
 
 
 def check_size(name: str, value: object) -> int:
-    """Returns a number of bytes, at least 1, from a whole number or a text such as "1GiB"."""
+    """Returns a number of bytes, at least 1, from an integer or a text such as "1GiB"."""
     if isinstance(value, str):
         try:
             value = int(quantities.size(value))
         except quantities.NotAQuantity as error:
             raise ValueError(f"{name}: {error}") from None
-    if isinstance(value, float) and value.is_integer():  # 1.5e9
-        value = int(value)
     try:
         return check_count(name, value)
     except TypeError:

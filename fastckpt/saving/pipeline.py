@@ -175,6 +175,7 @@ class Pipeline:
                 if job.choice is not None:
                     job.choice.learn()
         finally:
+            job.reads, job.choice = DeviceSources(), None  # whoever waits may close the devices
             self._telling.discard(threading.get_ident())
             ended = self._in_flight.pop(handle, None)
             if ended is not None:

@@ -142,7 +142,7 @@ def test_a_size_may_be_a_text() -> None:
     [
         ((1.0, MIB), "count is 1.0 of type float, must be an integer"),
         ((True, MIB), "count is True of type bool, must be an integer"),
-        ((4, 65536.5), "size is 65536.5 of type float, must be a number of bytes or a text"),
+        ((4, 65536.0), "size is 65536.0 of type float, must be a number of bytes or a text"),
     ],
 )
 def test_arguments_of_other_types(stripe: object, reason: str) -> None:
