@@ -11,11 +11,9 @@ import os
 import re
 from contextlib import ExitStack
 
-from fastckpt.directories import dcp_metadata
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
 from fastckpt.formats.manifest import MANIFEST
-from fastckpt.lazy.items import ItemsSource
 from fastckpt.lazy.safetensors_files import INDEX_SUFFIX, hugging_face_directory, safetensors_file
 from fastckpt.lazy.source import Source
 from fastckpt.lazy.step import StepSource
@@ -29,6 +27,7 @@ log = logging.getLogger("fastckpt")
 
 _ZIP, _JSON_AT = b"PK\x03\x04", 8
 _SAFETENSORS = ".safetensors"
+_METADATA = ".metadata"  # of torch.distributed.checkpoint
 _TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron
 _TRACKER_BYTES_MAX = 64
 _ITERATION = re.compile(r"\s*(\d{1,18})\s*")
@@ -79,7 +78,10 @@ def _directory(storage: Storage, staging: Staging, path: str) -> tuple[str, Sour
     if MANIFEST in names:
         root, name = os.path.split(path)
         return path, _step(storage, staging, Steps(storage, root), name)
-    if dcp_metadata.NAME in names:
+    if _METADATA in names:
+        # Imports torch.distributed.checkpoint, which nothing else here needs.
+        from fastckpt.lazy.items import ItemsSource
+
         return path, ItemsSource(storage, staging, path)
     indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
     if indexes:
