@@ -1,8 +1,8 @@
 // The part of the extension module that a pickler of a large state calls some twenty times for each
 // tensor: the two methods persistent_id and reducer_override, for plain tensors and their storages.
 //
-// formats/torch_pickle.py says what they have to do, and takes over wherever they do not know. In
-// Python they were two thirds of the time for which a save with the step fence stalls training.
+// formats/torch_pickle.py says what they have to do, and takes over wherever they do not know.
+// Written in Python, they made the capture of a state take 1.4 times as long.
 #include <pybind11/pybind11.h>
 
 #include <memory>

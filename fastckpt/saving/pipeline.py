@@ -82,8 +82,8 @@ class Pipeline:
         with job.agreement.failing():
             if _comes_too_late():
                 raise CheckpointError(
-                    f"the save to {handle.path!r} was refused, because the interpreter is exiting: "
-                    "only its main thread, and others that are no daemons, can still save"
+                    f"the save to {handle.path!r} was refused: the interpreter is exiting, and "
+                    "does not wait for this thread"
                 )
         name = f"fastckpt-save-{os.path.basename(handle.path)}"
         try:
