@@ -316,7 +316,9 @@ def open(path: str | os.PathLike[str]) -> LazyTensors:
 
     `tensors[name][...]` reads a part: only the blocks of the files that hold it. No code from the
     files is run, whatever they hold. Of a nest of dicts and lists, a tensor's name is the path of
-    keys to it, joined by "/".
+    keys to it, joined by "/"; in a key, "~" and "/" become "~0" and "~1". A second tensor of the
+    same name gets "#2" behind it. Tensors inside of other objects are not found: `others` of the
+    result counts these. Of Megatron, tensors have the shapes that it stored them in.
 
     Args:
         path: a file of fastckpt.save, torch.save or safetensors; a step of a Checkpointer, or its

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pickle import UnpicklingError
 
 import fastckpt
 from fastckpt.cli import advise, diff, doctor, inspect, ls, verify
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has seen enough, as with head(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (CheckpointError, ValueError, OSError) as error:
+    except (CheckpointError, ValueError, OSError, UnpicklingError) as error:
         print(f"fastckpt {parsed.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

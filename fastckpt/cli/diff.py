@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
 
 import fastckpt
-from fastckpt.cli.paths import path_argument
+from fastckpt.cli.paths import path_argument, shown_name, shown_others
 
 _PART_BYTES = 64 << 20  # of a tensor that are compared at a time
 
@@ -24,8 +25,8 @@ def add_arguments(commands: Any) -> None:
         "diff",
         help="compare the tensors of two checkpoints",
         description="Compares two checkpoints of any kind: names, dtypes, shapes and contents of "
-        "their tensors. Nothing of them is run. The exit status is 0 if they are equal, and 1 if "
-        "they differ, or one is missing, damaged or no checkpoint.",
+        "their tensors, and nothing else. Nothing of them is run. The exit status is 0 if the "
+        "tensors are equal, and 1 if they differ, or one is missing, damaged or no checkpoint.",
     )
     for name in ("a", "b"):
         parser.add_argument(
@@ -44,7 +45,7 @@ class Difference(NamedTuple):
         what: "dtype", "shape" or "content".
         text: the difference in words.
         changed: for "content", the share of elements that differ in a bit, above 0 and up to 1.
-        max_abs: for "content", the largest absolute difference; None for elements that have none.
+        max_abs: for "content", the largest absolute difference; None if that is no finite number.
     """
 
     name: str
@@ -61,20 +62,25 @@ def run(arguments: argparse.Namespace) -> int:
         only_b = [name for name in names if name not in a]
         both = [name for name in names if name in a and name in b]
         found = [difference for name in both if (difference := compare(a[name], b[name]))]
+        others = {"A": a.others, "B": b.others}
     if arguments.json:
         told = {
             "only_a": only_a,
             "only_b": only_b,
             "different": [difference._asdict() for difference in found],
             "equal": len(both) - len(found),
+            "others": others,
         }
         print(json.dumps(told, indent=1))
     else:
         for where, its in (("A", only_a), ("B", only_b)):
             for name in its:
-                print(f"only in {where}: {name}")
+                print(f"only in {where}: {shown_name(name)}")
         for difference in found:
-            print(f"{difference.name}: {difference.text}")
+            print(f"{shown_name(difference.name)}: {difference.text}")
+        for where, kinds in others.items():
+            if kinds:
+                print(f"in {where} {shown_others(kinds)}")
         print(f"{len(both) - len(found)} of {len(names)} tensors are equal")
     return 1 if found or only_a or only_b else 0
 
@@ -85,29 +91,38 @@ def compare(a: fastckpt.LazyTensor, b: fastckpt.LazyTensor) -> Difference | None
         return Difference(a.name, "shape", f"shape {[*a.shape]} in A, {[*b.shape]} in B")
     if a.dtype != b.dtype:
         return Difference(a.name, "dtype", f"dtype {a.dtype} in A, {b.dtype} in B")
-    changed, max_abs = 0, 0.0
-    for part in _parts(a):
+    changed, largest = 0, 0.0
+    for part in _parts(a.shape, a.dtype.itemsize):
         ours, theirs = a[part], b[part]
-        differ = _bits(ours).ne(_bits(theirs)).any(-1)
-        count = int(differ.sum())
+        count = int(_bits(ours).ne(_bits(theirs)).any(-1).sum())
         if count:
             changed += count
-            max_abs = max(max_abs, _largest(ours, theirs))
+            largest = max(largest, _largest(ours, theirs), key=lambda each: (each != each, each))
     if not changed:
         return None
-    share = changed / a.numel()
-    text = f"{share:.2%} of its elements differ, by up to {max_abs:.6g}"
-    return Difference(a.name, "content", text, share, max_abs)
+    share, is_finite = changed / a.numel(), largest < inf
+    by = f"by up to {largest:.6g}" if is_finite else "infinities and NaN among them"
+    text = f"{100 * share:.3g}% of its elements differ, {by}"
+    return Difference(a.name, "content", text, share, largest if is_finite else None)
 
 
-def _parts(tensor: fastckpt.LazyTensor) -> Iterator[Any]:
-    """Yields indexes of parts, along the first dimension, that make up the tensor."""
-    if not tensor.ndim or not tensor.numel():
-        yield ...
+def _parts(shape: Sequence[int], itemsize: int) -> Iterator[tuple[Any, ...]]:
+    """Yields indexes of parts, of at most _PART_BYTES if they can be cut, that make up a tensor."""
+    nbytes = prod(shape) * itemsize
+    dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
+    if nbytes <= _PART_BYTES or dim is None:
+        yield (...,)
         return
-    rows = max(1, _PART_BYTES // max(1, tensor.nbytes // len(tensor)))
-    for begin in range(0, len(tensor), rows):
-        yield slice(begin, begin + rows)
+    row_nbytes = nbytes // shape[dim]
+    front = (slice(None),) * dim
+    if row_nbytes > _PART_BYTES:
+        for number in range(shape[dim]):
+            for rest in _parts(shape[dim + 1 :], itemsize):
+                yield (*front, slice(number, number + 1), *rest)
+        return
+    rows = _PART_BYTES // row_nbytes
+    for begin in range(0, shape[dim], rows):
+        yield (*front, slice(begin, begin + rows), ...)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +133,18 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
     """Returns the largest absolute difference; NaN if one has a NaN where the other has none."""
+    if a.dtype in _INTEGERS:
+        a, b = a.to(torch.int64), b.to(torch.int64)
+        differences = torch.where(a > b, a - b, b - a)  # modulo 2^64: a negative one is a large one
+        large = differences[differences < 0]
+        return float(int(large.max()) + (1 << 64) if len(large) else int(differences.max()))
     kind = torch.complex128 if a.is_complex() else torch.float64
-    differences = (a.to(kind) - b.to(kind)).abs()
-    same = a.to(kind).eq(b.to(kind)) | (a.to(kind).isnan() & b.to(kind).isnan())
+    a, b = a.to(kind), b.to(kind)
+    same = a.eq(b) | (a.isnan() & b.isnan())
+    differences = (a - b).abs()
     return float(torch.where(same, torch.zeros_like(differences), differences).max())
+
+
+_INTEGERS = frozenset(
+    {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint32, torch.uint16, torch.uint8}
+)

@@ -13,7 +13,7 @@ from typing import Any
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.paths import path_argument
+from fastckpt.cli.paths import path_argument, shown_name, shown_others
 
 
 def add_arguments(commands: Any) -> None:
@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             **tensors.facts,
             "tensors": len(rows),
             "nbytes": sum(row["nbytes"] for row in rows),
+            "others": tensors.others,
         }
     if arguments.json:
         print(json.dumps({**told, "content": rows}, indent=1))
@@ -70,8 +71,16 @@ def _print(told: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     checked = "verified when read" if told["verified"] else "without checksums of blocks"
     print(f"{told['path']}: {told['kind']}, {checked}; {', '.join(facts)}")
     print(f"{told['tensors']} tensors, {shown_size(told['nbytes'])}")
+    if told["others"]:
+        print(shown_others(told["others"]))
     cells = [
-        (row["name"], row["dtype"], str(row["shape"]), shown_size(row["nbytes"]), _files(row))
+        (
+            shown_name(row["name"]),
+            row["dtype"],
+            str(row["shape"]),
+            shown_size(row["nbytes"]),
+            _files(row),
+        )
         for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -58,11 +58,13 @@ class Instance:
     take: Callable[[Any, Any], None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Ignored:
-    """Stands for a class or function that is of no interest: whatever is made with it, or done to
-    what was made, gives this again.
+    """Stands for a class or function that is of no interest, and for each object that is made with
+    it, whatever is done to that. `name` is that of the global, with its module.
     """
+
+    name: str
 
 
 def loads(
@@ -75,7 +77,7 @@ def loads(
 
     Args:
         find: is called with module and name of each global. It returns a Callee, an Instance,
-            Ignored(), or a value that can do no harm, and raises Refused for all others.
+            an Ignored, or a value that can do no harm, and raises Refused for all others.
         named: returns the object that a persistent id stands for, and raises ValueError for one
             that no pickler would have written; None: none is allowed.
         stateful: classes of which a Callee makes instances that may get attributes.
@@ -312,6 +314,8 @@ class _Machine:
     def _add_items(self, at: int) -> int:
         items = self._marked()
         target = self._stack[-1]
+        if type(target) is Ignored:
+            return at
         if type(target) is not set:
             raise ValueError("it adds items to a value that is not a set")
         target.update(map(self.key, items))
@@ -362,7 +366,7 @@ class _Machine:
     def _reduce(self, at: int) -> int:
         arguments, called = self._stack.pop(), self._stack.pop()
         if type(called) is Ignored:
-            self._stack.append(called)
+            self._stack.append(Ignored(called.name))
             return at
         if type(called) is not Callee:
             raise Refused("a call of something that may not be called")
@@ -386,13 +390,20 @@ class _Machine:
     def _new(self, at: int) -> int:
         arguments, named = self._stack.pop(), self._stack.pop()
         if type(named) is Ignored:
-            self._stack.append(named)
+            self._stack.append(Ignored(named.name))
             return at
         if type(named) is not Instance:
             raise Refused("an instance of something that may have no instances")
         if arguments != ():
             raise ValueError(f"a {named.kind.__name__} is made with arguments")
         self._stack.append(object.__new__(named.kind))
+        return at
+
+    def _new_with_names(self, at: int) -> int:
+        _names, _arguments, kind = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        if type(kind) is not Ignored:
+            raise Refused("an instance that is made with named arguments")
+        self._stack.append(Ignored(kind.name))
         return at
 
     def _build(self, at: int) -> int:
@@ -490,6 +501,7 @@ _STEPS: dict[str, Callable[[_Machine, int], int]] = {
     "REDUCE": _Machine._reduce,
     "BINPERSID": _Machine._persistent_id,
     "NEWOBJ": _Machine._new,
+    "NEWOBJ_EX": _Machine._new_with_names,
     "BUILD": _Machine._build,
     "POP": _Machine._pop,
     "POP_MARK": _Machine._pop_mark,

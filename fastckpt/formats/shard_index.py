@@ -10,6 +10,7 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
@@ -90,9 +91,16 @@ class ShardIndex:
         """
         if rank == self.rank:
             return self.per_rank
-        key = per_rank_key(rank)
-        found = (piece for piece in self.pieces if piece.key == key)
+        found = self.by_key.get(per_rank_key(rank), ())
         return next(((piece.begin, piece.box.numel) for piece in found), None)
+
+    @cached_property
+    def by_key(self) -> dict[str, list[Piece]]:
+        """The pieces of each tensor, by its key."""
+        found: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.key, []).append(piece)
+        return found
 
     def keys_in(self, begin: int, end: int) -> list[str]:
         """Returns the keys of the tensors with bytes in a range of the uncompressed file."""

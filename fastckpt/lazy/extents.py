@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from fastckpt.engine.staging import Staging
+from fastckpt.errors import CorruptCheckpoint
 from fastckpt.lazy.selection import whole
 from fastckpt.lazy.source import Shard, Stored, Wanted
 from fastckpt.plan.boxes import row_major
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
 from fastckpt.reading.verified import Body, takes_bytes
+
+_RUNS_MAX = 64  # more copies to a device go through the host: each takes microseconds to begin
 
 
 class Extent(NamedTuple):
@@ -27,11 +31,23 @@ class Extent(NamedTuple):
         file: the number of the file.
         begin: the offset of the first element, in bytes; or a function that returns it.
         strides: from an element to the next one along each dimension, in elements.
+        is_conj, is_neg: whether the elements are the conjugates, the negatives, of what is stored.
     """
 
     file: int
     begin: int | Callable[[], int]
     strides: tuple[int, ...]
+    is_conj: bool = False
+    is_neg: bool = False
+
+
+class _Part(NamedTuple):
+    """A wanted part, and the memory that receives its bytes: the target's, or some on the host."""
+
+    want: Wanted
+    memory: torch.Tensor
+    strides: tuple[int, ...]  # of the part in the memory
+    begin: int  # of the part in the file
 
 
 class ExtentsSource:
@@ -40,9 +56,10 @@ class ExtentsSource:
     Args:
         kind: the format, in words.
         staging: reads the files.
-        bodies: the files.
+        bodies: the files. A tensor may also lie in the tail behind a body.
         tensors: dtype, shape and place of each tensor, by name.
         close: closes the files.
+        others: how many objects were passed over, by what makes them.
     """
 
     def __init__(
@@ -52,60 +69,74 @@ class ExtentsSource:
         bodies: Sequence[Body],
         tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], Extent]],
         close: Callable[[], None],
+        others: Mapping[str, int] | None = None,
     ) -> None:
         self.kind = kind
         self.facts: dict[str, str] = {"files": str(len(bodies))}
-        self.is_verified = all(body.index.block_crcs for body in bodies if body.index.body_nbytes)
+        self.is_verified = bool(bodies) and all(body.index.block_crcs for body in bodies)
+        self.others = others or {}
         self.tensors = {
-            name: Stored(dtype, shape, (Shard(bodies[at.file].path, whole(shape)),))
+            name: Stored(dtype, shape, (Shard(bodies[at.file].path, whole(shape)),), _repeated(at))
             for name, (dtype, shape, at) in tensors.items()
         }
         self._extents = {name: at for name, (_dtype, _shape, at) in tensors.items()}
         self._staging, self._bodies, self._close = staging, bodies, close
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        rows: dict[int, list[CopyRow]] = {}
-        targets: list[torch.Tensor] = []
-        later: list[tuple[Wanted, torch.Tensor, tuple[int, ...]]] = []
+        parts: dict[int, list[_Part]] = {}
         for want in wanted:
-            if not want.box.numel:
-                continue
-            memory, strides = self._memory(want)
-            if memory is not want.target:
-                later.append((want, memory, strides))
-            targets.append(memory)
-            rows.setdefault(self._extents[want.name].file, []).extend(self._rows(want, memory))
-        for file, its in rows.items():
-            self._move(self._bodies[file], sorted(its), targets)
+            if want.box.numel:
+                parts.setdefault(self._extents[want.name].file, []).append(self._part(want))
+        for file, its in parts.items():
+            body = self._bodies[file]
+            end = body.index.body_nbytes
+            self._move(body, [part for part in its if part.begin < end])
+            for part in its:
+                if part.begin >= end:
+                    _copy(body.index.tail, part.begin - end, part.memory)
         with torch.no_grad():
-            for want, memory, strides in later:
-                want.target.copy_(memory.as_strided(want.box.sizes, strides))
+            for want, memory, strides, _begin in chain.from_iterable(parts.values()):
+                if memory is not want.target:
+                    values = memory.as_strided(want.box.sizes, strides)
+                    extent = self._extents[want.name]
+                    values = values.conj() if extent.is_conj else values
+                    want.target.copy_(values.neg() if extent.is_neg else values)
 
-    def _memory(self, want: Wanted) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Returns the tensor whose memory receives the bytes, and the strides of the part in it."""
-        sizes, strides = want.box.sizes, self._extents[want.name].strides
-        dtype = want.target.dtype
-        if not _is_ascending(sizes, strides):
-            # Transposed, expanded or overlapping: everything from the first element to the last is
-            # read, and the elements are picked from that.
-            span = 1 + sum(step * (size - 1) for step, size in zip(strides, sizes, strict=True))
-            return torch.empty(span, dtype=dtype, device="cpu"), strides
-        if takes_bytes(want.target, self._staging.devices.readable()):
-            return want.target, row_major(sizes)
-        return torch.empty(sizes, dtype=dtype, device="cpu"), row_major(sizes)
-
-    def _rows(self, want: Wanted, memory: torch.Tensor) -> list[CopyRow]:
-        extent, itemsize = self._extents[want.name], memory.element_size()
+    def _part(self, want: Wanted) -> _Part:
+        extent, sizes, dtype = self._extents[want.name], want.box.sizes, want.target.dtype
         begin = extent.begin if isinstance(extent.begin, int) else extent.begin()
-        begin += itemsize * sum(map(int.__mul__, want.box.offsets, extent.strides))
-        sizes = tuple(memory.shape)
-        strides = extent.strides if sizes == want.box.sizes else (1,)
-        address = memory.data_ptr()
-        return strided_copies(sizes, begin, strides, address, row_major(sizes), itemsize)
+        is_in_body = begin < self._bodies[extent.file].index.body_nbytes
+        begin += dtype.itemsize * sum(map(int.__mul__, want.box.offsets, extent.strides))
+        if not is_in_body or not _is_ascending(sizes, extent.strides):
+            # Transposed or overlapping: everything from the first element to the last is read, and
+            # the elements are picked from that.
+            steps = zip(sizes, extent.strides, strict=True)
+            span = 1 + sum(step * (size - 1) for size, step in steps)
+            memory = torch.empty(span, dtype=dtype, device="cpu")
+            return _Part(want, memory, extent.strides, begin)
+        part = _Part(want, want.target, row_major(sizes), begin)
+        is_as_stored = not extent.is_conj and not extent.is_neg
+        if is_as_stored and takes_bytes(want.target, self._staging.devices.readable()):
+            is_on_host = want.target.device.type == "cpu"
+            if is_on_host or sum(row[3] for row in self._rows(part)) <= _RUNS_MAX:
+                return part
+        return part._replace(memory=torch.empty(sizes, dtype=dtype, device="cpu"))
 
-    def _move(self, body: Body, rows: Sequence[CopyRow], targets: Sequence[torch.Tensor]) -> None:
+    def _rows(self, part: _Part) -> list[CopyRow]:
+        """Returns the copies that bring a part's bytes to its memory."""
+        sizes, memory = part.want.box.sizes, part.memory
+        strides = self._extents[part.want.name].strides
+        if tuple(memory.shape) != sizes:  # the whole span
+            sizes, strides = tuple(memory.shape), (1,)
+        where = memory.data_ptr(), row_major(sizes)
+        return strided_copies(sizes, part.begin, strides, *where, memory.element_size())
+
+    def _move(self, body: Body, parts: Sequence[_Part]) -> None:
+        rows = sorted(row for part in parts for row in self._rows(part))
+        if not rows:
+            return
         devices = self._staging.devices.reads(
-            target.untyped_storage() for target in targets if target.device.type != "cpu"
+            part.memory.untyped_storage() for part in parts if part.memory.device.type != "cpu"
         )
         with closing(body.stream(blocks_of(rows, body.index.block_bytes))) as stream:
             body.move(stream, rows, devices.ranges)
@@ -113,6 +144,20 @@ class ExtentsSource:
 
     def close(self) -> None:
         self._close()
+
+
+def _copy(tail: bytes, begin: int, memory: torch.Tensor) -> None:
+    """Copies the bytes from `begin` on to a tensor's memory."""
+    nbytes = memory.numel() * memory.element_size()
+    if begin + nbytes > len(tail):
+        raise CorruptCheckpoint("a tensor reaches beyond the end of its file")
+    part = torch.frombuffer(bytearray(tail[begin : begin + nbytes]), dtype=torch.uint8)
+    memory.copy_(part.view(memory.dtype))
+
+
+def _repeated(at: Extent) -> frozenset[int]:
+    """Returns the dimensions along which all elements are one, as in an expanded tensor."""
+    return frozenset(dim for dim, stride in enumerate(at.strides) if not stride)
 
 
 def _is_ascending(sizes: Sequence[int], strides: Sequence[int]) -> bool:

@@ -6,6 +6,7 @@ It must not know how a file stores its items.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Sequence
 from functools import partial
 from math import prod
@@ -52,8 +53,10 @@ class ItemsSource:
         metadata = dcp_metadata.read(storage, os.path.join(path, dcp_metadata.NAME), True)
         self._chunks: dict[str, list[_Chunk]] = {}
         self.tensors: dict[str, Stored] = {}
+        self.others: dict[str, int] = {}
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
+                self.others["a pickled object"] = self.others.get("a pickled object", 0) + 1
                 continue
             chunks = self._chunks[name] = []
             for chunk in stored.chunks:
@@ -78,7 +81,9 @@ class ItemsSource:
                 raise IncompatibleCheckpoint(
                     f"{file!r} is a link to {target!r}, which lies outside of the checkpoint"
                 )
-        self.is_verified = all(OURS.fullmatch(os.path.basename(file)) for file in files)
+        self.is_verified = bool(files) and all(
+            OURS.fullmatch(os.path.basename(file)) for file in files
+        )
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         requests: dict[str, list[tuple[Request, torch.Tensor]]] = {}
@@ -108,8 +113,9 @@ class ItemsSource:
                     for request, target in its:
                         if prod(request.lengths):
                             file.read(request, target)
-                except AssertionError as error:  # the file holds another tensor
-                    raise CorruptCheckpoint(str(error)) from None
+                except (AssertionError, pickle.UnpicklingError) as error:
+                    # The file holds another tensor, or something else.
+                    raise CorruptCheckpoint(f"{path!r} is damaged: {error}") from None
                 file.arrive()
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from fastckpt.reading.verified import opened_regular
 from fastckpt.steps.no_steps import what_is_there
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.vanishing import listed_anew
 
 log = logging.getLogger("fastckpt")
 
@@ -43,7 +44,7 @@ def opened(storage: Storage, staging: Staging, path: str) -> tuple[str, Source]:
         pickle.UnpicklingError: a `.metadata` file names classes that it need not have.
     """
     with reported("open", path):
-        if not os.path.exists(path):
+        if storage.status(path) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         path = os.path.realpath(path)
         is_directory = storage.is_directory(path)
@@ -63,8 +64,8 @@ def _file(storage: Storage, staging: Staging, path: str) -> Source:
             make = safetensors_file
         else:
             raise CheckpointError(
-                f"{path!r} is neither a zip file of torch.save nor a safetensors file: pass the "
-                "checkpoint's directory, if it is a file of one"
+                f"{path!r} is neither a zip file of torch.save (from before version 1.6, they are "
+                "none) nor a safetensors file: pass the checkpoint's directory, if it is of one"
             )
         closing = ExitStack()
         source = make(storage, staging, fd, path, closing.close)
@@ -124,13 +125,22 @@ def _step(storage: Storage, staging: Staging, steps: Steps, name: str) -> Source
 def _newest(storage: Storage, staging: Staging, root: str) -> tuple[str, Source]:
     """Opens the newest step under a root that is not seen to be damaged."""
     steps = Steps(storage, root)
+
     problems: list[CheckpointError] = []
-    for item in steps.survey()[0]:
-        try:
-            return steps.path(item.name), _step(storage, staging, steps, item.name)
-        except CorruptCheckpoint as error:
-            log.warning("skipping %s: %s", steps.path(item.name), error)
-            problems.append(error)
-    if problems:
+
+    def newest() -> tuple[str, Source] | None:
+        for item in steps.survey()[0]:
+            try:
+                return steps.path(item.name), _step(storage, staging, steps, item.name)
+            except CorruptCheckpoint as error:
+                log.warning("skipping %s: %s", steps.path(item.name), error)
+                problems.append(error)
+        return None
+
+    found = listed_anew(newest)  # a save may remove steps meanwhile
+    if found is None and problems:
         raise CorruptCheckpoint(f"no step under {root!r} is whole: {problems[0]}")
-    raise CheckpointError(f"{root!r} holds no checkpoint of a known format: {what_is_there(steps)}")
+    if found is None:
+        what = what_is_there(steps)
+        raise CheckpointError(f"{root!r} holds no checkpoint of a known format: {what}")
+    return found

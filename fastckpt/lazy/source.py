@@ -21,11 +21,19 @@ class Shard(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor of a checkpoint: its dtype and shape, and where its parts lie."""
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype, shape: the tensor's.
+        shards: where its parts lie.
+        repeated: the dimensions along which all its elements are one, as in an expanded tensor; of
+            these only the first is read.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
+    repeated: frozenset[int] = frozenset()
 
 
 class Wanted(NamedTuple):
@@ -47,6 +55,8 @@ class Source(Protocol):
         facts: what else the checkpoint tells of itself, such as who wrote it, by name.
         is_verified: whether every byte that is read is compared with a checksum.
         tensors: what is there, by name, in the order of the checkpoint.
+        others: how many objects, which may hold tensors, are there and were passed over, by what
+            makes them.
     """
 
     @property
@@ -61,6 +71,9 @@ class Source(Protocol):
     @property
     def tensors(self) -> Mapping[str, Stored]: ...
 
+    @property
+    def others(self) -> Mapping[str, int]: ...
+
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Reads parts into their targets; several threads may call it.
 
@@ -70,4 +83,4 @@ class Source(Protocol):
         """
 
     def close(self) -> None:
-        """Closes what is open; nothing is read any more."""
+        """Closes what is open, if it still is; nothing is read any more."""

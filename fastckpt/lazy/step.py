@@ -12,9 +12,9 @@ from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import safetensors
 from fastckpt.lazy.source import Shard, Stored, Wanted
-from fastckpt.lazy.torch_file import torch_file
-from fastckpt.reading.verified import opened_regular
+from fastckpt.lazy.torch_file import zip_of_ours
 from fastckpt.state.targets import Target
+from fastckpt.state.tree import Stored as Placeholder
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.root import Steps
@@ -49,36 +49,48 @@ class StepSource:
             "ranks": str(manifest.world_size),
             "files": str(1 + len(manifest.writers)),
         }
-        self.tensors: dict[str, Stored] = {}
-        shards: dict[str, list[Shard]] = {}
+        shards: dict[str, Stored] = {}
+        parts: dict[str, list[Shard]] = {}
         for file, piece in self._reader.pieces():
-            shards.setdefault(piece.key, []).append(Shard(file, piece.box))
             dtype = safetensors.DTYPES[piece.dtype]
-            found = self.tensors.setdefault(piece.key, Stored(dtype, piece.shape, ()))
+            parts.setdefault(piece.key, []).append(Shard(file, piece.box))
+            found = shards.setdefault(piece.key, Stored(dtype, piece.shape, ()))
             if found[:2] != (dtype, piece.shape):
                 raise CorruptCheckpoint(f"{path!r} holds {piece.key!r} in two dtypes or shapes")
-        self._in_shards = frozenset(shards)
-        for key, its in shards.items():
-            self.tensors[key] = self.tensors[key]._replace(shards=tuple(its))
         with ExitStack() as files:
-            objects = copies.path(manifest.objects.file)
-            fd = files.enter_context(opened_regular(storage, objects))
-            self._objects = torch_file(storage, staging, fd, objects, files.pop_all().close)
-        for name, stored in self._objects.tensors.items():
-            self.tensors.setdefault(name, stored)
+            objects = zip_of_ours(files.enter_context(copies.body(manifest)), is_of_step=True)
+            self._objects = objects.source(self.kind)
+            self.others = objects.others
+            self.tensors: dict[str, Stored] = {}
+            self._keys: dict[str, str] = {}  # of the tensors in shards, by name
+            for name, view in objects.tensors.items():
+                if name in self._objects.tensors:
+                    self.tensors[name] = self._objects.tensors[name]
+                    continue
+                assert isinstance(view, Placeholder)
+                self._keys[name] = view.key
+                empty = Stored(view.dtype, view.shape, ())
+                stored = shards.get(view.key, empty)
+                if stored[:2] != empty[:2] or (stored is empty and 0 not in view.shape):
+                    raise CorruptCheckpoint(
+                        f"{path!r} has no shards of {name!r} with the dtype and shape that its "
+                        "objects name"
+                    )
+                self.tensors[name] = stored._replace(shards=tuple(parts.get(view.key, ())))
+            self._files = files.pop_all()
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         targets = [
-            Target(want.name, want.target, self.tensors[want.name].shape, want.box)
+            Target(self._keys[want.name], want.target, self.tensors[want.name].shape, want.box)
             for want in wanted
-            if want.name in self._in_shards
+            if want.name in self._keys
         ]
         if targets:
             self._reader.read(targets)
-        self._objects.read([want for want in wanted if want.name not in self._in_shards])
+        self._objects.read([want for want in wanted if want.name not in self._keys])
 
     def close(self) -> None:
         try:
-            self._objects.close()
+            self._files.close()
         finally:
             self._close()

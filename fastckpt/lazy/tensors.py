@@ -5,7 +5,9 @@ It must not know formats or files.
 
 from __future__ import annotations
 
+import errno
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from math import prod
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from fastckpt.arguments.near_names import instead_of
+from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.lazy.selection import selected, whole
 from fastckpt.lazy.source import Shard, Source, Stored, Wanted
 from fastckpt.plan.boxes import Box
@@ -32,13 +35,18 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             step its number ("step"), when it was "saved", and by how many "ranks".
         is_verified: whether every byte that is read is compared with a checksum first. Only files
             that fastckpt wrote have checksums of their blocks.
+        others: how many objects, which may hold tensors, the checkpoint has beside these, by the
+            class or function that makes them, such as "torch._utils._rebuild_sparse_tensor". They
+            are not looked into, since that would run code. Values of PerRank do not count.
     """
 
     def __init__(self, path: str, source: Source) -> None:
         self.path = path
         self.kind, self.is_verified = source.kind, source.is_verified
-        self.facts = dict(source.facts)
+        self.facts, self.others = dict(source.facts), dict(source.others)
         self._source = source
+        # Whoever forgets to close this gets its files closed when it is collected.
+        self._close_source = weakref.finalize(self, source.close)
         self._lock = threading.Condition()
         self._reads = 0  # under way; the files stay open until they have ended
         self._ahead: dict[str, Future[dict[str, torch.Tensor]]] = {}
@@ -90,12 +98,24 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             self._ahead.update({tensor.name: future for tensor in new})
 
     def _read_all(self, tensors: list[LazyTensor], device: torch.device) -> dict[str, torch.Tensor]:
-        targets = {
-            tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            for tensor in tensors
-        }
-        self._read([Wanted(name, whole(its.shape), its) for name, its in targets.items()])
-        return targets
+        wanted = [self._wanted(tensor.name, whole(tensor.shape), device) for tensor in tensors]
+        self._read(wanted)
+        return {want.name: want.target for want in wanted}
+
+    def _wanted(self, name: str, box: Box, device: torch.device) -> Wanted:
+        """Returns a rectangle to read, of which repeated dimensions are read once, and memory."""
+        stored = self._source.tensors[name]
+        sizes = tuple(
+            min(size, 1) if dim in stored.repeated else size for dim, size in enumerate(box.sizes)
+        )
+        try:
+            target = torch.empty(sizes, dtype=stored.dtype, device=device)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            op, detail = f"allocate memory to read {name!r} of", str(error)
+            raise StorageError(op, self.path, errno.ENOMEM, detail=detail) from None
+        return Wanted(name, Box(box.offsets, sizes), target)
 
     def _read(self, wanted: Sequence[Wanted]) -> None:
         with self._lock:
@@ -109,7 +129,9 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
                 self._lock.notify_all()
 
     def _taken(self, name: str) -> torch.Tensor | None:
-        """Returns a tensor that was read ahead, once; None if it was not asked for."""
+        """Returns a tensor that was read ahead, once; None if it was not asked for, or if another
+        one that was read together with it is damaged.
+        """
         with self._lock:
             self._check_open()
             found = self._ahead.pop(name, None)
@@ -117,17 +139,21 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             return None if found is None else found.result().pop(name)
         except CancelledError:
             raise self._closed_error() from None
+        except CorruptCheckpoint:
+            return None
 
     def read(self, name: str, box: Box, device: torch.device) -> torch.Tensor:
         """Returns a rectangle of a tensor; LazyTensor does this for an index."""
-        ahead = self._taken(name)
-        if ahead is not None:
-            part = tuple(slice(at, at + n) for at, n in zip(box.offsets, box.sizes, strict=True))
-            return ahead[part].to(device)
-        dtype = self._source.tensors[name].dtype
-        target = torch.empty(box.sizes, dtype=dtype, device=device)
-        self._read([Wanted(name, box, target)])
-        return target
+        found = self._taken(name)
+        if found is None:
+            want = self._wanted(name, box, device)
+            self._read([want])
+            return want.target.expand(box.sizes)
+        shape = self._source.tensors[name].shape
+        part = tuple(slice(at, at + n) for at, n in zip(box.offsets, box.sizes, strict=True))
+        taken = found.expand(shape)[part].to(device)
+        # A part must not keep the memory of the whole.
+        return taken if box.sizes == shape or taken.device != found.device else taken.clone()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -139,18 +165,14 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
     def close(self) -> None:
         """Closes the files once the reads under way have ended; idempotent."""
         with self._lock:
-            closed, self._closed = self._closed, True
-            reader, self._reader = self._reader, None
+            self._closed = True
             self._ahead.clear()
             while self._reads:
                 self._lock.wait()
-        if closed:
-            return
-        try:
-            if reader is not None:
-                reader.shutdown(cancel_futures=True)
-        finally:
-            self._source.close()
+            reader = self._reader
+        if reader is not None:
+            reader.shutdown(cancel_futures=True)
+        self._close_source()
 
     def __enter__(self) -> LazyTensors:
         return self
@@ -202,7 +224,8 @@ class LazyTensor:
 
         Raises:
             IndexError, ValueError, TypeError: the index is out of range, or cannot be read.
-            CorruptCheckpoint: the part is damaged. StorageError: it cannot be read.
+            CorruptCheckpoint: the part is damaged.
+            StorageError: it cannot be read, or there is not enough memory for it (ENOMEM).
         """
         return self._part(index, torch.device("cpu"))
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -19,13 +21,59 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip, zip_records
 from fastckpt.formats.zip_records import Entry
 from fastckpt.lazy.extents import Extent, ExtentsSource
-from fastckpt.lazy.torch_names import StoredView, named_views
+from fastckpt.lazy.torch_names import StoredView, names_of
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.verified import Body
 from fastckpt.reading.verified_file import body_of
+from fastckpt.state.tree import Stored
 from fastckpt.storage.file_system import Storage, naming, reported
 
-_PICKLE = "data.pkl"
+_PICKLE, _BYTE_ORDER, _LITTLE = "data.pkl", "byteorder", b"little"
+_READ_BYTES_MAX = 1 << 30  # of a pickle or a zip directory, which may claim any size
+
+
+class Record(NamedTuple):
+    """A record of a zip: its size and CRC-32, and where its data begins, which may raise."""
+
+    nbytes: int
+    crc: int
+    begin: Callable[[], int]
+
+
+class TorchZip(NamedTuple):
+    """An opened torch zip, whose pickle has been read.
+
+    Attributes:
+        body: the file.
+        records: by their names in the archive.
+        tensors: by name, as the pickle describes them; in a step's objects also placeholders.
+        others: how many objects were passed over, by what makes them.
+    """
+
+    body: Body
+    records: Mapping[str, Record]
+    tensors: Mapping[str, StoredView | Stored]
+    others: Mapping[str, int]
+
+    def source(self, kind: str, close: Callable[[], None] = lambda: None) -> ExtentsSource:
+        """Returns a Source of the tensors that lie in this file; its close() calls `close`."""
+        with naming(self.body.path):
+            found = dict(self._placed())
+        return ExtentsSource(kind, self.body.staging, [self.body], found, close, self.others)
+
+    def _placed(self) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...], Extent]]]:
+        for name, view in self.tensors.items():
+            if isinstance(view, Stored):
+                continue
+            record, itemsize = self.records.get(view.record), view.dtype.itemsize
+            last = view.offset + sum(
+                (size - 1) * step for size, step in zip(view.shape, view.strides, strict=True)
+            )
+            if record is None or (0 not in view.shape and record.nbytes < (last + 1) * itemsize):
+                raise CorruptCheckpoint(f"tensor {name!r} reaches beyond record {view.record!r}")
+            begin = partial(_shifted, record.begin, view.offset * itemsize)
+            extent = Extent(0, begin, view.strides, view.is_conj, view.is_neg)
+            yield name, (view.dtype, view.shape, extent)
 
 
 def torch_file(
@@ -38,28 +86,50 @@ def torch_file(
 
     Raises:
         CorruptCheckpoint: it is damaged, or no such file. IncompatibleCheckpoint: it is of an older
-            or a newer version. StorageError: it cannot be read.
+            or a newer version, or of a machine with another byte order. StorageError: it cannot be
+            read.
     """
     body = body_of(storage, staging, fd, path)
+    if body is not None:
+        return zip_of_ours(body).source("a torch file of fastckpt", close)
     with naming(path):
-        if body is not None:
-            end = len(body.index.tail) - torch_zip.END_BYTES
-            entries = {entry.name: entry for entry in zip_records.directory(body.index.tail, end)}
-            kind = "a torch file of fastckpt"
-        else:
-            body, entries = _of_others(storage, staging, fd, path)
-            kind = "a torch file"
-        records = {name.partition("/")[2]: entry for name, entry in entries.items()}
-        if _PICKLE not in records:
-            raise CorruptCheckpoint(f"its zip has no record {_PICKLE!r}: torch did not write it")
-        views = named_views(_content(body, records[_PICKLE]))
-        tensors = dict(_placed(body, records, views))
-    return ExtentsSource(kind, staging, [body], tensors, close)
+        body, records = _of_others(storage, staging, fd, path)
+        opened = _opened(body, records, is_of_step=False)
+    return opened.source("a torch file", close)
+
+
+def zip_of_ours(body: Body, *, is_of_step: bool = False) -> TorchZip:
+    """Opens a torch zip that fastckpt wrote; raises as torch_file().
+
+    Args:
+        body: the file.
+        is_of_step: whether it is a step's file of objects, which has placeholders.
+    """
+    tail = body.index.tail
+    with naming(body.path):
+        entries = [*zip_records.directory(tail, len(tail) - torch_zip.END_BYTES)]
+        return _opened(body, _records_of_ours(entries), is_of_step=is_of_step)
+
+
+def _records_of_ours(entries: list[Entry]) -> dict[str, Record]:
+    """Returns the records, which lie one behind the other: a header, its data, a descriptor. So the
+    directory, which is verified, tells where data begin, and no header has to be read.
+    """
+    entries = sorted(entries, key=lambda entry: entry.offset)
+    records = {}
+    for entry, following in pairwise(entries):
+        behind = len(zip_records.descriptor(entry.offset, entry.nbytes, entry.crc))
+        begin = following.offset - behind - entry.nbytes
+        if begin % torch_zip.TORCH_ALIGNMENT or begin <= entry.offset:
+            raise CorruptCheckpoint(f"record {entry.name!r} is not where it should be")
+        name = entry.name.partition("/")[2]
+        records[name] = Record(entry.nbytes, entry.crc, partial(int, begin))
+    return records
 
 
 def _of_others(
     storage: Storage, staging: Staging, fd: int, path: str
-) -> tuple[Body, dict[str, Entry]]:
+) -> tuple[Body, dict[str, Record]]:
     """Returns the body and the records of a file that has no checksums of blocks."""
     with reported("read", path):
         nbytes = storage.size(fd)
@@ -68,16 +138,17 @@ def _of_others(
             with zipfile.ZipFile(_Unverified(partial(storage.read_at, fd), nbytes)) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-            raise IncompatibleCheckpoint(
-                f"it is no zip file ({error}): it is truncated, in torch's format from before "
-                "version 1.6, or something else"
+            raise CorruptCheckpoint(
+                f"it begins as a zip file, but is none ({error}): it is truncated or damaged"
             ) from None
     if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
         raise IncompatibleCheckpoint("its zip records are compressed: torch did not write it")
-    return body, {
-        info.filename: Entry(info.filename, info.header_offset, info.file_size, info.CRC)
-        for info in infos
-    }
+    records = {}
+    for info in infos:
+        entry = Entry(info.filename, info.header_offset, info.file_size, info.CRC)
+        begin = _Once(partial(_data_at, storage, body, entry))
+        records[entry.name.partition("/")[2]] = Record(entry.nbytes, entry.crc, begin)
+    return body, records
 
 
 class _Unverified(io.RawIOBase):
@@ -96,6 +167,8 @@ class _Unverified(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
         self._at += offset
+        if self._at < 0:
+            raise ValueError("it names a place before its beginning")
         return self._at
 
     def tell(self) -> int:
@@ -104,58 +177,56 @@ class _Unverified(io.RawIOBase):
     def read(self, nbytes: int | None = -1) -> bytes:
         left = max(0, self._nbytes - self._at)
         nbytes = left if nbytes is None or nbytes < 0 else min(nbytes, left)
+        if nbytes > _READ_BYTES_MAX:
+            raise ValueError(f"its directory claims {nbytes} bytes")
         content = self._read_at(nbytes, self._at) if nbytes else b""
         self._at += len(content)
         return content
 
 
+def _opened(body: Body, records: dict[str, Record], *, is_of_step: bool) -> TorchZip:
+    if _PICKLE not in records:
+        raise CorruptCheckpoint(f"its zip has no record {_PICKLE!r}: torch did not write it")
+    if _BYTE_ORDER in records and (order := _content(body, records, _BYTE_ORDER)) != _LITTLE:
+        raise IncompatibleCheckpoint(f"its byte order is {order[:20]!r}, must be {_LITTLE!r}")
+    names = names_of(_content(body, records, _PICKLE), is_of_step=is_of_step)
+    return TorchZip(body, records, names.tensors, names.others)
+
+
+def _content(body: Body, records: Mapping[str, Record], name: str) -> bytes:
+    """Returns a record, compared with its own CRC-32."""
+    record = records[name]
+    content = _bytes(body, record.begin(), record.nbytes) if record.nbytes else b""
+    if zlib.crc32(content) != record.crc:
+        raise CorruptCheckpoint(f"record {name!r} is damaged: its CRC-32 is another")
+    return content
+
+
 def _bytes(body: Body, offset: int, nbytes: int) -> bytes:
     """Returns a range of a file, verified if the file has checksums."""
-    if offset + nbytes > body.index.body_nbytes:
-        raise CorruptCheckpoint(f"a record at {offset} reaches beyond the end of its data")
+    index = body.index
+    if offset + nbytes > index.body_nbytes + len(index.tail) or nbytes > _READ_BYTES_MAX:
+        raise CorruptCheckpoint(f"a record at {offset} claims {nbytes} bytes, which it cannot have")
+    if offset >= index.body_nbytes:
+        begin = offset - index.body_nbytes
+        return bytes(index.tail[begin : begin + nbytes])
     content = bytearray(nbytes)
-    first = offset // body.index.block_bytes
-    last = (offset + max(nbytes, 1) - 1) // body.index.block_bytes
+    first, last = offset // index.block_bytes, (offset + nbytes - 1) // index.block_bytes
     with closing(body.stream(range(first, last + 1))) as stream:
         body.check(stream, stream.readinto(content, offset))
     return bytes(content)
 
 
-def _data_at(body: Body, entry: Entry) -> int:
-    """Returns where a record's data begins, behind its local header."""
-    header = _bytes(body, entry.offset, zip_records.LOCAL_BYTES)
-    at = zip_records.data_offset(header, entry.offset)
+def _data_at(storage: Storage, body: Body, entry: Entry) -> int:
+    """Returns where a record's data begins in a file of others, behind its local header."""
+    at, header = None, b""
+    if 0 <= entry.offset <= body.index.body_nbytes - zip_records.LOCAL_BYTES:
+        with reported("read", body.path):
+            header = storage.read_at(body.fd, zip_records.LOCAL_BYTES, entry.offset)
+        at = zip_records.data_offset(header, entry.offset)
     if at is None or header[:4] != b"PK\x03\x04" or at + entry.nbytes > body.index.body_nbytes:
         raise CorruptCheckpoint(f"{body.path!r}: record {entry.name!r} is not where it should be")
     return at
-
-
-def _content(body: Body, entry: Entry) -> bytes:
-    """Returns a record, compared with its own CRC-32."""
-    content = _bytes(body, _data_at(body, entry), entry.nbytes) if entry.nbytes else b""
-    if zlib.crc32(content) != entry.crc:
-        raise CorruptCheckpoint(f"record {entry.name!r} is damaged: its CRC-32 is another")
-    return content
-
-
-def _placed(
-    body: Body, records: dict[str, Entry], views: dict[str, StoredView]
-) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...], Extent]]]:
-    """Yields dtype, shape and place of each tensor after its name."""
-    begins: dict[str, Callable[[], int]] = {}
-    for name, view in views.items():
-        entry = records.get(view.record)
-        last = view.offset + sum(
-            (size - 1) * step for size, step in zip(view.shape, view.strides, strict=True)
-        )
-        if entry is None or (
-            0 not in view.shape and entry.nbytes < (last + 1) * view.dtype.itemsize
-        ):
-            raise CorruptCheckpoint(f"tensor {name!r} reaches beyond record {view.record!r}")
-        if view.record not in begins:
-            begins[view.record] = _Once(partial(_data_at, body, entry))
-        begin = partial(_shifted, begins[view.record], view.offset * view.dtype.itemsize)
-        yield name, (view.dtype, view.shape, Extent(0, begin, view.strides))
 
 
 class _Once:

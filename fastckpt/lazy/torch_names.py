@@ -1,25 +1,27 @@
 """The tensors that the pickle of a torch zip names, found without running anything that it names.
 
-Responsible for what torch's pickler writes for a tensor. Other classes are passed over, so that a
-file with a user's objects can be opened, too: their tensors are found, they are not made. It must
-not know files.
+Responsible for what torch's pickler writes for a tensor. Objects of other classes are passed over,
+and counted, so that a file with a user's objects can be opened, too. It must not know files.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.errors import CorruptCheckpoint
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import Callee, Ignored, Instance
-from fastckpt.state.tree import joined
+from fastckpt.state.tree import PER_RANK, Stored, joined, stored_of, unescaped
 
-_DEPTH_MAX = 400
+_DIMS_MAX = 64
 _NUMBER_END = 1 << 63
+# A dict that stands in a state many times gives its tensors many names, each of the length of its
+# path. More characters of names than this for each byte of the pickle are no state's.
+_NAMES_PER_BYTE, _NAMES_MIN = 64, 1 << 16
 _STORAGES: dict[str, torch.dtype] = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -44,6 +46,7 @@ class StoredView(NamedTuple):
         record: the name of the storage's record.
         dtype, shape, strides: the tensor's; strides in elements.
         offset: of its first element in the storage, in elements.
+        is_conj, is_neg: whether its elements are the conjugates, the negatives, of what is stored.
     """
 
     record: str
@@ -51,6 +54,21 @@ class StoredView(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    is_conj: bool = False
+    is_neg: bool = False
+
+
+class Names(NamedTuple):
+    """What a pickle names.
+
+    Attributes:
+        tensors: the tensors by name; in a step's objects also the placeholders of those in shards.
+        others: how many objects were passed over, by the name of the class or function that makes
+            them. They may hold tensors.
+    """
+
+    tensors: dict[str, StoredView | Stored]
+    others: dict[str, int]
 
 
 class _Storage(NamedTuple):
@@ -61,48 +79,79 @@ class _Storage(NamedTuple):
     nbytes: int
 
 
-def named_views(content: bytes) -> dict[str, StoredView]:
+def names_of(content: bytes, *, is_of_step: bool) -> Names:
     """Returns the tensors in the nest of dicts, lists and tuples that a pickle describes, by name.
 
-    A name is the path of keys to the tensor, joined by "/", as a Checkpointer names tensors.
+    A name is the path of keys to the tensor, joined by "/", as a Checkpointer names tensors: in a
+    key, "~" and "/" become "~0" and "~1". A second tensor of the same name gets "#2" behind it.
+
+    Args:
+        content: the pickle.
+        is_of_step: whether it is that of a step's objects, which has placeholders.
 
     Raises:
         CorruptCheckpoint: no pickler of torch's wrote it.
+        IncompatibleCheckpoint: it was written by a protocol that is not known here.
     """
     try:
         nest, _end = plain_pickle.loads(content, _find, _storage, _STATEFUL)
     except plain_pickle.Refused as error:
-        raise CorruptCheckpoint(
-            f"its pickle holds {error}, which torch.save does not write"
+        raise IncompatibleCheckpoint(
+            f"its pickle holds {error}: no torch.save with protocol 2 or later has written it"
         ) from None
     except plain_pickle.DAMAGE as error:
         raise CorruptCheckpoint(f"its pickle is malformed: {str(error)[:100]}") from None
-    found: dict[str, StoredView] = {}
-    for path, view in _views(nest, (), 0):
-        name = base = joined(path)
-        number = 1
-        while name in found:  # 0 and "0" are two keys of a dict
-            number += 1
-            name = f"{base}#{number}"
-        found[name] = view
-    return found
+    return _Walk(_NAMES_PER_BYTE * len(content) + _NAMES_MIN, is_of_step).run(nest)
 
 
-def _views(
-    value: Any, path: tuple[str, ...], depth: int
-) -> Iterator[tuple[tuple[str, ...], StoredView]]:
-    if isinstance(value, StoredView):
-        yield path, value
-    elif depth > _DEPTH_MAX:
-        raise CorruptCheckpoint(f"it is nested more than {_DEPTH_MAX} deep")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if isinstance(item, (StoredView, dict, list, tuple)):
-                yield from _views(item, (*path, str(key)), depth + 1)
-    elif type(value) in (list, tuple):
-        for number, item in enumerate(value):
-            if isinstance(item, (StoredView, dict, list, tuple)):
-                yield from _views(item, (*path, str(number)), depth + 1)
+class _Walk:
+    """The state of one walk through a nest."""
+
+    def __init__(self, characters: int, is_of_step: bool) -> None:
+        self._left, self._is_of_step = characters, is_of_step
+        self._found = Names({}, {})
+        self._number: dict[str, int] = {}  # of tensors by each name
+
+    def run(self, nest: Any) -> Names:
+        # A stack of its own: a pickle may be nested more deeply than Python calls.
+        ahead: list[tuple[Any, str]] = [(nest, "")]
+        while ahead:
+            value, name = ahead.pop()
+            stored = self._stored(value)
+            if stored is not None:
+                self._found.tensors[self._unique(name)] = stored
+            elif type(value) is Ignored:
+                self._found.others[value.name] = self._found.others.get(value.name, 0) + 1
+            else:
+                ahead += reversed([*self._children(value, f"{name}/" if name else "")])
+        return self._found
+
+    def _stored(self, value: Any) -> StoredView | Stored | None:
+        if type(value) is StoredView:
+            return value
+        return stored_of(value) if self._is_of_step else None
+
+    def _children(self, value: Any, prefix: str) -> Iterable[tuple[Any, str]]:
+        if self._is_of_step and type(value) is dict:
+            if isinstance(value.get(PER_RANK), str):
+                return  # a value of each rank's own
+            value = unescaped(value)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        self._left -= len(value)
+        for key, item in items:
+            if type(item) in _NODES:
+                name = prefix + joined((str(key) if type(key) is not Ignored else key.name,))
+                self._left -= len(name)
+                if self._left < 0:
+                    raise CorruptCheckpoint("its pickle has the same values over and over")
+                yield item, name
+
+    def _unique(self, name: str) -> str:
+        number = self._number[name] = self._number.get(name, 0) + 1
+        return name if number == 1 else self._unique(f"{name}#{number}")
+
+
+_NODES = frozenset({StoredView, Ignored, dict, OrderedDict, list, tuple})
 
 
 def _storage(name: Any) -> _Storage:
@@ -116,61 +165,120 @@ def _storage(name: Any) -> _Storage:
     return _Storage(key, dtype, size * (1 if dtype is None else dtype.itemsize))
 
 
-def _rebuilt(storage: Any, offset: Any, shape: Any, strides: Any, *_rest: Any) -> Any:
-    """Returns the tensor of torch._utils._rebuild_tensor_v2 and _rebuild_tensor_v3."""
-    if not isinstance(storage, _Storage):
-        return Ignored()
-    dtype = storage.dtype
-    if len(_rest) > 2 and isinstance(_rest[2], torch.dtype):
-        dtype = _rest[2]
-    numbers = (offset, *_tuple(shape), *_tuple(strides))
-    if dtype is None or any(type(n) is not int or not 0 <= n < _NUMBER_END for n in numbers):
-        raise ValueError("a tensor has no dtype, or its place is not a number")
-    shape, strides = _tuple(shape), _tuple(strides)
-    if len(shape) != len(strides):
+def _rebuilt_v2(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    _requires_grad: Any = False,
+    _hooks: Any = None,
+    bits: Any = None,
+) -> StoredView:
+    """Returns the tensor of torch._utils._rebuild_tensor_v2."""
+    return _view(storage, offset, shape, strides, getattr(storage, "dtype", None), bits)
+
+
+def _rebuilt_v3(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    _requires_grad: Any,
+    _hooks: Any,
+    dtype: Any,
+    bits: Any = None,
+) -> StoredView:
+    """Returns the tensor of torch._utils._rebuild_tensor_v3."""
+    return _view(storage, offset, shape, strides, dtype, bits)
+
+
+def _view(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any, bits: Any) -> StoredView:
+    if type(storage) is not _Storage or not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor has no storage, or no dtype")
+    if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
         raise ValueError("a tensor has not as many strides as dimensions")
+    if len(shape) > _DIMS_MAX:
+        raise ValueError(f"a tensor has {len(shape)} dimensions")
+    if any(type(n) is not int or not 0 <= n < _NUMBER_END for n in (offset, *shape, *strides)):
+        raise ValueError("the place of a tensor is not a number")
     last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
     if 0 not in shape and (last + 1) * dtype.itemsize > storage.nbytes:
         raise ValueError("a tensor reaches beyond its storage")
-    return StoredView(f"data/{storage.key}", dtype, shape, strides, offset)
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, tuple | list):
-        raise ValueError("sizes are not a tuple")
-    return tuple(value)
+    is_conj = is_neg = False
+    if bits is not None:  # of torch.Tensor.is_conj() and is_neg()
+        if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
+            raise ValueError("a tensor has attributes that are not known")
+        is_conj, is_neg = bool(bits.get("conj")), bool(bits.get("neg"))
+    return StoredView(f"data/{storage.key}", dtype, shape, strides, offset, is_conj, is_neg)
 
 
 def _parameter(data: Any, *_rest: Any) -> Any:
     return data
 
 
-def _of_type(make: Any, _kind: Any, arguments: Any, *_rest: Any) -> Any:
+_REBUILT = {
+    "_rebuild_tensor_v2": Callee(_rebuilt_v2),
+    "_rebuild_tensor_v3": Callee(_rebuilt_v3),
+    "_rebuild_parameter": Callee(_parameter),
+    "_rebuild_parameter_with_state": Callee(_parameter),
+}
+
+
+def _of_type(make: Any, kind: Any, arguments: Any, *_rest: Any) -> Any:
     """Returns the tensor of torch._tensor._rebuild_from_type_v2, which has attributes or a class of
     its own.
     """
-    known = type(make) is Callee and type(arguments) is tuple
-    return make.make(*arguments) if known else Ignored()
+    if any(make is callee for callee in _REBUILT.values()) and type(arguments) is tuple:
+        return make.make(*arguments)
+    return Ignored(kind.name if type(kind) is Ignored else "torch.Tensor")
+
+
+def _empty_dict(*_factory: Any) -> dict[Any, Any]:
+    return {}
+
+
+def _ordered() -> OrderedDict[Any, Any]:
+    return OrderedDict()
+
+
+def _size(sizes: Any) -> tuple[Any, ...]:
+    if not isinstance(sizes, tuple | list):
+        raise ValueError("sizes are not a tuple")
+    return tuple(sizes)
+
+
+def _nothing(*_arguments: Any) -> None:
+    """Stands for an object that holds no tensor."""
 
 
 def _without_state(_target: Any, _state: Any) -> None:
     """Passes attributes over, such as a state_dict's _metadata."""
 
 
+def _globals(module: str, names: Collection[str], stand_in: Any) -> dict[tuple[str, str], Any]:
+    return {(module, name): stand_in for name in names}
+
+
 _STATEFUL = (Instance(OrderedDict, _without_state),)
+_PLAIN = Callee(_nothing)
+_BUILTINS = ("set", "frozenset", "complex", "bytearray", "range", "slice")
 _KNOWN: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): Callee(_rebuilt),
-    ("torch._utils", "_rebuild_tensor_v3"): Callee(_rebuilt),
-    ("torch._utils", "_rebuild_parameter"): Callee(_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): Callee(_parameter),
-    ("collections", "OrderedDict"): Callee(OrderedDict),
-    ("torch", "Size"): Callee(tuple),
+    ("collections", "OrderedDict"): Callee(_ordered),
+    ("collections", "defaultdict"): Callee(_empty_dict),
+    ("torch", "Size"): Callee(_size),
+    ("torch", "device"): _PLAIN,
+    ("_codecs", "encode"): _PLAIN,
     ("torch._tensor", "_rebuild_from_type_v2"): Callee(_of_type),
     ("torch.storage", "UntypedStorage"): None,
+    **{("torch._utils", name): callee for name, callee in _REBUILT.items()},
+    **{("torch", name): dtype for name, dtype in (*_STORAGES.items(), *_DTYPES.items())},
+    **_globals("builtins", _BUILTINS, _PLAIN),
+    **_globals("__builtin__", _BUILTINS, _PLAIN),
+    **_globals("datetime", ("datetime", "date", "time", "timedelta", "timezone"), _PLAIN),
+    **_globals("pathlib", ("Path", "PosixPath", "PurePosixPath", "WindowsPath"), _PLAIN),
 }
-_KNOWN |= {("torch", name): dtype for name, dtype in _STORAGES.items()}
-_KNOWN |= {("torch", name): dtype for name, dtype in _DTYPES.items()}
 
 
 def _find(module: str, name: str) -> Any:
-    return _KNOWN.get((module, name), Ignored())
+    known = _KNOWN.get((module, name), _KNOWN)
+    return Ignored(f"{module}.{name}") if known is _KNOWN else known

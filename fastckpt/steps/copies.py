@@ -16,11 +16,12 @@ from fastckpt.arguments.near_names import listed
 from fastckpt.engine.codec import FrameReader
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.plan.image import BlockChecksums
 from fastckpt.reading.verified import OVERWRITTEN, Body, opened_regular
-from fastckpt.reading.verified_file import VerifiedFile, open_verified
+from fastckpt.reading.verified_file import VerifiedFile, body_of
 from fastckpt.storage.file_system import Storage, naming, persistently, reported
 
 log = logging.getLogger("fastckpt")
@@ -142,15 +143,20 @@ class StepCopies:
             yield Body(self._staging, fd, path, blocks, damaged, OVERWRITTEN, route)
 
     @contextmanager
-    def objects(self, manifest: Manifest) -> Iterator[VerifiedFile]:
+    def body(self, manifest: Manifest) -> Iterator[Body]:
         """Opens the file of objects, and checks that it is the one that the manifest names."""
         file, nbytes, crc = manifest.objects
         path = self.path(file)
         with self.opened(file, nbytes) as fd:
-            opened = open_verified(self._storage, self._staging, fd, path, True)
-            if opened is None:
+            body = body_of(self._storage, self._staging, fd, path)
+            if body is None:
                 raise CorruptCheckpoint(f"{path!r} was not written by fastckpt")
-            with opened:
-                if opened.closing_crc != crc:
-                    raise CorruptCheckpoint(f"{path!r} is of another save than the manifest")
-                yield opened
+            if torch_zip.closing_crc(body.index.tail) != crc:
+                raise CorruptCheckpoint(f"{path!r} is of another save than the manifest")
+            yield body
+
+    @contextmanager
+    def objects(self, manifest: Manifest) -> Iterator[VerifiedFile]:
+        """Opens the file of objects, as body(), for torch to read."""
+        with self.body(manifest) as body, VerifiedFile(body, body.stream()) as file:
+            yield file

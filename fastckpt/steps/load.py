@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -141,17 +142,16 @@ class StepReader:
         """
         parts: dict[str, list[Box]] = {}
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        wanted = {key for key, _shape, _box in targets}
+        wanted = dict.fromkeys(key for key, _shape, _box in targets)
         for index in self._needed(targets):
-            for piece in index.pieces:
-                if piece.key in wanted:
-                    stored = (safetensors.DTYPES[piece.dtype], piece.shape)
-                    if found.setdefault(piece.key, stored) != stored:
-                        raise CorruptCheckpoint(
-                            f"{self._path(index.file)!r} holds {piece.key!r} as {stored}, "
-                            f"another file as {found[piece.key]}"
-                        )
-                    parts.setdefault(piece.key, []).append(piece.box)
+            for piece in chain.from_iterable(index.by_key.get(key, ()) for key in wanted):
+                stored = (safetensors.DTYPES[piece.dtype], piece.shape)
+                if found.setdefault(piece.key, stored) != stored:
+                    raise CorruptCheckpoint(
+                        f"{self._path(index.file)!r} holds {piece.key!r} as {stored}, "
+                        f"another file as {found[piece.key]}"
+                    )
+                parts.setdefault(piece.key, []).append(piece.box)
         missing = sorted({key for key, _shape, box in targets if key not in found and box.numel})
         if missing:
             raise IncompatibleCheckpoint(
@@ -208,8 +208,8 @@ class StepReader:
         increment_version([t.tensor for t in targets if not t.tensor.is_inference()])
         for index in self._needed(places):
             rows: list[CopyRow] = []
-            for piece in index.pieces:
-                for target, tensor in buffers.get(piece.key, ()):
+            for key, pairs in buffers.items():
+                for piece, (target, tensor) in product(index.by_key.get(key, ()), pairs):
                     rows += copies(
                         piece.box, piece.begin, target.box, tensor.data_ptr(), tensor.element_size()
                     )
@@ -225,11 +225,10 @@ class StepReader:
     def _in_bits(self, target: Target) -> bool:
         """Returns whether a part comes in so many small runs that one copy of it is faster."""
         for index in self._needed([(target.key, target.shape, target.box)]):
-            for piece in index.pieces:
-                if piece.key == target.key:
-                    for _, _, nbytes, count, _, _ in copies(piece.box, 0, target.box, 0, 1):
-                        if count > _RUNS_MAX and nbytes < _RUN_ITEMS_MIN:
-                            return True
+            for piece in index.by_key.get(target.key, ()):
+                for _, _, nbytes, count, _, _ in copies(piece.box, 0, target.box, 0, 1):
+                    if count > _RUNS_MAX and nbytes < _RUN_ITEMS_MIN:
+                        return True
         return False
 
     def _needed(self, targets: Iterable[Place]) -> Iterator[ShardIndex]:

@@ -131,7 +131,7 @@ def naming(path: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        if isinstance(error, StorageError):
+        if isinstance(error, StorageError) or str(error).startswith(repr(path)):
             raise
         raise type(error)(f"{path!r}: {error}") from None
 

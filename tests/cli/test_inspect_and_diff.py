@@ -13,6 +13,7 @@ import torch
 
 import fastckpt
 from fastckpt.cli import main
+from fastckpt.cli.diff import _parts
 
 
 def saved(disk: Path, name: str, **tensors: torch.Tensor) -> str:
@@ -103,7 +104,10 @@ def test_nothing_of_a_checkpoint_is_run(
     monkeypatch.chdir(disk)
     exploding(disk)
     assert told(capsys, "inspect", "x")["tensors"] == 0
+    assert main(["inspect", "x"]) == 0
+    assert "not looked into: 1 of posix.system" in capsys.readouterr().out
     assert main(["diff", "x", "x"]) == 0
+    assert "in B not looked into: 1 of posix.system" in capsys.readouterr().out
     assert not (disk / "exploded").exists()
 
 
@@ -138,7 +142,7 @@ def test_diff_tells_what_differs(disk: Path, capsys: pytest.CaptureFixture[str])
     )
     assert main(["diff", a, b, "--glob", "w"]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "w: 0.50% of its elements differ, by up to 2.5",
+        "w: 0.5% of its elements differ, by up to 2.5",
         "0 of 1 tensors are equal",
     ]
 
@@ -153,3 +157,45 @@ def test_diff_compares_in_parts(
     a, b = saved(disk, "a.pt", w=w), saved(disk, "b.pt", w=other)
     (found,) = told(capsys, "diff", a, b, status=1)["different"]
     assert found["changed"] == pytest.approx(1 / 7000)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "largest"),
+    [
+        (torch.tensor([1, 2**53]), torch.tensor([1, 2**53 + 1]), 1),
+        (torch.tensor([-(2**63)]), torch.tensor([2**63 - 1]), 2.0**64),
+        (torch.tensor([3], dtype=torch.uint8), torch.tensor([250], dtype=torch.uint8), 247),
+        (torch.tensor([True, False]), torch.tensor([True, True]), 1),
+        (torch.tensor([1 + 1j]), torch.tensor([4 + 5j]), 5),
+        (torch.tensor([1.0, math.nan]), torch.tensor([math.nan, math.nan]), None),
+        (torch.tensor([math.inf, 1.0]), torch.tensor([1.0, 1.0]), None),
+        (torch.tensor([math.inf, 1.0]), torch.tensor([math.inf, 3.0]), 2),
+    ],
+)
+def test_the_largest_difference(
+    a: torch.Tensor, b: torch.Tensor, largest: Any, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = saved(disk, "a.pt", w=a), saved(disk, "b.pt", w=b)
+    assert main(["diff", *paths, "--json"]) == 1
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)["different"]
+    assert [each["max_abs"] for each in found] == [largest]
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 400), (1, 1, 50, 2), (2, 1, 300), ()])
+def test_parts_make_up_the_tensor(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastckpt.cli.diff._PART_BYTES", 40)
+    numbers = torch.arange(float(math.prod(shape))).view(shape)
+    parts = [numbers[part] for part in _parts(shape, 4)]
+    assert torch.cat([part.reshape(-1) for part in parts]).tolist() == [*range(numbers.numel())]
+    assert all(part.numel() <= 10 for part in parts)
+
+
+def test_names_cannot_steer_the_terminal(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved(disk, "a.pt", **{"\x1b[2Jw\n": torch.ones(1), "gewöhnlich": torch.ones(1)})
+    assert main(["inspect", path]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and r"\x1b[2Jw\n" in out and "gewöhnlich" in out

@@ -278,7 +278,7 @@ def hostile(disk: Path) -> Path:
     [
         (nothing, StorageError, "ENOENT"),
         (text, CheckpointError, "neither a zip file"),
-        (cut, CheckpointError, "no zip file"),
+        (cut, CorruptCheckpoint, "truncated or damaged"),
         (lambda disk: disk, CheckpointError, "the directory is empty"),
     ],
 )

@@ -1,0 +1,167 @@
+"""fastckpt.open() and what a state may hold beside plain tensors: views, ties, names, objects."""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fastckpt
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+
+
+def test_conjugates_and_negatives(disk: Path) -> None:
+    values = torch.randn(6, 5, dtype=torch.complex64)
+    views = {
+        "conj": values.conj(),
+        "neg": torch.randn(6, 5, dtype=torch.complex64).conj().imag,
+        "turned": values.conj().t(),
+        "part": values[2:].conj(),
+        "typed": torch.nn.Parameter(values.conj()),
+    }
+    torch.save(views, disk / "a.pt")
+    fastckpt.save(views, disk / "b.pt").result(60)
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, {name: view.detach() for name, view in views.items()}).result(60)
+    for path in ("a.pt", "b.pt", "run"):
+        with fastckpt.open(disk / path) as tensors:
+            for name, view in views.items():
+                assert torch.equal(tensors[name][...], view), (path, name)
+                assert torch.equal(tensors[name][1:3, 2], view[1:3, 2]), (path, name)
+
+
+def test_an_expanded_tensor_takes_the_memory_of_one_element(disk: Path) -> None:
+    wide = torch.tensor([[1.0], [2.0]]).expand(2, 1 << 40)
+    torch.save({"wide": wide, "flat": torch.ones(()).expand(1 << 40)}, disk / "a.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert tensors["wide"].shape == wide.shape
+        assert tensors["wide"][1, 5:8].tolist() == [2, 2, 2]
+        assert tensors["wide"][...].stride() == wide.stride()
+        tensors.prefetch(["flat"])
+        assert tensors["flat"][-3:].tolist() == [1, 1, 1]
+        assert fastckpt.open(disk / "a.pt")["flat"][7].item() == 1
+
+
+def test_more_memory_than_there_is_is_told(disk: Path) -> None:
+    overlapping = torch.zeros(1 << 21).as_strided((1 << 20, 1 << 20), (1, 1))
+    torch.save({"w": overlapping}, disk / "a.pt")
+    with (
+        fastckpt.open(disk / "a.pt") as tensors,
+        pytest.raises(fastckpt.StorageError, match="ENOMEM"),
+    ):
+        tensors["w"][...]
+
+
+def saved(state: Any, disk: Path) -> list[Path]:
+    torch.save(state, disk / "a.pt")
+    fastckpt.save(state, disk / "b.pt").result(60)
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, state).result(60)
+    return [disk / "a.pt", disk / "b.pt", disk / "run"]
+
+
+def test_tied_tensors_have_all_their_names(disk: Path) -> None:
+    weight, small = torch.randn(600, 600), torch.randn(3)
+    state = {"in": weight, "out": {"w": weight}, "small": small, "again": [small]}
+    for path in saved(state, disk):
+        with fastckpt.open(path) as tensors:
+            assert [*tensors] == ["in", "out/w", "small", "again/0"], path
+            assert torch.equal(tensors["out/w"][5], weight[5])
+            assert torch.equal(tensors["again/0"][...], small)
+
+
+def test_names_that_collide_or_are_odd(disk: Path) -> None:
+    large = torch.ones(600, 600)
+    state = {
+        "a": {0: torch.tensor(0), "0": torch.tensor(1)},
+        "b": {0: large, "0": large + 1},
+        "x/y": {"~": torch.tensor(2)},
+        "fastckpt.tensor": {"fastckpt.per_rank": torch.tensor(3)},
+        "c": {"k": torch.tensor(4)},
+        "c#2": torch.tensor(5),
+    }
+    names = ["a/0", "a/0#2", "b/0", "b/0#2", "x~1y/~0", "fastckpt.tensor/fastckpt.per_rank"]
+    for path in saved(state, disk):
+        with fastckpt.open(path) as tensors:
+            assert [*tensors] == [*names, "c/k", "c#2"], path
+            found = [float(tensors[name][...].view(-1)[0]) for name in tensors]
+            assert found == [0, 1, 1, 2, 2, 3, 4, 5]
+
+
+def test_empty_and_sharded_leaves_of_a_step(disk: Path) -> None:
+    state = {"none": torch.empty(0, 600), "own": fastckpt.PerRank(torch.ones(3)), "n": 3}
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, state).result(60)
+    with fastckpt.open(disk / "run") as tensors:
+        assert [*tensors] == ["none"] and tensors["none"][...].shape == (0, 600)
+
+
+def test_objects_are_counted_and_containers_are_entered(disk: Path) -> None:
+    state = {
+        "sparse": torch.eye(3).to_sparse(),
+        "default": defaultdict(list, {"w": torch.ones(2)}),
+        "ordered": OrderedDict(w=torch.zeros(2)),
+        "module": torch.nn.Linear(2, 2),
+        "points": [Point(torch.ones(1)), Point(torch.ones(1))],
+        "arguments": argparse.Namespace(lr=0.1),
+        "device": torch.device("cpu"),
+        "size": torch.Size([2]),
+        "set": {1, 2},
+    }
+    torch.save(state, disk / "a.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert [*tensors] == ["default/w", "ordered/w"]
+        assert tensors.others == {
+            "torch._utils._rebuild_sparse_tensor": 1,
+            "torch.nn.modules.linear.Linear": 1,
+            f"{__name__}.Point": 2,
+            "argparse.Namespace": 1,
+        }
+
+
+def test_keys_that_are_objects_of_unknown_classes(disk: Path) -> None:
+    state = {argparse.Namespace: torch.ones(1), Point: torch.zeros(1)}
+    torch.save(state, disk / "a.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        found = {name: tensors[name][...].item() for name in tensors}
+    assert found == {"argparse.Namespace": 1, f"{__name__}.Point": 0}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_of_pickle(protocol: int, disk: Path) -> None:
+    state = {"w": torch.randn(3, 4), "n": [torch.nn.Parameter(torch.ones(2))], "s": {1}}
+    torch.save(state, disk / "a.pt", pickle_protocol=protocol)
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert torch.equal(tensors["w"][...], state["w"]) and tensors["n/0"][1] == 1
+
+
+def test_a_part_of_what_was_prefetched_does_not_keep_the_rest(disk: Path) -> None:
+    torch.save({"w": torch.randn(1000, 1000)}, disk / "a.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        tensors.prefetch(["w"])
+        assert tensors["w"][3].untyped_storage().nbytes() == 4000
+
+
+def test_many_small_tensors_are_read_at_once(disk: Path) -> None:
+    state = {f"w{n}": torch.full((n % 7 + 1,), n) for n in range(3000)}
+    for path in saved(state, disk):
+        with fastckpt.open(path) as tensors:
+            tensors.prefetch([*tensors])
+            assert all(torch.equal(tensors[name][...], state[name]) for name in state)
+
+
+def test_what_is_forgotten_is_closed(disk: Path) -> None:
+    import os
+
+    torch.save({"w": torch.ones(3)}, disk / "a.pt")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        fastckpt.open(disk / "a.pt")
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,240 @@
+"""fastckpt.open() of what is damaged, or was made to do harm: one error that tells, and no code."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import struct
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import fastckpt
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
+
+STORAGE = (
+    b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x0ctQ"
+)
+
+
+def zipped(path: Path, content: bytes, **records: bytes) -> Path:
+    """Writes a torch zip of which the pickle is given."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", content)
+        archive.writestr("a/data/0", bytes(48))
+        for name, record in records.items():
+            archive.writestr(f"a/{name}", record)
+    return path
+
+
+def refused(
+    path: Path, kind: type[Exception] = CorruptCheckpoint, words: str | None = None
+) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        fastckpt.open(path)
+    assert str(caught.value).count(repr(str(path))) <= 1
+
+
+def test_a_foreign_byte_order_is_refused(disk: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.ones(3)}, buffer)
+    buffer.seek(0)
+    with zipfile.ZipFile(buffer) as archive:
+        content = archive.read("archive/data.pkl")
+    path = zipped(disk / "a.pt", content, byteorder=b"big")
+    refused(path, IncompatibleCheckpoint, "byte order is b'big'")
+    with fastckpt.open(zipped(disk / "b.pt", content, byteorder=b"little")) as tensors:
+        assert tensors["w"].shape == (3,)
+
+
+def tensor(shape: bytes, strides: bytes) -> bytes:
+    """Returns the pickle of a tensor over a storage of 12 floats."""
+    rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n"
+    return rebuild + STORAGE + b"K\x00" + shape + strides + b"\x89NtR"
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def doubling(depth: int) -> bytes:
+    """Returns a list that holds a list twice, which holds one twice, and so on, and a tensor."""
+    content = b"\x80\x02" + tensor(b"(K\x03t", b"(K\x01t") + b"q\x00"
+    for number in range(depth):
+        content += b"]q%c(h%ch%ce" % (number + 1, number, number)
+    return content + b"."
+
+
+ORDERED = b"ccollections\nOrderedDict\n"
+
+
+def hashed(depth: int) -> bytes:
+    """Returns an OrderedDict made of pairs, of which the key is a deep tuple."""
+    key = b"K\x01" + b"\x85" * depth
+    return b"\x80\x02" + ORDERED + b"](" + key + b"K\x01te" + b"\x85R."
+
+
+def recursive() -> bytes:
+    """Returns a call of _rebuild_from_type_v2 that calls itself, many times."""
+    callee = b"ctorch._tensor\n_rebuild_from_type_v2\n"
+    content = b"N"
+    for _ in range(2000):
+        content = b"(" + callee + b"N" + content + b"Nt"
+    return b"\x80\x02" + callee + content + b"R."
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x02\xff.",
+        b"\x80\x02}.more"[:2],
+        b"\x80\x02" + tensor(b"(K\x0dt", b"(K\x01t") + b".",
+        b"\x80\x02" + tensor(b"(K\x03t", b"(K\x07t") + b".",
+        b"\x80\x02" + tensor(b"(K\x03K\x03t", b"(K\x01t") + b".",
+        b"\x80\x02" + tensor(b"(" + b"K\x01" * 65 + b"t", b"(" + b"K\x01" * 65 + b"t") + b".",
+        b"\x80\x02" + tensor(b"X\x01\x00\x00\x003", b"X\x01\x00\x00\x001") + b".",
+        doubling(60),
+        hashed(100_000),
+        b"\x80\x02" + ORDERED + b"]" + b"\x85R.",
+        b"\x80\x02" + STORAGE[:-2] + b"K\x0cK\x0ctQ.",
+    ],
+)
+def test_a_hostile_pickle_is_damage(content: bytes, disk: Path) -> None:
+    refused(zipped(disk / "a.pt", content))
+
+
+def test_deep_nests_are_walked(disk: Path) -> None:
+    content = b"\x80\x02" + b"]" * 200 + tensor(b"(K\x03t", b"(K\x01t") + b"a" * 200 + b"."
+    with fastckpt.open(zipped(disk / "a.pt", content)) as tensors:
+        assert len(tensors) == 1
+    with fastckpt.open(zipped(disk / "b.pt", recursive())) as tensors:
+        assert not tensors and tensors.others == {"torch.Tensor": 1}
+
+
+def test_opcodes_of_old_protocols_are_told(disk: Path) -> None:
+    torch.save({"w": torch.ones(3), "n": 5}, disk / "a.pt", pickle_protocol=0)
+    refused(disk / "a.pt", IncompatibleCheckpoint, "protocol 2 or later")
+
+
+def directory_at(content: bytes) -> int:
+    return content.index(b"PK\x01\x02")
+
+
+@pytest.mark.parametrize("offset", [0xFFFFFFFE, 0x7FFFFFFF, 1])
+def test_a_record_that_is_not_where_the_directory_says(offset: int, disk: Path) -> None:
+    path = disk / "a.pt"
+    torch.save({"w": torch.ones(3)}, path)
+    content = bytearray(path.read_bytes())
+    struct.pack_into("<I", content, directory_at(content) + 42, offset)
+    path.write_bytes(content)
+    refused(path)
+
+
+def test_a_directory_that_claims_more_than_a_file_may_have(disk: Path) -> None:
+    path = disk / "a.pt"
+    torch.save({"w": torch.ones(3)}, path)
+    content = bytearray(path.read_bytes())
+    end = content.rindex(b"PK\x05\x06")
+    struct.pack_into("<II", content, end + 12, 0xFFFFFFF0, 16)
+    with path.open("wb") as file:
+        file.write(content[:4])
+        file.truncate(1 << 33)
+        file.seek(0, os.SEEK_END)
+        file.write(content[end:])
+    refused(path)
+
+
+@pytest.mark.parametrize("part", ["local", "size"])
+def test_a_pickle_that_claims_gigabytes(part: str, disk: Path) -> None:
+    path = disk / "a.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02].")
+    content = bytearray(path.read_bytes())
+    at = directory_at(content)
+    struct.pack_into("<II", content, at + 20, 0xF0000000, 0xF0000000)
+    path.write_bytes(content)
+    refused(path)
+
+
+@pytest.mark.parametrize("nbytes", [0, 3, 4, 100, -30])
+@pytest.mark.parametrize("name", ["ours.pt", "torch.pt", "c.safetensors"])
+def test_a_cut_file(nbytes: int, name: str, disk: Path) -> None:
+    import safetensors.torch
+
+    state, path = {"w": torch.ones(3000)}, disk / name
+    fastckpt.save(state, disk / "ours.pt").result(60)
+    torch.save(state, disk / "torch.pt")
+    safetensors.torch.save_file(state, disk / "c.safetensors")
+    os.truncate(path, nbytes if nbytes >= 0 else path.stat().st_size + nbytes)
+    refused(path, CheckpointError if nbytes < 4 else CorruptCheckpoint)
+
+
+def test_the_objects_of_another_step(disk: Path) -> None:
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"n": torch.tensor(step)}).result(60)
+    shutil.copy(disk / "run/step-00000001/objects.pt", disk / "run/step-00000002/objects.pt")
+    refused(disk / "run" / "step-00000002", CorruptCheckpoint, "another save than the manifest")
+    with fastckpt.open(disk / "run") as tensors:
+        assert tensors["n"][...] == 1
+
+
+@pytest.mark.parametrize("file", ["objects.pt", "manifest.json", "rank-00000.json"])
+def test_a_damaged_step_leaves_nothing_open(file: str, disk: Path) -> None:
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(600, 600)}).result(60)
+    path = disk / "run" / "step-00000001"
+    content = bytearray((path / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / file).write_bytes(content)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CheckpointError):
+        fastckpt.open(path).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_damaged_tensor_does_not_fail_the_others_that_were_prefetched(disk: Path) -> None:
+    state = {"a": torch.randn(4 << 20), "b": torch.randn(4 << 20)}
+    fastckpt.save(state, disk / "a.pt").result(60)
+    content = bytearray((disk / "a.pt").read_bytes())
+    content[30 << 20] ^= 1
+    (disk / "a.pt").write_bytes(content)
+    with fastckpt.open(disk / "a.pt") as tensors:
+        tensors.prefetch(["a", "b"])
+        assert torch.equal(tensors["a"][:1000], state["a"][:1000])
+        with pytest.raises(CorruptCheckpoint):
+            tensors["b"][...]
+
+
+class Exploding:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch exploded",)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_an_item_of_dcp_that_is_no_tensor(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(disk)
+    dcp.save({"a": torch.ones(300)}, checkpoint_id=disk / "dcp")
+    (file,) = (disk / "dcp").glob("*.distcp")
+    nbytes = file.stat().st_size
+    buffer = io.BytesIO()
+    torch.save(Exploding(), buffer)
+    file.write_bytes(buffer.getvalue()[:nbytes].ljust(nbytes, b"\0"))
+    with fastckpt.open(disk / "dcp") as tensors, pytest.raises(CorruptCheckpoint, match="distcp"):
+        tensors["a"][...]
+    assert not (disk / "exploded").exists()
+
+
+def test_a_dict_that_stands_in_a_list_fifty_times(disk: Path) -> None:
+    state = OrderedDict((f"w{n}", torch.ones(1)) for n in range(100))
+    path = disk / "a.pt"
+    torch.save([state] * 50, path)
+    with fastckpt.open(path) as tensors:
+        assert len(tensors) == 5000
