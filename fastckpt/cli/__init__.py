@@ -1,4 +1,4 @@
-"""The command line: `fastckpt ls`, `inspect`, `diff`, `verify`, `doctor`, `advise`, their statuses.
+"""The command line: `fastckpt ls`, `inspect`, `diff`, `convert`, `verify`, `repair` and others.
 
 The module must not know how any of them does its work.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pickle import UnpicklingError
 
 import fastckpt
-from fastckpt.cli import advise, diff, doctor, inspect, ls, verify
+from fastckpt.cli import advise, convert, diff, doctor, inspect, ls, repair, verify
 from fastckpt.errors import CheckpointError
 
 
@@ -20,16 +20,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command, of sys.argv by default.
 
     Returns:
-        The exit status: 0; 1 if something is damaged or could not be done, or if `diff` found
-            differences; 3 if `verify` could not read something; 130 if interrupted. Wrong arguments
-            end the process with status 2.
+        The exit status: 0; 1 if something is damaged or could not be done, if `diff` found
+            differences or `repair` debris; 3 if `verify` could not read something; 130 if
+            interrupted. Wrong arguments end the process with status 2.
     """
     parser = argparse.ArgumentParser(
         prog="fastckpt", description="Asynchronous, durable checkpoints for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (ls, inspect, diff, verify, doctor, advise):
+    for command in (ls, inspect, diff, convert, verify, repair, doctor, advise):
         command.add_arguments(commands)
     parsed = parser.parse_args(arguments)
     try:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-from collections.abc import Iterator, Sequence
-from math import inf, prod
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
 
 import fastckpt
 from fastckpt.cli.paths import path_argument, shown_name, shown_others
+from fastckpt.lazy.selection import parts
 
 _PART_BYTES = 64 << 20  # of a tensor that are compared at a time
 
@@ -92,7 +92,7 @@ def compare(a: fastckpt.LazyTensor, b: fastckpt.LazyTensor) -> Difference | None
     if a.dtype != b.dtype:
         return Difference(a.name, "dtype", f"dtype {a.dtype} in A, {b.dtype} in B")
     changed, largest = 0, 0.0
-    for part in _parts(a.shape, a.dtype.itemsize):
+    for part in parts(a.shape, a.dtype.itemsize, _PART_BYTES):
         ours, theirs = a[part], b[part]
         count = int(_bits(ours).ne(_bits(theirs)).any(-1).sum())
         if count:
@@ -104,25 +104,6 @@ def compare(a: fastckpt.LazyTensor, b: fastckpt.LazyTensor) -> Difference | None
     by = f"by up to {largest:.6g}" if is_finite else "infinities and NaN among them"
     text = f"{100 * share:.3g}% of its elements differ, {by}"
     return Difference(a.name, "content", text, share, largest if is_finite else None)
-
-
-def _parts(shape: Sequence[int], itemsize: int) -> Iterator[tuple[Any, ...]]:
-    """Yields indexes of parts, of at most _PART_BYTES if they can be cut, that make up a tensor."""
-    nbytes = prod(shape) * itemsize
-    dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
-    if nbytes <= _PART_BYTES or dim is None:
-        yield (...,)
-        return
-    row_nbytes = nbytes // shape[dim]
-    front = (slice(None),) * dim
-    if row_nbytes > _PART_BYTES:
-        for number in range(shape[dim]):
-            for rest in _parts(shape[dim + 1 :], itemsize):
-                yield (*front, slice(number, number + 1), *rest)
-        return
-    rows = _PART_BYTES // row_nbytes
-    for begin in range(0, shape[dim], rows):
-        yield (*front, slice(begin, begin + rows), ...)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -114,10 +114,14 @@ class _Machine:
 
     def run(self) -> tuple[Any, int]:
         content, table, memo, stack, at = self._content, _TABLE, self._memo, self._stack, 0
+        below = self._below
         while True:
             op = content[at]
             # The most frequent opcodes do without a call.
-            if op == 0x94:  # MEMOIZE
+            if op == 0x72:  # LONG_BINPUT
+                memo[_u32(content, at + 1)[0]] = stack[-1]
+                at += 5
+            elif op == 0x94:  # MEMOIZE
                 memo[len(memo)] = stack[-1]
                 at += 1
             elif op == 0x6A:  # LONG_BINGET
@@ -129,6 +133,15 @@ class _Machine:
             elif op == 0x4B:  # BININT1
                 stack.append(content[at + 1])
                 at += 2
+            elif op == 0x28:  # MARK
+                below.append(stack)
+                stack = self._stack = []
+                at += 1
+            elif op == 0x74:  # TUPLE
+                items = tuple(stack)
+                stack = self._stack = below.pop()
+                stack.append(items)
+                at += 1
             elif op == 0x2E:  # STOP
                 return stack.pop(), at + 1
             elif op in table:
@@ -224,18 +237,8 @@ class _Machine:
 
     # Containers
 
-    def _mark(self, at: int) -> int:
-        self._below.append(self._stack)
-        self._stack = []
-        return at
-
     def _empty_tuple(self, at: int) -> int:
         self._stack.append(())
-        return at
-
-    def _tuple(self, at: int) -> int:
-        items = tuple(self._marked())
-        self._stack.append(items)
         return at
 
     def _tuple1(self, at: int) -> int:
@@ -448,10 +451,6 @@ class _Machine:
         self._memo[self._content[at]] = self._stack[-1]
         return at + 1
 
-    def _put4(self, at: int) -> int:
-        self._memo[_u32(self._content, at)[0]] = self._stack[-1]
-        return at + 4
-
     def _protocol(self, at: int) -> int:
         if self._content[at] > pickle.HIGHEST_PROTOCOL:
             raise ValueError(f"protocol {self._content[at]} is not known")
@@ -479,9 +478,7 @@ _STEPS: dict[str, Callable[[_Machine, int], int]] = {
     "BINBYTES": _Machine._bytes4,
     "BINBYTES8": _Machine._bytes8,
     "BYTEARRAY8": _Machine._bytearray,
-    "MARK": _Machine._mark,
     "EMPTY_TUPLE": _Machine._empty_tuple,
-    "TUPLE": _Machine._tuple,
     "TUPLE1": _Machine._tuple1,
     "TUPLE2": _Machine._tuple2,
     "TUPLE3": _Machine._tuple3,
@@ -507,7 +504,6 @@ _STEPS: dict[str, Callable[[_Machine, int], int]] = {
     "POP_MARK": _Machine._pop_mark,
     "DUP": _Machine._duplicate,
     "BINPUT": _Machine._put1,
-    "LONG_BINPUT": _Machine._put4,
     "PROTO": _Machine._protocol,
     "FRAME": _Machine._frame,
 }

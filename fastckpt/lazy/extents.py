@@ -21,6 +21,7 @@ from fastckpt.plan.boxes import row_major
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
 from fastckpt.reading.verified import Body, takes_bytes
 
+_NONE: frozenset[int] = frozenset()
 _RUNS_MAX = 64  # more copies to a device go through the host: each takes microseconds to begin
 
 
@@ -157,6 +158,8 @@ def _copy(tail: bytes, begin: int, memory: torch.Tensor) -> None:
 
 def _repeated(at: Extent) -> frozenset[int]:
     """Returns the dimensions along which all elements are one, as in an expanded tensor."""
+    if 0 not in at.strides:
+        return _NONE
     return frozenset(dim for dim, stride in enumerate(at.strides) if not stride)
 
 

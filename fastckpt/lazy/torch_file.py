@@ -65,13 +65,10 @@ class TorchZip(NamedTuple):
         for name, view in self.tensors.items():
             if isinstance(view, Stored):
                 continue
-            record, itemsize = self.records.get(view.record), view.dtype.itemsize
-            last = view.offset + sum(
-                (size - 1) * step for size, step in zip(view.shape, view.strides, strict=True)
-            )
-            if record is None or (0 not in view.shape and record.nbytes < (last + 1) * itemsize):
+            record = self.records.get(view.record)
+            if record is None or record.nbytes < view.nbytes:
                 raise CorruptCheckpoint(f"tensor {name!r} reaches beyond record {view.record!r}")
-            begin = partial(_shifted, record.begin, view.offset * itemsize)
+            begin = partial(_shifted, record.begin, view.offset * view.dtype.itemsize)
             extent = Extent(0, begin, view.strides, view.is_conj, view.is_neg)
             yield name, (view.dtype, view.shape, extent)
 

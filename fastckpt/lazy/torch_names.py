@@ -43,13 +43,14 @@ class StoredView(NamedTuple):
     """A tensor as a pickle describes it: a view of a storage.
 
     Attributes:
-        record: the name of the storage's record.
+        record: the name of the storage's record, of which the tensor needs `nbytes`.
         dtype, shape, strides: the tensor's; strides in elements.
         offset: of its first element in the storage, in elements.
         is_conj, is_neg: whether its elements are the conjugates, the negatives, of what is stored.
     """
 
     record: str
+    nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -201,15 +202,19 @@ def _view(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any, bits:
         raise ValueError(f"a tensor has {len(shape)} dimensions")
     if any(type(n) is not int or not 0 <= n < _NUMBER_END for n in (offset, *shape, *strides)):
         raise ValueError("the place of a tensor is not a number")
-    last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-    if 0 not in shape and (last + 1) * dtype.itemsize > storage.nbytes:
-        raise ValueError("a tensor reaches beyond its storage")
+    nbytes = 0
+    if 0 not in shape:
+        last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        nbytes = (last + 1) * dtype.itemsize
+        if nbytes > storage.nbytes:
+            raise ValueError("a tensor reaches beyond its storage")
     is_conj = is_neg = False
     if bits is not None:  # of torch.Tensor.is_conj() and is_neg()
         if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
             raise ValueError("a tensor has attributes that are not known")
         is_conj, is_neg = bool(bits.get("conj")), bool(bits.get("neg"))
-    return StoredView(f"data/{storage.key}", dtype, shape, strides, offset, is_conj, is_neg)
+    record = f"data/{storage.key}"
+    return StoredView(record, nbytes, dtype, shape, strides, offset, is_conj, is_neg)
 
 
 def _parameter(data: Any, *_rest: Any) -> Any:

@@ -474,6 +474,20 @@ class Steps:
                         continue
                 self._left.discard(name)
 
+    def is_dead(self, name: str) -> bool:
+        """Returns whether remove_if_dead() would remove a directory, as far as names tell."""
+        try:
+            entries = self.storage.names(self.path(name))
+        except FileNotFoundError:
+            return False
+        if self.may_be_committed(name) or not all(map(OURS.fullmatch, entries)):
+            return False
+        left = atomic.temporaries_among(entries, MANIFEST)
+        return all(
+            atomic.is_of_dead(each) or self._is_of_the_dead(name, self.path(name, each))
+            for each in left
+        )
+
     def remove_if_dead(self, name: str) -> bool:
         """Removes a directory without a manifest if its save is surely over; returns whether.
 

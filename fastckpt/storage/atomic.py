@@ -120,19 +120,26 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
         if match is None or name[: match.start()] != prefix or not is_of_dead(name):
             continue
         debris = os.path.join(directory, name)
-        try:
-            fd = storage.open_to_lock(debris)
-        except OSError:
-            continue  # another process removed it, or it is not ours to touch
-        try:
-            if storage.lock(fd):
-                storage.remove(debris)
-                removed.append(debris)
-        except OSError:
-            continue  # as above: debris that stays costs space, not correctness
-        finally:
-            close_quietly(storage, fd)
+        if remove_dead_file(storage, debris):
+            removed.append(debris)
     return removed
+
+
+def remove_dead_file(storage: Storage, debris: str) -> bool:
+    """Removes a temporary whose name says that its process is gone; returns whether it did."""
+    try:
+        fd = storage.open_to_lock(debris)
+    except OSError:
+        return False  # another process removed it, or it is not ours to touch
+    try:
+        is_dead = storage.lock(fd)
+        if is_dead:
+            storage.remove(debris)
+        return is_dead
+    except OSError:
+        return False  # as above: debris that stays costs space, not correctness
+    finally:
+        close_quietly(storage, fd)
 
 
 def claim(storage: Storage, fd: int, path: str) -> None:
@@ -507,16 +514,22 @@ def remove_dead_directories(storage: Storage, parent: str) -> None:
     with suppress(PermissionError):  # the parent may be written to but not listed: they stay
         for name in storage.names(parent):
             path = os.path.join(parent, name)
-            if not is_of_dead(path) or not storage.is_directory(path):
-                continue
-            with suppress(OSError):  # another process may remove it too; it costs only space
-                fd = storage.open(path)
-                try:
-                    if storage.lock(fd):
-                        _put_back(storage, path)
-                        storage.remove_tree(path)
-                finally:
-                    close_quietly(storage, fd)
+            if is_of_dead(path) and storage.is_directory(path):
+                remove_dead_directory(storage, path)
+
+
+def remove_dead_directory(storage: Storage, path: str) -> bool:
+    """Removes a directory with a temporary name whose process is gone; returns whether it did."""
+    with suppress(OSError):  # another process may remove it too; it costs only space
+        fd = storage.open(path)
+        try:
+            if storage.lock(fd):
+                _put_back(storage, path)
+                storage.remove_tree(path)
+                return True
+        finally:
+            close_quietly(storage, fd)
+    return False
 
 
 def _put_back(storage: Storage, aside: str) -> None:

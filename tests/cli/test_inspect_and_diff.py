@@ -13,7 +13,6 @@ import torch
 
 import fastckpt
 from fastckpt.cli import main
-from fastckpt.cli.diff import _parts
 
 
 def saved(disk: Path, name: str, **tensors: torch.Tensor) -> str:
@@ -183,15 +182,6 @@ def test_the_largest_difference(
 
     found = json.loads(capsys.readouterr().out, parse_constant=refuse)["different"]
     assert [each["max_abs"] for each in found] == [largest]
-
-
-@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 400), (1, 1, 50, 2), (2, 1, 300), ()])
-def test_parts_make_up_the_tensor(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastckpt.cli.diff._PART_BYTES", 40)
-    numbers = torch.arange(float(math.prod(shape))).view(shape)
-    parts = [numbers[part] for part in _parts(shape, 4)]
-    assert torch.cat([part.reshape(-1) for part in parts]).tolist() == [*range(numbers.numel())]
-    assert all(part.numel() <= 10 for part in parts)
 
 
 def test_names_cannot_steer_the_terminal(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

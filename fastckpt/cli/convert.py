@@ -1,0 +1,366 @@
+"""`fastckpt convert`: copies the tensors of a checkpoint into another format, in bounded memory.
+
+The module chooses names, and the files that tensors go to. It must not know how a format is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+import fastckpt
+from fastckpt.arguments.checks import check_size
+from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.quantities import shown_size
+from fastckpt.cli.paths import path_argument, shown_name, shown_others
+from fastckpt.directories.draft import Draft
+from fastckpt.directories.save import save_directory
+from fastckpt.errors import CheckpointError, IncompatibleCheckpoint
+from fastckpt.formats import safetensors
+from fastckpt.lazy.selection import parts
+from fastckpt.saving import pipeline
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import Storage, patiently, reported
+
+_PART_BYTES = 32 << 20  # of tensors that are read at a time; two such parts are in memory
+_ALIGNMENT = 64
+_METADATA = {"format": "pt"}  # which transformers asks for
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_FORMATS = ("pt", "safetensors", "hf", "dcp", "step")
+
+
+def add_arguments(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="copy the tensors of a checkpoint into another format",
+        description="Copies the tensors of a checkpoint of any kind, bit by bit unless --dtype is "
+        "given, and nothing else of it: no steps, no objects. Nothing of SRC is run. What is "
+        "verified when read is verified. DST appears when it is whole and durable, or not at all. "
+        "The exit status is 0, or 1 if something could not be done.",
+    )
+    parser.add_argument("source", type=path_argument, metavar="SRC", help="as inspect's PATH")
+    parser.add_argument(
+        "target", type=path_argument, metavar="DST", help="the path to make, which must not exist"
+    )
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=_FORMATS,
+        help='"pt": a file for torch.load; "safetensors": one file; "hf": a directory of '
+        "safetensors files with an index, as Hugging Face has; "
+        '"dcp": a directory of torch.distributed.checkpoint; "step": a step of a Checkpointer, '
+        "whose root is DST. The first, fourth and fifth pass through an unnamed file of the size "
+        "of the tensors beside DST",
+    )
+    parser.add_argument("--glob", default="*", help="only tensors of such names, as inspect has")
+    parser.add_argument(
+        "--prefix",
+        default="",
+        help="only tensors of which the new name begins with this, which is taken off; new names "
+        'have "." between keys for safetensors and hf ("model."), else "/" ("model/")',
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="convert tensors of floating-point numbers to this dtype"
+    )
+    parser.add_argument(
+        "--shard-size", default="5GB", metavar="SIZE", help="of hf's files, default: 5GB"
+    )
+    parser.add_argument(
+        "--step", type=int, help="the number of the step; default: that of SRC, or 0"
+    )
+    parser.set_defaults(run=run)
+
+
+class Copy(NamedTuple):
+    """A tensor to be copied: its new name, and the dtype that it is to have."""
+
+    name: str
+    tensor: fastckpt.LazyTensor
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its new size in bytes."""
+        return prod(self.tensor.shape) * self.dtype.itemsize
+
+
+def run(arguments: argparse.Namespace) -> int:
+    target = os.path.realpath(arguments.target)
+    is_step = arguments.to == "step"
+    if os.path.lexists(target) and not (is_step and os.path.isdir(target)):
+        raise CheckpointError(f"{target!r} exists, and convert replaces nothing: remove it first")
+    shard_bytes = check_size("--shard-size", arguments.shard_size)
+    with fastckpt.open(arguments.source) as tensors:
+        copies = _chosen(tensors, arguments)
+        if arguments.to == "hf":
+            _to_hugging_face(target, tensors, copies, shard_bytes)
+        elif arguments.to == "safetensors":
+            _to_safetensors(target, tensors, copies)
+        else:
+            number = arguments.step if arguments.step is not None else tensors.facts.get("step", 0)
+            with _in_file(tensors, copies, os.path.dirname(target)) as state:
+                _SAVERS[arguments.to](target, _nested(state), int(number))
+        nbytes, others = sum(copy.nbytes for copy in copies), shown_others(tensors.others)
+    print(f"{target}: {len(copies)} tensors, {shown_size(nbytes)}{others and '; '}{others}")
+    return 0
+
+
+def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> list[Copy]:
+    """Returns the tensors to copy under their new names, in the checkpoint's order."""
+    is_dotted = arguments.to in ("safetensors", "hf")
+    dtype = _DTYPES.get(arguments.dtype)
+    found: dict[str, Copy] = {}
+    for old, tensor in tensors.items():
+        name = _dotted(old) if is_dotted else old
+        if not fnmatchcase(old, arguments.glob) or not name.startswith(arguments.prefix):
+            continue
+        name = name.removeprefix(arguments.prefix)
+        if not name or name in found:
+            raise CheckpointError(f"two tensors would be named {name!r}: choose one by --glob")
+        is_converted = dtype is not None and tensor.dtype.is_floating_point
+        found[name] = Copy(name, tensor, dtype if is_converted and dtype else tensor.dtype)
+    if not found:
+        raise CheckpointError(f"{tensors.path!r} holds no tensor that is to be copied")
+    unknown = [copy.name for copy in found.values() if not safetensors.supported(copy.dtype)]
+    if unknown and is_dotted:
+        names = listed(map(shown_name, unknown))
+        raise IncompatibleCheckpoint(f"safetensors files have no dtype for {names}")
+    return [*found.values()]
+
+
+def _dotted(name: str) -> str:
+    return ".".join(map(_unescaped, name.split("/")))
+
+
+def _unescaped(key: str) -> str:
+    return key.replace("~1", "/").replace("~0", "~")
+
+
+def _nested(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns the dicts that the names, which are paths of keys, describe."""
+    nest: dict[str, Any] = {}
+    for name, tensor in state.items():
+        inside, keys = nest, [*map(_unescaped, name.split("/"))]
+        for key in keys[:-1]:
+            below = inside.setdefault(key, {})
+            if not isinstance(below, dict):
+                raise CheckpointError(f"{name!r} is inside of a tensor: choose one by --glob")
+            inside = below
+        if keys[-1] in inside:
+            raise CheckpointError(f"{name!r} is in the way of another: choose one by --glob")
+        inside[keys[-1]] = tensor
+    return nest
+
+
+def _read(tensors: fastckpt.LazyTensors, batch: Sequence[tuple[Copy, Any]]) -> list[torch.Tensor]:
+    """Returns the elements of parts, one-dimensional and as bytes."""
+    found = tensors.read([(copy.tensor.name, index) for copy, index in batch])
+    return [
+        part.to(copy.dtype).contiguous().view(-1).view(torch.uint8)
+        for (copy, _index), part in zip(batch, found, strict=True)
+    ]
+
+
+def _batches(copies: Sequence[Copy]) -> Iterator[list[tuple[Copy, Any]]]:
+    """Yields what is read at a time: some whole tensors, or a part of a large one."""
+    batch: list[tuple[Copy, Any]] = []
+    nbytes = 0
+    for copy in copies:
+        size = max(copy.nbytes, copy.tensor.nbytes)
+        if batch and nbytes + size > _PART_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        if size <= _PART_BYTES:
+            batch.append((copy, ...))
+            nbytes += size
+            continue
+        itemsize = max(copy.dtype.itemsize, copy.tensor.dtype.itemsize)
+        for index in parts(copy.tensor.shape, itemsize, _PART_BYTES):
+            yield [(copy, index)]
+    if batch:
+        yield batch
+
+
+def _stream(
+    tensors: fastckpt.LazyTensors, copies: Sequence[Copy]
+) -> Iterator[tuple[Copy, torch.Tensor]]:
+    """Yields the bytes of the tensors in order, those of a large one in parts. While the caller
+    has one batch, the next is read.
+    """
+    with ThreadPoolExecutor(1, "fastckpt-convert") as reader:
+        ahead: deque[tuple[Sequence[tuple[Copy, Any]], Future[list[torch.Tensor]]]] = deque()
+
+        def arrived() -> Iterator[tuple[Copy, torch.Tensor]]:
+            batch, future = ahead.popleft()
+            yield from zip((copy for copy, _index in batch), future.result(), strict=True)
+
+        for batch in _batches(copies):
+            ahead.append((batch, reader.submit(_read, tensors, batch)))
+            if len(ahead) > 1:
+                yield from arrived()
+        while ahead:
+            yield from arrived()
+
+
+def _memory(content: torch.Tensor) -> memoryview:
+    """Returns the memory of bytes, which the tensor must outlive."""
+    array = (ctypes.c_char * content.numel()).from_address(content.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def _write(
+    storage: Storage, fd: int, path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy]
+) -> None:
+    """Writes a safetensors file of the tensors."""
+    # Those with larger items come first, so that each is aligned to its items.
+    copies = sorted(copies, key=lambda copy: -copy.dtype.itemsize)
+    entries = [
+        (copy.name, safetensors.NAMES[copy.dtype], tuple(copy.tensor.shape)) for copy in copies
+    ]
+    header = safetensors.header(entries, _METADATA, safetensors.LENGTH_BYTES)
+    with reported("write", path):
+        patiently(storage, fd, partial(storage.write_at, fd, header, 0))
+        at = len(header)
+        for _copy, content in _stream(tensors, copies):
+            view = _memory(content)
+            patiently(storage, fd, partial(storage.write_at, fd, view, at))
+            at += len(view)
+
+
+def _to_safetensors(path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy]) -> None:
+    storage = pipeline.current().storage
+    atomic.check_directory(storage, path)
+    with atomic.temporary(storage, path) as (fd, name):
+        _write(storage, fd, path, tensors, copies)
+        atomic.settle(storage, fd, path, True)
+        atomic.publish(storage, name, path, True, fd)
+
+
+def _to_hugging_face(
+    path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy], shard_bytes: int
+) -> None:
+    storage = pipeline.current().storage
+    shards: list[list[Copy]] = []
+    left = 0
+    for copy in copies:
+        if not shards or copy.nbytes > left:
+            shards.append([])
+            left = shard_bytes
+        shards[-1].append(copy)
+        left -= copy.nbytes
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+
+    def fill(draft: Draft) -> None:
+        for name, shard in zip(names, shards, strict=True):
+            with _made(storage, os.path.join(draft.directory, name)) as (fd, file):
+                _write(storage, fd, file, tensors, shard)
+        if len(shards) > 1:
+            content = _index(names, shards)
+            file = os.path.join(draft.directory, "model.safetensors.index.json")
+            with _made(storage, file) as (fd, file), reported("write", file):
+                patiently(storage, fd, partial(storage.write_at, fd, content, 0))
+
+    save_directory(path, fill).result()
+
+
+def _index(names: Sequence[str], shards: Sequence[Sequence[Copy]]) -> bytes:
+    """Returns the index of a Hugging Face directory."""
+    total = sum(copy.nbytes for shard in shards for copy in shard)
+    where = {copy.name: name for name, shard in zip(names, shards, strict=True) for copy in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    return json.dumps(index, indent=2).encode() + b"\n"
+
+
+@contextmanager
+def _made(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
+    """Makes a file of a draft, which is removed with that if the body fails."""
+    with reported("open", path):
+        fd = storage.create(path, 0o666)
+    try:
+        yield fd, path
+    finally:
+        atomic.close_quietly(storage, fd)
+
+
+@contextmanager
+def _in_file(
+    tensors: fastckpt.LazyTensors, copies: Sequence[Copy], directory: str
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields the tensors in the memory of an unnamed file: the kernel takes that back when memory
+    is short, and nothing of the file is left however the process ends.
+    """
+    places: list[int] = []
+    end = 0
+    for copy in copies:
+        places.append(end)
+        end += -(-copy.nbytes // _ALIGNMENT) * _ALIGNMENT
+    storage = pipeline.current().storage
+    with (
+        reported("write to a file in", directory),
+        tempfile.TemporaryFile(dir=directory, buffering=0) as file,
+    ):
+        file.truncate(max(end, 1))
+        at = dict(zip((copy.name for copy in copies), places, strict=True))
+        for copy, content in _stream(tensors, copies):
+            view = _memory(content)
+            storage.write_at(file.fileno(), view, at[copy.name])
+            at[copy.name] += len(view)
+        # Copied on write: nobody writes, and torch warns of memory that it could not.
+        memory = mmap.mmap(file.fileno(), max(end, 1), access=mmap.ACCESS_COPY)
+    state = {
+        copy.name: torch.frombuffer(
+            memory, dtype=copy.dtype, count=prod(copy.tensor.shape), offset=at
+        )
+        if copy.nbytes
+        else torch.empty(0, dtype=copy.dtype)
+        for copy, at in zip(copies, places, strict=True)
+    }
+    yield {copy.name: state[copy.name].view(copy.tensor.shape) for copy in copies}
+
+
+def _to_file(path: str, nest: dict[str, Any], _step: int) -> None:
+    fastckpt.save(nest, path).result()
+
+
+def _to_dcp(path: str, nest: dict[str, Any], _step: int) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from fastckpt.integrations.dcp import Writer
+
+    save_directory(
+        path, lambda draft: save(nest, storage_writer=Writer(draft.directory), no_dist=True)
+    ).result()
+
+
+def _to_step(path: str, nest: dict[str, Any], step: int) -> None:
+    with fastckpt.Checkpointer(path) as checkpointer:
+        if step in checkpointer.steps():
+            raise CheckpointError(f"{path!r} has step {step}: choose another number by --step")
+        checkpointer.save(step, nest).result()
+
+
+_SAVERS: dict[str, Callable[[str, dict[str, Any], int], None]] = {
+    "pt": _to_file,
+    "dcp": _to_dcp,
+    "step": _to_step,
+}

@@ -1,0 +1,105 @@
+"""`fastckpt repair`: lists what dead saves left in a directory, and removes it when told to.
+
+The module must not know how a save is made. It never touches a committed step or checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from fastckpt.arguments.quantities import shown_size
+from fastckpt.cli.paths import path_argument, shown_name
+from fastckpt.saving import pipeline
+from fastckpt.steps.root import Steps
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import Storage, reported
+
+
+def add_arguments(commands: Any) -> None:
+    parser = commands.add_parser(
+        "repair",
+        help="list, and remove, what dead saves left behind",
+        description="Lists what saves left in a directory that were killed: temporary files and "
+        "directories, and steps that were never committed. With --yes it removes them. Committed "
+        "checkpoints, damaged ones too, and what a live process may be writing stay. The exit "
+        "status is 0 if nothing is left, else 1.",
+    )
+    parser.add_argument(
+        "directory",
+        type=path_argument,
+        metavar="DIR",
+        help="a Checkpointer's root, or a directory that checkpoints are saved to",
+    )
+    parser.add_argument("--yes", action="store_true", help="remove what is listed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+class Debris(NamedTuple):
+    """What a save left: its path and size, what it is, and a function that removes it, unless it
+    finds that somebody still uses it, and returns whether it did.
+    """
+
+    path: str
+    nbytes: int
+    what: str
+    remove: Callable[[], bool]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    storage, directory = pipeline.current().storage, os.path.realpath(arguments.directory)
+    with reported("list", directory):
+        found = [*_debris(storage, directory)]
+    rows = [
+        {
+            "path": each.path,
+            "nbytes": each.nbytes,
+            "what": each.what,
+            "removed": arguments.yes and each.remove(),
+        }
+        for each in found
+    ]
+    if arguments.json:
+        print(json.dumps({"directory": directory, "debris": rows}, indent=1))
+    else:
+        for each, row in zip(found, rows, strict=True):
+            kept = ", not removed" if arguments.yes else ""
+            state = ", removed" if row["removed"] else kept
+            print(f"{shown_name(each.path)}: {each.what}, {shown_size(each.nbytes)}{state}")
+        if not found:
+            print(f"nothing to repair in {directory}")
+    return int(not all(row["removed"] for row in rows))
+
+
+def _debris(storage: Storage, directory: str) -> Iterator[Debris]:
+    steps = Steps(storage, directory)
+    for name in steps.incomplete():
+        path = steps.path(name)
+        if steps.is_dead(name):
+            what = "a step that was never committed"
+            yield Debris(path, _nbytes(storage, path), what, partial(steps.remove_if_dead, name))
+    for name in sorted(storage.names(directory)):
+        path = os.path.join(directory, name)
+        if not atomic.is_of_dead(path):
+            continue
+        if storage.is_directory(path):
+            remove = partial(atomic.remove_dead_directory, storage, path)
+            yield Debris(path, _nbytes(storage, path), "a temporary directory", remove)
+        else:
+            remove = partial(atomic.remove_dead_file, storage, path)
+            yield Debris(path, _nbytes(storage, path), "a temporary file", remove)
+
+
+def _nbytes(storage: Storage, path: str) -> int:
+    """Returns the bytes of a file, or of all files in a directory and below."""
+    status = storage.status(path)
+    if status is None:
+        return 0
+    if not storage.is_directory(path):
+        return status.st_size
+    return sum(_nbytes(storage, os.path.join(path, name)) for name in storage.names(path))

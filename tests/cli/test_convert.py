@@ -1,0 +1,190 @@
+"""`fastckpt convert` copies tensors bit by bit, and leaves all of them or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+import fastckpt
+from fastckpt.cli import main
+from tests.interpreters import Program
+from tests.lazy.test_open import by_safetensors, by_torch, dcp_by_torch, flat, same, steps
+
+SOURCES: dict[str, Callable[[dict[str, torch.Tensor], Path], Path]] = {
+    "torch": by_torch,
+    "safetensors": by_safetensors,
+    "step": steps,
+    "dcp": dcp_by_torch,
+}
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def by_hugging_face(path: Path) -> dict[str, torch.Tensor]:
+    index = path / "model.safetensors.index.json"
+    files = {path / "model.safetensors"}
+    if index.exists():
+        files = {path / name for name in json.loads(index.read_text())["weight_map"].values()}
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        found |= safetensors.torch.load_file(file)
+    return found
+
+
+def by_dcp(path: Path) -> dict[str, torch.Tensor]:
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(its.size, dtype=its.properties.dtype) for name, its in metadata.items()
+    }
+    dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+    return state
+
+
+def by_checkpointer(path: Path) -> dict[str, torch.Tensor]:
+    with fastckpt.Checkpointer(path) as checkpointer:
+        found: dict[str, torch.Tensor] = checkpointer.load()
+    return found
+
+
+READERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
+    "pt": torch.load,
+    "safetensors": safetensors.torch.load_file,
+    "hf": by_hugging_face,
+    "dcp": by_dcp,
+    "step": by_checkpointer,
+}
+
+
+@pytest.mark.parametrize("to", READERS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_tensor_arrives(source: str, to: str, disk: Path) -> None:
+    state = flat()
+    path, target = SOURCES[source](state, disk), disk / "out"
+    options = ["--shard-size", "1MB"] if to == "hf" else []
+    assert main(["convert", str(path), str(target), "--to", to, *options]) == 0
+    found = READERS[to](target)
+    assert found.keys() == state.keys()
+    for name, expected in state.items():
+        same(found[name], expected)
+    assert main(["diff", str(path), str(target)]) == 0
+
+
+def test_nests_names_and_dtypes(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"layers.0.w": torch.randn(30, 20), "norm": torch.arange(7)}
+    state = {"model": model, "optimizer": {"state": {0: {"m": torch.randn(30, 20)}}}, "step": 3}
+    fastckpt.save(state, disk / "a.pt").result(60)
+    a = str(disk / "a.pt")
+    options = ["--prefix", "model.", "--dtype", "bf16"]
+    assert main(["convert", a, str(disk / "hf"), "--to", "hf", *options]) == 0
+    assert "2 tensors" in capsys.readouterr().out
+    found = by_hugging_face(disk / "hf")
+    assert {*found} == {"layers.0.w", "norm"}
+    assert torch.equal(found["layers.0.w"], model["layers.0.w"].bfloat16())
+    assert torch.equal(found["norm"], model["norm"])
+    assert main(["convert", a, str(disk / "b.pt"), "--to", "pt", "--glob", "optimizer/*"]) == 0
+    assert torch.equal(
+        torch.load(disk / "b.pt")["optimizer"]["state"]["0"]["m"],
+        state["optimizer"]["state"][0]["m"],  # type: ignore[index]
+    )
+    with safetensors.safe_open(disk / "hf" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_large_tensors_go_in_parts(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastckpt.cli.convert._PART_BYTES", 10_000)
+    state = {"w": torch.randn(70, 11, 13), "t": torch.randn(200, 300).t(), "s": torch.ones(3)}
+    fastckpt.save(state, disk / "a.pt").result(60)
+    for to in ("hf", "pt"):
+        options = ["--dtype", "fp16"] if to == "pt" else []
+        assert main(["convert", str(disk / "a.pt"), str(disk / to), "--to", to, *options]) == 0
+        for name, found in READERS[to](disk / to).items():
+            assert torch.equal(found, state[name].half() if to == "pt" else state[name])
+
+
+def test_a_converted_step_has_its_number(disk: Path) -> None:
+    path = steps({"w": torch.ones(3)}, disk)
+    assert main(["convert", str(path), str(disk / "new"), "--to", "step"]) == 0
+    assert main(["convert", str(path), str(disk / "new"), "--to", "step", "--step", "9"]) == 0
+    with fastckpt.Checkpointer(disk / "new") as checkpointer:
+        assert checkpointer.steps() == [2, 9]
+    assert main(["convert", str(path), str(disk / "new"), "--to", "step"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "words"),
+    [
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, ["--to", "hf"], "'a.b'"),
+        ({"a": torch.ones(1)}, ["--to", "hf", "--glob", "x"], "no tensor that is to be copied"),
+        ({"a": torch.ones(1, dtype=torch.cfloat)}, ["--to", "safetensors"], "no dtype for a"),
+        ({"a": torch.ones(1)}, ["--to", "hf", "--shard-size", "much"], "shard-size"),
+    ],
+)
+def test_what_cannot_be_converted_is_told(
+    state: Any, options: list[str], words: str, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(state, disk / "a.pt")
+    assert main(["convert", str(disk / "a.pt"), str(disk / "b"), *options]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and words in err
+    assert os.listdir(disk) == ["a.pt"]
+
+
+@pytest.mark.parametrize("to", READERS)
+def test_damage_leaves_nothing(to: str, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (disk / "in").mkdir()
+    fastckpt.save({"w": torch.randn(4 << 20)}, disk / "in" / "a.pt").result(60)
+    content = bytearray((disk / "in" / "a.pt").read_bytes())
+    content[10 << 20] ^= 1
+    (disk / "in" / "a.pt").write_bytes(content)
+    assert main(["convert", str(disk / "in" / "a.pt"), str(disk / "out"), "--to", to]) == 1
+    assert "is damaged" in capsys.readouterr().err
+    assert os.listdir(disk) == ["in"]
+
+
+@pytest.mark.parametrize("to", READERS)
+def test_nothing_is_replaced(to: str, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = by_torch({"w": torch.ones(3)}, disk)
+    (disk / "out").write_text("mine")
+    assert main(["convert", str(path), str(disk / "out"), "--to", to]) == 1
+    assert "replaces nothing" in capsys.readouterr().err
+    assert (disk / "out").read_text() == "mine"
+
+
+KILLED = """
+import os, signal, sys
+from fastckpt.cli import convert, main
+from fastckpt.storage.file_system import Storage
+left = int(sys.argv[4])
+write = Storage.write_at
+def write_at(self, fd, data, offset):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(self, fd, data, offset)
+Storage.write_at = write_at
+convert._PART_BYTES = 1 << 20
+main(["convert", sys.argv[1], sys.argv[2], "--to", sys.argv[3]])
+"""
+
+
+@pytest.mark.parametrize("write", [1, 3])
+@pytest.mark.parametrize("to", READERS)
+def test_a_kill_leaves_no_half_result(to: str, write: int, disk: Path) -> None:
+    (disk / "in").mkdir()
+    path = by_safetensors({"w": torch.randn(2 << 20)}, disk / "in")
+    program = Program(KILLED, path, disk / "out" / "x", to, write)
+    (disk / "out").mkdir()
+    assert program.wait(60) == -signal.SIGKILL
+    assert [name for name in os.listdir(disk / "out") if not name.startswith(".")] == []
+    assert main(["repair", str(disk / "out"), "--yes"]) == 0
+    assert os.listdir(disk / "out") == []
+    assert main(["convert", str(path), str(disk / "out" / "x"), "--to", to]) == 0
