@@ -33,7 +33,7 @@ from fastckpt.arguments.checks import (
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.step_names import step_name
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.options import Pacing
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
 from fastckpt.ranks.round import TIMEOUT_S, Round
@@ -42,6 +42,7 @@ from fastckpt.saving.save import Save
 from fastckpt.state.targets import Target
 from fastckpt.state.template import Template, whole
 from fastckpt.state.tree import PerRank, State, Stored, fill
+from fastckpt.steps import log as save_log
 from fastckpt.steps.capture import captured
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
@@ -117,6 +118,10 @@ class Checkpointer:
             file for each rank; not with codec or local.
         timeout_s: how many seconds ranks wait for each other at most, in one save or restore.
             Default: 600.
+        log: whether the first rank appends a line of JSON about each save, with the clocks of all
+            ranks, to `saves.jsonl` in the root, for `fastckpt report`.
+        on_commit: called on every rank with the step and its SaveStats when a step is committed, on
+            the thread of the save; it should not take long. What it raises is logged.
 
     Attributes:
         restored_from: for each file that the last restore() or load() needed on this rank, by its
@@ -148,8 +153,11 @@ class Checkpointer:
         max_writers: int | None = None,
         writers_per_node: int | None = None,
         timeout_s: float = TIMEOUT_S,
+        log: bool = False,
+        on_commit: Callable[[int, SaveStats], None] | None = None,
     ) -> None:
         check_choice("fence", fence, FENCES)
+        check_flag("log", log)
         check_seconds("timeout_s", timeout_s)
         pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
         how = (backend, durable, staging_bytes, staging, stripe, pacing)
@@ -170,6 +178,7 @@ class Checkpointer:
         self._reader: StepReader | None = None  # of the restore that is running
         self._handles: list[SaveHandle] = []
         self._differing: frozenset[str] = frozenset()
+        self._logs, self._on_commit = log, on_commit
         self._closed = self._ended = False
 
     def save(self, step: int, state: Any) -> SaveHandle:
@@ -227,6 +236,7 @@ class Checkpointer:
             lent = (current.storage, self._pool, self._note_differing)
             plan = StepPlan(handle, agreement, step, content, place, options, *lent)
             save = Save(handle, agreement, plan, place, options, fence=self._fence, lane=self.root)
+            self._tell_of(handle, step)
         del content, plan
         handle = current.save(save)
         self._handles = [*self._handles, handle]
@@ -403,6 +413,20 @@ class Checkpointer:
             if error is None:
                 raise
             log.warning("a save failed too: %s", failure)  # the body's own error is raised
+
+    def _tell_of(self, handle: SaveHandle, step: int) -> None:
+        """Has the end of a save noted in the log, and told to on_commit."""
+        on_commit = self._on_commit
+        if self._logs and self._coordinator.rank == 0:
+            path = os.path.join(self.root, save_log.NAME)
+            handle.add_done_callback(save_log.noting(self._steps.storage, path, step))
+        if on_commit is not None:
+
+            def tell(_future: Any) -> None:
+                if handle.failure() is None:
+                    on_commit(step, handle.stats)
+
+            handle.add_done_callback(tell)
 
     def _current(self) -> pipeline.Pipeline:
         if self._closed:

@@ -1,18 +1,74 @@
 """SaveHandle, which a caller holds for each save in flight, and SaveStats, its clocks and facts.
 
-The module must not know how a save is done.
+Responsible also for the profile, which says where the time of a save went and which rank was the
+slowest. The module must not know how a save is done.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isnan, nan
+from statistics import median
+from typing import Any, NamedTuple
 
 from fastckpt.arguments.quantities import shown_share, shown_size, shown_time, shown_transfer
 from fastckpt.errors import CheckpointError
 from fastckpt.latch import Latch, SignalSafeFuture, TimedOut
+
+
+class RankClocks(NamedTuple):
+    """What one rank of a save wrote, and its clocks: seconds since it called save(); not a number
+    if the rank did not do this.
+
+    Attributes:
+        nbytes: the bytes that it wrote.
+        captured_s: when it had found what is to be saved, and pickled the objects.
+        staged_s: when all tensors had been copied.
+        opened_s: when its files were open, and it began to write.
+        written_s: when the last byte had been transferred.
+        synced_s: when its files were durable, and it began to wait for the others and the commit.
+        paced_s: how long writing waited for the limits that were asked for.
+    """
+
+    nbytes: int
+    captured_s: float
+    staged_s: float
+    opened_s: float
+    written_s: float
+    synced_s: float
+    paced_s: float
+
+    @classmethod
+    def of(cls, stats: SaveStats) -> RankClocks:
+        """Returns those of this rank, so far."""
+        clocks = (getattr(stats, name) for name in cls._fields[1:])
+        return cls(stats.nbytes, *(nan if clock is None else clock for clock in clocks))
+
+    def to_bytes(self) -> bytes:
+        """Returns them as NBYTES bytes, for the first rank."""
+        return _CLOCKS.pack(*self)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> RankClocks:
+        """Returns what to_bytes() made."""
+        return cls(*_CLOCKS.unpack(content))
+
+    def phases(self) -> dict[str, float]:
+        """Returns the seconds that each phase took which delays the commit."""
+        return {
+            "capture": self.captured_s,
+            "copy": self.staged_s - self.captured_s,
+            "write": self.written_s - max(self.opened_s, self.captured_s),
+            "sync": self.synced_s - self.written_s,
+        }
+
+
+_CLOCKS = struct.Struct("<Q6f")
+CLOCKS_BYTES = _CLOCKS.size
 
 
 @dataclass
@@ -22,8 +78,11 @@ class SaveStats:
     Attributes:
         stall_s: when save() returned, that is, how long the caller was blocked. With the step
             fence, the time that its optimizer waited is added.
+        captured_s: when what is to be saved had been found, and the objects pickled.
         staged_s: when everything had been copied, so that the caller might change the object.
+        opened_s: when the files of this process had been opened.
         written_s: when the last byte had been transferred.
+        synced_s: when the files of this process were durable, or with durable=False complete.
         committed_s: when the file was durable (with durable=True) and visible under its name; with
             a local tier, in the root.
         local_committed_s: when the step was committed in the local tier, on every node; None also
@@ -33,6 +92,7 @@ class SaveStats:
             files of a step. 0 if torch.save wrote to an object without a position, as a socket.
         ranks: how many ranks save together.
         total_nbytes: the bytes that all ranks write; known on the first rank, when all are done.
+        by_rank: the clocks of all ranks; known on the first rank, when all are done.
         staged_bytes_max: the most bytes of staging memory that the save held at a time.
         backend: "io_uring" or "threads"; "stock" if torch.save itself wrote to the target.
         direct: whether O_DIRECT was used.
@@ -49,14 +109,18 @@ class SaveStats:
     """
 
     stall_s: float | None = None
+    captured_s: float | None = None
     staged_s: float | None = None
+    opened_s: float | None = None
     written_s: float | None = None
+    synced_s: float | None = None
     committed_s: float | None = None
     local_committed_s: float | None = None
     local_why: str = ""
     nbytes: int = 0
     ranks: int = 1
     total_nbytes: int | None = None
+    by_rank: tuple[RankClocks, ...] = ()
     staged_bytes_max: int = 0
     backend: str = ""
     direct: bool = False
@@ -89,6 +153,57 @@ class SaveStats:
         return "; ".join(told)
 
 
+class Progress(NamedTuple):
+    """How many bytes of its part a process has written, of how many."""
+
+    written: int
+    total: int
+
+
+def profile_of(stats: SaveStats) -> dict[str, Any]:
+    """Returns where the time of a save went; see SaveHandle.profile()."""
+    ranks = stats.by_rank or (RankClocks.of(stats),)
+    total = stats.total_nbytes if stats.total_nbytes is not None else stats.nbytes
+    committed_s = stats.committed_s
+    profile: dict[str, Any] = {
+        "ranks": stats.ranks,
+        "nbytes": total,
+        "stall_s": stats.stall_s,
+        "local_committed_s": stats.local_committed_s,
+        "committed_s": committed_s,
+        "rate": total / committed_s if committed_s else None,
+        "backend": stats.backend,
+        "direct": stats.direct,
+        "staging": stats.staging,
+        "by_rank": {
+            name: [None if isnan(value) else round(value, 6) for value in column]
+            for name, column in zip(RankClocks._fields, zip(*ranks, strict=True), strict=True)
+        },
+    }
+    slowest = slowest_of(ranks)
+    if slowest is not None:
+        rank, phase, seconds = slowest
+        profile["slowest"] = {"rank": rank, "phase": phase, "seconds": seconds}
+        if committed_s is not None:
+            profile["commit_s"] = max(0.0, committed_s - ranks[rank].synced_s)
+    return profile
+
+
+def slowest_of(ranks: Sequence[RankClocks]) -> tuple[int, str, float] | None:
+    """Returns the rank whose files were durable last, the phase in which it took most longer than
+    the median of all ranks, or of a rank alone the longest one, and how long that was.
+    """
+    known = [number for number, its in enumerate(ranks) if not isnan(its.synced_s)]
+    if not known:
+        return None
+    rank = max(known, key=lambda number: ranks[number].synced_s)
+    own = {name: took for name, took in ranks[rank].phases().items() if not isnan(took)}
+    phases = [ranks[number].phases() for number in known]
+    usual = {name: median(each[name] for each in phases) if phases[1:] else 0.0 for name in own}
+    phase = max(own, key=lambda name: own[name] - usual[name], default="")
+    return rank, phase, own.get(phase, nan)
+
+
 class SaveHandle(SignalSafeFuture[SaveStats]):
     """A save in flight: a concurrent.futures.Future whose result is its SaveStats.
 
@@ -116,6 +231,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._queued = Latch()
         self._first = Latch()  # set by the first commit, in whichever tier, or by the end
         self._order: Callable[[], bool] | None = None
+        self._progress: Callable[[], Progress] | None = None
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
@@ -166,6 +282,31 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         error = super().exception(timeout)
         self.reported = True
         return error
+
+    def progress(self) -> Progress:
+        """Returns how many bytes of its part this process has written so far, of how many.
+
+        Both are 0 until the parts are known; with a codec they are bytes before it.
+        """
+        progress = self._progress
+        return Progress(self.stats.nbytes, self.stats.nbytes) if progress is None else progress()
+
+    def mark_writing(self, progress: Callable[[], Progress] | None) -> None:
+        """Notes how the progress is asked for; None: the save has ended."""
+        self._progress = progress
+
+    def profile(self) -> dict[str, Any]:
+        """Returns where the time of this save went, as values for JSON.
+
+        Returns:
+            "ranks", "nbytes" of all ranks, "stall_s", "committed_s", "local_committed_s", "rate" in
+                bytes a second, "backend", "direct" and "staging" as in SaveStats; "by_rank": for
+                each member of RankClocks the list of all ranks' values; "slowest": the rank whose
+                files were durable last, the phase ("capture", "copy", "write" or "sync") in which
+                it was slow, and the "seconds" of that; "commit_s": from then to the commit. Ranks
+                other than the first know only themselves.
+        """
+        return profile_of(self.stats)
 
     def wait_local(self, timeout: float | None = None) -> bool:
         """Waits until a step is committed in the local tier, on every node, or else in the root.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pickle import UnpicklingError
 
 import fastckpt
-from fastckpt.cli import advise, convert, diff, doctor, inspect, ls, repair, verify
+from fastckpt.cli import advise, convert, diff, doctor, inspect, ls, repair, report, verify
 from fastckpt.errors import CheckpointError
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (ls, inspect, diff, convert, verify, repair, doctor, advise):
+    for command in (ls, inspect, diff, convert, verify, repair, report, doctor, advise):
         command.add_arguments(commands)
     parsed = parser.parse_args(arguments)
     try:

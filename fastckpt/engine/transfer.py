@@ -99,6 +99,9 @@ class ImageTransfer:
         reads: says which of its memory is on devices.
         direct: writes blocks of a GPU straight to the file where it can.
 
+    Attributes:
+        nbytes: the size of the body.
+
     Raises:
         StorageError, DeviceError: from wait_staged(), staged() and wait_written(): the first write
             or copy that failed.
@@ -124,7 +127,7 @@ class ImageTransfer:
         self._way = ""
         self._stats: SaveStats | None = None
         self._image: Image | None = image  # keeps the sources until they were copied
-        self._nbytes = image.body_nbytes
+        self.nbytes = image.body_nbytes
         self._job = None
         if image.body_nbytes:
             self._job = staging.engine().stage(
@@ -196,6 +199,10 @@ class ImageTransfer:
         """Waits at most timeout_s; returns whether the job has ended, well or by a failure."""
         return self._job is None or self._job.wait_written(timeout_s)
 
+    def nbytes_written(self) -> int:
+        """Returns how many bytes have been written so far."""
+        return 0 if self._job is None else self._job.nbytes_written()
+
     def tokens_waited_s(self) -> float:
         """Returns for how many seconds blocks that were ready to be written waited for tokens."""
         return 0.0 if self._job is None else self._job.tokens_waited_s()
@@ -208,7 +215,7 @@ class ImageTransfer:
             pass
         self._end_file()
         self._check()
-        assert self._job.nbytes_written() == self._nbytes, "bytes written differ from the plan"
+        assert self._job.nbytes_written() == self.nbytes, "bytes written differ from the plan"
 
     def _check(self) -> None:
         failure = None if self._job is None else self._job.failure()

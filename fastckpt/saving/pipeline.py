@@ -26,7 +26,7 @@ from fastckpt.engine.gds_trial import Choice
 from fastckpt.engine.staging import Staging
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.errors import CheckpointError, fate, retold
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import CLOCKS_BYTES, RankClocks, SaveHandle
 from fastckpt.latch import Latch, start_thread
 from fastckpt.ranks.round import Round
 from fastckpt.saving.copy_completion import CopyCompletion
@@ -40,7 +40,6 @@ _HEAD_START_S = 0.001
 _LOOK_S = 0.5  # how often a save that waits for a slot looks whether its caller still waits
 _FREEING_S = 60.0  # longest wait for the blocks of replaced files
 _LOWEST = 19  # nice(2)
-_SIZE_BYTES = 8  # each rank's record begins with the number of bytes that it has written
 
 
 class InFlight(NamedTuple):
@@ -309,6 +308,7 @@ class Job:
         self.handle = handle
         self.agreement = agreement
         handle.stats.ranks = agreement.world_size
+        handle.stats.captured_s = handle.elapsed_s()
         self.reads = reads
         self.copying = CopyCompletion(handle, reads, watched, self.forget)
         self.choice: Choice | None = None
@@ -402,11 +402,11 @@ class Job:
         stats = self.handle.stats
 
         def publish_all(records: list[bytes]) -> None:
-            sizes = (int.from_bytes(its[:_SIZE_BYTES], "little") for its in records)
-            stats.total_nbytes = sum(sizes)
-            publish([its[_SIZE_BYTES:] for its in records])
+            stats.by_rank = tuple(RankClocks.from_bytes(its[:CLOCKS_BYTES]) for its in records)
+            stats.total_nbytes = sum(its.nbytes for its in stats.by_rank)
+            publish([its[CLOCKS_BYTES:] for its in records])
 
-        told = stats.nbytes.to_bytes(_SIZE_BYTES, "little") + record
+        told = RankClocks.of(stats).to_bytes() + record
         self.agreement.conclude(told, publish_all, turn=self.wait_turn, follow=self.follow)
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds_trial import Choice
 from fastckpt.engine.staging import stager_count
 from fastckpt.engine.transfer import MemoryCopy
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import Progress, SaveHandle
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES, block_count
 from fastckpt.ranks.round import Round
@@ -55,6 +56,7 @@ class Save(Job):
         outputs = plan.lay_out(pace)
         nbytes = sum(output.image.nbytes for output in outputs)
         with ExitStack() as moving, self._telling():  # a failure is told before files are closed
+            moving.callback(self.handle.mark_writing, None)
             # No file exists yet, so copies wait for no metadata server and for no other rank.
             fetch = self._stage(pipeline, outputs, moving)
             place.begin()
@@ -63,6 +65,8 @@ class Save(Job):
             place.open(outputs, pace)
             stats.nbytes = sum(output.nbytes for output in outputs)
             pace.begin(nbytes)
+            stats.opened_s = self.handle.elapsed_s()
+            self.handle.mark_writing(partial(_progress, [*outputs]))
             opened = [output for output in outputs if output.file.is_open]
             # All files begin before anything waits for copies: with an allowance of one block, the
             # blocks of one file have to be written before those of the next can be copied.
@@ -80,6 +84,7 @@ class Save(Job):
                 output.end()
             held = [output.file.transfer.staged_bytes_max() for output in outputs]
             stats.staged_bytes_max = max(held, default=0)
+            stats.synced_s = self.handle.elapsed_s()
             self.conclude(plan.record(), plan.publish)
 
     def _stage(
@@ -153,3 +158,11 @@ class Save(Job):
         if plan is not None and failure is None:
             plan.committed()
         self.place.end(pipeline, failure)
+
+
+def _progress(outputs: Sequence[Output]) -> Progress:
+    transfers = [output.file.transfer for output in outputs]
+    return Progress(
+        sum(transfer.nbytes_written() for transfer in transfers),
+        sum(transfer.nbytes for transfer in transfers),
+    )

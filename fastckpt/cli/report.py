@@ -1,0 +1,165 @@
+"""`fastckpt report`: tells from the log of a root where the time of saves went, and draws it.
+
+The module must not know how the log is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+from fastckpt.arguments.quantities import shown_size, shown_time
+from fastckpt.cli.paths import path_argument
+from fastckpt.errors import CheckpointError
+from fastckpt.saving import pipeline
+from fastckpt.steps.log import entries
+
+# The phases of a rank: name, clocks of begin and end. Copies and writes overlap.
+_PHASES = (
+    ("capture", "", "captured_s"),
+    ("copy", "captured_s", "staged_s"),
+    ("write", "opened_s", "written_s"),
+    ("sync", "written_s", "synced_s"),
+)
+_RANKS_DRAWN = 256
+
+
+def add_arguments(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="tell from a log why saves were slow",
+        description="Prints a line for each save in the log that Checkpointer(log=True) keeps, or "
+        "with --step how long each phase of one save took, and on which rank. The exit status is "
+        "0, or 1 if there is no log, no such step, or the log is damaged.",
+    )
+    parser.add_argument("log", type=path_argument, metavar="LOG", help="the log, or its root")
+    parser.add_argument("--step", type=int, help="only this step, in detail: its last save")
+    parser.add_argument(
+        "--png",
+        type=path_argument,
+        metavar="FILE",
+        help="draw the ranks of one save over time into a PNG (needs matplotlib): that of --step, "
+        "or else the slowest",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    path = os.path.realpath(arguments.log)
+    found = entries(pipeline.current().storage, path)
+    if arguments.step is not None:
+        found = [entry for entry in found if entry["step"] == arguments.step][-1:]
+        if not found:
+            raise CheckpointError(f"{path!r} has no save of step {arguments.step}")
+    if arguments.json:
+        print(json.dumps({"log": path, "saves": found}, indent=1))
+    elif arguments.step is not None:
+        _print_one(found[0])
+    else:
+        _print(found)
+    if arguments.png is not None:
+        committed = [entry for entry in found if entry["committed_s"] is not None]
+        if not committed:
+            raise CheckpointError(f"{path!r} has no committed save to draw")
+        _draw(max(committed, key=lambda entry: float(entry["committed_s"])), arguments.png)
+    return 0
+
+
+def _print(found: list[dict[str, Any]]) -> None:
+    rows = [("step", "began", "ranks", "size", "stall", "committed", "rate", "slowest")]
+    for entry in found:
+        rate, slowest = entry["rate"], entry.get("slowest")
+        last = "" if slowest is None else _slowest(slowest)
+        rows.append(
+            (
+                str(entry["step"]),
+                entry["began"][:19],
+                str(entry["ranks"]),
+                shown_size(entry["nbytes"]),
+                _time(entry["stall_s"]),
+                _time(entry["committed_s"]),
+                "" if rate is None else f"{shown_size(int(rate))}/s",
+                last if entry["error"] is None else f"failed: {entry['error'][:80]}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+def _slowest(slowest: dict[str, Any]) -> str:
+    return f"rank {slowest['rank']}, {slowest['phase']} {shown_time(slowest['seconds'])}"
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else shown_time(seconds)
+
+
+def _print_one(entry: dict[str, Any]) -> None:
+    print(f"step {entry['step']}, begun {entry['began']}: {shown_size(entry['nbytes'])}")
+    if entry["error"] is not None:
+        print(f"failed: {entry['error']}")
+    print(f"{'phase':10}{'median':>12}{'longest':>12}  on rank")
+    for name, begin, end in _PHASES:
+        took = {rank: b - a for rank, (a, b) in _spans(entry, begin, end).items()}
+        if took:
+            order = sorted(took, key=lambda rank: took[rank])
+            middle, last = order[len(order) // 2], order[-1]
+            print(f"{name:10}{shown_time(took[middle]):>12}{shown_time(took[last]):>12}  {last}")
+    if entry.get("commit_s") is not None:
+        print(f"{'commit':10}{shown_time(entry['commit_s']):>12}")
+    if entry["committed_s"] is not None:
+        stall = _time(entry["stall_s"]) or "unknown"
+        print(f"committed after {shown_time(entry['committed_s'])}; the caller was blocked {stall}")
+    if entry.get("slowest") is not None:
+        print(f"the last to be durable: {_slowest(entry['slowest'])}")
+
+
+def _spans(entry: dict[str, Any], begin: str, end: str) -> dict[int, tuple[float, float]]:
+    """Returns begin and end of a phase, by rank, in seconds since the save was called."""
+    columns = entry["by_rank"]
+    ends = columns[end]
+    begins = columns[begin] if begin else [0.0] * len(ends)
+    return {
+        rank: (a, max(a, b))
+        for rank, (a, b) in enumerate(zip(begins, ends, strict=True))
+        if a is not None and b is not None
+    }
+
+
+def _draw(entry: dict[str, Any], path: str) -> None:
+    """Draws a save: time to the right, ranks upwards, a colour for each phase."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise CheckpointError("--png needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(10, 5))
+    count = len(entry["by_rank"]["captured_s"])
+    step = -(-count // _RANKS_DRAWN)
+    height = 0.8 / 2
+    for name, begin, end in _PHASES:
+        spans = {r: its for r, its in _spans(entry, begin, end).items() if r % step == 0}
+        # Copies and writes overlap: the former are drawn in the lower half of a rank's bar.
+        at = [
+            rank - height / 2 if name in ("capture", "copy") else rank + height / 2
+            for rank in spans
+        ]
+        begins = [a for a, _b in spans.values()]
+        widths = [b - a for a, b in spans.values()]
+        axes.barh(at, widths, height * step, begins, label=name)
+    for name in ("stall_s", "committed_s"):
+        if entry[name] is not None:
+            axes.axvline(entry[name], linestyle="--", color="black" if name == "stall_s" else "red")
+            where = axes.get_xaxis_transform()
+            axes.text(entry[name], 1.01, name.removesuffix("_s"), ha="center", transform=where)
+    axes.set(xlabel="seconds since the save was called", ylabel="rank")
+    axes.set_title(f"step {entry['step']}, {shown_size(entry['nbytes'])}, {count} ranks", pad=20)
+    axes.legend()
+    figure.savefig(path)
+    pyplot.close(figure)

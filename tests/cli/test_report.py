@@ -1,0 +1,95 @@
+"""`fastckpt report` tells where the time of saves went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt.cli import main
+
+
+def entry(step: int, ranks: int, slow: int, **others: Any) -> str:
+    """Returns a line of a log, of a save in which one rank wrote slowly."""
+    ends = [9.0 if rank == slow else 3.0 for rank in range(ranks)]
+    columns = {
+        "nbytes": [1 << 30] * ranks,
+        "captured_s": [0.5] * ranks,
+        "staged_s": [1.0] * ranks,
+        "opened_s": [0.5] * ranks,
+        "written_s": ends,
+        "synced_s": [end + 0.5 for end in ends],
+        "paced_s": [0.0] * ranks,
+    }
+    line = {
+        "step": step,
+        "began": "2026-01-02T03:04:05.678+00:00",
+        "ranks": ranks,
+        "nbytes": ranks << 30,
+        "stall_s": 1.0,
+        "committed_s": 10.0,
+        "rate": (ranks << 30) / 10.0,
+        "by_rank": columns,
+        "slowest": {"rank": slow, "phase": "write", "seconds": 8.5},
+        "commit_s": 0.5,
+        "error": None,
+    }
+    return json.dumps({**line, **others})
+
+
+@pytest.fixture
+def logged(disk: Path) -> Path:
+    failed = {"committed_s": None, "error": "StorageError: no space", "rate": None}
+    lines = [entry(100, 4, 2), entry(200, 4, 3, **failed), entry(300, 1, 0)]
+    (disk / "saves.jsonl").write_text("\n".join(lines) + "\n")
+    return disk
+
+
+def test_a_line_for_each_save(logged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(logged)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and lines[0].split()[:3] == ["step", "began", "ranks"]
+    assert "rank 2, write 8.50 s" in lines[1] and "4.00 GiB" in lines[1]
+    assert "failed: StorageError: no space" in lines[2]
+
+
+def test_one_step_in_detail(logged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(logged / "saves.jsonl"), "--step", "100"]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert rows["write"] == ["write", "2.50", "s", "8.50", "s", "2"]
+    assert rows["the"][-5:] == ["rank", "2,", "write", "8.50", "s"]
+    assert main(["report", str(logged), "--step", "200", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["saves"]
+    assert found["step"] == 200
+
+
+def test_the_picture(logged: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["report", str(logged), "--png", str(logged / "a.png")]) == 0
+    assert (logged / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_a_run_has_logged(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fastckpt.Checkpointer(disk, log=True) as checkpointer:
+        checkpointer.save(7, {"w": torch.ones(1 << 20)}).result(60)
+    assert main(["report", str(disk), "--step", "7"]) == 0
+    out = capsys.readouterr().out
+    assert "step 7, begun 20" in out and "sync" in out and "committed after" in out
+
+
+@pytest.mark.parametrize("arguments", [["x"], [".", "--step", "5"], [".", "--png", "a.png"]])
+def test_what_is_not_there_is_one_line(
+    arguments: list[str],
+    disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(disk)
+    (disk / "saves.jsonl").write_text("")
+    assert main(["report", *arguments]) == 1
+    _out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and err.startswith("fastckpt report: ")

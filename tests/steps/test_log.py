@@ -1,0 +1,177 @@
+"""The profile of a save, and the log of a root's saves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt.errors import CorruptCheckpoint, StorageError
+from fastckpt.handle import CLOCKS_BYTES, RankClocks, slowest_of
+from fastckpt.steps import log
+from fastckpt.storage.file_system import Storage
+from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, attempt
+
+CLOCKS = ("captured_s", "staged_s", "opened_s", "written_s", "synced_s")
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery(__name__)
+    yield nursery
+    nursery.close()
+
+
+def state(nbytes: int = 1 << 22) -> dict[str, Any]:
+    return {"w": torch.ones(nbytes // 4), "n": 1}
+
+
+def test_the_clocks_of_a_save_are_in_order(disk: Path) -> None:
+    handle = fastckpt.save(state(), disk / "a.pt")
+    stats = handle.result(60)
+    own = [getattr(stats, name) for name in CLOCKS]
+    assert None not in own and stats.committed_s is not None
+    captured, staged, opened, written, synced = own
+    assert captured <= staged <= synced and opened <= written <= synced <= stats.committed_s
+    profile = handle.profile()
+    assert json.loads(json.dumps(profile)) == profile
+    assert profile["nbytes"] == stats.nbytes == profile["by_rank"]["nbytes"][0]
+    assert profile["slowest"]["rank"] == 0 and profile["rate"] > 0
+    assert handle.progress() == (stats.nbytes, stats.nbytes)
+
+
+def test_progress_is_told_while_a_save_writes(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncing, go_on = threading.Event(), threading.Event()
+    sync = Storage.sync
+
+    def wait(self: Storage, fd: int) -> None:
+        syncing.set()
+        assert go_on.wait(60)
+        sync(self, fd)
+
+    monkeypatch.setattr(Storage, "sync", wait)
+    handle = fastckpt.save(state(20 << 20), disk / "a.pt")
+    assert syncing.wait(60)
+    written, total = handle.progress()
+    go_on.set()
+    assert written == total > 20 << 20
+    handle.result(60)
+
+
+def test_each_save_has_a_line(disk: Path) -> None:
+    told: list[tuple[int, int]] = []
+    with fastckpt.Checkpointer(
+        disk / "run", log=True, on_commit=lambda step, stats: told.append((step, stats.nbytes))
+    ) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state()).result(60)
+    first, second = log.entries(Storage(), str(disk / "run"))
+    assert (first["step"], second["step"]) == (1, 2) and first["error"] is None
+    assert told == [(1, first["nbytes"]), (2, second["nbytes"])]
+    assert first["nbytes"] == sum(first["by_rank"]["nbytes"]) > 1 << 22
+    assert sorted(os.listdir(disk / "run")) == ["saves.jsonl", "step-00000001", "step-00000002"]
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_a_failed_save_has_a_line(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    with fastckpt.Checkpointer(
+        disk / "run", log=True, on_commit=lambda step, _stats: told.append(step)
+    ) as checkpointer:
+        checkpointer.save(1, state()).result(60)
+
+        def fail(self: Storage, fd: int) -> None:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(Storage, "sync", fail)
+        with pytest.raises(StorageError):
+            checkpointer.save(2, state()).result(60)
+    _first, second = log.entries(Storage(), str(disk / "run"))
+    assert second["committed_s"] is None and "sync" in second["error"] and told == [1]
+
+
+def test_a_log_that_cannot_be_written_fails_no_save(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (disk / "run" / "saves.jsonl").mkdir(parents=True)
+    with fastckpt.Checkpointer(disk / "run", log=True) as checkpointer:
+        with caplog.at_level(logging.WARNING, "fastckpt"):
+            checkpointer.save(1, state()).result(60)
+        assert checkpointer.steps() == [1]
+    assert "step 1 is not in the log: append of" in caplog.text
+
+
+def save_logged(member: Member, path: Path, fails: int = -1) -> Outcome:
+    def save() -> None:
+        with fastckpt.Checkpointer(path, group=member.group, log=True) as checkpointer:
+            held: dict[str, Any] = {"w": torch.ones(3_000_000)}
+            if member.rank == fails:
+                held["x"] = torch.ones(3)
+            checkpointer.save(3, held).result(WAIT_S)
+
+    return attempt(save)
+
+
+@pytest.mark.multiprocess
+def test_all_ranks_are_in_the_line(nursery: Nursery, disk: Path) -> None:
+    crew: Crew = nursery.lasting_crew(3)
+    assert [outcome.error for outcome in crew(save_logged, disk / "run")] == [None] * 3
+    (entry,) = log.entries(Storage(), str(disk / "run"))
+    assert entry["ranks"] == 3 and sum(entry["by_rank"]["nbytes"]) == entry["nbytes"] > 12_000_000
+    assert all(None not in entry["by_rank"][name] for name in CLOCKS)
+    assert 0 <= entry["slowest"]["rank"] < 3
+    outcomes = crew(save_logged, disk / "run", 1)
+    assert all(isinstance(each.error, fastckpt.CheckpointError) for each in outcomes)
+    assert len(log.entries(Storage(), str(disk / "run"))) == 2
+
+
+def clocks(synced: float, written: float = 2, staged: float = 1, captured: float = 0.5) -> Any:
+    return RankClocks(8, captured, staged, captured, written, synced, 0.0)
+
+
+def test_the_slowest_rank_is_named() -> None:
+    usual = [clocks(3) for _ in range(5)]
+    assert slowest_of([*usual, clocks(9, 8)]) == (5, "write", 7.5)
+    assert slowest_of([clocks(9), *usual]) == (0, "sync", 7)
+    assert slowest_of([*usual, clocks(9, 8, 7, 6)]) == (5, "capture", 6)
+    assert slowest_of([clocks(3)]) == (0, "write", 1.5)
+    assert slowest_of([clocks(nan)]) is None
+    assert len(clocks(3).to_bytes()) == CLOCKS_BYTES
+    assert RankClocks.from_bytes(clocks(3).to_bytes()) == clocks(3)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}",
+        "[]",
+        "null",
+        "x",
+        '{"step": true}',
+        "[" * 100_000,
+        '{"step": 1, "by_rank": {"captured_s": [1], "staged_s": 3}}',
+    ],
+)
+def test_a_line_that_is_no_entry_is_damage(line: str, disk: Path) -> None:
+    (disk / "saves.jsonl").write_text(f"{line}\n")
+    with pytest.raises(CorruptCheckpoint, match="line 1 is no entry"):
+        log.entries(Storage(), str(disk))
+
+
+def test_a_line_that_is_cut_is_left_out(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with fastckpt.Checkpointer(disk, log=True) as checkpointer:
+        checkpointer.save(1, state()).result(60)
+    content = (disk / "saves.jsonl").read_bytes()
+    (disk / "saves.jsonl").write_bytes(content + content[:100])
+    assert len(log.entries(Storage(), str(disk / "saves.jsonl"))) == 1
+    assert "line 2 is cut" in caplog.text
