@@ -419,7 +419,7 @@ class Checkpointer:
         on_commit = self._on_commit
         if self._logs and self._coordinator.rank == 0:
             path = os.path.join(self.root, save_log.NAME)
-            handle.add_done_callback(save_log.noting(self._steps.storage, path, step))
+            handle.add_done_callback(save_log.noting(path, step))
         if on_commit is not None:
 
             def tell(_future: Any) -> None:

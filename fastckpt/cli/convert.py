@@ -332,7 +332,7 @@ def _in_file(
             memory, dtype=copy.dtype, count=prod(copy.tensor.shape), offset=at
         )
         if copy.nbytes
-        else torch.empty(0, dtype=copy.dtype)
+        else torch.empty(0, dtype=copy.dtype, device="cpu")
         for copy, at in zip(copies, places, strict=True)
     }
     yield {copy.name: state[copy.name].view(copy.tensor.shape) for copy in copies}

@@ -238,7 +238,7 @@ def _of_type(make: Any, kind: Any, arguments: Any, *_rest: Any) -> Any:
     return Ignored(kind.name if type(kind) is Ignored else "torch.Tensor")
 
 
-def _empty_dict(*_factory: Any) -> dict[Any, Any]:
+def _empty_dict(*_arguments: Any) -> dict[Any, Any]:
     return {}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.handle import SaveHandle
+from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
 
 log = logging.getLogger("fastckpt")
@@ -22,7 +23,7 @@ NAME = "saves.jsonl"
 _LINE_BYTES_MAX = 64 << 20
 
 
-def noting(storage: Storage, path: str, step: int) -> Callable[[Any], None]:
+def noting(path: str, step: int) -> Callable[[Any], None]:
     """Returns a callback for a SaveHandle, which appends a line about its save to the log.
 
     A log that cannot be written is warned of, and fails no save.
@@ -36,7 +37,7 @@ def noting(storage: Storage, path: str, step: int) -> Callable[[Any], None]:
         line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
         try:
             with reported("append", path):
-                storage.append(path, line)
+                atomic.append(path, line)
         except OSError as error:
             log.warning("step %d is not in the log: %s", step, error)
 

@@ -476,17 +476,14 @@ class Steps:
 
     def is_dead(self, name: str) -> bool:
         """Returns whether remove_if_dead() would remove a directory, as far as names tell."""
-        try:
+        with suppress(FileNotFoundError):  # removed meanwhile
             entries = self.storage.names(self.path(name))
-        except FileNotFoundError:
-            return False
-        if self.may_be_committed(name) or not all(map(OURS.fullmatch, entries)):
-            return False
-        left = atomic.temporaries_among(entries, MANIFEST)
-        return all(
-            atomic.is_of_dead(each) or self._is_of_the_dead(name, self.path(name, each))
-            for each in left
-        )
+            left = atomic.temporaries_among(entries, MANIFEST)
+            if not self.may_be_committed(name) and all(map(OURS.fullmatch, entries)):
+                paths = [self.path(name, each) for each in left]
+                dead = (atomic.is_of_dead(p) or self._is_of_the_dead(name, p) for p in paths)
+                return all(dead)
+        return False
 
     def remove_if_dead(self, name: str) -> bool:
         """Removes a directory without a manifest if its save is surely over; returns whether.

@@ -420,6 +420,16 @@ def replace_file(
         return publish(storage, name, path, durable and commits, fd)
 
 
+def append(path: str, line: bytes) -> None:
+    """Adds a line to a file, which is made if it is missing, by one write. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        if os.write(fd, line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(fd)
+
+
 def make_directory(storage: Storage, path: str, durable: bool) -> None:
     """Makes a directory and its missing parents, and syncs the parent of each if durable.
 

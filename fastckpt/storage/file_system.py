@@ -530,15 +530,6 @@ class Storage:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             view, offset = view[written:], offset + written
 
-    def append(self, path: str, line: bytes) -> None:
-        """Adds a line to a file, which is made if it is missing, by one write."""
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            if os.write(fd, line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finally:
-            os.close(fd)
-
     def patch(self, fd: int, content: bytes, offset: int) -> None:
         """Replaces a few bytes of a file by rewriting their pages, as O_DIRECT needs it."""
         begin = offset // PAGE_BYTES * PAGE_BYTES

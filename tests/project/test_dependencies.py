@@ -30,7 +30,8 @@ RANKS: list[set[str]] = [
     {"steps"},
     {"tiers", "lazy"},
     {"api", "checkpointer"},
-    {"integrations", "cli"},
+    {"integrations"},
+    {"cli"},
     {"__main__"},
 ]
 RANK_OF = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
