@@ -926,7 +926,7 @@ def test_no_memory_is_not_damage(
         raise MemoryError
 
     with monkeypatch.context() as context, Checkpointer(root) as checkpointer:
-        context.setattr("fastckpt.steps.copies.open_verified", none_left)
+        context.setattr("fastckpt.steps.copies.body_of", none_left)
         with pytest.raises(StorageError, match=r"objects\.pt.*ENOMEM"):
             checkpointer.restore(state(999))
     assert restored(root) == 2
