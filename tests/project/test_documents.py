@@ -1,0 +1,122 @@
+"""Documents: their examples run, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.interpreters import run
+from tests.paths import ROOT
+
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+# Their examples are run from the first to the last, in one program.
+RUN = ("README.md", "training.md", "ranks.md", "commands.md", "migration.md")
+_BLOCK = re.compile(r"^```python( notest)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+PRELUDE = """
+import os
+import torch
+import torch.distributed as dist
+import fastckpt
+
+store = dist.FileStore(os.path.abspath("store"), 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+def build():
+    global model, optimizer, scheduler, state
+    model = torch.nn.Sequential()
+    model.add_module("head", torch.nn.Linear(8, 2000))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    state = {"model": model.state_dict(), "weights": torch.randn(600_000)}
+
+def train_step():
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+def train():
+    for _ in range(3):
+        train_step()
+
+build()
+start, steps, resume = 0, 101, False
+os.mkdir("run")
+"""
+BEFORE = {
+    "commands.md": """
+with fastckpt.Checkpointer("run") as checkpointer:
+    checkpointer.save(1, {"model": model})
+""",
+}
+AFTER = """
+torch.save, torch.load  # still there
+dist.destroy_process_group()
+print("ran")
+"""
+
+
+def blocks(document: Path, *, every: bool) -> Iterator[str]:
+    for match in _BLOCK.finditer(document.read_text()):
+        if every or not match[1]:
+            yield match[2]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_examples_are_python(document: Path) -> None:
+    for block in blocks(document, every=True):
+        ast.parse(block)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_examples_run(name: str, disk: Path) -> None:
+    (document,) = (path for path in DOCUMENTS if path.name == name)
+    examples = [*blocks(document, every=False)]
+    assert examples
+    text = "\n".join([PRELUDE, BEFORE.get(name, ""), *examples, AFTER])
+    ran = run(text, cwd=disk, timeout=120)
+    assert ran.returncode == 0 and ran.stdout.endswith("ran\n"), ran.stderr
+
+
+def anchors(text: str) -> set[str]:
+    """Returns the anchors of the headings of a document, as GitHub makes them."""
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in _HEADING.findall(text))
+    return {heading.strip().replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    broken = []
+    for link in _LINK.findall(document.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_document_is_reached_from_the_readme() -> None:
+    reached = {ROOT / "README.md"}
+    ahead = [ROOT / "README.md"]
+    while ahead:
+        document = ahead.pop()
+        for link in _LINK.findall(document.read_text()):
+            target = (document.parent / link.partition("#")[0]).resolve()
+            if target.suffix == ".md" and target.exists() and target not in reached:
+                reached.add(target)
+                ahead.append(target)
+    assert {*DOCUMENTS} <= reached
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
