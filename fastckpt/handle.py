@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
-from statistics import median
 from typing import Any, NamedTuple
 
 from fastckpt.arguments.quantities import shown_share, shown_size, shown_time, shown_transfer
@@ -199,9 +198,13 @@ def slowest_of(ranks: Sequence[RankClocks]) -> tuple[int, str, float] | None:
     rank = max(known, key=lambda number: ranks[number].synced_s)
     own = {name: took for name, took in ranks[rank].phases().items() if not isnan(took)}
     phases = [ranks[number].phases() for number in known]
-    usual = {name: median(each[name] for each in phases) if phases[1:] else 0.0 for name in own}
+    usual = {name: _median([each[name] for each in phases]) if phases[1:] else 0.0 for name in own}
     phase = max(own, key=lambda name: own[name] - usual[name], default="")
     return rank, phase, own.get(phase, nan)
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 class SaveHandle(SignalSafeFuture[SaveStats]):

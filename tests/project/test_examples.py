@@ -284,3 +284,15 @@ def test_demo_proves_its_claims(tmp_path: Path) -> None:
     for kind in kinds:
         assert any(line.startswith(f"  {kind}  ") for line in output.splitlines()), output
     assert not list(tmp_path.glob("fastckpt*")), "the demonstration left files behind"
+
+
+def test_streamed_inference_gives_the_same_tokens(disk: Path) -> None:
+    last = set()
+    for way, budget in (("fastckpt", 0), ("fastckpt", 9), ("fastckpt", 99), ("mmap", 0)):
+        options = ("--layers", 6, "--width", 256, "--budget", budget, "--tokens", 4)
+        script = ("examples/streamed_inference.py", disk, disk / "model.pt")
+        said = Job(*script, *options, "--way", way, variables=PASSIVE).finish()
+        assert "tokens/s" in said
+        last.add(said.splitlines()[-1].partition("the last: ")[2])
+        (disk / "output").unlink()
+    assert len(last) == 1
