@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -364,10 +363,12 @@ def test_directories_commit_in_the_order_of_their_saves(disk: Path) -> None:
     def retain() -> None:
         retained.append(sorted(name for name in os.listdir(disk) if name[0] != "."))
 
-    with through(Delay("sync", gate)) as pipeline:
+    storage = Delay("sync", gate)
+    with through(storage) as pipeline:
         first = save_directory(str(disk / "a"), fill_with(1), retain=retain)
+        assert storage.reached.wait(WAIT_S)  # before that the second might be the one that waits
         second = save_directory(str(disk / "b"), fill_with(2), retain=retain)
-        time.sleep(0.3)
+        second.wait_staged(WAIT_S)
         assert not first.done() and not second.done() and not (disk / "b").exists()
         gate.set()
         second.result(WAIT_S)
