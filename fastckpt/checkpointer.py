@@ -423,8 +423,11 @@ class Checkpointer:
         if on_commit is not None:
 
             def tell(_future: Any) -> None:
-                if handle.failure() is None:
-                    on_commit(step, handle.stats)
+                try:
+                    if handle.failure() is None:
+                        on_commit(step, handle.stats)
+                except BaseException:  # SystemExit, too: this is the thread of the save
+                    log.exception("on_commit raised, after step %d was committed", step)
 
             handle.add_done_callback(tell)
 

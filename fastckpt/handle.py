@@ -182,7 +182,7 @@ def profile_of(stats: SaveStats) -> dict[str, Any]:
     slowest = slowest_of(ranks)
     if slowest is not None:
         rank, phase, seconds = slowest
-        profile["slowest"] = {"rank": rank, "phase": phase, "seconds": seconds}
+        profile["slowest"] = {"rank": rank, "phase": phase, "seconds": max(0.0, seconds)}
         if committed_s is not None:
             profile["commit_s"] = max(0.0, committed_s - ranks[rank].synced_s)
     return profile
@@ -200,7 +200,7 @@ def slowest_of(ranks: Sequence[RankClocks]) -> tuple[int, str, float] | None:
     phases = [ranks[number].phases() for number in known]
     usual = {name: _median([each[name] for each in phases]) if phases[1:] else 0.0 for name in own}
     phase = max(own, key=lambda name: own[name] - usual[name], default="")
-    return rank, phase, own.get(phase, nan)
+    return rank, phase, own.get(phase, 0.0)
 
 
 def _median(values: list[float]) -> float:

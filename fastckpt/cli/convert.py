@@ -10,7 +10,9 @@ import ctypes
 import json
 import mmap
 import os
+import shutil
 import tempfile
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,12 +33,15 @@ from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint
 from fastckpt.formats import safetensors
+from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.lazy.selection import parts
 from fastckpt.saving import pipeline
+from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, patiently, reported
 
 _PART_BYTES = 32 << 20  # of tensors that are read at a time; two such parts are in memory
+_STAGING_BYTES = 64 << 20
 _ALIGNMENT = 64
 _METADATA = {"format": "pt"}  # which transformers asks for
 _DTYPES = {
@@ -58,7 +63,10 @@ def add_arguments(commands: Any) -> None:
     )
     parser.add_argument("source", type=path_argument, metavar="SRC", help="as inspect's PATH")
     parser.add_argument(
-        "target", type=path_argument, metavar="DST", help="the path to make, which must not exist"
+        "target",
+        type=path_argument,
+        metavar="DST",
+        help="the path to make, which must not exist (a root of steps may)",
     )
     parser.add_argument(
         "--to",
@@ -107,7 +115,10 @@ def run(arguments: argparse.Namespace) -> int:
     is_step = arguments.to == "step"
     if os.path.lexists(target) and not (is_step and os.path.isdir(target)):
         raise CheckpointError(f"{target!r} exists, and convert replaces nothing: remove it first")
+    if is_step and os.path.isdir(target):
+        _check_root(target)
     shard_bytes = check_size("--shard-size", arguments.shard_size)
+    atomic.check_directory(pipeline.current().storage, target)
     with fastckpt.open(arguments.source) as tensors:
         copies = _chosen(tensors, arguments)
         if arguments.to == "hf":
@@ -123,6 +134,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_root(path: str) -> None:
+    """Raises CheckpointError if a directory holds anything but steps."""
+    others = [name for name in os.listdir(path) if not STEP_NAME.match(name) and name != LOG_NAME]
+    if others:
+        raise CheckpointError(f"{path!r} holds {others[0]!r}, and so is no root of steps")
+
+
 def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> list[Copy]:
     """Returns the tensors to copy under their new names, in the checkpoint's order."""
     is_dotted = arguments.to in ("safetensors", "hf")
@@ -133,7 +151,9 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
         if not fnmatchcase(old, arguments.glob) or not name.startswith(arguments.prefix):
             continue
         name = name.removeprefix(arguments.prefix)
-        if not name or name in found:
+        if not name:
+            raise CheckpointError(f"nothing is left of the name {old!r} without the prefix")
+        if name in found:
             raise CheckpointError(f"two tensors would be named {name!r}: choose one by --glob")
         is_converted = dtype is not None and tensor.dtype.is_floating_point
         found[name] = Copy(name, tensor, dtype if is_converted and dtype else tensor.dtype)
@@ -247,10 +267,11 @@ def _write(
 
 def _to_safetensors(path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy]) -> None:
     storage = pipeline.current().storage
-    atomic.check_directory(storage, path)
     with atomic.temporary(storage, path) as (fd, name):
         _write(storage, fd, path, tensors, copies)
         atomic.settle(storage, fd, path, True)
+        if os.path.lexists(path):
+            raise CheckpointError(f"{path!r} was made meanwhile, and convert replaces nothing")
         atomic.publish(storage, name, path, True, fd)
 
 
@@ -314,9 +335,14 @@ def _in_file(
     for copy in copies:
         places.append(end)
         end += -(-copy.nbytes // _ALIGNMENT) * _ALIGNMENT
-    storage = pipeline.current().storage
+    storage, free = pipeline.current().storage, shutil.disk_usage(directory).free
+    if end > free:
+        raise CheckpointError(
+            f"{directory!r} has {shown_size(free)} free: a temporary file of {shown_size(end)} "
+            "does not fit there"
+        )
     with (
-        reported("write to a file in", directory),
+        reported("write a temporary file to", directory),
         tempfile.TemporaryFile(dir=directory, buffering=0) as file,
     ):
         file.truncate(max(end, 1))
@@ -339,21 +365,30 @@ def _in_file(
 
 
 def _to_file(path: str, nest: dict[str, Any], _step: int) -> None:
-    fastckpt.save(nest, path).result()
+    fastckpt.save(nest, path, staging_bytes=_STAGING_BYTES).result()
 
 
 def _to_dcp(path: str, nest: dict[str, Any], _step: int) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
     from fastckpt.integrations.dcp import Writer
 
-    save_directory(
-        path, lambda draft: save(nest, storage_writer=Writer(draft.directory), no_dist=True)
-    ).result()
+    def fill(draft: Draft) -> None:
+        writer = Writer(draft.directory, staging_bytes=_STAGING_BYTES)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is")
+                save(nest, storage_writer=writer, no_dist=True)
+        except CheckpointException as error:  # a BaseException, around those of the ranks
+            (cause, *_), *_ = error.failures.values()
+            raise CheckpointError(f"torch.distributed.checkpoint failed: {cause}") from None
+
+    save_directory(path, fill).result()
 
 
 def _to_step(path: str, nest: dict[str, Any], step: int) -> None:
-    with fastckpt.Checkpointer(path) as checkpointer:
+    with fastckpt.Checkpointer(path, staging_bytes=_STAGING_BYTES) as checkpointer:
         if step in checkpointer.steps():
             raise CheckpointError(f"{path!r} has step {step}: choose another number by --step")
         checkpointer.save(step, nest).result()

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -82,24 +83,24 @@ def _debris(storage: Storage, directory: str) -> Iterator[Debris]:
         path = steps.path(name)
         if steps.is_dead(name):
             what = "a step that was never committed"
-            yield Debris(path, _nbytes(storage, path), what, partial(steps.remove_if_dead, name))
+            yield Debris(path, _nbytes(path), what, partial(steps.remove_if_dead, name))
     for name in sorted(storage.names(directory)):
         path = os.path.join(directory, name)
         if not atomic.is_of_dead(path):
             continue
         if storage.is_directory(path):
             remove = partial(atomic.remove_dead_directory, storage, path)
-            yield Debris(path, _nbytes(storage, path), "a temporary directory", remove)
+            yield Debris(path, _nbytes(path), "a temporary directory", remove)
         else:
             remove = partial(atomic.remove_dead_file, storage, path)
-            yield Debris(path, _nbytes(storage, path), "a temporary file", remove)
+            yield Debris(path, _nbytes(path), "a temporary file", remove)
 
 
-def _nbytes(storage: Storage, path: str) -> int:
-    """Returns the bytes of a file, or of all files in a directory and below."""
-    status = storage.status(path)
-    if status is None:
-        return 0
-    if not storage.is_directory(path):
-        return status.st_size
-    return sum(_nbytes(storage, os.path.join(path, name)) for name in storage.names(path))
+def _nbytes(path: str) -> int:
+    """Returns the bytes of a file, or of all files in a directory and below that can be read."""
+    nbytes = 0
+    with suppress(OSError):  # it is only told
+        nbytes = os.lstat(path).st_size
+        if os.path.isdir(path) and not os.path.islink(path):
+            nbytes = sum(_nbytes(os.path.join(path, name)) for name in os.listdir(path))
+    return nbytes

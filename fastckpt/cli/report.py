@@ -11,10 +11,11 @@ import os
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_size, shown_time
-from fastckpt.cli.paths import path_argument
+from fastckpt.cli.paths import path_argument, shown_name
 from fastckpt.errors import CheckpointError
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import entries
+from fastckpt.storage.file_system import reported
 
 # The phases of a rank: name, clocks of begin and end. Copies and writes overlap.
 _PHASES = (
@@ -54,17 +55,19 @@ def run(arguments: argparse.Namespace) -> int:
         found = [entry for entry in found if entry["step"] == arguments.step][-1:]
         if not found:
             raise CheckpointError(f"{path!r} has no save of step {arguments.step}")
+    if arguments.png is not None:
+        committed = [entry for entry in found if entry["committed_s"] is not None]
+        if not committed:
+            raise CheckpointError(f"{path!r} has no committed save to draw")
+        slowest = max(committed, key=lambda entry: float(entry["committed_s"]))
+        with reported("draw", arguments.png):
+            _draw(slowest, arguments.png)
     if arguments.json:
         print(json.dumps({"log": path, "saves": found}, indent=1))
     elif arguments.step is not None:
         _print_one(found[0])
     else:
         _print(found)
-    if arguments.png is not None:
-        committed = [entry for entry in found if entry["committed_s"] is not None]
-        if not committed:
-            raise CheckpointError(f"{path!r} has no committed save to draw")
-        _draw(max(committed, key=lambda entry: float(entry["committed_s"])), arguments.png)
     return 0
 
 
@@ -76,13 +79,13 @@ def _print(found: list[dict[str, Any]]) -> None:
         rows.append(
             (
                 str(entry["step"]),
-                entry["began"][:19],
+                shown_name(entry["began"][:19]),
                 str(entry["ranks"]),
                 shown_size(entry["nbytes"]),
                 _time(entry["stall_s"]),
                 _time(entry["committed_s"]),
                 "" if rate is None else f"{shown_size(int(rate))}/s",
-                last if entry["error"] is None else f"failed: {entry['error'][:80]}",
+                last if entry["error"] is None else f"failed: {shown_name(entry['error'][:80])}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -91,7 +94,8 @@ def _print(found: list[dict[str, Any]]) -> None:
 
 
 def _slowest(slowest: dict[str, Any]) -> str:
-    return f"rank {slowest['rank']}, {slowest['phase']} {shown_time(slowest['seconds'])}"
+    phase = shown_name(slowest["phase"])
+    return f"rank {slowest['rank']}, {phase} {shown_time(slowest['seconds'])}"
 
 
 def _time(seconds: float | None) -> str:
@@ -99,9 +103,10 @@ def _time(seconds: float | None) -> str:
 
 
 def _print_one(entry: dict[str, Any]) -> None:
-    print(f"step {entry['step']}, begun {entry['began']}: {shown_size(entry['nbytes'])}")
+    began = shown_name(entry["began"])
+    print(f"step {entry['step']}, begun {began}: {shown_size(entry['nbytes'])}")
     if entry["error"] is not None:
-        print(f"failed: {entry['error']}")
+        print(f"failed: {shown_name(entry['error'])}")
     print(f"{'phase':10}{'median':>12}{'longest':>12}  on rank")
     for name, begin, end in _PHASES:
         took = {rank: b - a for rank, (a, b) in _spans(entry, begin, end).items()}

@@ -3,8 +3,10 @@
 Responsible for the opcodes that picklers of protocol 2 and later write, and for a bound: the value
 takes at most some hundred times the memory of its bytes, whatever they claim. (For Python's own
 reader, a few dozen bytes may cost gigabytes or hours: it allocates what a length or a memo's index
-claims, and copies, joins or hashes one value again and again.) This takes several times as long as
-that reader, which is in C. It must not know which classes a file may hold; the caller tells.
+claims, and copies, joins or hashes one value again and again.) Time is bounded, too, but for keys
+that are tuples made to collide, which take the square of their number. This takes several times as
+long as that reader, which is in C. It must not know which classes a file may hold: the caller
+tells.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 _KEY_DEPTH_MAX = 8  # of tuples in a key that is a tuple: hash() recurses on the stack of C
 _KEY_BITS_MAX = 64  # of a key that is an int, which is hashed anew each time
 _HASHES_PER_BYTE = 64
+_NAME_CHARACTERS_MAX = 1000  # of a module or a global: whoever is told of it keeps a copy
 _NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
 
 # The errors that the interpreter raises for bytes that no pickler wrote.
@@ -341,7 +344,9 @@ class _Machine:
         if depth == 0 or self._hashes_left < 0:
             raise ValueError("a key is nested too deeply, or used too often")
         for part in parts:
-            if type(part) is not str:
+            if type(part) is str or type(part) is bytes:
+                self._hashes_left -= len(part)  # of a key in a message or a name
+            else:
                 self.key(part, depth - 1)
         return value
 
@@ -360,6 +365,8 @@ class _Machine:
         return self._push_found(module, name, at)
 
     def _push_found(self, module: str, name: str, at: int) -> int:
+        if max(len(module), len(name)) > _NAME_CHARACTERS_MAX:
+            raise ValueError(f"the name of a global has {max(len(module), len(name))} characters")
         found = self._find(module, name)
         if isinstance(found, Instance):
             self.records[found.kind] = found
@@ -375,6 +382,7 @@ class _Machine:
             raise Refused("a call of something that may not be called")
         if type(arguments) is not tuple:
             raise ValueError("the arguments of a call are not a tuple")
+        self._copies(len(arguments))
         for argument in arguments:
             if hasattr(argument, "__len__"):
                 self._copies(len(argument))

@@ -49,6 +49,7 @@ class _Part(NamedTuple):
     memory: torch.Tensor
     strides: tuple[int, ...]  # of the part in the memory
     begin: int  # of the part in the file
+    steps: tuple[int, ...]  # in the file, along the dimensions of the memory
 
 
 class ExtentsSource:
@@ -96,7 +97,7 @@ class ExtentsSource:
                 if part.begin >= end:
                     _copy(body.index.tail, part.begin - end, part.memory)
         with torch.no_grad():
-            for want, memory, strides, _begin in chain.from_iterable(parts.values()):
+            for want, memory, strides, _begin, _steps in chain.from_iterable(parts.values()):
                 if memory is not want.target:
                     values = memory.as_strided(want.box.sizes, strides)
                     extent = self._extents[want.name]
@@ -108,29 +109,34 @@ class ExtentsSource:
         begin = extent.begin if isinstance(extent.begin, int) else extent.begin()
         is_in_body = begin < self._bodies[extent.file].index.body_nbytes
         begin += dtype.itemsize * sum(map(int.__mul__, want.box.offsets, extent.strides))
-        if not is_in_body or not _is_ascending(sizes, extent.strides):
-            # Transposed or overlapping: everything from the first element to the last is read, and
-            # the elements are picked from that.
-            steps = zip(sizes, extent.strides, strict=True)
-            span = 1 + sum(step * (size - 1) for size, step in steps)
+        # In the file, the dimensions of a transposed tensor have another order.
+        order = [*range(len(sizes))]
+        if not _is_ascending(sizes, extent.strides):
+            order.sort(key=lambda dim: -extent.strides[dim])
+        ordered = tuple(sizes[dim] for dim in order)
+        steps = tuple(extent.strides[dim] for dim in order)
+        if not is_in_body or not _is_ascending(ordered, steps):
+            # Elements overlap: everything from the first to the last is read, and they are picked
+            # from that.
+            span = 1 + sum(step * (size - 1) for size, step in zip(ordered, steps, strict=True))
             memory = torch.empty(span, dtype=dtype, device="cpu")
-            return _Part(want, memory, extent.strides, begin)
-        part = _Part(want, want.target, row_major(sizes), begin)
-        is_as_stored = not extent.is_conj and not extent.is_neg
+            return _Part(want, memory, extent.strides, begin, (1,))
+        strides = [0] * len(sizes)
+        for dim, stride in zip(order, row_major(ordered), strict=True):
+            strides[dim] = stride
+        part = _Part(want, want.target, tuple(strides), begin, steps)
+        is_as_stored = order == sorted(order) and not extent.is_conj and not extent.is_neg
         if is_as_stored and takes_bytes(want.target, self._staging.devices.readable()):
             is_on_host = want.target.device.type == "cpu"
             if is_on_host or sum(row[3] for row in self._rows(part)) <= _RUNS_MAX:
                 return part
-        return part._replace(memory=torch.empty(sizes, dtype=dtype, device="cpu"))
+        return part._replace(memory=torch.empty(ordered, dtype=dtype, device="cpu"))
 
     def _rows(self, part: _Part) -> list[CopyRow]:
         """Returns the copies that bring a part's bytes to its memory."""
-        sizes, memory = part.want.box.sizes, part.memory
-        strides = self._extents[part.want.name].strides
-        if tuple(memory.shape) != sizes:  # the whole span
-            sizes, strides = tuple(memory.shape), (1,)
+        memory, sizes = part.memory, tuple(part.memory.shape)
         where = memory.data_ptr(), row_major(sizes)
-        return strided_copies(sizes, part.begin, strides, *where, memory.element_size())
+        return strided_copies(sizes, part.begin, part.steps, *where, memory.element_size())
 
     def _move(self, body: Body, parts: Sequence[_Part]) -> None:
         rows = sorted(row for part in parts for row in self._rows(part))

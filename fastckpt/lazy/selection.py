@@ -95,7 +95,9 @@ def _along(item: Any, size: int, dim: int) -> tuple[int, int, Any]:
         length = max(0, end - begin)
         length -= (length - 1) % step if length else 0
         return begin, length, slice(None, None, step)
-    if isinstance(item, bool):
+    # A tensor or array of one element has an index, too, but selects something else.
+    kind = str(getattr(item, "dtype", ""))
+    if isinstance(item, bool) or tuple(getattr(item, "shape", ())) or "bool" in kind:
         raise _other(item)
     try:
         number = operator.index(item)

@@ -37,7 +37,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             that fastckpt wrote have checksums of their blocks.
         others: how many objects, which may hold tensors, the checkpoint has beside these, by the
             class or function that makes them, such as "torch._utils._rebuild_sparse_tensor". They
-            are not looked into, since that would run code. Values of PerRank do not count.
+            are not looked into, since that would run code. Values of PerRank do not count, nor do
+            attributes of tensors and dicts.
     """
 
     def __init__(self, path: str, source: Source) -> None:
@@ -108,12 +109,13 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         sizes = tuple(
             min(size, 1) if dim in stored.repeated else size for dim, size in enumerate(box.sizes)
         )
+        torch.empty(0, dtype=stored.dtype, device=device)  # raises if there is no such device
         try:
             target = torch.empty(sizes, dtype=stored.dtype, device=device)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 raise
-            op, detail = f"allocate memory to read {name!r} of", str(error)
+            op, detail = f"allocate memory for {name!r}", str(error)
             raise StorageError(op, self.path, errno.ENOMEM, detail=detail) from None
         return Wanted(name, Box(box.offsets, sizes), target)
 
@@ -129,8 +131,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
                 self._lock.notify_all()
 
     def _taken(self, name: str) -> torch.Tensor | None:
-        """Returns a tensor that was read ahead, once; None if it was not asked for, or if another
-        one that was read together with it is damaged.
+        """Returns a tensor that was read ahead, once; None if it was not asked for, or if it or
+        another one that was to be read together with it could not be read.
         """
         with self._lock:
             self._check_open()
@@ -139,8 +141,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             return None if found is None else found.result().pop(name)
         except CancelledError:
             raise self._closed_error() from None
-        except CorruptCheckpoint:
-            return None
+        except (CorruptCheckpoint, StorageError):
+            return None  # it is read alone, and raises then if it is the one
 
     def read(
         self, parts: Sequence[tuple[str, Any]], device: str | torch.device = "cpu"
@@ -170,13 +172,16 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         found = self._taken(name)
         if found is None:
             return self.read([(name, index)], device)[0]
-        shape = self._source.tensors[name].shape
-        box, rest = selected(index, shape)
-        part = tuple(slice(at, at + n) for at, n in zip(box.offsets, box.sizes, strict=True))
-        taken = found.expand(shape)[part].to(device)
-        if box.sizes != shape and taken.device == found.device:
+        stored = self._source.tensors[name]
+        box, rest = selected(index, stored.shape)
+        part = tuple(
+            slice(0, 1) if dim in stored.repeated else slice(at, at + size)
+            for dim, (at, size) in enumerate(zip(*box, strict=True))
+        )
+        taken = found[part].to(device)
+        if taken.shape != found.shape and taken.device == found.device:
             taken = taken.clone()  # it must not keep the memory of the whole
-        return taken[rest]
+        return taken.expand(box.sizes)[rest]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -244,6 +249,9 @@ class LazyTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Reads a part, to the CPU.
+
+        What is read are blocks of 8 MiB: many small tensors are better read together, by prefetch()
+        or LazyTensors.read().
 
         Raises:
             IndexError, ValueError, TypeError: the index is out of range, or cannot be read.

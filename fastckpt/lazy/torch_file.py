@@ -105,19 +105,21 @@ def zip_of_ours(body: Body, *, is_of_step: bool = False) -> TorchZip:
     tail = body.index.tail
     with naming(body.path):
         entries = [*zip_records.directory(tail, len(tail) - torch_zip.END_BYTES)]
-        return _opened(body, _records_of_ours(entries), is_of_step=is_of_step)
+        return _opened(body, _records_of_ours(body, entries), is_of_step=is_of_step)
 
 
-def _records_of_ours(entries: list[Entry]) -> dict[str, Record]:
+def _records_of_ours(body: Body, entries: list[Entry]) -> dict[str, Record]:
     """Returns the records, which lie one behind the other: a header, its data, a descriptor. So the
     directory, which is verified, tells where data begin, and no header has to be read.
     """
+    body_nbytes, nbytes = body.index.body_nbytes, body.index.body_nbytes + len(body.index.tail)
     entries = sorted(entries, key=lambda entry: entry.offset)
     records = {}
     for entry, following in pairwise(entries):
         behind = len(zip_records.descriptor(entry.offset, entry.nbytes, entry.crc))
         begin = following.offset - behind - entry.nbytes
-        if begin % torch_zip.TORCH_ALIGNMENT or begin <= entry.offset:
+        end, limit = begin + entry.nbytes, body_nbytes if begin < body_nbytes else nbytes
+        if begin <= entry.offset or (end > limit and entry.nbytes):
             raise CorruptCheckpoint(f"record {entry.name!r} is not where it should be")
         name = entry.name.partition("/")[2]
         records[name] = Record(entry.nbytes, entry.crc, partial(int, begin))
@@ -185,12 +187,13 @@ def _opened(body: Body, records: dict[str, Record], *, is_of_step: bool) -> Torc
     if _PICKLE not in records:
         raise CorruptCheckpoint(f"its zip has no record {_PICKLE!r}: torch did not write it")
     if _BYTE_ORDER in records and (order := _content(body, records, _BYTE_ORDER)) != _LITTLE:
-        raise IncompatibleCheckpoint(f"its byte order is {order[:20]!r}, must be {_LITTLE!r}")
-    names = names_of(_content(body, records, _PICKLE), is_of_step=is_of_step)
+        found = bytes(order[:20])
+        raise IncompatibleCheckpoint(f"its byte order is {found!r}, must be {_LITTLE!r}")
+    names = names_of(bytes(_content(body, records, _PICKLE)), is_of_step=is_of_step)
     return TorchZip(body, records, names.tensors, names.others)
 
 
-def _content(body: Body, records: Mapping[str, Record], name: str) -> bytes:
+def _content(body: Body, records: Mapping[str, Record], name: str) -> bytes | bytearray:
     """Returns a record, compared with its own CRC-32."""
     record = records[name]
     content = _bytes(body, record.begin(), record.nbytes) if record.nbytes else b""
@@ -199,7 +202,7 @@ def _content(body: Body, records: Mapping[str, Record], name: str) -> bytes:
     return content
 
 
-def _bytes(body: Body, offset: int, nbytes: int) -> bytes:
+def _bytes(body: Body, offset: int, nbytes: int) -> bytes | bytearray:
     """Returns a range of a file, verified if the file has checksums."""
     index = body.index
     if offset + nbytes > index.body_nbytes + len(index.tail) or nbytes > _READ_BYTES_MAX:
@@ -211,7 +214,7 @@ def _bytes(body: Body, offset: int, nbytes: int) -> bytes:
     first, last = offset // index.block_bytes, (offset + nbytes - 1) // index.block_bytes
     with closing(body.stream(range(first, last + 1))) as stream:
         body.check(stream, stream.readinto(content, offset))
-    return bytes(content)
+    return content
 
 
 def _data_at(storage: Storage, body: Body, entry: Entry) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ _NUMBER_END = 1 << 63
 # A dict that stands in a state many times gives its tensors many names, each of the length of its
 # path. More characters of names than this for each byte of the pickle are no state's.
 _NAMES_PER_BYTE, _NAMES_MIN = 64, 1 << 16
+_NODE_CHARACTERS = 32  # what each of them counts beside its own
 _STORAGES: dict[str, torch.dtype] = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -36,7 +38,13 @@ _STORAGES: dict[str, torch.dtype] = {
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
 }
-_DTYPES = {str(v)[6:]: v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_DTYPES = {
+    name: dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+    and not (name := str(dtype)[6:]).startswith(("quint", "qint"))  # no plain tensors
+}
+_NEGATED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 class StoredView(NamedTuple):
@@ -121,9 +129,10 @@ class _Walk:
             stored = self._stored(value)
             if stored is not None:
                 self._found.tensors[self._unique(name)] = stored
-            elif type(value) is Ignored:
-                self._found.others[value.name] = self._found.others.get(value.name, 0) + 1
-            else:
+            elif type(value) in _OTHERS:
+                what = value.name if type(value) is Ignored else "a storage"
+                self._found.others[what] = self._found.others.get(what, 0) + 1
+            elif type(value) in _NODES:
                 ahead += reversed([*self._children(value, f"{name}/" if name else "")])
         return self._found
 
@@ -140,19 +149,32 @@ class _Walk:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         self._left -= len(value)
         for key, item in items:
+            if type(key) is StoredView:
+                yield key, f"{prefix}key"
             if type(item) in _NODES:
-                name = prefix + joined((str(key) if type(key) is not Ignored else key.name,))
-                self._left -= len(name)
+                name = prefix + joined((_key_name(key),))
+                self._left -= len(name) + _NODE_CHARACTERS
                 if self._left < 0:
                     raise CorruptCheckpoint("its pickle has the same values over and over")
                 yield item, name
 
     def _unique(self, name: str) -> str:
-        number = self._number[name] = self._number.get(name, 0) + 1
-        return name if number == 1 else self._unique(f"{name}#{number}")
+        unique, number = name, self._number.get(name, 1)
+        while unique in self._found.tensors:
+            number += 1
+            unique = f"{name}#{number}"
+        self._number[name] = number
+        return unique
 
 
-_NODES = frozenset({StoredView, Ignored, dict, OrderedDict, list, tuple})
+_OTHERS = frozenset({Ignored, _Storage})
+_NODES = _OTHERS | {StoredView, dict, OrderedDict, list, tuple, set, frozenset}
+
+
+def _key_name(key: Any) -> str:
+    if type(key) is Ignored:
+        return key.name
+    return "key" if type(key) is StoredView else str(key)
 
 
 def _storage(name: Any) -> _Storage:
@@ -202,6 +224,8 @@ def _view(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any, bits:
         raise ValueError(f"a tensor has {len(shape)} dimensions")
     if any(type(n) is not int or not 0 <= n < _NUMBER_END for n in (offset, *shape, *strides)):
         raise ValueError("the place of a tensor is not a number")
+    if prod(size or 1 for size in shape) >= _NUMBER_END:
+        raise ValueError("a tensor has 2^63 elements or more")
     nbytes = 0
     if 0 not in shape:
         last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
@@ -213,6 +237,8 @@ def _view(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any, bits:
         if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
             raise ValueError("a tensor has attributes that are not known")
         is_conj, is_neg = bool(bits.get("conj")), bool(bits.get("neg"))
+        if is_neg and not dtype.is_complex and dtype not in _NEGATED:
+            raise ValueError(f"a tensor of {dtype} has the attribute neg")
     record = f"data/{storage.key}"
     return StoredView(record, nbytes, dtype, shape, strides, offset, is_conj, is_neg)
 
@@ -252,6 +278,13 @@ def _size(sizes: Any) -> tuple[Any, ...]:
     return tuple(sizes)
 
 
+def _items(items: Any = ()) -> tuple[Any, ...]:
+    """Returns the elements of a set, which may be tensors."""
+    if type(items) is not list:
+        raise ValueError("a set is not made of a list")
+    return tuple(items)
+
+
 def _nothing(*_arguments: Any) -> None:
     """Stands for an object that holds no tensor."""
 
@@ -266,7 +299,7 @@ def _globals(module: str, names: Collection[str], stand_in: Any) -> dict[tuple[s
 
 _STATEFUL = (Instance(OrderedDict, _without_state),)
 _PLAIN = Callee(_nothing)
-_BUILTINS = ("set", "frozenset", "complex", "bytearray", "range", "slice")
+_SETS, _BUILTINS = ("set", "frozenset"), ("complex", "bytearray", "range")
 _KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): Callee(_ordered),
     ("collections", "defaultdict"): Callee(_empty_dict),
@@ -278,7 +311,9 @@ _KNOWN: dict[tuple[str, str], Any] = {
     **{("torch._utils", name): callee for name, callee in _REBUILT.items()},
     **{("torch", name): dtype for name, dtype in (*_STORAGES.items(), *_DTYPES.items())},
     **_globals("builtins", _BUILTINS, _PLAIN),
+    **_globals("builtins", _SETS, Callee(_items)),
     **_globals("__builtin__", _BUILTINS, _PLAIN),
+    **_globals("__builtin__", _SETS, Callee(_items)),
     **_globals("datetime", ("datetime", "date", "time", "timedelta", "timezone"), _PLAIN),
     **_globals("pathlib", ("Path", "PosixPath", "PurePosixPath", "WindowsPath"), _PLAIN),
 }

@@ -20,7 +20,8 @@ from fastckpt.storage.file_system import Storage, reported
 log = logging.getLogger("fastckpt")
 
 NAME = "saves.jsonl"
-_LINE_BYTES_MAX = 64 << 20
+_LINE_BYTES_MAX, _BYTES_MAX = 64 << 20, 1 << 40
+_SECONDS_END, _NUMBER_END = 1e9, 1 << 63
 
 
 def noting(path: str, step: int) -> Callable[[Any], None]:
@@ -47,63 +48,73 @@ def noting(path: str, step: int) -> Callable[[Any], None]:
 def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
     """Returns the entries of a log, or of the log in a directory, in order.
 
-    A line that is cut, because a machine crashed, is left out, with a warning.
+    A line that is no entry, since a machine crashed or a disk was full, is left out, with a
+    warning.
 
     Raises:
-        CorruptCheckpoint: a line is no entry. StorageError: it cannot be read.
+        CorruptCheckpoint: no line is an entry. StorageError: it cannot be read.
     """
-    if storage.is_directory(path):
-        path = os.path.join(path, NAME)
     with reported("read", path):
-        content = storage.read_file(path, 1 << 40)
+        if storage.is_directory(path):
+            path = os.path.join(path, NAME)
+        content = storage.read_file(path, _BYTES_MAX)
     found: list[dict[str, Any]] = []
-    lines = content.split(b"\n")
-    for number, line in enumerate(lines, 1):
+    wrong = ""
+    for number, line in enumerate(content.split(b"\n"), 1):
         if not line:
             continue
         try:
             if len(line) > _LINE_BYTES_MAX:
                 raise ValueError("it is too long")
-            found.append(_entry(json.loads(line)))
+            found.append(_entry(json.loads(line, parse_constant=_no_number)))
         except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                log.warning("%r: line %d is cut: it is left out", path, number)
-                continue
-            raise CorruptCheckpoint(f"{path!r}: line {number} is no entry: {error}") from None
+            wrong = f"{path!r}: line {number} is no entry, and left out: {str(error)[:100]}"
+            log.warning("%s", wrong)
+    if wrong and not found:
+        raise CorruptCheckpoint(f"{path!r} is no log of saves")
     return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
+
+
+def _is_clock(value: Any) -> bool:
+    """Returns whether this is a number of seconds, or None."""
+    return value is None or (type(value) in (int, float) and 0 <= value < _SECONDS_END)
 
 
 def _entry(value: Any) -> dict[str, Any]:
     """Returns a line's value, of which the members that are read are as noting() makes them."""
-    kinds: dict[str, Any] = {
-        "step": int,
-        "began": str,
-        "ranks": int,
-        "nbytes": int,
-        "stall_s": (int, float, type(None)),
-        "committed_s": (int, float, type(None)),
-        "rate": (int, float, type(None)),
-        "error": (str, type(None)),
-        "by_rank": dict,
-    }
     if type(value) is not dict:
         raise ValueError("it is no object")
-    for name, kind in kinds.items():
-        if not isinstance(value.get(name), kind) or isinstance(value.get(name), bool):
-            raise ValueError(f"it has no {name}")
-    columns = value["by_rank"]
+    for name in ("step", "ranks", "nbytes"):
+        if type(value.get(name)) is not int or not 0 <= value[name] < _NUMBER_END:
+            raise ValueError(f"its {name} is no number")
+    for name in ("stall_s", "committed_s", "commit_s"):
+        if not _is_clock(value.get(name)):
+            raise ValueError(f"its {name} is no time")
+    rate = value.get("rate")
+    if rate is not None and not (type(rate) in (int, float) and 0 <= rate < _NUMBER_END):
+        raise ValueError("its rate is no number")
+    if type(value.get("began")) is not str or not isinstance(value.get("error"), str | None):
+        raise ValueError("it has no beginning, or an error that is no text")
+    columns = value.get("by_rank")
+    if type(columns) is not dict or type(columns.get("captured_s")) is not list:
+        raise ValueError("it has no clocks of ranks")
     for name in ("captured_s", "staged_s", "opened_s", "written_s", "synced_s"):
         column = columns.get(name)
-        if not isinstance(column, list) or len(column) != len(columns["captured_s"]):
+        if type(column) is not list or len(column) != len(columns["captured_s"]):
             raise ValueError(f"it has no {name} of each rank")
-        if not all(each is None or type(each) in (int, float) for each in column):
-            raise ValueError(f"{name} has something that is no number")
+        if not all(map(_is_clock, column)):
+            raise ValueError(f"{name} of a rank is no time")
     slowest = value.get("slowest")
     if slowest is not None and (
         type(slowest) is not dict
         or type(slowest.get("rank")) is not int
         or type(slowest.get("phase")) is not str
-        or type(slowest.get("seconds")) not in (int, float)
+        or slowest.get("seconds") is None
+        or not _is_clock(slowest["seconds"])
     ):
         raise ValueError("its slowest rank is malformed")
     return value

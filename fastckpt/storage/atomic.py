@@ -95,8 +95,9 @@ def is_of_this_host(temporary: str) -> bool:
 
 def is_of_dead(temporary: str) -> bool:
     """Whether a temporary's name says that a process of this host made it, which is gone."""
-    match = _SUFFIX.search(os.path.basename(temporary))
-    if match is None or match["host"] != _host():
+    name = os.path.basename(temporary)
+    match = _SUFFIX.search(name)
+    if match is None or match["host"] != _host() or not name.startswith("."):
         return False
     alive = _started(int(match["pid"]))
     return alive is None or alive != int(match["started"])
@@ -421,9 +422,14 @@ def replace_file(
 
 
 def append(path: str, line: bytes) -> None:
-    """Adds a line to a file, which is made if it is missing, by one write. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    """Adds a line to a file, which is made if it is missing, by one write; if a crash or a full
+    disk has cut the line before, it gets its end first. Raises OSError.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
+        nbytes = os.fstat(fd).st_size
+        if nbytes and os.pread(fd, 1, nbytes - 1) != b"\n":
+            line = b"\n" + line
         if os.write(fd, line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:

@@ -137,6 +137,43 @@ def test_what_cannot_be_converted_is_told(
     assert os.listdir(disk) == ["a.pt"]
 
 
+def test_a_root_of_something_else_is_refused(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = by_torch({"w": torch.ones(3)}, disk)
+    (disk / "out").mkdir()
+    assert main(["convert", str(path), str(disk / "out"), "--to", "step"]) == 0
+    (disk / "out" / "mine").touch()
+    assert main(["convert", str(path), str(disk / "out"), "--to", "step", "--step", "2"]) == 1
+    assert "is no root of steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", READERS)
+@pytest.mark.parametrize(
+    ("state", "target", "words"),
+    [
+        ({"w": torch.ones(3)}, "missing/x", "missing"),
+        ({"w": torch.ones(1).expand(1 << 61)}, "x", ""),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    state: Any, target: str, words: str, to: str, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(state, disk / "a.pt")
+    assert main(["convert", str(disk / "a.pt"), str(disk / target), "--to", to]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and words in err
+    assert os.listdir(disk) == ["a.pt"]
+
+
+def test_names_that_dcp_refuses(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"a": {"x": torch.ones(1)}, "a.x": torch.ones(1)}, disk / "a.pt")
+    assert main(["convert", str(disk / "a.pt"), str(disk / "b"), "--to", "dcp"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "torch.distributed.checkpoint failed" in err
+    assert os.listdir(disk) == ["a.pt"]
+
+
 @pytest.mark.parametrize("to", READERS)
 def test_damage_leaves_nothing(to: str, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (disk / "in").mkdir()

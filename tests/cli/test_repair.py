@@ -13,6 +13,7 @@ import torch
 
 import fastckpt
 from fastckpt.cli import main
+from fastckpt.storage import atomic
 from tests.interpreters import Program
 
 LEAVES = """
@@ -81,6 +82,17 @@ def test_damaged_and_foreign_directories_stay(
     before = sorted(path for path in disk.rglob("*"))
     assert repaired(capsys, disk, "--yes", status=0) == []
     assert sorted(path for path in disk.rglob("*")) == before
+
+
+def test_names_that_are_not_ours_and_links_in_a_circle(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dead = Path(atomic.temporary_path(str(disk / "a"))).name.replace(str(os.getpid()), "999999")
+    (disk / dead).mkdir()
+    (disk / dead / "circle").symlink_to("circle")
+    (disk / dead[1:]).write_text("mine")
+    (found,) = repaired(capsys, disk, "--yes", status=0)
+    assert found["path"] == str(disk / dead) and os.listdir(disk) == [dead[1:]]
 
 
 def test_a_missing_directory_is_one_line(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

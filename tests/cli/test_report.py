@@ -81,6 +81,15 @@ def test_what_a_run_has_logged(disk: Path, capsys: pytest.CaptureFixture[str]) -
     assert "step 7, begun 20" in out and "sync" in out and "committed after" in out
 
 
+def test_texts_cannot_steer_the_terminal(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slowest = {"rank": 0, "phase": "\x1b[2J", "seconds": 1}
+    odd = entry(1, 1, 0, began="\x1b[31mred\n", error="\x1b]0;evil\x07", slowest=slowest)
+    (disk / "saves.jsonl").write_text(f"{odd}\n{entry(2, 1, 0, slowest=slowest)}\n")
+    assert main(["report", str(disk)]) == main(["report", str(disk), "--step", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\x07" not in out and r"\x1b[31m" in out
+
+
 @pytest.mark.parametrize("arguments", [["x"], [".", "--step", "5"], [".", "--png", "a.png"]])
 def test_what_is_not_there_is_one_line(
     arguments: list[str],

@@ -44,8 +44,9 @@ def test_an_expanded_tensor_takes_the_memory_of_one_element(disk: Path) -> None:
         assert tensors["wide"].shape == wide.shape
         assert tensors["wide"][1, 5:8].tolist() == [2, 2, 2]
         assert tensors["wide"][...].stride() == wide.stride()
-        tensors.prefetch(["flat"])
+        tensors.prefetch(["flat", "wide"])
         assert tensors["flat"][-3:].tolist() == [1, 1, 1]
+        assert tensors["wide"][1:, 1 << 39 :].shape == (1, 1 << 39)
         assert fastckpt.open(disk / "a.pt")["flat"][7].item() == 1
 
 
@@ -57,6 +58,49 @@ def test_more_memory_than_there_is_is_told(disk: Path) -> None:
         pytest.raises(fastckpt.StorageError, match="ENOMEM"),
     ):
         tensors["w"][...]
+
+
+def test_a_tensor_for_which_memory_is_short_does_not_fail_others(disk: Path) -> None:
+    overlapping = torch.zeros(1 << 21).as_strided((1 << 20, 1 << 20), (1, 1))
+    torch.save({"w": overlapping, "s": torch.ones(3)}, disk / "a.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        tensors.prefetch(["s", "w"])
+        assert tensors["s"][...].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "state", [5, None, 1.5, b"ab", torch.float32, torch.device("cpu"), {3}, "text"]
+)
+def test_a_state_without_tensors(state: Any, disk: Path) -> None:
+    for path in saved({"state": state}, disk)[:2]:
+        with fastckpt.open(path) as tensors:
+            assert not tensors
+    torch.save(state, disk / "c.pt")
+    with fastckpt.open(disk / "c.pt") as tensors:
+        assert not tensors and not tensors.others
+
+
+def test_a_tensor_alone(disk: Path) -> None:
+    torch.save(torch.arange(5), disk / "a.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert [*tensors] == [""] and tensors[""][1:3].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("alignment", [1, 16, 64, 4096])
+def test_any_alignment_of_storages(alignment: int, disk: Path) -> None:
+    config = pytest.importorskip("torch.utils.serialization").config
+    state = {"w": torch.randn(1000), "n": torch.arange(7)}
+    with config.patch({"save.storage_alignment": alignment}):
+        fastckpt.save(state, disk / "a.pt").result(60)
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert all(torch.equal(tensors[name][...], state[name]) for name in state)
+
+
+def test_numbered_names_do_not_recurse(disk: Path) -> None:
+    names = ["#2".join(["1", *[""] * count]) for count in range(1200)]
+    torch.save({**dict.fromkeys(names, torch.ones(1)), 1: torch.zeros(1)}, disk / "a.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert len(tensors) == 1201
 
 
 def saved(state: Any, disk: Path) -> list[Path]:
@@ -114,14 +158,19 @@ def test_objects_are_counted_and_containers_are_entered(disk: Path) -> None:
         "device": torch.device("cpu"),
         "size": torch.Size([2]),
         "set": {1, 2},
+        "tensors": {torch.ones(1)},
+        "storage": torch.ones(3).untyped_storage(),
+        "by tensor": {torch.full((), 7): 1},
     }
     torch.save(state, disk / "a.pt")
     with fastckpt.open(disk / "a.pt") as tensors:
-        assert [*tensors] == ["default/w", "ordered/w"]
+        assert [*tensors] == ["default/w", "ordered/w", "tensors/0", "by tensor/key"]
+        assert tensors["by tensor/key"][...] == 7
         assert tensors.others == {
             "torch._utils._rebuild_sparse_tensor": 1,
             "torch.nn.modules.linear.Linear": 1,
             f"{__name__}.Point": 2,
+            "a storage": 1,
             "argparse.Namespace": 1,
         }
 

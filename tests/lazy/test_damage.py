@@ -53,6 +53,9 @@ def test_a_foreign_byte_order_is_refused(disk: Path) -> None:
         assert tensors["w"].shape == (3,)
 
 
+BIG = b"\x8a\x08" + struct.pack("<q", 1 << 62)
+
+
 def tensor(shape: bytes, strides: bytes) -> bytes:
     """Returns the pickle of a tensor over a storage of 12 floats."""
     rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n"
@@ -72,6 +75,31 @@ def doubling(depth: int) -> bytes:
 
 
 ORDERED = b"ccollections\nOrderedDict\n"
+
+
+def many_arguments(count: int) -> bytes:
+    """Returns calls with one tuple of many arguments, again and again."""
+    content = b"\x80\x02(" + b"N" * count + b"tq\x00" + b"ctorch\ndevice\nq\x01"
+    return content + b"h\x01h\x00R" * count + b"."
+
+
+def long_names(count: int) -> bytes:
+    """Returns globals with one long name, again and again."""
+    content = b"\x80\x02" + text("x" * 20_000) + b"q\x00"
+    return content + b"h\x00h\x00\x93" * count + b"."
+
+
+def long_keys(count: int) -> bytes:
+    """Returns a dict of which each key is a tuple of one long text, many times."""
+    content = b"\x80\x02" + text("x" * 20_000) + b"q\x00" + b"N]q\x01}"
+    for number in range(count):
+        content += b"(" + b"h\x00" * 200 + b"M" + struct.pack("<H", number) + b"th\x01s"
+    return content + b"."
+
+
+def circle() -> bytes:
+    """Returns a dict that is its own item, under an empty key."""
+    return b"\x80\x02}q\x00" + text("") + b"h\x00s" + text("p" * 50_000) + b"0."
 
 
 def hashed(depth: int) -> bytes:
@@ -100,7 +128,12 @@ def recursive() -> bytes:
         b"\x80\x02" + tensor(b"(K\x03K\x03t", b"(K\x01t") + b".",
         b"\x80\x02" + tensor(b"(" + b"K\x01" * 65 + b"t", b"(" + b"K\x01" * 65 + b"t") + b".",
         b"\x80\x02" + tensor(b"X\x01\x00\x00\x003", b"X\x01\x00\x00\x001") + b".",
+        b"\x80\x02" + tensor(b"(K\x00" + BIG * 2 + b"t", b"(K\x00K\x00K\x00t") + b".",
         doubling(60),
+        many_arguments(100_000),
+        long_names(20_000),
+        long_keys(1000),
+        circle(),
         hashed(100_000),
         b"\x80\x02" + ORDERED + b"]" + b"\x85R.",
         b"\x80\x02" + STORAGE[:-2] + b"K\x0cK\x0ctQ.",
@@ -121,6 +154,26 @@ def test_deep_nests_are_walked(disk: Path) -> None:
 def test_opcodes_of_old_protocols_are_told(disk: Path) -> None:
     torch.save({"w": torch.ones(3), "n": 5}, disk / "a.pt", pickle_protocol=0)
     refused(disk / "a.pt", IncompatibleCheckpoint, "protocol 2 or later")
+
+
+def test_a_record_across_the_end_of_the_body(disk: Path) -> None:
+    """Only somebody who means it makes such a file: its checksums are right."""
+    import zlib
+
+    from fastckpt.formats import torch_zip
+
+    path = disk / "a.pt"
+    fastckpt.save({"x": torch.ones(7500), "y": torch.ones(100)}, path).result(60)
+    content = bytearray(path.read_bytes())
+    offset = torch_zip.tail_offset(bytes(content[-torch_zip.END_BYTES :]), len(content))
+    assert offset is not None
+    name = b"archive/data/1"
+    at = content.index(name, content.index(b"PK\x01\x02", offset)) - 46
+    struct.pack_into("<I", content, at + 42, offset + 64)  # the record behind data/0
+    content[-8:] = f"{zlib.crc32(content[offset:-8]):08x}".encode()
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match="is not where it should be"):
+        fastckpt.open(path)
 
 
 def directory_at(content: bytes) -> int:

@@ -289,7 +289,10 @@ def test_what_is_no_checkpoint_is_told(
         fastckpt.open(make(disk))
 
 
-@pytest.mark.parametrize("index", [[0], torch.ones(2).bool(), True, 1.0, "a"])
+@pytest.mark.parametrize(
+    "index",
+    [[0], torch.ones(2).bool(), True, 1.0, "a", torch.tensor([1]), torch.tensor(True)],
+)
 def test_other_indexes_are_refused(index: Any, disk: Path) -> None:
     with fastckpt.open(by_torch(flat(), disk)) as tensors:
         with pytest.raises(TypeError, match="is indexed by integers, slices"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -150,6 +151,12 @@ def test_the_slowest_rank_is_named() -> None:
     assert RankClocks.from_bytes(clocks(3).to_bytes()) == clocks(3)
 
 
+def logged(disk: Path) -> str:
+    with fastckpt.Checkpointer(disk, log=True) as checkpointer:
+        checkpointer.save(1, state()).result(60)
+    return (disk / "saves.jsonl").read_text()
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -162,16 +169,61 @@ def test_the_slowest_rank_is_named() -> None:
         '{"step": 1, "by_rank": {"captured_s": [1], "staged_s": 3}}',
     ],
 )
-def test_a_line_that_is_no_entry_is_damage(line: str, disk: Path) -> None:
+def test_a_line_that_is_no_entry(line: str, disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     (disk / "saves.jsonl").write_text(f"{line}\n")
-    with pytest.raises(CorruptCheckpoint, match="line 1 is no entry"):
+    with pytest.raises(CorruptCheckpoint, match="is no log of saves"):
+        log.entries(Storage(), str(disk))
+    logged(disk)
+    assert len(log.entries(Storage(), str(disk))) == 1
+    assert "line 1 is no entry, and left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("commit_s", "abc"),
+        ("commit_s", []),
+        ("rate", math.inf),
+        ("rate", "1"),
+        ("rate", -1),
+        ("committed_s", 10**400),
+        ("stall_s", math.nan),
+        ("step", -1),
+        ("nbytes", 1.5),
+        ("ranks", 1 << 63),
+        ("began", 5),
+        ("error", 5),
+        ("by_rank", []),
+        ("slowest", {"rank": 0, "phase": 1, "seconds": 1}),
+        ("slowest", {"rank": 0, "phase": "write", "seconds": None}),
+        ("slowest", {"rank": "0", "phase": "write", "seconds": 1}),
+    ],
+)
+def test_a_member_that_is_wrong(name: str, value: Any, disk: Path) -> None:
+    entry = {**json.loads(logged(disk)), name: value}
+    (disk / "saves.jsonl").write_text(json.dumps(entry) + "\n")
+    with pytest.raises(CorruptCheckpoint, match="is no log of saves"):
         log.entries(Storage(), str(disk))
 
 
 def test_a_line_that_is_cut_is_left_out(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with fastckpt.Checkpointer(disk, log=True) as checkpointer:
-        checkpointer.save(1, state()).result(60)
-    content = (disk / "saves.jsonl").read_bytes()
-    (disk / "saves.jsonl").write_bytes(content + content[:100])
+    content = logged(disk)
+    (disk / "saves.jsonl").write_text(content + content[:100])
     assert len(log.entries(Storage(), str(disk / "saves.jsonl"))) == 1
-    assert "line 2 is cut" in caplog.text
+    assert "line 2 is no entry" in caplog.text
+    logged(disk)  # goes on behind the line that was cut
+    assert len(log.entries(Storage(), str(disk))) == 2
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_what_on_commit_raises_is_logged(
+    error: type[BaseException], disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(step: int, stats: Any) -> None:
+        raise error("no")
+
+    with fastckpt.Checkpointer(disk, on_commit=fail, log=True) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state()).result(60)
+    assert "on_commit raised, after step 2 was committed" in caplog.text
+    assert len(log.entries(Storage(), str(disk))) == 2
