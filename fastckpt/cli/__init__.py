@@ -6,9 +6,11 @@ The module must not know how any of them does its work.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pickle import UnpicklingError
 
 import fastckpt
@@ -31,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in (ls, inspect, diff, convert, verify, repair, report, doctor, advise):
         command.add_arguments(commands)
+    with suppress(ImportError):  # completion in a shell is there if argcomplete is
+        importlib.import_module("argcomplete").autocomplete(parser)
     parsed = parser.parse_args(arguments)
     try:
         status: int = parsed.run(parsed)

@@ -29,6 +29,7 @@ from fastckpt.arguments.checks import check_size
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli.paths import path_argument, shown_name, shown_others
+from fastckpt.cli.progress import progress
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint
@@ -225,12 +226,18 @@ def _stream(
     """Yields the bytes of the tensors in order, those of a large one in parts. While the caller
     has one batch, the next is read.
     """
-    with ThreadPoolExecutor(1, "fastckpt-convert") as reader:
+    total = sum(copy.nbytes for copy in copies)
+    with (
+        progress(total, "converted") as told,
+        ThreadPoolExecutor(1, "fastckpt-convert") as reader,
+    ):
         ahead: deque[tuple[Sequence[tuple[Copy, Any]], Future[list[torch.Tensor]]]] = deque()
 
         def arrived() -> Iterator[tuple[Copy, torch.Tensor]]:
             batch, future = ahead.popleft()
-            yield from zip((copy for copy, _index in batch), future.result(), strict=True)
+            for (copy, _index), content in zip(batch, future.result(), strict=True):
+                yield copy, content
+                told(content.numel())
 
         for batch in _batches(copies):
             ahead.append((batch, reader.submit(_read, tensors, batch)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+from collections.abc import Callable
 from math import inf
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 
 import fastckpt
 from fastckpt.cli.paths import path_argument, shown_name, shown_others
+from fastckpt.cli.progress import progress
 from fastckpt.lazy.selection import parts
 
 _PART_BYTES = 64 << 20  # of a tensor that are compared at a time
@@ -61,7 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
         only_a = [name for name in names if name not in b]
         only_b = [name for name in names if name not in a]
         both = [name for name in names if name in a and name in b]
-        found = [difference for name in both if (difference := compare(a[name], b[name]))]
+        found = []
+        with progress(sum(a[name].nbytes for name in both), "compared") as done:
+            for name in both:
+                difference = compare(a[name], b[name], done)
+                found += [difference] if difference else []
         others = {"A": a.others, "B": b.others}
     if arguments.json:
         told = {
@@ -85,8 +91,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if found or only_a or only_b else 0
 
 
-def compare(a: fastckpt.LazyTensor, b: fastckpt.LazyTensor) -> Difference | None:
-    """Returns how two tensors differ; None if they have the same bits."""
+def compare(
+    a: fastckpt.LazyTensor, b: fastckpt.LazyTensor, told: Callable[[int], object]
+) -> Difference | None:
+    """Returns how two tensors differ; None if they have the same bits. `told` is called with how
+    many more bytes of each were compared.
+    """
     if a.shape != b.shape:
         return Difference(a.name, "shape", f"shape {[*a.shape]} in A, {[*b.shape]} in B")
     if a.dtype != b.dtype:
@@ -94,6 +104,7 @@ def compare(a: fastckpt.LazyTensor, b: fastckpt.LazyTensor) -> Difference | None
     changed, largest = 0, 0.0
     for part in parts(a.shape, a.dtype.itemsize, _PART_BYTES):
         ours, theirs = a[part], b[part]
+        told(ours.numel() * ours.itemsize)
         count = int(_bits(ours).ne(_bits(theirs)).any(-1).sum())
         if count:
             changed += count
