@@ -18,6 +18,7 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/setup.stamp
 ENGINE := build/engine.stamp
 WERROR := build/werror.stamp
+SITE := build/docs-venv/stamp
 CORE := $(sort $(wildcard csrc/*.cc csrc/*/*.cc))
 HEADERS := $(sort $(wildcard csrc/*.h csrc/*/*.h))
 NATIVE := $(sort $(wildcard tests/native/*.cc))
@@ -27,7 +28,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test torture check demo bench bench-ranks bench-gpu bench-dcp bench-burst bench-megatron bench-scale asan tsan clean
+.PHONY: help setup build test torture check docs demo bench bench-ranks bench-gpu bench-dcp bench-burst bench-megatron bench-scale asan tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +55,15 @@ check: build $(WERROR)  ## formatting, lint, types, and the build without warnin
 	@$(BIN)/mypy --strict fastckpt
 	@echo "== check: clang-format"
 	@$(BIN)/clang-format --dry-run -Werror $(CORE) $(HEADERS) $(NATIVE)
+
+docs: $(SITE)  ## build the documentation as a site, build/site
+	@PYTHONPATH=. build/docs-venv/bin/mkdocs build --strict --quiet
+	@echo "== docs: build/site/index.html"
+
+$(SITE): docs/requirements.txt
+	@$(PYTHON) -m venv build/docs-venv
+	@build/docs-venv/bin/pip install -q -r docs/requirements.txt
+	@touch $@
 
 demo: build  ## train a small GPT, kill it, resume it
 	@$(BIN)/python examples/train_gpt.py --demo
