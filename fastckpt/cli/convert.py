@@ -31,7 +31,7 @@ from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli.paths import path_argument, shown_name, shown_others
 from fastckpt.cli.progress import progress
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.save import save_directory
+from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint
 from fastckpt.formats import safetensors
 from fastckpt.formats.step_names import NAME as STEP_NAME
@@ -308,7 +308,13 @@ def _to_hugging_face(
             with _made(storage, file) as (fd, file), reported("write", file):
                 patiently(storage, fd, partial(storage.write_at, fd, content, 0))
 
+    _save_directory(path, fill)
+
+
+def _save_directory(path: str, fill: Callable[[Draft], None]) -> None:
+    """Saves a directory, and waits until nothing else of it is left."""
     save_directory(path, fill).result()
+    wait_for_directories(os.path.dirname(path))
 
 
 def _index(names: Sequence[str], shards: Sequence[Sequence[Copy]]) -> bytes:
@@ -391,7 +397,7 @@ def _to_dcp(path: str, nest: dict[str, Any], _step: int) -> None:
             (cause, *_), *_ = error.failures.values()
             raise CheckpointError(f"torch.distributed.checkpoint failed: {cause}") from None
 
-    save_directory(path, fill).result()
+    _save_directory(path, fill)
 
 
 def _to_step(path: str, nest: dict[str, Any], step: int) -> None:
