@@ -41,7 +41,7 @@ from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, patiently, reported
 
-_PART_BYTES = 32 << 20  # of tensors that are read at a time; two such parts are in memory
+_PART_BYTES, _READERS = 16 << 20, 3  # so much of tensors is read at a time, by so many threads
 _STAGING_BYTES = 64 << 20
 _ALIGNMENT = 64
 _METADATA = {"format": "pt"}  # which transformers asks for
@@ -224,12 +224,12 @@ def _stream(
     tensors: fastckpt.LazyTensors, copies: Sequence[Copy]
 ) -> Iterator[tuple[Copy, torch.Tensor]]:
     """Yields the bytes of the tensors in order, those of a large one in parts. While the caller
-    has one batch, the next is read.
+    has one batch, the next ones are read.
     """
     total = sum(copy.nbytes for copy in copies)
     with (
         progress(total, "converted") as told,
-        ThreadPoolExecutor(1, "fastckpt-convert") as reader,
+        ThreadPoolExecutor(_READERS, "fastckpt-convert") as reader,
     ):
         ahead: deque[tuple[Sequence[tuple[Copy, Any]], Future[list[torch.Tensor]]]] = deque()
 
@@ -241,7 +241,7 @@ def _stream(
 
         for batch in _batches(copies):
             ahead.append((batch, reader.submit(_read, tensors, batch)))
-            if len(ahead) > 1:
+            if len(ahead) > _READERS:
                 yield from arrived()
         while ahead:
             yield from arrived()

@@ -6,8 +6,10 @@ found.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -20,6 +22,8 @@ from fastckpt.lazy.source import Shard, Stored, Wanted
 from fastckpt.plan.boxes import row_major
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
 from fastckpt.reading.verified import Body, takes_bytes
+from fastckpt.storage.atomic import close_quietly
+from fastckpt.storage.file_system import reported
 
 _NONE: frozenset[int] = frozenset()
 _RUNS_MAX = 64  # more copies to a device go through the host: each takes microseconds to begin
@@ -83,6 +87,23 @@ class ExtentsSource:
         }
         self._extents = {name: at for name, (_dtype, _shape, at) in tensors.items()}
         self._staging, self._bodies, self._close = staging, bodies, close
+        self._lock = threading.Lock()
+        self._routed: dict[int, Body] = {}
+        self._files = ExitStack()
+
+    def _body(self, file: int) -> Body:
+        """Returns a file with the route by which it is read, which is chosen once: looking at what
+        of a large file is in the page cache takes long.
+        """
+        with self._lock:
+            if file not in self._routed:
+                body, storage = self._bodies[file], self._staging.storage
+                with reported("open", body.path):  # anew: O_DIRECT would change the other, too
+                    fd = storage.open(f"/proc/self/fd/{body.fd}")
+                self._files.callback(close_quietly, storage, fd)
+                route = self._staging.route(fd, body.path, "auto", writing=False)
+                self._routed[file] = replace(body, fd=fd, route=route)
+            return self._routed[file]
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         parts: dict[int, list[_Part]] = {}
@@ -92,7 +113,7 @@ class ExtentsSource:
         for file, its in parts.items():
             body = self._bodies[file]
             end = body.index.body_nbytes
-            self._move(body, [part for part in its if part.begin < end])
+            self._move(file, [part for part in its if part.begin < end])
             for part in its:
                 if part.begin >= end:
                     _copy(body.index.tail, part.begin - end, part.memory)
@@ -138,10 +159,11 @@ class ExtentsSource:
         where = memory.data_ptr(), row_major(sizes)
         return strided_copies(sizes, part.begin, part.steps, *where, memory.element_size())
 
-    def _move(self, body: Body, parts: Sequence[_Part]) -> None:
+    def _move(self, file: int, parts: Sequence[_Part]) -> None:
         rows = sorted(row for part in parts for row in self._rows(part))
         if not rows:
             return
+        body = self._body(file)
         devices = self._staging.devices.reads(
             part.memory.untyped_storage() for part in parts if part.memory.device.type != "cpu"
         )
@@ -150,7 +172,10 @@ class ExtentsSource:
             body.check(stream, stream.arrive())
 
     def close(self) -> None:
-        self._close()
+        try:
+            self._files.close()
+        finally:
+            self._close()
 
 
 def _copy(tail: bytes, begin: int, memory: torch.Tensor) -> None:

@@ -40,7 +40,8 @@ class StepSource:
         self, storage: Storage, staging: Staging, steps: Steps, name: str, close: Callable[[], None]
     ) -> None:
         manifest, path = steps.read(name), steps.path(name)
-        copies = StepCopies(storage, staging, [path])
+        self._files = ExitStack()
+        copies = StepCopies(storage, staging, [path], kept=self._files)
         self._reader = StepReader(staging, path, manifest, copies)
         self._close = close
         self.facts = {
@@ -57,8 +58,10 @@ class StepSource:
             found = shards.setdefault(piece.key, Stored(dtype, piece.shape, ()))
             if found[:2] != (dtype, piece.shape):
                 raise CorruptCheckpoint(f"{path!r} holds {piece.key!r} in two dtypes or shapes")
-        with ExitStack() as files:
-            objects = zip_of_ours(files.enter_context(copies.body(manifest)), is_of_step=True)
+        with ExitStack() as failing:
+            failing.callback(self._files.close)
+            body = self._files.enter_context(copies.body(manifest))
+            objects = zip_of_ours(body, is_of_step=True)
             self._objects = objects.source(self.kind)
             self.others = objects.others
             self.tensors: dict[str, Stored] = {}
@@ -77,7 +80,7 @@ class StepSource:
                         "objects name"
                     )
                 self.tensors[name] = stored._replace(shards=tuple(parts.get(view.key, ())))
-            self._files = files.pop_all()
+            failing.pop_all()
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         targets = [
@@ -91,6 +94,7 @@ class StepSource:
 
     def close(self) -> None:
         try:
+            self._objects.close()
             self._files.close()
         finally:
             self._close()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 from fastckpt.arguments.near_names import listed
@@ -35,15 +37,24 @@ class StepCopies:
     Args:
         storage, staging: read the files.
         directories: the nearest first; all but the last may lack files.
+        kept: keeps shards open, with the route by which they are read, until it is closed; None:
+            each is opened for one read.
 
     Attributes:
         taken: for each file that was read, by its name, the path that it was read from.
     """
 
-    def __init__(self, storage: Storage, staging: Staging, directories: Sequence[str]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        staging: Staging,
+        directories: Sequence[str],
+        kept: ExitStack | None = None,
+    ) -> None:
         self._storage = storage
         self._staging = staging
         self._directories = directories
+        self._kept, self._bodies, self._lock = kept, dict[str, Body](), threading.Lock()
         self._number: dict[str, int] = {}  # the number of the directory that a file is read from
         self._damaged: set[tuple[str, int]] = set()  # copies, each by file and directory number
         self.taken: dict[str, str] = {}
@@ -129,6 +140,21 @@ class StepCopies:
             index: the writer's.
             frames: with a codec, receives the compressed frame of each block that is read.
         """
+        if self._kept is None:
+            with self._shard(index, frames) as body:
+                yield body
+            return
+        with self._lock:
+            if index.file not in self._bodies:
+                body = self._kept.enter_context(self._shard(index, None))
+                if body.route is None:
+                    route = self._staging.route(body.fd, body.path, "auto", writing=False)
+                    body = replace(body, route=route)
+                self._bodies[index.file] = body
+        yield self._bodies[index.file]
+
+    @contextmanager
+    def _shard(self, index: ShardIndex, frames: dict[int, bytes] | None) -> Iterator[Body]:
         path, route = self.path(index.file), None
         sizes = (index.nbytes, index.block_bytes)
 
