@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,14 +35,17 @@ from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint
 from fastckpt.formats import safetensors
+from fastckpt.formats.file_list import File
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.lazy.selection import parts
+from fastckpt.plan.image import PAGE_BYTES
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, patiently, reported
 
-_PART_BYTES, _READERS = 16 << 20, 3  # so much of tensors is read at a time, by so many threads
+_PART_BYTES, _READERS = 32 << 20, 2  # so much of tensors is read at a time, by so many threads
+_PIECE_BYTES = 16 << 20  # of one write, of whole pages
 _STAGING_BYTES = 64 << 20
 _ALIGNMENT = 64
 _METADATA = {"format": "pt"}  # which transformers asks for
@@ -253,29 +257,65 @@ def _memory(content: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def _write(
-    storage: Storage, fd: int, path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy]
-) -> None:
+class _Output:
+    """A file that is written from its beginning to its end, by O_DIRECT if its file system takes
+    that: what is written once and read by others does not belong into the page cache.
+
+    Attributes:
+        file: the size and CRC-32 of what was written so far.
+    """
+
+    def __init__(self, storage: Storage, fd: int, path: str) -> None:
+        self.file = File(0, 0)
+        self._storage, self._fd, self._path = storage, fd, path
+        route = pipeline.current().staging.route(fd, path, "auto", writing=True)
+        self._is_direct = route.direct
+        self._buffer = memoryview(mmap.mmap(-1, _PIECE_BYTES))  # O_DIRECT needs aligned memory
+        self._filled = self._at = 0
+
+    def write(self, content: memoryview) -> None:
+        """Adds bytes. Raises StorageError."""
+        self.file = File(self.file.nbytes + len(content), zlib.crc32(content, self.file.crc32))
+        while content:
+            count = min(len(content), len(self._buffer) - self._filled)
+            self._buffer[self._filled : self._filled + count] = content[:count]
+            self._filled, content = self._filled + count, content[count:]
+            if self._filled == len(self._buffer):
+                self._flush()
+
+    def _flush(self) -> None:
+        nbytes = self._filled
+        if self._is_direct:  # in whole pages: end() cuts the file
+            nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        write = partial(self._storage.write_at, self._fd, self._buffer[:nbytes], self._at)
+        with reported("write", self._path, self._at):
+            patiently(self._storage, self._fd, write)
+        self._at, self._filled = self._at + self._filled, 0
+
+    def end(self) -> None:
+        """Writes what is left. Raises StorageError."""
+        self._flush()
+        if self._is_direct:
+            atomic.cut(self._storage, self._fd, self._path, self.file.nbytes)
+
+
+def _write(output: _Output, tensors: fastckpt.LazyTensors, copies: Sequence[Copy]) -> None:
     """Writes a safetensors file of the tensors."""
     # Those with larger items come first, so that each is aligned to its items.
     copies = sorted(copies, key=lambda copy: -copy.dtype.itemsize)
     entries = [
         (copy.name, safetensors.NAMES[copy.dtype], tuple(copy.tensor.shape)) for copy in copies
     ]
-    header = safetensors.header(entries, _METADATA, safetensors.LENGTH_BYTES)
-    with reported("write", path):
-        patiently(storage, fd, partial(storage.write_at, fd, header, 0))
-        at = len(header)
-        for _copy, content in _stream(tensors, copies):
-            view = _memory(content)
-            patiently(storage, fd, partial(storage.write_at, fd, view, at))
-            at += len(view)
+    output.write(memoryview(safetensors.header(entries, _METADATA, safetensors.LENGTH_BYTES)))
+    for _copy, content in _stream(tensors, copies):
+        output.write(_memory(content))
+    output.end()
 
 
 def _to_safetensors(path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy]) -> None:
     storage = pipeline.current().storage
     with atomic.temporary(storage, path) as (fd, name):
-        _write(storage, fd, path, tensors, copies)
+        _write(_Output(storage, fd, path), tensors, copies)
         atomic.settle(storage, fd, path, True)
         if os.path.lexists(path):
             raise CheckpointError(f"{path!r} was made meanwhile, and convert replaces nothing")
@@ -300,13 +340,15 @@ def _to_hugging_face(
 
     def fill(draft: Draft) -> None:
         for name, shard in zip(names, shards, strict=True):
-            with _made(storage, os.path.join(draft.directory, name)) as (fd, file):
-                _write(storage, fd, file, tensors, shard)
+            with _made(storage, os.path.join(draft.directory, name)) as output:
+                _write(output, tensors, shard)
+            draft.listed[name] = output.file
         if len(shards) > 1:
             content = _index(names, shards)
             file = os.path.join(draft.directory, "model.safetensors.index.json")
-            with _made(storage, file) as (fd, file), reported("write", file):
-                patiently(storage, fd, partial(storage.write_at, fd, content, 0))
+            with _made(storage, file) as output:
+                output.write(memoryview(content))
+                output.end()
 
     _save_directory(path, fill)
 
@@ -326,12 +368,12 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[Copy]]) -> bytes:
 
 
 @contextmanager
-def _made(storage: Storage, path: str) -> Iterator[tuple[int, str]]:
+def _made(storage: Storage, path: str) -> Iterator[_Output]:
     """Makes a file of a draft, which is removed with that if the body fails."""
     with reported("open", path):
         fd = storage.create(path, 0o666)
     try:
-        yield fd, path
+        yield _Output(storage, fd, path)
     finally:
         atomic.close_quietly(storage, fd)
 

@@ -15,6 +15,7 @@ import torch
 
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats import safetensors, torch_pickle, torch_zip
+from fastckpt.formats.file_list import File
 from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
 from fastckpt.plan.image import Image
 from fastckpt.saving.mutation_check import WatchedTensors
@@ -97,6 +98,8 @@ class Draft:
         watched: the tensors that must not change before they have been copied.
         lock: a descriptor of the root, which claims it; None before the root could be opened.
         grown: directories other than `beside` that got an entry because of this one.
+        listed: size and CRC-32 of files that were written at once, if whoever wrote them knows
+            these; other files are read for that.
         is_kept: whether it holds what may be the only durable checkpoint, so that discard() leaves
             it to a later process.
 
@@ -110,6 +113,7 @@ class Draft:
         self._storage, self._devices = storage, devices
         self._copies_small = fence == "step"
         self.pending: list[CapturedFile] = []
+        self.listed: dict[str, File] = {}
         self.watched: list[WatchedTensors] = []
         self.beside = os.path.realpath(beside or os.path.dirname(path))
         self.grown: list[str] = []

@@ -41,6 +41,7 @@ class SwapPlan(Plan):
         self._agreement = agreement
         self._directory = draft.directory
         self._pending: list[CapturedFile] = draft.pending
+        self._listed = draft.listed
         self._place = place
         self._options = options
         self._outputs: dict[str, WholeFile] = {}  # by name
@@ -74,7 +75,7 @@ class SwapPlan(Plan):
             settle(storage, fd, path, self._options.durable)
         finally:
             close_quietly(storage, fd)
-        return crc32_of(storage, path, name)
+        return self._listed.get(name) or crc32_of(storage, path, name)
 
     def publish(self, records: list[bytes]) -> None:
         brought = [file_list.from_record(record) for record in records[1:]]

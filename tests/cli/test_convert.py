@@ -208,7 +208,7 @@ def write_at(self, fd, data, offset):
         os.kill(os.getpid(), signal.SIGKILL)
     write(self, fd, data, offset)
 Storage.write_at = write_at
-convert._PART_BYTES = 1 << 20
+convert._PART_BYTES = convert._PIECE_BYTES = 1 << 20
 main(["convert", sys.argv[1], sys.argv[2], "--to", sys.argv[3]])
 """
 
