@@ -20,8 +20,8 @@ from fastckpt.latch import Latch, SignalSafeFuture, TimedOut
 
 
 class RankClocks(NamedTuple):
-    """What one rank of a save wrote, and its clocks: seconds since it called save(); not a number
-    if the rank did not do this.
+    """The bytes and the clocks of one rank of a save. Clocks are seconds since it called save();
+    they are not a number if the rank did not get there.
 
     Attributes:
         nbytes: the bytes that it wrote.

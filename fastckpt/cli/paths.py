@@ -1,4 +1,4 @@
-"""What commands read and print: path arguments, and names of tensors and classes of a file."""
+"""The texts that commands take and print: path arguments, names of tensors and classes."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def add_arguments(commands: Any) -> None:
 
 
 class Debris(NamedTuple):
-    """What a save left: its path and size, what it is, and a function that removes it, unless it
-    finds that somebody still uses it, and returns whether it did.
+    """A file or directory that a save left: its path and size, what it is in words, and a function
+    that removes it unless somebody still uses it, and returns whether it did.
     """
 
     path: str

@@ -68,7 +68,7 @@ class StoredView(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What a pickle names.
+    """The tensors that a pickle names, and a count of the rest.
 
     Attributes:
         tensors: the tensors by name; in a step's objects also the placeholders of those in shards.
