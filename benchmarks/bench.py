@@ -1,5 +1,8 @@
 """The one benchmark driver: picks peers and workloads, runs them, hands the rows to the report.
 
+Every library is measured at the versions that its file in rivals/ names, in an environment that is
+made below build/ when it is first needed.
+
     python benchmarks/bench.py --gib 2 --rounds 5 --workloads stall,drain,load
 
 It must not know how anything is measured or shown. Progress goes to stderr, the result to stdout.
@@ -23,9 +26,13 @@ import report
 from ceiling import Fio
 from dragging import run_drag
 from isolated import run_crc, run_memory, run_saves200
-from peers import PEERS, Fastckpt, Peer, TorchSave, open_peers
+from rivals import PEERS
+from rivals.environment import file_of, requirements
+from rivals.fastckpt_save import Fastckpt
+from rivals.peer import Peer, try_out
+from rivals.process import in_process_of, reason_of
+from rivals.torch_save import TorchSave
 from saving import run_saves, run_small
-from state import gpt_state
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOADS = ("stall", "drain", "load", "drag", "small", "crc", "memory", "saves200")
@@ -65,55 +72,67 @@ def arguments() -> argparse.Namespace:
     unknown = set(options.workloads) - set(WORKLOADS)
     if unknown:
         parser.error(f"unknown workloads {', '.join(sorted(unknown))}")
+    unknown = set(options.peers or ()) - {kind.name for kind in PEERS}
+    if unknown:
+        parser.error(f"unknown peers {', '.join(sorted(unknown))}")
     if options.rounds < 1 or options.gib <= 0:
         parser.error("--rounds and --gib must be positive")
     return options
 
 
+def available(names: list[str] | None) -> tuple[list[Peer], dict[str, str]]:
+    """Try the named peers, all when None; returns those that run here, and why others do not."""
+    known = {kind.name: kind for kind in PEERS}
+    running, missing = [], {}
+    for name in names or known:
+        peer = known[name]()
+        started = time.monotonic()
+        try:
+            in_process_of(peer, try_out)
+        except Exception as error:  # any failure of a rival to start is its reason, not ours
+            missing[name] = reason_of(error)
+        else:
+            running.append(peer)
+        progress(f"try {name}: {missing.get(name) or f'{time.monotonic() - started:.1f} s'}")
+    return running, missing
+
+
 def run(options: argparse.Namespace, directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Run the chosen workloads; returns their rows, and why anything is missing."""
-    chosen = set(options.workloads)
+    chosen, rounds = set(options.workloads), options.rounds
     nbytes = int(options.gib * 2**30)
-    peers, missing = open_peers(options.peers, progress)
+    peers, missing = available(options.peers)
     results: dict[str, Any] = {}
-    try:
-        if chosen & SAVE_WORKLOADS:
-            fio = None
-            if (reason := Fio.reason_missing()) is None:
-                fio = Fio(directory, nbytes, progress)
-                fio.scan()
-            else:
-                missing["fio"] = reason
-            saves = run_saves(
-                peers,
-                gpt_state(nbytes),
-                directory,
-                options.rounds,
-                "load" in chosen,
-                fio,
-                progress,
-            )
-            if fio is not None:
-                saves["fio_cells"] = {"write": fio.write_cells, "read": fio.read_cells}
-            results["saves"] = saves
-        if "drag" in chosen:
-            watched = beside_training(peers)
-            state = gpt_state(min(nbytes, DRAG_BYTES))
-            results["drag"] = run_drag(watched, state, directory, options.rounds, progress)
-            del state
-        if "small" in chosen:
-            rounds = max(options.rounds, SMALL_ROUNDS)
-            results["small"] = run_small(peers, directory, rounds, progress)
-        if "crc" in chosen:
-            results["crc"] = run_crc(options.rounds, progress)
-        if "memory" in chosen:
-            results["memory"] = run_memory(beside_training(peers), nbytes, directory, progress)
-        if "saves200" in chosen:
-            results["saves200"] = run_saves200(lasting(peers, options), directory, progress)
-    finally:
-        for peer in peers:
-            peer.close()
+    if chosen & SAVE_WORKLOADS:
+        loading = "load" in chosen
+        fio = None
+        if (reason := Fio.reason_missing()) is None:
+            fio = Fio(directory, nbytes, progress)
+            fio.scan()
+        else:
+            missing["fio"] = reason
+        timed = peers if loading else savers(peers)
+        saves = run_saves(timed, nbytes, directory, rounds, loading, fio, progress)
+        if fio is not None:
+            saves["fio_cells"] = {"write": fio.write_cells, "read": fio.read_cells}
+        results["saves"] = saves
+    if "drag" in chosen:
+        size = min(nbytes, DRAG_BYTES)
+        results["drag"] = run_drag(beside_training(peers), size, directory, rounds, progress)
+    if "small" in chosen:
+        results["small"] = run_small(peers, directory, max(rounds, SMALL_ROUNDS), progress)
+    if "crc" in chosen:
+        results["crc"] = run_crc(rounds, progress)
+    if "memory" in chosen:
+        results["memory"] = run_memory(beside_training(peers), nbytes, directory, progress)
+    if "saves200" in chosen:
+        results["saves200"] = run_saves200(lasting(peers, options), directory, progress)
     return results, missing
+
+
+def savers(peers: list[Peer]) -> list[Peer]:
+    """Return the peers that do not only load."""
+    return [peer for peer in peers if not peer.loads_only]
 
 
 def beside_training(peers: list[Peer]) -> list[Peer]:
@@ -124,7 +143,7 @@ def beside_training(peers: list[Peer]) -> list[Peer]:
 def lasting(peers: list[Peer], options: argparse.Namespace) -> list[Peer]:
     """Return the peers for the many saves: those asked for, else fastckpt and the baseline."""
     if options.peers is not None:
-        return peers
+        return savers(peers)
     return [peer for peer in peers if type(peer) is TorchSave or isinstance(peer, Fastckpt)]
 
 
@@ -145,6 +164,7 @@ def main() -> None:
         shutil.rmtree(directory)
     record = {
         "environment": environment,
+        "requirements": {kind.name: requirements(file_of(kind)) for kind in PEERS},
         "missing": missing,
         "failures": report.failures(results),
         "summary": report.summarize(results),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from state import byte_view, flat_tensors
+from state import byte_view, flat_tensors, gpt_state
 from storage import drop_page_cache, remove
 
 BLOCKS_MIB = (1, 2, 4, 8, 16)
@@ -126,27 +126,27 @@ def describe(cell: Cell) -> str:
     return f"{mode} {cell['engine']} {cell['block_mib']} MiB x {cell['depth']}"
 
 
-class MemoryCopy:
-    """The same bytes copied into memory that is already faulted in."""
+def memory_copies(nbytes: int) -> dict[str, float]:
+    """Copy a state of about `nbytes` bytes into memory that is already faulted in.
 
-    def __init__(self, state: Any) -> None:
-        self.sources = [byte_view(tensor) for tensor in flat_tensors(state).values()]
-        self.target = torch.ones(sum(len(source) for source in self.sources), dtype=torch.uint8)
-
-    def memmove_s(self) -> float:
-        """Return the seconds of one thread's memmove."""
-        started = time.perf_counter()
-        address = self.target.data_ptr()
-        for source in self.sources:
-            ctypes.memmove(address, source.data_ptr(), source.nbytes)
-            address += source.nbytes
-        return time.perf_counter() - started
-
-    def torch_copy_s(self) -> float:
-        """Return the seconds of Tensor.copy_ with all of torch's threads."""
-        started = time.perf_counter()
-        offset = 0
-        for source in self.sources:
-            self.target[offset : offset + len(source)].copy_(source)
-            offset += len(source)
-        return time.perf_counter() - started
+    Returns the bytes, and the seconds of one thread's memmove and of Tensor.copy_ with all of
+    torch's threads.
+    """
+    sources = [byte_view(tensor) for tensor in flat_tensors(gpt_state(nbytes)).values()]
+    target = torch.ones(sum(map(len, sources)), dtype=torch.uint8)
+    started = time.perf_counter()
+    address = target.data_ptr()
+    for source in sources:
+        ctypes.memmove(address, source.data_ptr(), source.nbytes)
+        address += source.nbytes
+    moved = time.perf_counter()
+    offset = 0
+    for source in sources:
+        target[offset : offset + len(source)].copy_(source)
+        offset += len(source)
+    copied = time.perf_counter()
+    return {
+        "copied_bytes": len(target),
+        "memmove_s": moved - started,
+        "torch_copy_s": copied - moved,
+    }

@@ -1,7 +1,8 @@
 """How much a save slows the training beside it: the drag workload.
 
-It owns a one-thread training loop and the windows it is watched in. It must not know how a peer
-works; a peer's promise about mutation is honoured before every optimizer step.
+It owns a one-thread training loop and the windows it is watched in, in the process of the peer. It
+must not know how a peer works; a peer's promise about mutation is honoured before every optimizer
+step.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import Peer, Save
-from saving import attempted, rotated
-from state import State, nbytes_of
+from rivals.peer import Peer, Save
+from rivals.process import in_process_of
+from saving import WARM_UPS, attempted, rotated
+from state import State, gpt_state, nbytes_of
 from storage import remove
 
 Row = dict[str, Any]
@@ -128,29 +130,34 @@ def describe(row: Row) -> str:
     )
 
 
+def one_turn(peer: Peer, nbytes: int, directory: Path) -> Row:
+    """Train on one thread of this process, and watch a save after saves that are not watched."""
+    torch.set_num_threads(1)
+    state = gpt_state(nbytes)
+    training = Training(state)
+    target = directory / "drag"
+    with peer.opened():
+        for _ in range(WARM_UPS + 1):
+            row = one_window(peer, state, training, target)
+            remove(target)
+    return {**row, "passes": training.passes, "bytes": nbytes_of(state)}
+
+
 def run_drag(
     peers: list[Peer],
-    state: State,
+    nbytes: int,
     directory: Path,
     rounds: int,
     progress: Callable[[str], None],
 ) -> Row:
     """Measure the training time each save costs, peers interleaved in every round."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        training = Training(state)
-        target = directory / "drag"
-        rows: list[Row] = []
-        # The first round only lets every peer allocate what it reuses.
-        for number in range(-1, rounds):
-            for peer in rotated(peers, number):
-                window = partial(one_window, peer, state, training, target)
-                row = {"round": number, **attempted(peer.name, progress, window)}
-                remove(target)
-                if number >= 0:
-                    rows.append(row)
-                    progress(f"drag {number + 1}/{rounds} {describe(row)}")
-    finally:
-        torch.set_num_threads(threads)
-    return {"bytes": nbytes_of(state), "rows": rows, "passes": training.passes}
+    rows: list[Row] = []
+    for number in range(rounds):
+        for peer in rotated(peers, number):
+            turn = partial(in_process_of, peer, one_turn, nbytes, directory)
+            row = {"round": number, **attempted(peer.name, progress, turn)}
+            remove(directory / "drag")  # what a peer that failed has left
+            rows.append(row)
+            progress(f"drag {number + 1}/{rounds} {describe(row)}")
+    sizes = [row["bytes"] for row in rows if "bytes" in row]
+    return {"bytes": max(sizes, default=nbytes), "rows": rows}

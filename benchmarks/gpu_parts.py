@@ -18,9 +18,9 @@ import torch
 from gpu_device import Device
 from gpu_peers import load_to_host, wrong_tensors
 from gpu_setting import Here, Measured, Row, middle
-from peers import Peer
 from rank_bars import Line, at_least, at_most, holds, told
 from report import failures, measured, median_of, number, paired, table
+from rivals.peer import Peer
 from safetensors.torch import load_file, save_file
 from saving import attempted, rotated, timed_save
 from state import byte_view, flat_tensors, nbytes_of

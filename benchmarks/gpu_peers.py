@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 from gpu_device import Device
-from peers import DcpAsyncStager, Fastckpt, FastckptStep, Peer, Save, TorchCheckpointing, TorchSave
+from rivals.dcp import DcpAsyncStager
+from rivals.fastckpt_save import Fastckpt, FastckptStep
+from rivals.peer import Peer, Save
+from rivals.process import reason_of
+from rivals.torch_checkpointing_save import TorchCheckpointing
+from rivals.torch_save import TorchSave
 from state import State, blank_like, flat_tensors, same
 
 
@@ -105,12 +110,15 @@ def open_peers(
     running, missing = [], {}
     for peer in candidates:
         started = time.perf_counter()
-        reason = peer.reason_missing()
-        if reason is None:
-            running.append(peer)
+        try:
+            peer.load_modules()
+            peer.open()
+        except Exception as error:  # any failure of a rival to start is its reason, not ours
+            missing[peer.name] = reason_of(error)
         else:
-            missing[peer.name] = reason
-        progress(f"open {peer.name}: {reason or f'{time.perf_counter() - started:.1f} s'}")
+            running.append(peer)
+        told = missing.get(peer.name) or f"{time.perf_counter() - started:.1f} s"
+        progress(f"open {peer.name}: {told}")
     return running, missing
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from ceiling import Cell, Fio
 from gpu_device import Device
 from gpu_peers import open_peers
-from peers import Peer
 from rank_bars import Line
 from report import median_of
+from rivals.peer import Peer
 from state import State, gpt_state
 from storage import drop_page_cache
 

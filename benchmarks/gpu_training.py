@@ -22,9 +22,9 @@ from dragging import Watch
 from gpu_device import Device
 from gpu_peers import guard_of, load_to_host, wrong_tensors
 from gpu_setting import Here, Measured, Row, middle
-from peers import Peer, Save
 from rank_bars import Line, at_most, holds, told
 from report import failures, measured, median_of, number, table
+from rivals.peer import Peer, Save
 from saving import attempted, rotated
 from state import State, flat_tensors, nbytes_of
 from storage import remove

@@ -6,9 +6,7 @@ not know how results are shown.
 
 from __future__ import annotations
 
-import concurrent.futures
 import importlib
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -21,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import PEERS, Fastckpt, Peer
+from rivals.fastckpt_save import Fastckpt
+from rivals.peer import Peer
+from rivals.process import in_process_of
 from saving import attempted
 from state import gpt_state, nbytes_of
 from storage import remove
@@ -36,13 +36,6 @@ CRC_SIZES = {"256 KiB": 256 << 10, "64 MiB": 64 << 20}
 CRC_SLICE_S = 0.1
 
 
-def in_fresh_process(function: Callable[..., Row], *args: object) -> Row:
-    """Run `function` in a spawned interpreter of its own and return what it returns."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(function, *args).result()
-
-
 def status_bytes(field: str) -> int:
     """Return one size field of this process's /proc status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -51,46 +44,36 @@ def status_bytes(field: str) -> int:
     raise KeyError(field)
 
 
-def peer_named(name: str, staging_bytes: int | None = None) -> Peer:
-    """Return one peer with its modules imported, not yet open."""
-    kind = next(kind for kind in PEERS if kind.name == name)
-    peer = kind(staging_bytes) if issubclass(kind, Fastckpt) else kind()
-    peer.load_modules()
-    return peer
-
-
-def growth_of_one_save(name: str, nbytes: int, directory: str, staging_bytes: int | None) -> Row:
+def growth_of_one_save(peer: Peer, nbytes: int, directory: Path) -> Row:
     """Save once in this process; returns how far its peak resident set rose above the state."""
-    peer = peer_named(name, staging_bytes)
+    peer.load_modules()  # before the state: they are not what the save needs
     state = gpt_state(nbytes)
     target = Path(tempfile.mkdtemp(dir=directory))
     before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
-    peer.open()
-    save = peer.save(state, target)
-    save.wait_staged()
-    save.wait_durable()
-    peak = status_bytes("VmHWM")
+    with peer.opened():
+        save = peer.save(state, target)
+        save.wait_staged()
+        save.wait_durable()
+        peak = status_bytes("VmHWM")
     remove(target)
-    peer.close()
     return {"state_bytes": nbytes_of(state), "before_bytes": before, "growth_bytes": peak - before}
 
 
 def run_memory(peers: list[Peer], nbytes: int, directory: Path, progress: Progress) -> Row:
     """Measure the peak memory of one save by each peer, and by fastckpt with a quarter arena."""
-    cases: list[tuple[str, str, int | None]] = [(peer.name, peer.name, None) for peer in peers]
-    if any(peer.name == Fastckpt.name for peer in peers):
-        cases.append((f"{Fastckpt.name}, staging_bytes = 1/4", Fastckpt.name, nbytes // 4))
+    cases = {peer.name: peer for peer in peers}
+    if Fastckpt.name in cases:
+        cases[f"{Fastckpt.name}, staging_bytes = 1/4"] = Fastckpt(nbytes // 4)
     rows = []
-    for label, name, staging_bytes in cases:
-        fresh = partial(
-            in_fresh_process, growth_of_one_save, name, nbytes, str(directory), staging_bytes
-        )
+    for label, peer in cases.items():
+        staging_bytes = peer.staging_bytes if isinstance(peer, Fastckpt) else None
+        fresh = partial(in_process_of, peer, growth_of_one_save, nbytes, directory)
         row = {**attempted(label, progress, fresh), "peer": label, "staging_bytes": staging_bytes}
         rows.append(row)
         if "error" in row:
             continue
-        if name.startswith(Fastckpt.name):
+        if isinstance(peer, Fastckpt):
             arena = staging_bytes or row["state_bytes"]
             row["bar_bytes"] = arena + 200_000_000
             row["within_bar"] = row["growth_bytes"] <= row["bar_bytes"]
@@ -110,28 +93,26 @@ def process_holdings() -> dict[str, int]:
     }
 
 
-def holdings_over_saves(name: str, directory: str) -> Row:
+def holdings_over_saves(peer: Peer, directory: Path) -> Row:
     """Save many times in this process; returns what it held after ten saves and after them all."""
-    peer = peer_named(name)
-    peer.open()
     state = gpt_state(SAVES_STATE_BYTES)
     folder = Path(tempfile.mkdtemp(dir=directory))
     seconds = []
     before: dict[str, int] = {}
-    for number in range(WARM_UP_SAVES + SAVES):
-        if number == WARM_UP_SAVES:
-            before = process_holdings()
-        target = folder / str(number)
-        target.mkdir()
-        started = time.perf_counter()
-        save = peer.save(state, target)
-        save.wait_staged()
-        save.wait_durable()
-        seconds.append(time.perf_counter() - started)
-        shutil.rmtree(target)
-    after = process_holdings()
+    with peer.opened():
+        for number in range(WARM_UP_SAVES + SAVES):
+            if number == WARM_UP_SAVES:
+                before = process_holdings()
+            target = folder / str(number)
+            target.mkdir()
+            started = time.perf_counter()
+            save = peer.save(state, target)
+            save.wait_staged()
+            save.wait_durable()
+            seconds.append(time.perf_counter() - started)
+            shutil.rmtree(target)
+        after = process_holdings()
     remove(folder)
-    peer.close()
     median = statistics.median(seconds[WARM_UP_SAVES:])
     return {"before": before, "after": after, "median_s": median, "state_bytes": nbytes_of(state)}
 
@@ -140,7 +121,7 @@ def run_saves200(peers: list[Peer], directory: Path, progress: Progress) -> Row:
     """Look for what 200 saves leave behind: memory, descriptors, threads, shared memory."""
     rows = []
     for peer in peers:
-        fresh = partial(in_fresh_process, holdings_over_saves, peer.name, str(directory))
+        fresh = partial(in_process_of, peer, holdings_over_saves, directory)
         row = {**attempted(peer.name, progress, fresh), "peer": peer.name}
         rows.append(row)
         if "error" in row:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import BASELINE, PEERS
+from rivals import BASELINE, PEERS
 
 Row = dict[str, Any]
 HIDDEN_OPTIONS = ("--dir", "--out")
@@ -102,7 +102,7 @@ def failures(results: Row) -> list[str]:
     """Name everything that failed or loaded wrong bytes, with the reason."""
     found: dict[str, None] = {}
     for section, result in results.items():
-        for row in [*result.get("first", []), *result.get("rows", [])]:
+        for row in result.get("rows", []):
             if "error" in row:
                 found[f"{row['peer']} ({section}): {row['error']}"] = None
             elif row.get("wrong_tensors"):
@@ -200,6 +200,7 @@ def saves_markdown(result: Row, summary: Row) -> str:
     contracts = {kind.name: kind.contract for kind in PEERS}
     rows = []
     for name, row in summary["peers"].items():
+        speed = row["durable_s"] and nbytes / row["durable_s"] / 1e9
         rows.append(
             [
                 name,
@@ -207,7 +208,7 @@ def saves_markdown(result: Row, summary: Row) -> str:
                 number(row["stall_s"]),
                 number(row["stall_speedup"], ".2f"),
                 number(row["durable_s"]),
-                number(nbytes / row["durable_s"] / 1e9, ".2f"),
+                number(speed, ".2f"),
                 number(row["durable_speedup"], ".2f"),
                 number(row["write_of_fio"], ".0%"),
                 number(row["load_s"]),
@@ -231,7 +232,9 @@ def saves_markdown(result: Row, summary: Row) -> str:
     heads = ["peer", "returns s", "may mutate s", "x torch.save", "durable s", "GB/s"]
     heads += ["x torch.save", "of fio", "cold load s", "x torch.save", "of fio", "contract"]
     title = f"### Saves and cold loads of {nbytes / 2**30:.2f} GiB, medians"
-    return f"{title}\n\n{table(heads, rows)}"
+    first = result["warm_ups"] + 1
+    note = f"Each is save and load number {first} of a process of its own, the first that is timed."
+    return f"{title}\n\n{note}\n\n{table(heads, rows)}"
 
 
 def drag_markdown(result: Row, summary: Row) -> str:
@@ -334,13 +337,14 @@ def markdown(record: Row) -> str:
     parts = [
         f"{env['cpu']}, {env['cores']} cores, {env['memory_bytes'] / 2**30:.0f} GiB; "
         f"Linux {env['kernel']}, {env['filesystem']} ({env['mount_options']}); "
-        f"Python {env['python']}, torch {env['torch']}; commit {env['commit']}; {env['date']}"
+        f"Python {env['python']}, torch {env['torch']}; commit {env['commit']}; {env['date']}",
+        "Rivals: " + ", ".join(sorted(set().union(*record["requirements"].values()))),
     ]
     for name, result in record["results"].items():
         parts.append(SECTIONS[name][1](result, record["summary"][name]))
     if record["missing"]:
         lines = [f"- {name}: {reason}" for name, reason in record["missing"].items()]
-        parts.append("### Not installed\n\n" + "\n".join(lines))
+        parts.append("### Not measured\n\n" + "\n".join(lines))
     if record["failures"]:
         parts.append("### Failed\n\n" + "\n".join(f"- {line}" for line in record["failures"]))
     return "\n\n".join(parts)
@@ -380,7 +384,10 @@ def saves_panels(result: Row, summary: Row) -> list[Any]:
         limit_line(axis, limits["memmove_s"], "memmove, 1 thread")
 
     def drain(axis: Any) -> None:
-        values = {name: nbytes / row["durable_s"] / 1e9 for name, row in peers.items()}
+        values = {
+            name: row["durable_s"] and nbytes / row["durable_s"] / 1e9
+            for name, row in peers.items()
+        }
         bars(axis, f"Save of {size}: call to durable", values, "GB/s")
         limit_line(axis, limits["write"] and limits["write"] / 1e9, "fio write")
 

@@ -169,12 +169,18 @@ void bind_jobs(py::module_& m) {
             py::arg("fd"), py::arg("file_offset"), py::arg("backend"), py::arg("direct"),
             py::arg("patience_s") = 0.0, py::arg("bucket") = nullptr, nogil)
         .def("tokens_waited_s", &WriteJob::tokens_waited_s)
+        .def("memory_waited_s", &WriteJob::memory_waited_s)
+        .def("writes", &WriteJob::writes)
         .def("failure", [](WriteJob& job) { return failure_or_none(job.failure()); })
         .def("nbytes_written", &WriteJob::nbytes_written)
         .def("block_crcs", &WriteJob::block_crcs)
         .def("slot_crcs", &WriteJob::slot_crcs)
         .def("blocks_held_max", &WriteJob::blocks_held_max)
         .def("cancel", &WriteJob::cancel);
+}
+
+void bind_streams(py::module_& m) {
+    const py::call_guard<py::gil_scoped_release> nogil;
     py::class_<ReadStream, std::shared_ptr<ReadStream>>(m, "ReadStream",
                                                         py::release_gil_before_calling_cpp_dtor())
         .def("readinto",
@@ -299,6 +305,7 @@ PYBIND11_MODULE(_engine, m) {
     py::register_exception<BackendUnavailable>(m, "BackendUnavailable");
     bind_crc(m);
     bind_jobs(m);
+    bind_streams(m);
     bind_devices(m);
     bind_engine(m);
     bind_gds(m);

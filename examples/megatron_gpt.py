@@ -194,6 +194,8 @@ def train(options: argparse.Namespace) -> None:
                 )
             )
         if iteration == options.kill_at:
+            for handle in handles[:1]:
+                handle.result()  # so that there is a checkpoint to go on from
             os.kill(os.getpid(), signal.SIGKILL)
     saves.wait()
     blocked = [handle.stats.stall_s or 0.0 for handle in handles]

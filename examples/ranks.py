@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,6 +111,27 @@ def report_saves(saves: list[fastckpt.SaveHandle], rank: Rank, wait: bool = Fals
             f"saved {handle.path}: this rank wrote {stats.nbytes / 1e6:.1f} MB, "
             f"stalled {stats.stall_s * 1e3:.1f} ms, durable after {stats.committed_s * 1e3:.0f} ms"
         )
+
+
+@contextmanager
+def tensorboard_log(
+    path: Path | None, rank: Rank
+) -> Iterator[Callable[[int, fastckpt.SaveStats], None] | None]:
+    """Opens the first rank's log for TensorBoard, and gives what a Checkpointer calls after each
+    commit; None without a path, and on other ranks.
+    """
+    if path is None or rank.number:
+        yield None
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(path)) as writer:
+
+        def tell(step: int, stats: fastckpt.SaveStats) -> None:
+            for clock in ("stall_s", "staged_s", "written_s", "committed_s"):
+                writer.add_scalar(f"checkpoint/{clock}", getattr(stats, clock), step)
+
+        yield tell
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

@@ -24,7 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import Rank, arguments, joined, loss_log, preset_of, report, report_saves, train_step
+from ranks import (
+    Rank,
+    arguments,
+    joined,
+    loss_log,
+    preset_of,
+    report,
+    report_saves,
+    tensorboard_log,
+    train_step,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -164,6 +174,7 @@ def main() -> int:
     add("--root", type=Path, default=Path("run"), help="where the steps are kept")
     add("--resume", action="store_true", help="refuse to begin anew: there have to be steps")
     add("--tp", type=int, default=1, metavar="RANKS", help="how many ranks divide each layer")
+    add("--tensorboard", type=Path, metavar="DIR", help="log what saves took for TensorBoard")
     args = parser.parse_args()
     with joined() as rank:
         preset = preset_of(args, rank)
@@ -183,7 +194,10 @@ def main() -> int:
         }
         saves: list[fastckpt.SaveHandle] = []
         with (
-            fastckpt.Checkpointer(args.root, keep_last=3, fence="step") as checkpointer,
+            tensorboard_log(args.tensorboard, rank) as on_commit,
+            fastckpt.Checkpointer(
+                args.root, keep_last=3, fence="step", on_commit=on_commit
+            ) as checkpointer,
             loss_log(args.loss_log, rank) as log,
         ):
             first = checkpointer.restore(state, required=args.resume) or 0

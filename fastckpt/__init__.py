@@ -15,7 +15,9 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.handle import SaveHandle, SaveStats
+from fastckpt.lazy.into import load_into
 from fastckpt.lazy.tensors import LazyTensor, LazyTensors
+from fastckpt.state.fit import Differences
 from fastckpt.state.tree import PerRank
 
 __version__ = "0.1.0"
@@ -26,6 +28,7 @@ __all__ = [
     "Checkpointer",
     "CorruptCheckpoint",
     "DeviceError",
+    "Differences",
     "IncompatibleCheckpoint",
     "LazyTensor",
     "LazyTensors",
@@ -38,6 +41,7 @@ __all__ = [
     "StorageError",
     "__version__",
     "load",
+    "load_into",
     "prepare",
     "save",
 ]

@@ -39,6 +39,7 @@ from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, 
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save
+from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
 from fastckpt.state.targets import Target
 from fastckpt.state.template import Template, whole
 from fastckpt.state.tree import PerRank, State, Stored, fill
@@ -126,6 +127,8 @@ class Checkpointer:
     Attributes:
         restored_from: for each file that the last restore() or load() needed on this rank, by its
             name, the path that it was read from.
+        differences: what was missing, unexpected, renamed and cast in the last restore() on this
+            rank (see Differences).
 
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
@@ -175,6 +178,7 @@ class Checkpointer:
             self._steps.storage, local, keep_local, self._steps, self._coordinator, pacing
         )
         self.restored_from: dict[str, str] = {}
+        self.differences = Differences((), (), {}, ())
         self._reader: StepReader | None = None  # of the restore that is running
         self._handles: list[SaveHandle] = []
         self._differing: frozenset[str] = frozenset()
@@ -249,8 +253,14 @@ class Checkpointer:
         *,
         weights_only: bool = True,
         required: bool = False,
+        missing: Missing = "raise",
+        unexpected: Unexpected | None = None,
+        dtype: Dtypes = "cast",
+        rename: Rename | None = None,
+        only: str | None = None,
     ) -> int | None:
-        """Restores a state in place. All ranks call it.
+        """Restores a state in place, all of it or, by the last five arguments, a part. All ranks
+        call it, with the same arguments.
 
         Tensors and DTensors get their values in place, whatever mesh or number of ranks saved them,
         and keep their dtype: values of another one are converted as Tensor.copy_ does. Objects with
@@ -266,10 +276,23 @@ class Checkpointer:
             weights_only: as torch.load's, for everything but the tensors of the shards.
             required: raise if the root holds no committed step. Pass True in a job that must not
                 begin anew because of a mistyped root.
+            missing: what becomes of values of the state that were not saved: "raise", or "keep".
+            unexpected: what becomes of saved values that the state has not. None: those of dicts
+                are skipped, with a warning, and modules raise. "ignore": all are skipped. "raise".
+            dtype: "cast", or "raise" for tensors whose saved dtype is another.
+            rename: gives saved values other names before they are looked up: a function of the
+                name, which returns None for what is left out; or a dict of regular expressions and
+                replacements, each of which is applied to each name (re.sub), in order. A name is
+                that of `fastckpt inspect`: the keys that lead to the value, joined by "/", such as
+                "model/head.weight". Values in lists keep their place.
+            only: restore what has names like this glob, such as "model/*" ("*" matches "/", too).
+                An optimizer is restored as a whole or not at all, and has to have the parameters of
+                the one that was saved: leave it out, if the model has changed.
 
         Returns:
             The step; or None if the root holds no committed step, `step` is None and `required` is
-                False. A warning then says what the root holds instead.
+                False. A warning then says what the root holds instead. What differed between state
+                and step is in `differences`.
 
         Raises:
             CorruptCheckpoint: no step is whole; the message says what is wrong. The state may have
@@ -277,45 +300,46 @@ class Checkpointer:
             StorageError: the steps could not be listed, or the one to restore could not be read, in
                 several attempts over seconds. As it may be whole, no older one is restored and this
                 process does not remove it. The state may have been partly overwritten.
-            IncompatibleCheckpoint: a newer fastckpt wrote the step, the step lacks something that
-                the state asks for, or a module does not know an entry of it. The state is
-                unchanged, unless a newer step was damaged, as the message then says.
+            IncompatibleCheckpoint: a newer fastckpt wrote the step, or the step does not fit the
+                state, by the arguments above; shapes and dtypes that differ are all told. The state
+                is unchanged, unless a newer step was damaged, as the message then says.
             CheckpointError: there is no such step, or none at all though one is required.
             PeerFailed: another rank failed.
             TypeError: a tensor cannot be filled (meta, overlapping, another layout).
-            ValueError: the Checkpointer is closed, or several ranks made it before
-                init_process_group().
+            ValueError: an argument is unknown; the Checkpointer is closed, or several ranks made it
+                before init_process_group().
             pickle.UnpicklingError: an object needs weights_only=False.
         """
-
+        fit = Fit(missing, unexpected, dtype, rename, only)
         step = optional(check_integer, "step", step)
         check_flag("weights_only", weights_only)
         check_flag("required", required)
 
-        def read(reader: StepReader, spread: Spread) -> Callable[[], None]:
+        def read(reader: StepReader, spread: Spread) -> Template:
             rank = self._coordinator.rank
             own = reader.per_rank(rank, weights_only)
             saved = reader.objects(weights_only)
-            template = Template(state, saved, own, reader.find, reader.path)
-            if template.ignored:
+            template = Template(state, saved, own, reader.find, reader.path, fit)
+            if template.ignored and unexpected is None:
                 level = logging.DEBUG if rank else logging.WARNING
                 log.log(level, _IGNORED, reader.path, template.ignored)
             mine = spread.mine(template.targets, reader.find)
             reader.read(mine, self._options.staging)
-            return template.put
+            return template
 
         started = time.perf_counter()
         with self._restoring() as agreement:
-            spread = Spread(agreement, self.group, state)
+            spread = Spread(agreement, self.group, state, str(fit))
             found = self._first_whole(
                 agreement, step, lambda reader: read(reader, spread), required
             )
         if found is None:
             return None
-        number, put = found
+        number, template = found
         spread.pass_on()
-        put()
+        template.put()
         self._tell("restored", number, started)
+        self.differences = template.differences()
         return number
 
     def load(self, step: int | None = None, *, weights_only: bool = True) -> Any:

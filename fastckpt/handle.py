@@ -18,6 +18,11 @@ from fastckpt.arguments.quantities import shown_share, shown_size, shown_time, s
 from fastckpt.errors import CheckpointError
 from fastckpt.latch import Latch, SignalSafeFuture, TimedOut
 
+# Writes are counted by their size: of at most so many bytes, and more than the size before; the
+# last also counts larger ones. All are powers of 2.
+WRITE_SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 8 << 20)
+_NO_WRITES = (0,) * len(WRITE_SIZES)
+
 
 class RankClocks(NamedTuple):
     """The bytes and the clocks of one rank of a save. Clocks are seconds since it called save();
@@ -31,6 +36,8 @@ class RankClocks(NamedTuple):
         written_s: when the last byte had been transferred.
         synced_s: when its files were durable, and it began to wait for the others and the commit.
         paced_s: how long writing waited for the limits that were asked for.
+        memory_waited_s: how long nothing was copied because no staging memory was free.
+        writes: how many writes had at most so many bytes as WRITE_SIZES says, as in SaveStats.
     """
 
     nbytes: int
@@ -40,21 +47,25 @@ class RankClocks(NamedTuple):
     written_s: float
     synced_s: float
     paced_s: float
+    memory_waited_s: float
+    writes: tuple[int, ...]
 
     @classmethod
     def of(cls, stats: SaveStats) -> RankClocks:
         """Returns those of this rank, so far."""
-        clocks = (getattr(stats, name) for name in cls._fields[1:])
-        return cls(stats.nbytes, *(nan if clock is None else clock for clock in clocks))
+        clocks = (getattr(stats, name) for name in cls._fields[1:-1])
+        known = (nan if clock is None else clock for clock in clocks)
+        return cls._make([stats.nbytes, *known, stats.writes])
 
     def to_bytes(self) -> bytes:
         """Returns them as NBYTES bytes, for the first rank."""
-        return _CLOCKS.pack(*self)
+        return _CLOCKS.pack(*self[:-1], *self.writes)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> RankClocks:
         """Returns what to_bytes() made."""
-        return cls(*_CLOCKS.unpack(content))
+        values = _CLOCKS.unpack(content)
+        return cls._make([*values[: -len(WRITE_SIZES)], values[-len(WRITE_SIZES) :]])
 
     def phases(self) -> dict[str, float]:
         """Returns the seconds that each phase took which delays the commit."""
@@ -66,7 +77,7 @@ class RankClocks(NamedTuple):
         }
 
 
-_CLOCKS = struct.Struct("<Q6f")
+_CLOCKS = struct.Struct(f"<Q7f{len(WRITE_SIZES)}Q")
 CLOCKS_BYTES = _CLOCKS.size
 
 
@@ -98,6 +109,10 @@ class SaveStats:
         why: why the backend and O_DIRECT were chosen, in words.
         pacing: the limits that were asked for and this rank's share of them, in words; or "".
         paced_s: how long writing waited for these limits.
+        memory_waited_s: how long nothing was copied because no staging memory was free, that is,
+            because writing is slower; summed over the files.
+        writes: how many writes this process made, by their size: at most 4 KiB, 64 KiB, 1 MiB,
+            4 MiB, and more. Indexes and the commit record are not among them.
         staging: "host" if nothing lay on a GPU, else the kind of memory that was copied to,
             "pinned" or "pageable".
         staging_why: why it was that, in words.
@@ -126,6 +141,8 @@ class SaveStats:
     why: str = ""
     pacing: str = ""
     paced_s: float = 0.0
+    memory_waited_s: float = 0.0
+    writes: tuple[int, ...] = _NO_WRITES
     staging: str = ""
     staging_why: str = ""
     d2h_s: float | None = None
@@ -174,8 +191,9 @@ def profile_of(stats: SaveStats) -> dict[str, Any]:
         "backend": stats.backend,
         "direct": stats.direct,
         "staging": stats.staging,
+        "write_sizes": [*WRITE_SIZES],
         "by_rank": {
-            name: [None if isnan(value) else round(value, 6) for value in column]
+            name: [_plain(value) for value in column]
             for name, column in zip(RankClocks._fields, zip(*ranks, strict=True), strict=True)
         },
     }
@@ -186,6 +204,12 @@ def profile_of(stats: SaveStats) -> dict[str, Any]:
         if committed_s is not None:
             profile["commit_s"] = max(0.0, committed_s - ranks[rank].synced_s)
     return profile
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [*value]
+    return None if isnan(value) else round(value, 6)
 
 
 def slowest_of(ranks: Sequence[RankClocks]) -> tuple[int, str, float] | None:
@@ -304,7 +328,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         Returns:
             "ranks", "nbytes" of all ranks, "stall_s", "committed_s", "local_committed_s", "rate" in
                 bytes a second, "backend", "direct" and "staging" as in SaveStats; "by_rank": for
-                each member of RankClocks the list of all ranks' values; "slowest": the rank whose
+                each member of RankClocks the list of all ranks' values; "write_sizes": the sizes by
+                which their "writes" are counted, in bytes; "slowest": the rank whose
                 files were durable last, the phase ("capture", "copy", "write" or "sync") in which
                 it was slow, and the "seconds" of that; "commit_s": from then to the commit. Ranks
                 other than the first know only themselves.

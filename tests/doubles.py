@@ -76,14 +76,7 @@ def load_through(pipeline: Pipeline, path: str | os.PathLike[str]) -> Any:
         file = open_verified(pipeline.storage, pipeline.staging, fd, os.fspath(path), True)
         assert file is not None, "fastckpt did not write this file"
         with file:
-            try:
-                obj = torch.load(file)
-            except Exception:
-                if file.error is not None:
-                    raise file.error from None
-                raise
-            assert file.error is None
-            return obj
+            return file.read_by(torch.load)
     finally:
         pipeline.storage.close(fd)
 
@@ -188,6 +181,24 @@ class FailAt(Recorder):
             if operation.name == "lock":
                 return result
         raise OSError(self._code, os.strerror(self._code))
+
+
+class FailOnce(Recorder):
+    """The first operation that is like a given one fails with `code`: of the same name, and with
+    the same offset and size, whatever its place among the others.
+    """
+
+    def __init__(self, operation: Operation, code: int) -> None:
+        super().__init__()
+        self._like, self._code, self._is_left = operation, code, True
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == self._like.name and operation.args[-2:] == self._like.args[-2:]:
+            with self._log_lock:
+                is_first, self._is_left = self._is_left, False
+            if is_first:
+                raise OSError(self._code, os.strerror(self._code))
+        return real()
 
 
 class FailAlways(Recorder):

@@ -136,6 +136,8 @@ bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
         jobs_.erase(left, jobs_.end());
         changed_.notify_all();  // close() waits for the queue to be empty
     }
+    for (const auto& job : jobs_)
+        if (job->has_used_allowance()) job->note_no_memory();
     const auto found = std::find_if(jobs_.begin(), jobs_.end(),
                                     [](const auto& job) { return job->wants_stager(); });
     if (found == jobs_.end()) return false;
@@ -143,7 +145,10 @@ bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
     const bool direct = job->wants_direct();
     const size_t number = direct ? job->gds_->acquire() : GdsStage::kNone;
     std::byte* memory = direct ? nullptr : arena_.acquire();
-    if (memory == nullptr && number == GdsStage::kNone) return false;
+    if (memory == nullptr && number == GdsStage::kNone) {
+        job->note_no_memory();
+        return false;
+    }
     WriteJob::Block& block = job->claim(memory, number);
     lock.unlock();
     job->gather(block);

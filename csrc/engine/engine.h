@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -79,6 +80,9 @@ class Allowance {
 
 class Engine;
 
+// At i, how many writes had at most 2^i bytes, and more than 2^(i-1).
+using WriteCounts = std::array<uint64_t, 32>;
+
 // Returns which of these ascending ranges an address lies in; null if it is the host's.
 const DeviceRange* range_of(const std::vector<DeviceRange>& ranges, uint64_t address);
 
@@ -120,6 +124,10 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     size_t blocks_held_max();
     // How long blocks that were ready to be written waited for the bucket.
     double tokens_waited_s();
+    // How long nothing was copied because no block of memory was free.
+    double memory_waited_s();
+    // The writes that succeeded, a write of several attempts as one.
+    WriteCounts writes();
     // The driver's code if staging memory could not be pinned, or 0. Valid after wait_queued().
     int pin_error();
     // Valid after wait_staged().
@@ -139,6 +147,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     void check_plan() const;
     uint64_t block_nbytes(size_t index) const;
     bool wants_stager() const;
+    bool has_used_allowance() const;
+    void note_no_memory();
     bool queued() const;
     bool sources_released() const;
     bool finished() const;
@@ -203,6 +213,9 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     std::optional<Clock::time_point> tokens_at_;  // when to ask again for tokens, if it has to
     Clock::time_point waits_since_;
     Clock::duration tokens_waited_{};
+    std::optional<Clock::time_point> no_memory_since_;
+    Clock::duration memory_waited_{};
+    WriteCounts writes_{};
     size_t stagers_ = 0;
     size_t arriving_ = 0;  // blocks whose bytes are on their way from devices
     int pin_error_ = 0;

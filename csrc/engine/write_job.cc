@@ -77,7 +77,14 @@ uint64_t WriteJob::block_nbytes(size_t index) const {
 
 bool WriteJob::wants_stager() const {
     return failure_.error == 0 && next_claim_ < blocks_.size() && stagers_ < stagers_limit_ &&
-           allowance_->held_ < allowance_->blocks_;
+           !has_used_allowance();
+}
+
+bool WriteJob::has_used_allowance() const { return allowance_->held_ >= allowance_->blocks_; }
+
+// Begins to count the time until claim(), if no thread copies for this job.
+void WriteJob::note_no_memory() {
+    if (stagers_ == 0 && !no_memory_since_) no_memory_since_ = Clock::now();
 }
 
 bool WriteJob::queued() const {
@@ -95,6 +102,8 @@ WriteJob::Block& WriteJob::claim(std::byte* memory, size_t direct) {
     block->end = block->begin + block_nbytes(block->index);
     block->memory = memory;
     block->direct = direct;
+    if (no_memory_since_) memory_waited_ += Clock::now() - *no_memory_since_;
+    no_memory_since_.reset();
     block->begins_clock = arriving_ == 0 || several_queues_;
     ++stagers_;
     ++blocks_held_;

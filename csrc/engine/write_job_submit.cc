@@ -11,6 +11,13 @@ namespace fastckpt {
 
 namespace {
 constexpr uint64_t kDirectAlign = 4096;
+
+// Returns the smallest i, up to that of the last WriteCounts, for which 2^i is at least n.
+size_t log2_up(uint64_t n) {
+    size_t i = 0;
+    while (i + 1 < std::tuple_size_v<WriteCounts> && (uint64_t{1} << i) < n) ++i;
+    return i;
+}
 }  // namespace
 
 void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend, bool direct,
@@ -101,7 +108,10 @@ void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
             fail({Op::Kind::write, op.offset + op.done, op.error});
         else
             CHECK(op.done == op.nbytes);
-        if (op.error == 0) nbytes_written_ += nbytes;
+        if (op.error == 0) {
+            nbytes_written_ += nbytes;
+            ++writes_[log2_up(op.nbytes)];
+        }
         if (failure_.error != 0) submit_ready_blocks();  // gives up what waits for tokens
         if (block.parts_under_way == 0 && block.submitted == block.end - block.begin &&
             block.holds_memory())
@@ -116,6 +126,16 @@ void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
 double WriteJob::tokens_waited_s() {
     std::lock_guard lock(engine_.mu_);
     return std::chrono::duration<double>(tokens_waited_).count();
+}
+
+double WriteJob::memory_waited_s() {
+    std::lock_guard lock(engine_.mu_);
+    return std::chrono::duration<double>(memory_waited_).count();
+}
+
+WriteCounts WriteJob::writes() {
+    std::lock_guard lock(engine_.mu_);
+    return writes_;
 }
 
 void WriteJob::cancel() {

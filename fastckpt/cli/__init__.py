@@ -14,7 +14,7 @@ from contextlib import suppress
 from pickle import UnpicklingError
 
 import fastckpt
-from fastckpt.cli import advise, convert, diff, doctor, inspect, ls, repair, report, verify
+from fastckpt.cli import advise, bench, convert, diff, doctor, inspect, ls, repair, report, verify
 from fastckpt.errors import CheckpointError
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (ls, inspect, diff, convert, verify, repair, report, doctor, advise):
+    for command in (ls, inspect, diff, convert, verify, repair, report, doctor, advise, bench):
         command.add_arguments(commands)
     with suppress(ImportError):  # completion in a shell is there if argcomplete is
         importlib.import_module("argcomplete").autocomplete(parser)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has seen enough, as with head(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (CheckpointError, ValueError, OSError, UnpicklingError) as error:
+    except (CheckpointError, ValueError, OSError, UnpicklingError, NotImplementedError) as error:
         print(f"fastckpt {parsed.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

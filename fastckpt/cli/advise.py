@@ -16,7 +16,7 @@ from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli import cost_model, measure
 from fastckpt.cli.cost_model import Advice, BlockingSave, Job
-from fastckpt.cli.paths import path_argument
+from fastckpt.cli.paths import path_argument, quantity_argument
 
 _GPUS_PER_NODE = 8
 
@@ -86,9 +86,14 @@ def add_arguments(commands: Any) -> None:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--params", type=_argument(quantities.count), metavar="N", help="parameters, as 340e9"
+        "--params",
+        type=quantity_argument(quantities.count),
+        metavar="N",
+        help="parameters, as 340e9",
     )
-    what.add_argument("--size", type=_argument(quantities.size), help="of one checkpoint in all")
+    what.add_argument(
+        "--size", type=quantity_argument(quantities.size), help="of one checkpoint in all"
+    )
     parser.add_argument(
         "--bytes-per-param",
         type=float,
@@ -102,7 +107,7 @@ def add_arguments(commands: Any) -> None:
     )
     failures = parser.add_mutually_exclusive_group()
     failures.add_argument(
-        "--mtbf", type=_argument(quantities.time), metavar="TIME", help="of the whole job"
+        "--mtbf", type=quantity_argument(quantities.time), metavar="TIME", help="of the whole job"
     )
     failures.add_argument(
         "--failures-per-gpu-hour",
@@ -116,7 +121,7 @@ def add_arguments(commands: Any) -> None:
         parser.add_argument(
             option.flag,
             dest=name,
-            type=_argument(option.read),
+            type=quantity_argument(option.read),
             metavar=option.unit,
             help=f"{option.text}; default: {known}",
         )
@@ -129,19 +134,6 @@ def add_arguments(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.set_defaults(run=run, error=parser.error)
-
-
-def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a type for argparse that refuses an argument in the words of `read`."""
-
-    def argument(text: str) -> Any:
-        try:
-            return read(text)
-        except quantities.NotAQuantity as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    argument.__name__ = read.__name__  # argparse names it in its message about a wrong integer
-    return argument
 
 
 def run(arguments: argparse.Namespace) -> int:

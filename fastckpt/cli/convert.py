@@ -15,7 +15,7 @@ import tempfile
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -29,7 +29,7 @@ import fastckpt
 from fastckpt.arguments.checks import check_size
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.paths import path_argument, shown_name, shown_others
+from fastckpt.cli.paths import add_json, path_argument, shown_name, shown_others
 from fastckpt.cli.progress import progress
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
@@ -99,6 +99,7 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument(
         "--step", type=int, help="the number of the step; default: that of SRC, or 0"
     )
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -117,15 +118,19 @@ class Copy(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     target = os.path.realpath(arguments.target)
-    is_step = arguments.to == "step"
-    if os.path.lexists(target) and not (is_step and os.path.isdir(target)):
-        raise CheckpointError(f"{target!r} exists, and convert replaces nothing: remove it first")
+    is_step, is_dotted = arguments.to == "step", arguments.to in ("safetensors", "hf")
+    _check_absent(target, is_step)
+    if arguments.step is not None and arguments.step < 0:
+        raise CheckpointError(f"--step is {arguments.step}, must be 0 or more")
     if is_step and os.path.isdir(target):
         _check_root(target)
     shard_bytes = check_size("--shard-size", arguments.shard_size)
     atomic.check_directory(pipeline.current().storage, target)
     with fastckpt.open(arguments.source) as tensors:
         copies = _chosen(tensors, arguments)
+        if not is_dotted and tensors.has_paths:
+            _nested({copy.name: None for copy in copies})  # raises before anything is copied
+        _check_room(os.path.dirname(target), sum(copy.nbytes for copy in copies))
         if arguments.to == "hf":
             _to_hugging_face(target, tensors, copies, shard_bytes)
         elif arguments.to == "safetensors":
@@ -133,10 +138,31 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             number = arguments.step if arguments.step is not None else tensors.facts.get("step", 0)
             with _in_file(tensors, copies, os.path.dirname(target)) as state:
-                _SAVERS[arguments.to](target, _nested(state), int(number))
-        nbytes, others = sum(copy.nbytes for copy in copies), shown_others(tensors.others)
-    print(f"{target}: {len(copies)} tensors, {shown_size(nbytes)}{others and '; '}{others}")
+                _check_absent(target, is_step)
+                nest = _nested(state) if tensors.has_paths else state
+                _SAVERS[arguments.to](target, nest, int(number))
+        nbytes, others = sum(copy.nbytes for copy in copies), tensors.others
+    if arguments.json:
+        told = {"path": target, "tensors": len(copies), "nbytes": nbytes, "others": others}
+        print(json.dumps(told, indent=1))
+    else:
+        left = shown_others(others)
+        print(f"{target}: {len(copies)} tensors, {shown_size(nbytes)}{left and '; '}{left}")
     return 0
+
+
+def _check_absent(target: str, is_step: bool) -> None:
+    if os.path.lexists(target) and not (is_step and os.path.isdir(target)):
+        raise CheckpointError(f"{target!r} exists, and convert replaces nothing: remove it first")
+
+
+def _check_room(directory: str, nbytes: int) -> None:
+    """Raises CheckpointError if the tensors alone need more room than there is."""
+    free = pipeline.current().storage.free_bytes(directory)
+    if nbytes > free:
+        raise CheckpointError(
+            f"{directory!r} has {shown_size(free)} free, and the tensors take {shown_size(nbytes)}"
+        )
 
 
 def _check_root(path: str) -> None:
@@ -152,7 +178,7 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
     dtype = _DTYPES.get(arguments.dtype)
     found: dict[str, Copy] = {}
     for old, tensor in tensors.items():
-        name = _dotted(old) if is_dotted else old
+        name = _dotted(old) if is_dotted and tensors.has_paths else old
         if not fnmatchcase(old, arguments.glob) or not name.startswith(arguments.prefix):
             continue
         name = name.removeprefix(arguments.prefix)
@@ -179,7 +205,7 @@ def _unescaped(key: str) -> str:
     return key.replace("~1", "/").replace("~0", "~")
 
 
-def _nested(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _nested(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the dicts that the names, which are paths of keys, describe."""
     nest: dict[str, Any] = {}
     for name, tensor in state.items():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fastckpt
-from fastckpt.cli.paths import path_argument, shown_name, shown_others
+from fastckpt.cli.paths import add_json, path_argument, shown_name, shown_others
 from fastckpt.cli.progress import progress
 from fastckpt.lazy.selection import parts
 
@@ -35,7 +35,7 @@ def add_arguments(commands: Any) -> None:
             name, type=path_argument, metavar=name.upper(), help="as inspect's PATH"
         )
     parser.add_argument("--glob", default="*", help='only names like this, such as "*.weight"')
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -102,7 +102,8 @@ def compare(
     if a.dtype != b.dtype:
         return Difference(a.name, "dtype", f"dtype {a.dtype} in A, {b.dtype} in B")
     changed, largest = 0, 0.0
-    for part in parts(a.shape, a.dtype.itemsize, _PART_BYTES):
+    # Differences are computed in numbers of at least 8 bytes, several copies of them.
+    for part in parts(a.shape, max(a.dtype.itemsize, 8), _PART_BYTES):
         ours, theirs = a[part], b[part]
         told(ours.numel() * ours.itemsize)
         count = int(_bits(ours).ne(_bits(theirs)).any(-1).sum())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import platform
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.paths import path_argument
+from fastckpt.cli.paths import add_json, path_argument
 from fastckpt.engine import budget, devices, gds
 from fastckpt.engine.staging import Route, crc32_kernel, stager_count
 from fastckpt.errors import BackendUnavailable, CheckpointError
@@ -40,6 +41,7 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument(
         "--gpu", action="store_true", help="use the GPU to find out more; else it stays untouched"
     )
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -56,9 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     rows = [*_machine(), *_directory(directory), *_libraries()]
     if arguments.gpu:
         rows += _gpu(directory)
-    width = max(len(row.name) for row in rows)
-    for row in rows:
-        print(f"{row.name:{width}}  {row.text}")
+    if arguments.json:
+        print(json.dumps({"rows": [row._asdict() for row in rows]}, indent=1))
+    else:
+        width = max(len(row.name) for row in rows)
+        print(*(f"{row.name:{width}}  {row.text}" for row in rows), sep="\n")
     return int(any(row.is_wrong for row in rows))
 
 

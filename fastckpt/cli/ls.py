@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_size, shown_time
-from fastckpt.cli.paths import path_argument
+from fastckpt.cli.paths import add_json, path_argument
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline
@@ -39,7 +39,7 @@ def add_arguments(commands: Any) -> None:
         metavar="DIR",
         help="also list what this node's local tier in DIR has; may be given several times",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -97,7 +97,10 @@ def _wrong(steps: Steps, name: str, manifest: Manifest, is_local: bool) -> str:
     for writer in manifest.writers:
         sizes |= {writer.file: writer.nbytes, writer.index: writer.index_nbytes}
     for file, nbytes in sizes.items():
-        status = steps.storage.status(steps.path(name, file))
+        try:
+            status = steps.storage.status(steps.path(name, file))
+        except OSError as error:
+            return f"{file} cannot be looked at: {error}"
         if status is None and not is_local:  # a local tier has the files of its node
             return f"{file} is missing"
         if status is not None and status.st_size != nbytes:

@@ -6,25 +6,19 @@ The module must not know the model that the rates go into.
 
 from __future__ import annotations
 
-import errno
 import os
 import select
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_rate, shown_size
+from fastckpt.cli.scratch import check_room, own_directory
 
 _MIB = 1 << 20
 _BYTES_FIRST, _BYTES_MIN, _BYTES_MAX = 16 * _MIB, 64 * _MIB, 512 * _MIB
@@ -63,7 +57,7 @@ def measure(directory: str) -> Measured:
         OSError: the directory does not exist or is full. CheckpointError: a save failed.
     """
     found, begun = Measured({}, []), time.monotonic()
-    with _removed(os.path.realpath(directory)) as own:
+    with own_directory(os.path.realpath(directory), "fastckpt-measure-") as own:
         one, nbytes = _one_writer(own, begun)
         found.rates["writer_rate"] = one
         found.notes.append(
@@ -74,44 +68,12 @@ def measure(directory: str) -> Measured:
     return found
 
 
-@contextmanager
-def _removed(directory: str) -> Iterator[Path]:
-    """Makes a directory in the given one, and removes it when the body ends, by SIGTERM, too."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    earlier = signal.signal(signal.SIGTERM, stop)
-    try:
-        try:
-            own = Path(tempfile.mkdtemp(prefix="fastckpt-measure-", dir=directory))
-        except OSError as error:  # its own message names the temporary directory
-            number = error.errno or errno.EIO
-            why = f"{os.strerror(number)} [{errno.errorcode.get(number, number)}]"
-            raise OSError(f"cannot write to {directory!r}: {why}") from None
-        try:
-            yield own
-        finally:
-            shutil.rmtree(own)
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
-
-
-def _check_room(directory: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < 2 * nbytes:
-        raise OSError(
-            f"{directory.parent} has {shown_size(free)} free: too little to measure with "
-            f"{shown_size(nbytes)}, which needs twice as much"
-        )
-
-
 def _one_writer(directory: Path, begun: float) -> tuple[float, int]:
     """Returns the rate at which one process writes, and the bytes of a save of about a second."""
     # The best of several saves, since whatever else the machine does can only slow them down.
     path, nbytes, best = directory / "one.pt", _BYTES_FIRST, 0.0
     while not best or time.monotonic() - begun < _ONE_S:
-        _check_room(directory, nbytes)
+        check_room(str(directory.parent), 2 * nbytes)  # a save replaces the one before
         best = max(best, _saved(path, nbytes))  # the first also takes its staging memory
         nbytes = min(_BYTES_MAX, max(nbytes, int(best * _SAVE_S) // _MIB * _MIB))
     path.unlink()
@@ -136,7 +98,7 @@ def _measure_several(
         found.notes.append(f"{why}: the rate of one process stands for the node")
         return
     share = max(_BYTES_FIRST, nbytes // count // _MIB * _MIB)
-    _check_room(directory, share * count)
+    check_room(str(directory.parent), 2 * share * count)
     rate = _written_at_once(directory, count, share, begun)
     if rate is None:
         found.rates["network_rate"] = one

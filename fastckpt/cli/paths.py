@@ -1,12 +1,16 @@
-"""The texts that commands take and print: path arguments, names of tensors and classes."""
+"""Arguments that commands share, for paths, quantities and JSON, and names as a terminal may have
+them.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fastckpt.arguments.checks import check_path
 from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.quantities import NotAQuantity
 
 
 def path_argument(text: str) -> str:
@@ -15,6 +19,26 @@ def path_argument(text: str) -> str:
         return check_path("it", text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds --json to a command."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def quantity_argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns a type for argparse that refuses an argument in the words of `read`, which is one of
+    those in arguments/quantities.py.
+    """
+
+    def argument(text: str) -> Any:
+        try:
+            return read(text)
+        except NotAQuantity as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    argument.__name__ = read.__name__  # argparse names it in its message about a wrong integer
+    return argument
 
 
 def shown_name(name: str) -> str:

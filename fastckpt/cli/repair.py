@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.paths import path_argument, shown_name
+from fastckpt.cli.paths import add_json, path_argument, shown_name
 from fastckpt.saving import pipeline
 from fastckpt.steps.root import Steps
 from fastckpt.storage import atomic
@@ -37,7 +37,7 @@ def add_arguments(commands: Any) -> None:
         help="a Checkpointer's root, or a directory that checkpoints are saved to",
     )
     parser.add_argument("--yes", action="store_true", help="remove what is listed")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -90,7 +90,12 @@ def _debris(storage: Storage, directory: str) -> Iterator[Debris]:
             continue
         if storage.is_directory(path):
             remove = partial(atomic.remove_dead_directory, storage, path)
-            yield Debris(path, _nbytes(path), "a temporary directory", remove)
+            what = "a temporary directory"
+            aside = atomic.moved_aside(storage, path)
+            if aside is not None:
+                name = shown_name(os.path.basename(aside))
+                what = f"a temporary directory that holds {name}, which gets its name back"
+            yield Debris(path, _nbytes(path), what, remove)
         else:
             remove = partial(atomic.remove_dead_file, storage, path)
             yield Debris(path, _nbytes(path), "a temporary file", remove)

@@ -10,8 +10,10 @@ import json
 import os
 from typing import Any
 
-from fastckpt.arguments.quantities import shown_size, shown_time
-from fastckpt.cli.paths import path_argument, shown_name
+from fastckpt.arguments import quantities
+from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
+from fastckpt.cli.drawing import drawing
+from fastckpt.cli.paths import add_json, path_argument, quantity_argument, shown_name
 from fastckpt.errors import CheckpointError
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import entries
@@ -44,13 +46,21 @@ def add_arguments(commands: Any) -> None:
         help="draw the ranks of one save over time into a PNG (needs matplotlib): that of --step, "
         "or else the slowest",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--limit",
+        type=quantity_argument(quantities.rate),
+        metavar="RATE",
+        help="what the storage can take, such as 2.5GB/s, of which the share is shown that saves "
+        "reached; default: the rate of the fastest save in the log",
+    )
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     path = os.path.realpath(arguments.log)
     found = entries(pipeline.current().storage, path)
+    limit = arguments.limit or max((entry["rate"] or 0 for entry in found), default=0)
     if arguments.step is not None:
         found = [entry for entry in found if entry["step"] == arguments.step][-1:]
         if not found:
@@ -65,14 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"log": path, "saves": found}, indent=1))
     elif arguments.step is not None:
-        _print_one(found[0])
+        _print_one(found[0], limit)
     else:
-        _print(found)
+        _print(found, limit)
     return 0
 
 
-def _print(found: list[dict[str, Any]]) -> None:
-    rows = [("step", "began", "ranks", "size", "stall", "committed", "rate", "slowest")]
+def _print(found: list[dict[str, Any]], limit: float) -> None:
+    rows = [("step", "began", "ranks", "size", "stall", "committed", "rate", "of limit", "slowest")]
     for entry in found:
         rate, slowest = entry["rate"], entry.get("slowest")
         last = "" if slowest is None else _slowest(slowest)
@@ -84,7 +94,8 @@ def _print(found: list[dict[str, Any]]) -> None:
                 shown_size(entry["nbytes"]),
                 _time(entry["stall_s"]),
                 _time(entry["committed_s"]),
-                "" if rate is None else f"{shown_size(int(rate))}/s",
+                "" if rate is None else shown_rate(rate),
+                "" if not rate else f"{rate / limit:.0%}",
                 last if entry["error"] is None else f"failed: {shown_name(entry['error'][:80])}",
             )
         )
@@ -102,7 +113,7 @@ def _time(seconds: float | None) -> str:
     return "" if seconds is None else shown_time(seconds)
 
 
-def _print_one(entry: dict[str, Any]) -> None:
+def _print_one(entry: dict[str, Any], limit: float) -> None:
     began = shown_name(entry["began"])
     print(f"step {entry['step']}, begun {began}: {shown_size(entry['nbytes'])}")
     if entry["error"] is not None:
@@ -114,13 +125,29 @@ def _print_one(entry: dict[str, Any]) -> None:
             order = sorted(took, key=lambda rank: took[rank])
             middle, last = order[len(order) // 2], order[-1]
             print(f"{name:10}{shown_time(took[middle]):>12}{shown_time(took[last]):>12}  {last}")
+    _print_writes(entry)
     if entry.get("commit_s") is not None:
         print(f"{'commit':10}{shown_time(entry['commit_s']):>12}")
     if entry["committed_s"] is not None:
         stall = _time(entry["stall_s"]) or "unknown"
         print(f"committed after {shown_time(entry['committed_s'])}; the caller was blocked {stall}")
+        if entry["rate"]:
+            print(f"{shown_rate(entry['rate'])}, {entry['rate'] / limit:.0%} of the limit")
     if entry.get("slowest") is not None:
         print(f"the last to be durable: {_slowest(entry['slowest'])}")
+
+
+def _print_writes(entry: dict[str, Any]) -> None:
+    columns = entry["by_rank"]
+    waited = [seconds for seconds in columns.get("memory_waited_s", ()) if seconds]
+    if waited:
+        print(f"copies waited for staging memory, at most {shown_time(max(waited))}")
+    totals = [sum(column) for column in zip(*columns.get("writes", ()), strict=True)]
+    if sum(totals):
+        ends = [f"up to {shown_size(size)}" for size in entry["write_sizes"][:-1]]
+        names = [*ends, "larger"]
+        told = (f"{n} {name}" for n, name in zip(totals, names, strict=True) if n)
+        print(f"{sum(totals)} writes: {', '.join(told)}")
 
 
 def _spans(entry: dict[str, Any], begin: str, end: str) -> dict[int, tuple[float, float]]:
@@ -137,13 +164,7 @@ def _spans(entry: dict[str, Any], begin: str, end: str) -> dict[int, tuple[float
 
 def _draw(entry: dict[str, Any], path: str) -> None:
     """Draws a save: time to the right, ranks upwards, a colour for each phase."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise CheckpointError("--png needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = drawing()
     figure, axes = pyplot.subplots(figsize=(10, 5))
     count = len(entry["by_rank"]["captured_s"])
     step = -(-count // _RANKS_DRAWN)

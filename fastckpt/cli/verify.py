@@ -6,13 +6,14 @@ The module finds out what a path holds and says what is damaged. It unpickles no
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.paths import path_argument
+from fastckpt.cli.paths import add_json, path_argument
 from fastckpt.directories import verify as directory_check
 from fastckpt.directories.items_load import contents_of
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
@@ -56,28 +57,55 @@ def add_arguments(commands: Any) -> None:
         help="each PATH is of a Checkpointer's local tier, where files that only other nodes have "
         "may be missing",
     )
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
+class Verdict(NamedTuple):
+    """The verdict on a part of a checkpoint.
+
+    Attributes:
+        kind: "ok", "no step", "removed", "unread", "damaged" or "FAILED".
+        path: the part.
+        text: how large it is, or what is wrong.
+        nbytes: its size, if it is ok.
+        status: the exit status that it asks for.
+    """
+
+    kind: str
+    path: str
+    text: str
+    nbytes: int | None = None
+    status: int = 0
+
+
 def run(arguments: argparse.Namespace) -> int:
-    status = 0
+    found = []
     for path in arguments.paths:
-        real = os.path.realpath(path)
-        for name, check in _parts(real, arguments.local):
-            try:
-                print(f"ok       {name}: {shown_size(persistently(check, name))}", flush=True)
-            except _NotCommitted as note:
-                print(f"no step  {name}: {note}", flush=True)
-            except Vanished:
-                print(f"removed  {name}: by a save, while others were read", flush=True)
-            except (StorageError, OSError) as error:
-                print(f"unread   {name}: {error}", flush=True)
-                status = status or _UNREAD
-            except CheckpointError as error:
-                kind = "damaged" if isinstance(error, CorruptCheckpoint) else "FAILED"
-                print(f"{kind:8} {name}: {error}", flush=True)
-                status = _DAMAGED
-    return status
+        for name, check in _parts(os.path.realpath(path), arguments.local):
+            verdict = _verdict(name, check)
+            found.append(verdict)
+            if not arguments.json:
+                print(f"{verdict.kind:8} {name}: {verdict.text}", flush=True)
+    if arguments.json:
+        print(json.dumps({"parts": [verdict._asdict() for verdict in found]}, indent=1))
+    statuses = {verdict.status for verdict in found}
+    return _DAMAGED if _DAMAGED in statuses else max(statuses, default=0)
+
+
+def _verdict(name: str, check: Callable[[], int]) -> Verdict:
+    try:
+        nbytes = persistently(check, name)
+    except _NotCommitted as note:
+        return Verdict("no step", name, str(note))
+    except Vanished:
+        return Verdict("removed", name, "by a save, while others were read")
+    except (StorageError, OSError) as error:
+        return Verdict("unread", name, str(error), status=_UNREAD)
+    except CheckpointError as error:
+        kind = "damaged" if isinstance(error, CorruptCheckpoint) else "FAILED"
+        return Verdict(kind, name, str(error), status=_DAMAGED)
+    return Verdict("ok", name, shown_size(nbytes), nbytes)
 
 
 def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]:

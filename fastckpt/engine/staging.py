@@ -180,7 +180,7 @@ class Staging:
             wanted = "threads"  # io_uring hands buffered transfers to kernel workers anyway
         if wanted == "io_uring":
             ring = self._uring_backend()
-            if isinstance(ring, _engine.Backend):
+            if not isinstance(ring, str):
                 return self._decided(Route(ring, direct, why, patience_s), path)
             if requested == "io_uring":
                 raise BackendUnavailable(f"backend 'io_uring' does not work here: {ring}")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
+from operator import add
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.staging import Allowance, Route, Staging
 from fastckpt.errors import DeviceError, StorageError
-from fastckpt.handle import SaveStats
+from fastckpt.handle import WRITE_SIZES, SaveStats
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.storage.file_system import Storage, reported
 
@@ -258,6 +260,15 @@ class ImageTransfer:
         before = (stats.d2h_s or 0.0) * (stats.d2h_gbps or 0.0)
         stats.d2h_s = (stats.d2h_s or 0.0) + seconds
         stats.d2h_gbps = (before + nbytes / 1e9) / stats.d2h_s if stats.d2h_s else None
+
+    def count_writes(self, stats: SaveStats) -> None:
+        """Adds the writes, and how long copies waited for memory; call it after wait_written()."""
+        if self._job is not None:
+            of_size = self._job.writes()  # at i: of at most 2^i bytes
+            ends = [*(size.bit_length() for size in WRITE_SIZES[:-1]), len(of_size)]
+            counts = [sum(of_size[begin:end]) for begin, end in pairwise([0, *ends])]
+            stats.writes = tuple(map(add, stats.writes, counts))
+            stats.memory_waited_s += self._job.memory_waited_s()
 
     def staged_bytes_max(self) -> int:
         """Returns the most staging memory, in bytes, that files with this allowance held."""

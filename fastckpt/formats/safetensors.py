@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.errors import CorruptCheckpoint
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.strict_json import NUMBER_END, check_text, decode, is_numbers, shown
 from fastckpt.plan.image import PAGE_BYTES, Image
 
@@ -60,6 +60,10 @@ class Extent(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+class UnknownDtype(ValueError):
+    """A dtype that other writers of the format have, perhaps, and this module has not."""
 
 
 def supported(dtype: torch.dtype) -> bool:
@@ -176,6 +180,7 @@ def parse(head: bytes, nbytes: int) -> dict[str, Extent]:
 
     Raises:
         CorruptCheckpoint: the header is malformed, or does not fit the file's size.
+        IncompatibleCheckpoint: a tensor has a dtype that is not known here.
     """
     size = header_nbytes(head, nbytes)
     try:
@@ -183,6 +188,8 @@ def parse(head: bytes, nbytes: int) -> dict[str, Extent]:
             raise ValueError(f"only {len(head)} of its {size} bytes are there")
         header = decode(head[LENGTH_BYTES:size])
         validate(header, size, nbytes)
+    except UnknownDtype as error:
+        raise IncompatibleCheckpoint(f"its safetensors header: {error}") from None
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"its safetensors header is malformed: {error}") from None
     assert isinstance(header, dict)
@@ -260,7 +267,7 @@ def nbytes_of(dtype: Any, shape: Any, name: str) -> int:
             does not fit 63 bits (without dimensions of size 0, so that strides fit as well).
     """
     if type(dtype) is not str or dtype not in DTYPES:
-        raise ValueError(f"dtype of {shown(name)} is {shown(dtype)}, which is not known")
+        raise UnknownDtype(f"dtype of {shown(name)} is {shown(dtype)}, which is not known")
     if not is_numbers(shape):
         raise ValueError(f"shape of {shown(name)} is not a list of numbers from 0 to 2^63")
     nbytes = DTYPES[dtype].itemsize

@@ -7,7 +7,7 @@ found.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import chain
@@ -34,7 +34,7 @@ class Extent(NamedTuple):
 
     Attributes:
         file: the number of the file.
-        begin: the offset of the first element, in bytes; or a function that returns it.
+        begin: the offset of the first element, in bytes; or a function that returns it, or raises.
         strides: from an element to the next one along each dimension, in elements.
         is_conj, is_neg: whether the elements are the conjugates, the negatives, of what is stored.
     """
@@ -44,6 +44,9 @@ class Extent(NamedTuple):
     strides: tuple[int, ...]
     is_conj: bool = False
     is_neg: bool = False
+
+
+Place = tuple[torch.dtype, tuple[int, ...], Extent]  # a tensor's dtype, shape and extent
 
 
 class _Part(NamedTuple):
@@ -56,6 +59,29 @@ class _Part(NamedTuple):
     steps: tuple[int, ...]  # in the file, along the dimensions of the memory
 
 
+class _Tensors(Mapping[str, Stored]):
+    """The tensors by name. Each is described when it is asked for: there may be 100,000 of them,
+    and the collector of garbage would look at the parts of all descriptions again and again.
+    """
+
+    def __init__(self, bodies: Sequence[Body], places: Mapping[str, Place]) -> None:
+        self._bodies, self._places = bodies, places
+
+    def __getitem__(self, name: str) -> Stored:
+        dtype, shape, at = self._places[name]
+        shard = Shard(self._bodies[at.file].path, whole(shape))
+        return Stored(dtype, shape, (shard,), _repeated(at))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 class ExtentsSource:
     """A Source of whole tensors in files that stay open.
 
@@ -65,7 +91,8 @@ class ExtentsSource:
         bodies: the files. A tensor may also lie in the tail behind a body.
         tensors: dtype, shape and place of each tensor, by name.
         close: closes the files.
-        others: how many objects were passed over, by what makes them.
+        others: how many objects were passed over, by what makes them; None: names are no paths of
+            keys, and nothing was.
     """
 
     def __init__(
@@ -73,19 +100,16 @@ class ExtentsSource:
         kind: str,
         staging: Staging,
         bodies: Sequence[Body],
-        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], Extent]],
+        tensors: Mapping[str, Place],
         close: Callable[[], None],
         others: Mapping[str, int] | None = None,
     ) -> None:
         self.kind = kind
         self.facts: dict[str, str] = {"files": str(len(bodies))}
         self.is_verified = bool(bodies) and all(body.index.block_crcs for body in bodies)
-        self.others = others or {}
-        self.tensors = {
-            name: Stored(dtype, shape, (Shard(bodies[at.file].path, whole(shape)),), _repeated(at))
-            for name, (dtype, shape, at) in tensors.items()
-        }
-        self._extents = {name: at for name, (_dtype, _shape, at) in tensors.items()}
+        self.others, self.has_paths = others or {}, others is not None
+        self.tensors: Mapping[str, Stored] = _Tensors(bodies, tensors)
+        self._places = tensors
         self._staging, self._bodies, self._close = staging, bodies, close
         self._lock = threading.Lock()
         self._routed: dict[int, Body] = {}
@@ -109,7 +133,7 @@ class ExtentsSource:
         parts: dict[int, list[_Part]] = {}
         for want in wanted:
             if want.box.numel:
-                parts.setdefault(self._extents[want.name].file, []).append(self._part(want))
+                parts.setdefault(self._extent(want).file, []).append(self._part(want))
         for file, its in parts.items():
             body = self._bodies[file]
             end = body.index.body_nbytes
@@ -121,12 +145,15 @@ class ExtentsSource:
             for want, memory, strides, _begin, _steps in chain.from_iterable(parts.values()):
                 if memory is not want.target:
                     values = memory.as_strided(want.box.sizes, strides)
-                    extent = self._extents[want.name]
+                    extent = self._extent(want)
                     values = values.conj() if extent.is_conj else values
                     want.target.copy_(values.neg() if extent.is_neg else values)
 
+    def _extent(self, want: Wanted) -> Extent:
+        return self._places[want.name][2]
+
     def _part(self, want: Wanted) -> _Part:
-        extent, sizes, dtype = self._extents[want.name], want.box.sizes, want.target.dtype
+        extent, sizes, dtype = self._extent(want), want.box.sizes, want.target.dtype
         begin = extent.begin if isinstance(extent.begin, int) else extent.begin()
         is_in_body = begin < self._bodies[extent.file].index.body_nbytes
         begin += dtype.itemsize * sum(map(int.__mul__, want.box.offsets, extent.strides))

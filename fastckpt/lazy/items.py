@@ -46,7 +46,7 @@ class ItemsSource:
             need not have.
     """
 
-    kind = "a directory of torch.distributed.checkpoint"
+    kind, has_paths = "a directory of torch.distributed.checkpoint", False
 
     def __init__(self, storage: Storage, staging: Staging, path: str) -> None:
         self._storage, self._staging = storage, staging

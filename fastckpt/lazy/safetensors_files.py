@@ -9,13 +9,11 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import torch
-
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import safetensors
 from fastckpt.formats.strict_json import decode, shown
-from fastckpt.lazy.extents import Extent, ExtentsSource
+from fastckpt.lazy.extents import Extent, ExtentsSource, Place
 from fastckpt.plan.boxes import row_major
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.verified import Body, opened_regular
@@ -23,8 +21,6 @@ from fastckpt.storage.file_system import Storage, naming, reported
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _INDEX_BYTES_MAX = 1 << 30
-
-_Tensors = dict[str, tuple[torch.dtype, tuple[int, ...], Extent]]
 
 
 def safetensors_file(
@@ -59,7 +55,7 @@ def hugging_face_directory(
     with naming(index_path):
         file_of = _weight_map(content)
     bodies: list[Body] = []
-    tensors: _Tensors = {}
+    tensors: dict[str, Place] = {}
     with ExitStack() as files:
         for number, name in enumerate(dict.fromkeys(file_of.values())):
             file = os.path.realpath(os.path.join(path, name))
@@ -97,7 +93,7 @@ def _weight_map(content: bytes) -> dict[str, str]:
 
 def _opened(
     storage: Storage, staging: Staging, fd: int, path: str, number: int
-) -> tuple[Body, _Tensors]:
+) -> tuple[Body, dict[str, Place]]:
     with reported("read", path):
         nbytes = storage.size(fd)
         head = storage.read_at(fd, min(nbytes, safetensors.LENGTH_BYTES), 0)

@@ -53,6 +53,7 @@ class Source(Protocol):
     Attributes:
         kind: the format, in words.
         facts: what else the checkpoint tells of itself, such as who wrote it, by name.
+        has_paths: whether names are paths of keys joined by "/", in which keys are escaped.
         is_verified: whether every byte that is read is compared with a checksum.
         tensors: what is there, by name, in the order of the checkpoint.
         others: how many objects, which may hold tensors, are there and were passed over, by what
@@ -64,6 +65,9 @@ class Source(Protocol):
 
     @property
     def facts(self) -> Mapping[str, str]: ...
+
+    @property
+    def has_paths(self) -> bool: ...
 
     @property
     def is_verified(self) -> bool: ...

@@ -34,7 +34,7 @@ class StepSource:
         IncompatibleCheckpoint: a newer fastckpt wrote the step. StorageError: it cannot be read.
     """
 
-    kind, is_verified = "a step of fastckpt", True
+    kind, is_verified, has_paths = "a step of fastckpt", True, True
 
     def __init__(
         self, storage: Storage, staging: Staging, steps: Steps, name: str, close: Callable[[], None]

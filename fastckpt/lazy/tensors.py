@@ -6,6 +6,7 @@ It must not know formats or files.
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,8 +26,9 @@ from fastckpt.plan.boxes import Box
 class LazyTensors(Mapping[str, "LazyTensor"]):
     """The tensors of an open checkpoint, by name; made by fastckpt.open().
 
-    Several threads may read at a time. Close it, or use it in a `with` statement: until then files
-    are open, and a step of a Checkpointer is kept from being removed.
+    Several threads may read at a time, but no process that was forked since. Close it, or use it in
+    a `with` statement: until then files are open, and a step of a Checkpointer is kept from being
+    removed.
 
     Attributes:
         path: the path that was opened; for a root, that of the step.
@@ -35,6 +37,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             step its number ("step"), when it was "saved", and by how many "ranks".
         is_verified: whether every byte that is read is compared with a checksum first. Only files
             that fastckpt wrote have checksums of their blocks.
+        has_paths: whether names are paths of keys, joined by "/"; in files of safetensors and DCP
+            they are whatever their writers chose.
         others: how many objects, which may hold tensors, the checkpoint has beside these, by the
             class or function that makes them, such as "torch._utils._rebuild_sparse_tensor". They
             are not looked into, since that would run code. Values of PerRank do not count, nor do
@@ -44,12 +48,16 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
     def __init__(self, path: str, source: Source) -> None:
         self.path = path
         self.kind, self.is_verified = source.kind, source.is_verified
+        self.has_paths = source.has_paths
         self.facts, self.others = dict(source.facts), dict(source.others)
         self._source = source
+        self._pid = os.getpid()
         # Whoever forgets to close this gets its files closed when it is collected.
-        self._close_source = weakref.finalize(self, source.close)
-        self._lock = threading.Condition()
-        self._reads = 0  # under way; the files stay open until they have ended
+        self._close_source = weakref.finalize(self, _close_in, self._pid, source)
+        self._lock = threading.Lock()
+        # One for each read that is under way, held by it: the files stay open until all are free.
+        # Locks of C are held and freed by "with" whatever a signal handler raises, and when.
+        self._reads: set[threading.Lock] = set()
         self._ahead: dict[str, Future[dict[str, torch.Tensor]]] = {}
         self._reader: ThreadPoolExecutor | None = None
         self._closed = False
@@ -88,6 +96,7 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         """
         wanted = [self[name] for name in names]
         where = torch.device(device)
+        self._check_open()  # before the lock, which another thread may have held in a fork
         with self._lock:
             self._check_open()
             new = [tensor for tensor in wanted if tensor.name not in self._ahead]
@@ -120,23 +129,21 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         return Wanted(name, Box(box.offsets, sizes), target)
 
     def _read(self, wanted: Sequence[Wanted]) -> None:
-        with self._lock:
-            self._check_open()
-            self._reads += 1
-        try:
-            self._source.read(wanted)
-        finally:
-            with self._lock:
-                self._reads -= 1
-                self._lock.notify_all()
+        under_way = threading.Lock()
+        with under_way:
+            self._reads.add(under_way)
+            try:
+                self._check_open()
+                self._source.read(wanted)
+            finally:
+                self._reads.discard(under_way)
 
     def _taken(self, name: str) -> torch.Tensor | None:
         """Returns a tensor that was read ahead, once; None if it was not asked for, or if it or
         another one that was to be read together with it could not be read.
         """
-        with self._lock:
-            self._check_open()
-            found = self._ahead.pop(name, None)
+        self._check_open()
+        found = self._ahead.pop(name, None)
         try:
             return None if found is None else found.result().pop(name)
         except CancelledError:
@@ -184,6 +191,10 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         return taken.expand(box.sizes)[rest]
 
     def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise ValueError(
+                f"{self.path!r} was opened before this process was forked: open it anew here"
+            )
         if self._closed:
             raise self._closed_error()
 
@@ -192,12 +203,15 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
 
     def close(self) -> None:
         """Closes the files once the reads under way have ended; idempotent."""
+        if self._pid != os.getpid():
+            return  # the numbers of its files are those of others here
         with self._lock:
             self._closed = True
             self._ahead.clear()
-            while self._reads:
-                self._lock.wait()
             reader = self._reader
+        for under_way in self._reads.copy():  # later ones find that this is closed
+            with under_way:
+                pass
         if reader is not None:
             reader.shutdown(cancel_futures=True)
         self._close_source()
@@ -207,6 +221,19 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# Sources that a forked process inherited. The fork has closed their files, whose numbers belong to
+# others by now, which collecting the sources would close.
+_inherited: list[Source] = []
+
+
+def _close_in(pid: int, source: Source) -> None:
+    """Closes a source in the process that opened it."""
+    if os.getpid() == pid:
+        source.close()
+    else:
+        _inherited.append(source)
 
 
 class LazyTensor:

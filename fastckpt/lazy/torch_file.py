@@ -14,13 +14,11 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
-
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip, zip_records
 from fastckpt.formats.zip_records import Entry
-from fastckpt.lazy.extents import Extent, ExtentsSource
+from fastckpt.lazy.extents import Extent, ExtentsSource, Place
 from fastckpt.lazy.torch_names import StoredView, names_of
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.verified import Body
@@ -33,11 +31,11 @@ _READ_BYTES_MAX = 1 << 30  # of a pickle or a zip directory, which may claim any
 
 
 class Record(NamedTuple):
-    """A record of a zip: its size and CRC-32, and where its data begins, which may raise."""
+    """A record of a zip: its size and CRC-32, and where its data begins, as Extent says it."""
 
     nbytes: int
     crc: int
-    begin: Callable[[], int]
+    begin: int | Callable[[], int]
 
 
 class TorchZip(NamedTuple):
@@ -61,14 +59,15 @@ class TorchZip(NamedTuple):
             found = dict(self._placed())
         return ExtentsSource(kind, self.body.staging, [self.body], found, close, self.others)
 
-    def _placed(self) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...], Extent]]]:
+    def _placed(self) -> Iterator[tuple[str, Place]]:
         for name, view in self.tensors.items():
             if isinstance(view, Stored):
                 continue
             record = self.records.get(view.record)
             if record is None or record.nbytes < view.nbytes:
                 raise CorruptCheckpoint(f"tensor {name!r} reaches beyond record {view.record!r}")
-            begin = partial(_shifted, record.begin, view.offset * view.dtype.itemsize)
+            begin, shift = record.begin, view.offset * view.dtype.itemsize
+            begin = begin + shift if isinstance(begin, int) else partial(_shifted, begin, shift)
             extent = Extent(0, begin, view.strides, view.is_conj, view.is_neg)
             yield name, (view.dtype, view.shape, extent)
 
@@ -122,7 +121,7 @@ def _records_of_ours(body: Body, entries: list[Entry]) -> dict[str, Record]:
         if begin <= entry.offset or (end > limit and entry.nbytes):
             raise CorruptCheckpoint(f"record {entry.name!r} is not where it should be")
         name = entry.name.partition("/")[2]
-        records[name] = Record(entry.nbytes, entry.crc, partial(int, begin))
+        records[name] = Record(entry.nbytes, entry.crc, begin)
     return records
 
 
@@ -194,10 +193,13 @@ def _opened(body: Body, records: dict[str, Record], *, is_of_step: bool) -> Torc
 
 
 def _content(body: Body, records: Mapping[str, Record], name: str) -> bytes | bytearray:
-    """Returns a record, compared with its own CRC-32."""
+    """Returns a record, compared with its own CRC-32, unless that is 0: torch was told to compute
+    none (torch.serialization.set_crc32_options).
+    """
     record = records[name]
-    content = _bytes(body, record.begin(), record.nbytes) if record.nbytes else b""
-    if zlib.crc32(content) != record.crc:
+    begin = record.begin if isinstance(record.begin, int) else record.begin()
+    content = _bytes(body, begin, record.nbytes) if record.nbytes else b""
+    if record.crc and zlib.crc32(content) != record.crc:
         raise CorruptCheckpoint(f"record {name!r} is damaged: its CRC-32 is another")
     return content
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ _DIMS_MAX = 64
 _NUMBER_END = 1 << 63
 # A dict that stands in a state many times gives its tensors many names, each of the length of its
 # path. More characters of names than this for each byte of the pickle are no state's.
-_NAMES_PER_BYTE, _NAMES_MIN = 64, 1 << 16
+_NAMES_PER_BYTE, _NAMES_MIN = 64, 1 << 22
 _NODE_CHARACTERS = 32  # what each of them counts beside its own
 _STORAGES: dict[str, torch.dtype] = {
     "FloatStorage": torch.float32,
@@ -155,7 +156,10 @@ class _Walk:
                 name = prefix + joined((_key_name(key),))
                 self._left -= len(name) + _NODE_CHARACTERS
                 if self._left < 0:
-                    raise CorruptCheckpoint("its pickle has the same values over and over")
+                    raise IncompatibleCheckpoint(
+                        "its pickle has the same values over and over, or nested too deeply: its "
+                        "tensors have too many names"
+                    )
                 yield item, name
 
     def _unique(self, name: str) -> str:
@@ -172,8 +176,8 @@ _NODES = _OTHERS | {StoredView, dict, OrderedDict, list, tuple, set, frozenset}
 
 
 def _key_name(key: Any) -> str:
-    if type(key) is Ignored:
-        return key.name
+    if type(key) in (Ignored, _Plain):
+        return str(key.name)
     return "key" if type(key) is StoredView else str(key)
 
 
@@ -285,8 +289,21 @@ def _items(items: Any = ()) -> tuple[Any, ...]:
     return tuple(items)
 
 
-def _nothing(*_arguments: Any) -> None:
-    """Stands for an object that holds no tensor."""
+class _Plain:
+    """Stands for an object that holds no tensor. It may be the key of one, and so is like no other.
+
+    `name` is what the object is.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _encoded(text: Any, encoding: Any = "latin1") -> Any:
+    """Returns the bytes that protocol 2 writes as text."""
+    if type(text) is not str or encoding != "latin1":
+        raise ValueError("bytes are not made of text")
+    return text.encode("latin1")
 
 
 def _without_state(_target: Any, _state: Any) -> None:
@@ -297,25 +314,32 @@ def _globals(module: str, names: Collection[str], stand_in: Any) -> dict[tuple[s
     return {(module, name): stand_in for name in names}
 
 
+def _plain(module: str, names: Collection[str]) -> dict[tuple[str, str], Any]:
+    return {(module, name): Callee(partial(_plain_of, name)) for name in names}
+
+
+def _plain_of(name: str, *_arguments: Any) -> _Plain:
+    return _Plain(name)
+
+
 _STATEFUL = (Instance(OrderedDict, _without_state),)
-_PLAIN = Callee(_nothing)
 _SETS, _BUILTINS = ("set", "frozenset"), ("complex", "bytearray", "range")
 _KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): Callee(_ordered),
     ("collections", "defaultdict"): Callee(_empty_dict),
     ("torch", "Size"): Callee(_size),
-    ("torch", "device"): _PLAIN,
-    ("_codecs", "encode"): _PLAIN,
+    ("_codecs", "encode"): Callee(_encoded),
     ("torch._tensor", "_rebuild_from_type_v2"): Callee(_of_type),
     ("torch.storage", "UntypedStorage"): None,
     **{("torch._utils", name): callee for name, callee in _REBUILT.items()},
     **{("torch", name): dtype for name, dtype in (*_STORAGES.items(), *_DTYPES.items())},
-    **_globals("builtins", _BUILTINS, _PLAIN),
+    **_plain("torch", ("device",)),
+    **_plain("builtins", _BUILTINS),
     **_globals("builtins", _SETS, Callee(_items)),
-    **_globals("__builtin__", _BUILTINS, _PLAIN),
+    **_plain("__builtin__", _BUILTINS),
     **_globals("__builtin__", _SETS, Callee(_items)),
-    **_globals("datetime", ("datetime", "date", "time", "timedelta", "timezone"), _PLAIN),
-    **_globals("pathlib", ("Path", "PosixPath", "PurePosixPath", "WindowsPath"), _PLAIN),
+    **_plain("datetime", ("datetime", "date", "time", "timedelta", "timezone")),
+    **_plain("pathlib", ("Path", "PosixPath", "PurePosixPath", "WindowsPath")),
 }
 
 

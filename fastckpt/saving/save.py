@@ -82,8 +82,11 @@ class Save(Job):
                 output.file.wait_written()
                 stats.written_s = self.handle.elapsed_s()
                 output.end()
-            held = [output.file.transfer.staged_bytes_max() for output in outputs]
-            stats.staged_bytes_max = max(held, default=0)
+            for output in outputs:
+                transfer = output.file.transfer
+                transfer.count_writes(stats)
+                held = transfer.staged_bytes_max()
+                stats.staged_bytes_max = max(stats.staged_bytes_max, held)
             stats.synced_s = self.handle.elapsed_s()
             self.conclude(plan.record(), plan.publish)
 

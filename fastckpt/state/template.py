@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.plan.boxes import Box
 from fastckpt.state.dtensors import dtensor_part, is_sharded
+from fastckpt.state.fit import Differences, Fit, refusal, renamed
 from fastckpt.state.targets import Place, Target
 from fastckpt.state.tree import (
     ATOMS,
@@ -27,6 +28,7 @@ from fastckpt.state.tree import (
     Stored,
     fill,
     is_stateful,
+    joined,
     stored_of,
     unescaped,
     unwrapped,
@@ -38,6 +40,27 @@ def whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
+_ABSENT = object()  # stands for a value that was not saved
+
+
+class _At(NamedTuple):
+    """A place in a state: in words, and by the keys that lead there."""
+
+    text: str
+    keys: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def name(self) -> str:
+        return joined(self.keys)
+
+    def of(self, key: Any) -> _At:
+        """Returns the place of an item."""
+        return _At(f"{self.text}[{key!r}]", (*self.keys, str(key)))
+
+
 class Template:
     """A state to restore, beside what was saved. Only the memory of targets changes before put().
 
@@ -46,12 +69,14 @@ class Template:
         per_rank: this rank's values by name; None if the saving job had no such rank.
         find: raises unless the step holds all the parts of tensors it is given (StepReader.find).
         where: the path of the step, for messages.
+        fit: how the state may differ from what was saved.
 
     Attributes:
         targets: the parts of tensors that must be read before put().
 
     Raises:
-        IncompatibleCheckpoint: the state has something that was not saved, or of another shape.
+        IncompatibleCheckpoint: the state has something that was not saved, or something that was
+            saved, which `fit` does not allow; or tensors have other shapes: all of them are told.
         TypeError: it has a tensor that nothing can be put into.
     """
 
@@ -62,88 +87,132 @@ class Template:
         per_rank: Mapping[str, Any] | None,
         find: Callable[[Sequence[Place]], object],
         where: str,
+        fit: Fit | None = None,
     ) -> None:
         self._where = where
+        self._fit = fit or Fit()
         self.targets: list[Target] = []
         self._find = find
         self._per_rank = per_rank
         self._actions: list[Callable[[], object]] = []
-        self._ignored: list[str] = []
+        self._ignored: list[_At] = []
+        self._misfits: list[str] = []
+        self._missing: list[str] = []
+        self._cast: list[str] = []
+        self._taken = 0  # values that are restored
+        self._renamed: dict[str, str] = {}
+        if self._fit.rename is not None:
+            saved, self._renamed = renamed(saved, self._fit, where)
         self._whole: dict[str, torch.Tensor] = {}
         self._saved = saved
         self._filled: dict[int, Any] = {}  # by identity; self._saved keeps the objects alive
         if not isinstance(state, dict | list) and not is_stateful(state):
             raise TypeError(f"state is {type(state).__name__}, must be a dict, a list or stateful")
-        new = self._visit(state, saved, "state", 0)
+        new = self._visit(state, saved, _At("state"), 0)
         if new is not state and isinstance(state, list):
             if not isinstance(new, list):
                 raise self._misfit(f"state is a list, in the checkpoint {_described(new)}")
             self._actions.append(lambda: state.__setitem__(slice(None), new))
+        self._check()
+
+    def _check(self) -> None:
+        """Raises if anything was found that does not fit."""
+        told = self._misfits
+        if self._ignored and self._fit.unexpected == "raise":
+            told = [*told, f"the checkpoint has {self.ignored}, which the state has not"]
+        if told:
+            raise refusal(self._where, told)
+
+    def differences(self) -> Differences:
+        """Returns what differed."""
+        unexpected = tuple(at.name for at in self._ignored)
+        return Differences(tuple(self._missing), unexpected, self._renamed, tuple(self._cast))
+
+    def _takes(self, saved: Any, at: _At) -> bool:
+        """Returns whether a value of the state is restored; notes it if it was not saved."""
+        if not self._fit.asks_for(at.name):
+            return False
+        if saved is _ABSENT:
+            if self._fit.missing == "raise":
+                self._misfits.append(f"{at} is not in the checkpoint")
+            else:
+                self._missing.append(at.name)
+            return False
+        self._taken += 1
+        return True
 
     @property
     def ignored(self) -> str:
         """The names of saved values that the state does not ask for; "" if there are none."""
-        return listed(self._ignored)
+        return listed(map(str, self._ignored))
 
     def _misfit(self, text: str) -> IncompatibleCheckpoint:
-        return IncompatibleCheckpoint(f"{self._where!r} does not fit: {text}")
+        return refusal(self._where, [text])
 
     def put(self) -> None:
         """Gives the values to the state; the targets have been read."""
         for action in self._actions:
             action()
 
-    def _visit(self, value: Any, saved: Any, path: str, depth: int) -> Any:
+    def _visit(self, value: Any, saved: Any, at: _At, depth: int) -> Any:
         """Returns the value that belongs here after the restore: the old object where it can be."""
         if depth > DEPTH_MAX:
-            raise self._misfit(f"{path} is nested more than {DEPTH_MAX} deep")
+            raise self._misfit(f"{at} is nested more than {DEPTH_MAX} deep")
+        if not self._fit.asks_within(at.name):
+            return value
         if isinstance(value, PerRank):
-            self._own_value(value, saved, path)
+            if self._takes(saved, at):
+                self._own_value(value, saved, at)
             return value
         if isinstance(value, torch.Tensor):
-            self._tensor(value, saved, path)
+            if self._takes(saved, at):
+                self._tensor(value, saved, at)
             return value
         if is_stateful(value):
-            self._stateful(value, saved, path, depth)
+            self._stateful(value, saved, at, depth)
             return value
         if isinstance(value, dict) and (value or not depth):
-            self._dict(value, unescaped(saved), path, depth)
+            self._dict(value, unescaped(saved), at, depth)
             return value
         if isinstance(value, list | tuple) and _holds_tensors(value):
-            if not isinstance(saved, list | tuple) or len(saved) != len(value):
-                raise self._misfit(
-                    f"{path} has {len(value)} items, the checkpoint {_described(saved)}"
-                )
-            items = [
-                self._visit(item, saved[i], f"{path}[{i}]", depth + 1)
-                for i, item in enumerate(value)
-            ]
-            if isinstance(value, list):
-                self._actions.append(lambda: value.__setitem__(slice(None), items))
-                return value
-            return value._make(items) if hasattr(value, "_make") else type(value)(items)
-        return self._loaded(saved)
+            return self._items(value, saved, at, depth)
+        return self._loaded(saved) if self._takes(saved, at) else value
 
-    def _dict(self, value: dict[Any, Any], saved: Any, path: str, depth: int) -> None:
+    def _items(self, value: Any, saved: Any, at: _At, depth: int) -> Any:
+        """Visits a list or tuple that has tensors."""
+        if saved is _ABSENT:
+            saved = [_ABSENT] * len(value)
+        if not isinstance(saved, list | tuple) or len(saved) != len(value):
+            raise self._misfit(f"{at} has {len(value)} items, the checkpoint {_described(saved)}")
+        items = [self._visit(item, saved[i], at.of(i), depth + 1) for i, item in enumerate(value)]
+        if isinstance(value, list):
+            self._actions.append(lambda: value.__setitem__(slice(None), items))
+            return value
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+    def _dict(self, value: dict[Any, Any], saved: Any, at: _At, depth: int) -> None:
+        if saved is _ABSENT:
+            saved = {}
         if not isinstance(saved, dict):
-            raise self._misfit(f"{path} is a dict, in the checkpoint {_described(saved)}")
+            raise self._misfit(f"{at} is a dict, in the checkpoint {_described(saved)}")
         missing = [key for key in value if key not in saved]
-        if missing:
+        if missing and self._fit.missing == "raise" and self._fit.only is None:
             raise self._misfit(
-                f"{path} has {missing[0]!r}"
+                f"{at} has {missing[0]!r}"
                 + (f" and {len(missing) - 1} more keys" if len(missing) > 1 else "")
                 + ", which the checkpoint has not"
                 + (instead_of(missing, saved) or ": restore it into a state as it was saved")
             )
-        self._ignored += [f"{path}[{key!r}]" for key in saved if key not in value]
+        others = [at.of(key) for key in saved if key not in value]
+        self._ignored += [other for other in others if self._fit.asks_for(other.name)]
         for key, item in value.items():
-            new = self._visit(item, saved[key], f"{path}[{key!r}]", depth + 1)
+            new = self._visit(item, saved.get(key, _ABSENT), at.of(key), depth + 1)
             if new is not item:
                 self._actions.append(partial(value.__setitem__, key, new))
 
-    def _own_value(self, value: PerRank, saved: Any, path: str) -> None:
+    def _own_value(self, value: PerRank, saved: Any, at: _At) -> None:
         if not isinstance(saved, dict) or not isinstance(saved.get(PER_RANK), str):
-            raise self._misfit(f"{path} is PerRank, in the checkpoint it is not")
+            raise self._misfit(f"{at} is PerRank, in the checkpoint it is not")
         if self._per_rank is None or saved[PER_RANK] not in self._per_rank:
             self._actions.append(lambda: setattr(value, "found", False))
             return
@@ -158,23 +227,29 @@ class Template:
 
         self._actions.append(put)
 
-    def _tensor(self, tensor: Any, saved: Any, path: str) -> None:
+    def _tensor(self, tensor: Any, saved: Any, at: _At) -> None:
         """Makes a target or an action that fills a tensor with its part of a stored one."""
         if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
-            raise TypeError(f"{path} has no shape (yet): it cannot be restored in place")
+            raise TypeError(f"{at} has no shape (yet): it cannot be restored in place")
         stored, shape = stored_of(saved), tuple(tensor.shape)
         if stored is not None:
-            found = stored.shape
+            found, dtype = stored.shape, stored.dtype
         elif isinstance(saved, torch.Tensor):
-            found = tuple(saved.shape)
+            found, dtype = tuple(saved.shape), saved.dtype
         else:
-            raise self._misfit(f"{path} is a tensor, in the checkpoint {_described(saved)}")
+            raise self._misfit(f"{at} is a tensor, in the checkpoint {_described(saved)}")
         if found != shape:
-            raise self._misfit(f"{path} has shape {list(shape)}, in the checkpoint {list(found)}")
+            text = f"{at} has shape {list(shape)}, in the checkpoint {list(found)}"
+            self._misfits.append(text)
+            return
+        if dtype != tensor.dtype and self._fit.dtype == "raise":
+            self._misfits.append(f"{at} is {tensor.dtype}, in the checkpoint {dtype}")
+        elif dtype != tensor.dtype:
+            self._cast.append(at.name)
         local, box = tensor, whole(shape)
         if is_sharded(tensor):
-            local, box = dtensor_part(path, tensor)
-        _check_target(local, saved, path)
+            local, box = dtensor_part(str(at), tensor)
+        check_target(local, saved, str(at))
         if stored is not None:
             self.targets.append(Target(stored.key, local, shape, box))
             return
@@ -190,37 +265,71 @@ class Template:
         if local.numel():
             self._actions.append(put)
 
-    def _stateful(self, value: Any, saved: Any, path: str, depth: int) -> None:
+    def _stateful(self, value: Any, saved: Any, at: _At, depth: int) -> None:
         """Restores an object by its load_state_dict(), after its tensors in place."""
         value = unwrapped(value)
+        if isinstance(value, torch.optim.Optimizer) and self._fit != Fit():
+            self._optimizer(value, saved, at, depth)
+        else:
+            self._stateful_in(value, saved, at, depth)
+
+    def _stateful_in(self, value: Any, saved: Any, at: _At, depth: int) -> None:
         own = value.state_dict()
         saved = unescaped(saved)
         if not isinstance(own, dict) or not (own or isinstance(saved, dict)):
-            loaded = self._loaded(saved)
-            self._actions.append(lambda: value.load_state_dict(loaded))
+            if self._takes(saved, at):
+                loaded = self._loaded(saved)
+                self._actions.append(lambda: value.load_state_dict(loaded))
             return
+        is_there = saved is not _ABSENT
+        saved = saved if is_there else {}
         if not isinstance(saved, dict):
-            raise self._misfit(f"{path} has a dict, in the checkpoint {_described(saved)}")
+            raise self._misfit(f"{at} has a dict, in the checkpoint {_described(saved)}")
         if isinstance(value, torch.optim.Optimizer):
             own = _completed(value, own, saved)
-        unknown = [key for key in saved if key not in own]
+        unknown = [key for key in saved if key not in own and self._fit.asks_for(at.of(key).name)]
         own = _copied(own)  # it may be the very dict that the object keeps its state in
-        self._add_missing(own, saved, depth)
-        self._dict(own, saved, path, depth)
-        if unknown and _is_strict(value):
+        if self._fit.unexpected is None:
+            self._add_missing(own, saved, at, depth)
+        taken = self._taken
+        self._dict(own, saved, at, depth)
+        if unknown and _is_strict(value) and self._fit.unexpected is None:
             raise self._misfit(
-                f"{path} is a module that has no {listed(unknown)}, which the checkpoint has: "
-                "restore into a dict of what is wanted of it"
+                f"{at} is a module that has no {listed(unknown)}, which the checkpoint has: "
+                "restore into a dict of what is wanted of it, or pass unexpected='ignore'"
             )
-        self._actions.append(lambda: value.load_state_dict(own))
+        if is_there and (self._taken > taken or self._fit.only is None):
+            self._actions.append(lambda: value.load_state_dict(own))
 
-    def _add_missing(self, own: dict[Any, Any], saved: Mapping[Any, Any], depth: int) -> None:
+    def _optimizer(self, value: torch.optim.Optimizer, saved: Any, at: _At, depth: int) -> None:
+        """Restores an optimizer as a whole or not at all: its parameters have no names but numbers,
+        and it cannot go on with half of its state.
+        """
+        if not (self._fit.asks_for(at.name) or self._fit.asks_for(f"{at.name}/")):
+            return
+        if saved is _ABSENT:
+            self._takes(saved, at)
+            return
+        theirs = unescaped(saved)
+        if not isinstance(theirs, dict) or _sizes(theirs) != _sizes(value.state_dict()):
+            self._misfits.append(
+                f"{at} is an optimizer of other parameters than was saved: leave it out, by only="
+            )
+            return
+        fit, self._fit = self._fit, Fit(dtype=self._fit.dtype)
+        self._stateful_in(value, saved, at, depth)
+        self._fit = fit
+
+    def _add_missing(
+        self, own: dict[Any, Any], saved: Mapping[Any, Any], at: _At, depth: int
+    ) -> None:
         """Adds to a state_dict the keys it lacks: load_state_dict() decides whether they fit."""
         for key, item in saved.items():
             if key not in own:
-                own[key] = None
+                if self._fit.asks_for(at.of(key).name):
+                    own[key] = None
             elif depth < DEPTH_MAX and isinstance(item, dict) and _is_filled_dict(own[key]):
-                self._add_missing(own[key], unescaped(item), depth + 1)
+                self._add_missing(own[key], unescaped(item), at.of(key), depth + 1)
 
     def _loaded(self, saved: Any) -> Any:
         """Returns a saved value as a new object, with tensors of the shards read whole."""
@@ -242,7 +351,15 @@ class Template:
         return value
 
 
-def _check_target(tensor: torch.Tensor, saved: Any, path: str) -> None:
+def _sizes(state: Mapping[str, Any]) -> list[int] | None:
+    """Returns how many parameters each group of an optimizer's state_dict() has."""
+    groups = state.get("param_groups")
+    if not isinstance(groups, list | tuple):
+        return None
+    return [len(group.get("params", ())) if isinstance(group, dict) else 0 for group in groups]
+
+
+def check_target(tensor: torch.Tensor, saved: Any, path: str) -> None:
     """Raises TypeError unless the memory of a tensor can take what was saved."""
     meta, kind = False, str(torch.strided)
     if isinstance(saved, torch.Tensor):

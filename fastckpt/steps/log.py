@@ -20,7 +20,8 @@ from fastckpt.storage.file_system import Storage, reported
 log = logging.getLogger("fastckpt")
 
 NAME = "saves.jsonl"
-_LINE_BYTES_MAX, _BYTES_MAX = 64 << 20, 1 << 40
+_LINE_BYTES_MAX, _BYTES_MAX = 64 << 20, 1 << 30
+_MEMBERS = ("step", "began", "ranks", "nbytes", "stall_s", "committed_s", "rate", "error")
 _SECONDS_END, _NUMBER_END = 1e9, 1 << 63
 
 
@@ -84,10 +85,29 @@ def _is_clock(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and 0 <= value < _SECONDS_END)
 
 
+def _check_writes(value: dict[str, Any], ranks: int) -> None:
+    """Raises ValueError unless these are as noting() makes them; earlier logs do not have them."""
+    columns, sizes = value["by_rank"], value.get("write_sizes", [])
+    waited, writes = columns.get("memory_waited_s", []), columns.get("writes", [])
+    if type(waited) is not list or len(waited) not in (0, ranks) or not all(map(_is_clock, waited)):
+        raise ValueError("memory_waited_s of a rank is no time")
+    counts = [sizes, *writes] if type(writes) is list else [None]
+    for its in counts:
+        if type(its) is not list or len(its) != len(sizes):
+            raise ValueError("it does not have as many counts of writes as sizes")
+        if any(type(n) is not int or not 0 <= n < _NUMBER_END for n in its):
+            raise ValueError("a count of writes is no number")
+    if len(writes) not in (0, ranks):
+        raise ValueError("it has no writes of each rank")
+
+
 def _entry(value: Any) -> dict[str, Any]:
     """Returns a line's value, of which the members that are read are as noting() makes them."""
     if type(value) is not dict:
         raise ValueError("it is no object")
+    absent = [name for name in _MEMBERS if name not in value]
+    if absent:
+        raise ValueError(f"it has no {absent[0]}")
     for name in ("step", "ranks", "nbytes"):
         if type(value.get(name)) is not int or not 0 <= value[name] < _NUMBER_END:
             raise ValueError(f"its {name} is no number")
@@ -108,6 +128,7 @@ def _entry(value: Any) -> dict[str, Any]:
             raise ValueError(f"it has no {name} of each rank")
         if not all(map(_is_clock, column)):
             raise ValueError(f"{name} of a rank is no time")
+    _check_writes(value, len(columns["captured_s"]))
     slowest = value.get("slowest")
     if slowest is not None and (
         type(slowest) is not dict

@@ -476,7 +476,7 @@ class Steps:
 
     def is_dead(self, name: str) -> bool:
         """Returns whether remove_if_dead() would remove a directory, as far as names tell."""
-        with suppress(FileNotFoundError):  # removed meanwhile
+        with suppress(OSError):  # removed meanwhile, or not to be read
             entries = self.storage.names(self.path(name))
             left = atomic.temporaries_among(entries, MANIFEST)
             if not self.may_be_committed(name) and all(map(OURS.fullmatch, entries)):

@@ -26,18 +26,19 @@ class Spread:
     """The sharing of reads in one restore; every rank makes one with its own state.
 
     Reads are shared only if all states have the same tensors on devices that the group broadcasts
-    among. All ranks then find the same targets in a step, without further communication.
+    among, and `fit`, the arguments that say what is restored, is the same. All ranks then find the
+    same targets in a step, without further communication.
     """
 
-    def __init__(self, agreement: Round, group: Any, state: object) -> None:
+    def __init__(self, agreement: Round, group: Any, state: object, fit: str) -> None:
         self._group = group
         self._rank, self._ranks = agreement.rank, agreement.world_size
         self._kind = None if group is None or self._ranks == 1 else kind_of(group)
         self._held: list[Held] = []
         self._tensors: list[torch.Tensor] = []
         if self._kind is not None:
-            text = repr([_described(*item) for item in named_tensors(state)]).encode()
-            digest = hashlib.sha256(text).digest()
+            text = repr([fit, *(_described(*item) for item in named_tensors(state))])
+            digest = hashlib.sha256(text.encode()).digest()
             if agreement.same("restored", digest, lambda: b"") is not None:
                 self._kind = None
 

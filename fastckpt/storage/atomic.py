@@ -548,15 +548,22 @@ def remove_dead_directory(storage: Storage, path: str) -> bool:
     return False
 
 
-def _put_back(storage: Storage, aside: str) -> None:
-    """Gives a directory that was moved aside its name back, if nothing has that name."""
-    replaced = os.path.join(aside, REPLACED)
-    if not storage.is_directory(replaced):
-        return
+def moved_aside(storage: Storage, aside: str) -> str | None:
+    """Returns the path that a directory which was moved into `aside`, by a save that was killed as
+    it replaced it, gets back; None if there is none, or if that path is taken.
+    """
+    if not storage.is_directory(os.path.join(aside, REPLACED)):
+        return None
     # If the name was too long for _prefix(), this is a hash: a strange name is better than none.
     path = os.path.join(os.path.dirname(aside), _SUFFIX.sub("", os.path.basename(aside))[1:])
-    if storage.status(path) is None:
-        storage.rename(replaced, path)
+    return path if storage.status(path) is None else None
+
+
+def _put_back(storage: Storage, aside: str) -> None:
+    """Gives a directory that was moved aside its name back, if nothing has that name."""
+    path = moved_aside(storage, aside)
+    if path is not None:
+        storage.rename(os.path.join(aside, REPLACED), path)
         log.warning("%r has its name again: the save that was replacing it was killed", path)
 
 

@@ -364,6 +364,22 @@ def test_verify_names_what_is_damaged(
     assert all(line.startswith("ok ") for line in lines[:-1])
 
 
+def test_verify_tells_a_program(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(saved / "one.pt", 5000)
+    status, lines = verified(capsys, "--json", saved / "one.pt", saved / "run", saved / "nothing")
+    parts = json.loads("\n".join(lines))["parts"]
+    assert status == 1
+    assert [part["kind"] for part in parts] == ["damaged", "ok", "ok", "FAILED"]
+    assert parts[0]["path"] == str(saved / "one.pt") and parts[0]["nbytes"] is None
+    assert parts[1]["nbytes"] > 1 << 20
+
+
+def test_doctor_tells_a_program(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", str(disk)]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["directory"]["text"] == str(disk) and not rows["backend"]["is_wrong"]
+
+
 def test_verify_names_a_damaged_file_of_dcp(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,7 +89,10 @@ def test_nests_names_and_dtypes(disk: Path, capsys: pytest.CaptureFixture[str]) 
     assert {*found} == {"layers.0.w", "norm"}
     assert torch.equal(found["layers.0.w"], model["layers.0.w"].bfloat16())
     assert torch.equal(found["norm"], model["norm"])
-    assert main(["convert", a, str(disk / "b.pt"), "--to", "pt", "--glob", "optimizer/*"]) == 0
+    options = ["--to", "pt", "--glob", "optimizer/*", "--json"]
+    assert main(["convert", a, str(disk / "b.pt"), *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"path": str(disk / "b.pt"), "tensors": 1, "nbytes": 2400, "others": {}}
     assert torch.equal(
         torch.load(disk / "b.pt")["optimizer"]["state"]["0"]["m"],
         state["optimizer"]["state"][0]["m"],  # type: ignore[index]
@@ -225,3 +228,30 @@ def test_a_kill_leaves_no_half_result(to: str, write: int, disk: Path) -> None:
     assert main(["repair", str(disk / "out"), "--yes"]) == 0
     assert os.listdir(disk / "out") == []
     assert main(["convert", str(path), str(disk / "out" / "x"), "--to", to]) == 0
+
+
+def test_names_that_are_no_paths_stay(disk: Path) -> None:
+    state = {
+        "enc/block/kernel": torch.ones(2),
+        "x~1y": torch.zeros(2),
+        "enc.block.kernel": torch.ones(1),
+    }
+    safetensors.torch.save_file(state, disk / "a.safetensors")
+    for to, name in (("safetensors", "b.safetensors"), ("pt", "b.pt"), ("dcp", "b")):
+        assert main(["convert", str(disk / "a.safetensors"), str(disk / name), "--to", to]) == 0
+    assert {*safetensors.torch.load_file(disk / "b.safetensors")} == {*state}
+    assert {*torch.load(disk / "b.pt")} == {*state}
+    with fastckpt.open(disk / "b") as tensors:
+        assert {*tensors} == {*state}
+
+
+def test_what_would_fail_late_fails_at_once(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"a": torch.ones(2), "b": {"c": torch.ones(2)}}, disk / "a.pt")
+    a, b = str(disk / "a.pt"), str(disk / "b")
+    assert main(["convert", a, b, "--to", "step", "--step", "-1"]) == 1
+    assert "--step is -1, must be 0 or more" in capsys.readouterr().err
+    huge = torch.ones(()).expand(1 << 50)
+    torch.save({"huge": huge}, disk / "huge.pt")
+    assert main(["convert", str(disk / "huge.pt"), b, "--to", "hf"]) == 1
+    assert "free, and the tensors take 4.00 PiB" in capsys.readouterr().err
+    assert sorted(path.name for path in disk.iterdir()) == ["a.pt", "huge.pt"]

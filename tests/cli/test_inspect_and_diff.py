@@ -189,3 +189,14 @@ def test_names_cannot_steer_the_terminal(disk: Path, capsys: pytest.CaptureFixtu
     assert main(["inspect", path]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and r"\x1b[2Jw\n" in out and "gewöhnlich" in out
+
+
+def test_file_names_cannot_steer_the_terminal(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = disk / "\x1b]0;evil\x07"
+    directory.mkdir()
+    torch.save({"w": torch.ones(3)}, directory / "a\x1b.pt")
+    assert main(["inspect", str(directory / "a\x1b.pt")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\x07" not in out and r"a\x1b.pt" in out

@@ -67,6 +67,25 @@ def test_one_step_in_detail(logged: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["step"] == 200
 
 
+def test_what_the_storage_was_asked_for(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = json.loads(entry(1, 2, 0))["by_rank"]
+    columns |= {"memory_waited_s": [0.0, 2.5], "writes": [[1, 0, 0, 0, 7], [0, 0, 0, 0, 8]]}
+    sizes = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 8 << 20]
+    fast = entry(2, 2, 0, rate=2 * (2 << 30) / 10.0)
+    slow = entry(1, 2, 0, by_rank=columns, write_sizes=sizes)
+    (disk / "saves.jsonl").write_text(f"{slow}\n{fast}\n")
+    assert main(["report", str(disk), "--step", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "copies waited for staging memory, at most 2.50 s" in out
+    assert "16 writes: 1 up to 4.00 KiB, 15 larger" in out
+    assert "215 MB/s, 50% of the limit" in out
+    assert main(["report", str(disk), "--limit", "2GB/s"]) == 0
+    _title, *lines = capsys.readouterr().out.splitlines()
+    assert "215 MB/s  11%" in lines[0] and "429 MB/s  21%" in lines[1]
+    with pytest.raises(SystemExit):
+        main(["report", str(disk), "--limit", "fast"])
+
+
 def test_the_picture(logged: Path) -> None:
     pytest.importorskip("matplotlib")
     assert main(["report", str(logged), "--png", str(logged / "a.png")]) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -214,3 +216,65 @@ def test_what_is_forgotten_is_closed(disk: Path) -> None:
     for _ in range(5):
         fastckpt.open(disk / "a.pt")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_keys_that_are_no_text(disk: Path) -> None:
+    keys = [b"a", b"b", torch.device("cpu"), torch.device("meta"), 1j, 2j, Path("x"), Path("y")]
+    torch.save({key: torch.full((2,), n) for n, key in enumerate(keys)}, disk / "a.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert [int(tensor[0]) for tensor in tensors.values()] == [*range(8)]
+        assert [*tensors][:4] == ["b'a'", "b'b'", "device", "device#2"] and not tensors.others
+
+
+def test_a_chain_of_300_dicts(disk: Path) -> None:
+    state: dict[str, Any] = {"w": torch.ones(3)}
+    for _ in range(300):
+        state = {"next": state}
+    torch.save(state, disk / "a.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert tensors["next/" * 300 + "w"][...].tolist() == [1, 1, 1]
+
+
+def test_a_file_without_sums_of_its_records(disk: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.ones(3)}, disk / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert tensors["w"][...].tolist() == [1, 1, 1]
+
+
+def test_a_dtype_of_later_versions(disk: Path) -> None:
+    header = b'{"w":{"dtype":"F4","shape":[8],"data_offsets":[0,4]}}'
+    (disk / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    with pytest.raises(fastckpt.IncompatibleCheckpoint, match="dtype of 'w' is 'F4'"):
+        fastckpt.open(disk / "a.safetensors")
+
+
+def test_a_forked_process_opens_anew(disk: Path) -> None:
+    torch.save({"w": torch.ones(3)}, disk / "a.pt")
+    tensors = fastckpt.open(disk / "a.pt")
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            fds = [os.open(disk, os.O_RDONLY) for _ in range(20)]
+            with pytest.raises(ValueError, match="before this process was forked"):
+                tensors["w"][...]
+            with pytest.raises(ValueError, match="forked"):
+                tensors.prefetch(["w"])
+            tensors.close()
+            del tensors
+            gc.collect()
+            for fd in fds:
+                os.fstat(fd)  # raises if it was closed
+            with fastckpt.open(disk / "a.pt") as own:
+                assert [*own] == ["w"]
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert tensors["w"][...].tolist() == [1, 1, 1]
+    tensors.close()

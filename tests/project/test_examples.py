@@ -211,6 +211,17 @@ def test_fsdp2_with_tensor_parallelism_goes_on_with_other_meshes(
             assert logged(here) == saved[first:]
 
 
+@needs_fsdp2
+def test_saves_are_told_to_tensorboard(disk: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    training("train_fsdp2.py", 1, disk, "--every", EVERY, "--tensorboard", "told").finish()
+    told = EventAccumulator(str(disk / "told")).Reload()
+    assert [its.step for its in told.Scalars("checkpoint/committed_s")] == [3, 6, 9, 12]
+    assert all(its.value > 0 for its in told.Scalars("checkpoint/stall_s"))
+
+
 def test_ddp_goes_on(disk: Path, expected: dict[int, str]) -> None:
     uninterrupted = run_of("train_ddp.py", 2, disk / "whole", "--every", 0)
     assert_near(uninterrupted, expected, 0)

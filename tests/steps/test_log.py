@@ -18,6 +18,7 @@ import torch
 import fastckpt
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.handle import CLOCKS_BYTES, RankClocks, slowest_of
+from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.steps import log
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, attempt
@@ -47,7 +48,22 @@ def test_the_clocks_of_a_save_are_in_order(disk: Path) -> None:
     assert json.loads(json.dumps(profile)) == profile
     assert profile["nbytes"] == stats.nbytes == profile["by_rank"]["nbytes"][0]
     assert profile["slowest"]["rank"] == 0 and profile["rate"] > 0
+    assert profile["by_rank"]["writes"] == [[*stats.writes]]
     assert handle.progress() == (stats.nbytes, stats.nbytes)
+
+
+def test_writes_are_counted_by_their_size(disk: Path) -> None:
+    # The body has a header of a page and more, and so two whole blocks, and a part of a third.
+    stats = fastckpt.save(torch.ones(2 * BLOCK_BYTES, dtype=torch.uint8), disk / "a.pt").result(60)
+    assert stats.writes == (0, 1, 0, 0, 2)
+    small = fastckpt.save(torch.ones(600_000, dtype=torch.uint8), disk / "a.pt").result(60)
+    assert small.writes == (0, 0, 1, 0, 0) and small.memory_waited_s == 0
+
+
+def test_a_copy_that_waits_for_memory_is_told(disk: Path) -> None:
+    big = torch.ones(6 * BLOCK_BYTES, dtype=torch.uint8)
+    stats = fastckpt.save(big, disk / "a.pt", staging_bytes=BLOCK_BYTES).result(60)
+    assert stats.committed_s is not None and 0 < stats.memory_waited_s < stats.committed_s
 
 
 def test_progress_is_told_while_a_save_writes(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +153,9 @@ def test_all_ranks_are_in_the_line(nursery: Nursery, disk: Path) -> None:
 
 
 def clocks(synced: float, written: float = 2, staged: float = 1, captured: float = 0.5) -> Any:
-    return RankClocks(8, captured, staged, captured, written, synced, 0.0)
+    return RankClocks(
+        8, captured, staged, captured, written, synced, 0.0, 0.25, (1, 0, 3, 0, 1 << 40)
+    )
 
 
 def test_the_slowest_rank_is_named() -> None:
@@ -194,6 +212,9 @@ def test_a_line_that_is_no_entry(line: str, disk: Path, caplog: pytest.LogCaptur
         ("began", 5),
         ("error", 5),
         ("by_rank", []),
+        ("write_sizes", [4096]),
+        ("write_sizes", 5),
+        ("write_sizes", [-1, 1, 1, 1, 1]),
         ("slowest", {"rank": 0, "phase": 1, "seconds": 1}),
         ("slowest", {"rank": 0, "phase": "write", "seconds": None}),
         ("slowest", {"rank": "0", "phase": "write", "seconds": 1}),
@@ -201,6 +222,15 @@ def test_a_line_that_is_no_entry(line: str, disk: Path, caplog: pytest.LogCaptur
 )
 def test_a_member_that_is_wrong(name: str, value: Any, disk: Path) -> None:
     entry = {**json.loads(logged(disk)), name: value}
+    (disk / "saves.jsonl").write_text(json.dumps(entry) + "\n")
+    with pytest.raises(CorruptCheckpoint, match="is no log of saves"):
+        log.entries(Storage(), str(disk))
+
+
+@pytest.mark.parametrize("name", ["rate", "stall_s", "committed_s", "error", "step"])
+def test_a_member_that_is_missing(name: str, disk: Path) -> None:
+    entry = json.loads(logged(disk))
+    del entry[name]
     (disk / "saves.jsonl").write_text(json.dumps(entry) + "\n")
     with pytest.raises(CorruptCheckpoint, match="is no log of saves"):
         log.entries(Storage(), str(disk))

@@ -1,0 +1,38 @@
+"""The rivals: a file for each library, with the versions it is measured at and its environment.
+
+A library that can be called in several ways is several peers. Each of them runs in a process of its
+own and is measured by the same functions; fastckpt and torch.save are among them.
+"""
+
+from __future__ import annotations
+
+from rivals.dcp import Dcp, DcpAsync, DcpAsyncProcess, DcpAsyncStager
+from rivals.deepspeed_fast_file_writer import DeepSpeed, DeepSpeedStorages
+from rivals.fastckpt_save import Fastckpt, FastckptStep
+from rivals.fastsafetensors_load import FastSafetensors
+from rivals.peer import Peer
+from rivals.runai_streamer_load import RunaiStreamer
+from rivals.safetensors_file import SafetensorsFile
+from rivals.torch_checkpointing_save import TorchCheckpointing
+from rivals.torch_save import TorchSave, TorchSaveNoCrc
+from rivals.torchsnapshot_take import TorchSnapshot, TorchSnapshotAsync
+
+PEERS: tuple[type[Peer], ...] = (
+    TorchSave,
+    TorchSaveNoCrc,
+    SafetensorsFile,
+    FastSafetensors,
+    RunaiStreamer,
+    Dcp,
+    DcpAsync,
+    DcpAsyncStager,
+    DcpAsyncProcess,
+    TorchSnapshot,
+    TorchSnapshotAsync,
+    TorchCheckpointing,
+    DeepSpeed,
+    DeepSpeedStorages,
+    Fastckpt,
+    FastckptStep,
+)
+BASELINE = TorchSave.name

@@ -1,0 +1,118 @@
+"""torch.distributed.checkpoint in one process: save, and async_save by a thread or a process.
+
+The documents call save(state, checkpoint_id=path), which syncs its files but not their directory,
+and async_save(...), whose future says when that has happened. The caller may change the state when
+the stager has copied it: on return by default, or at staging_completion where a stager is passed
+that copies in a thread. What is saved is loaded into tensors of the caller.
+"""
+
+# /// script
+# requires-python = ">=3.10"
+# dependencies = []
+# ///
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from state import State
+from storage import fsync_tree
+
+from rivals.peer import Peer, Save, already
+
+
+class Dcp(Peer):
+    """torch.distributed.checkpoint.save in one process."""
+
+    name = "dcp"
+    contract = "sync; fsyncs its files, harness adds the directory"
+    fills_template = True
+    modules = ("torch.distributed.checkpoint",)
+
+    def save(self, state: State, target: Path) -> Save:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(state, checkpoint_id=target, no_dist=True)
+        return Save(already, lambda: fsync_tree(target))
+
+    def load(self, target: Path, template: State) -> Any:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.load(template, checkpoint_id=target, no_dist=True)
+        return template
+
+
+class DcpAsync(Dcp):
+    """torch.distributed.checkpoint.async_save with its default stager."""
+
+    name = "dcp-async"
+    contract = "background thread; a fresh copy of the state is made before the call returns"
+    background = True
+
+    def save(self, state: State, target: Path) -> Save:
+        import torch.distributed.checkpoint as dcp
+
+        future = dcp.async_save(state, checkpoint_id=target, no_dist=True)
+        return Save(already, lambda: (future.result(), fsync_tree(target)))
+
+
+class DcpAsyncStager(Dcp):
+    """torch.distributed.checkpoint.async_save with a reused DefaultStager, staging in a thread."""
+
+    name = "dcp-async-stager"
+    contract = "background threads; may mutate after staging_completion; staging memory reused"
+    background = True
+    modules = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.staging")
+    shared_memory = False
+
+    def open(self) -> None:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        super().open()
+        # Pinned memory and non-blocking copies need an accelerator; the rest is at its best.
+        self.stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=self.shared_memory,
+                use_async_staging=True,
+                use_non_blocking_copy=False,
+            )
+        )
+        self.held.callback(self.stager.close)
+
+    def how(self) -> dict[str, Any]:
+        """Return the arguments that say who writes."""
+        return {"no_dist": True}
+
+    def save(self, state: State, target: Path) -> Save:
+        import torch.distributed.checkpoint as dcp
+
+        response = dcp.async_save(
+            state, checkpoint_id=target, async_stager=self.stager, **self.how()
+        )
+        return Save(
+            response.staging_completion.result,
+            lambda: (response.upload_completion.result(), fsync_tree(target)),
+        )
+
+
+class DcpAsyncProcess(DcpAsyncStager):
+    """The same with a process that writes: what is staged in shared memory is not copied again."""
+
+    name = "dcp-async-process"
+    contract = "background process; may mutate after staging_completion; shared memory, reused"
+    shared_memory = True
+
+    def open(self) -> None:
+        import torch.distributed as dist
+
+        super().open()
+        # The process makes a group like that of its parent, so there has to be one.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.held.callback(dist.destroy_process_group)
+
+    def how(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        return {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}

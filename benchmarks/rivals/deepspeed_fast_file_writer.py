@@ -1,0 +1,119 @@
+"""DeepSpeed's FastFileWriter: libaio, O_DIRECT and a double buffer below torch.save.
+
+The documents hand a FastFileWriter to torch.save as its file. Its close() syncs the file. DeepSpeed
+compiles its extension when it is first asked for, with a C++ compiler and the headers of libaio.
+"""
+
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["deepspeed==0.19.8", "ninja==1.13.2"]
+# ///
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from state import State, byte_view
+from storage import fsync_tree
+
+from rivals.peer import Peer, Save, already
+
+
+class DeepSpeed(Peer):
+    """DeepSpeed's FastFileWriter (libaio, O_DIRECT, double buffer) as the file of torch.save."""
+
+    name = "deepspeed"
+    contract = "sync; torch.save through FastFileWriter, which fsyncs the file"
+    modules = ("deepspeed",)
+    buffer_bytes = 128 << 20
+
+    def load_modules(self) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "extensions"))
+        super().load_modules()
+
+    def open(self) -> None:
+        import deepspeed.io.fast_file_writer as writer
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        super().open()
+
+        class ByteCast:
+            """Stands in for the extension op that DeepSpeed does not build for the CPU."""
+
+            def load(self, verbose: bool = False) -> Any:
+                return self
+
+            def cast_to_byte_tensor(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+                return [byte_view(tensor) for tensor in tensors]
+
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        writer.UtilsBuilder = ByteCast
+        block, depth, single_submit, overlap, threads = 8 << 20, 32, False, True, 2
+        self.handle = (
+            AsyncIOBuilder()
+            .load(verbose=False)
+            .aio_handle(block, depth, single_submit, overlap, threads)
+        )
+        self.buffer = self.handle.new_cpu_locked_tensor(
+            self.buffer_bytes, torch.empty(0, dtype=torch.uint8)
+        )
+        self.held.callback(self.handle.free_cpu_locked_tensor, self.buffer)
+
+    def writer(self, path: Path) -> Any:
+        import deepspeed.io.fast_file_writer as writer
+
+        config = writer.FastFileWriterConfig(
+            dnvme_handle=self.handle, pinned_tensor=self.buffer, double_buffer=True
+        )
+        return writer.FastFileWriter(str(path), config)
+
+    def save(self, state: State, target: Path) -> Save:
+        writer = self.writer(target / "state.pt")
+        torch.save(state, writer)
+        writer.close()
+        return Save(already, lambda: fsync_tree(target))
+
+    def load(self, target: Path, template: State) -> Any:
+        return torch.load(target / "state.pt", weights_only=True)
+
+
+class DeepSpeedStorages(DeepSpeed):
+    """FastFileWriter fed whole storages, as under DeepSpeed's own copy of torch's serialization.
+
+    That copy exists for another torch and for the legacy format only, so the same thing is done
+    here: the legacy header is written by torch and the storages are handed over in one list.
+    """
+
+    name = "deepspeed-storages"
+    contract = "sync; legacy torch format, storages by list; FastFileWriter fsyncs the file"
+
+    def save(self, state: State, target: Path) -> Save:
+        dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        storages: list[tuple[torch.UntypedStorage, torch.dtype]] = []
+        writer = self.writer(target / "state.pt")
+        with collected_storages(lambda storage, size: storages.append((storage, dtypes[size]))):
+            torch.save(state, writer, _use_new_zipfile_serialization=False)
+        writer.save_torch_storage_object_list(storages, True)
+        writer.close()
+        return Save(already, lambda: fsync_tree(target))
+
+
+@contextlib.contextmanager
+def collected_storages(collect: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Make torch's legacy writer hand every storage to `collect` instead of writing it."""
+    original = torch.UntypedStorage._write_file
+    torch.UntypedStorage._write_file = lambda storage, file, real, sized, element_size: collect(
+        storage, element_size
+    )
+    try:
+        yield
+    finally:
+        torch.UntypedStorage._write_file = original

@@ -1,0 +1,50 @@
+"""torch.save to one file, and the same without a checksum.
+
+The documents call torch.save(state, path). On return the bytes lie in the page cache; nothing has
+been synced.
+"""
+
+# /// script
+# requires-python = ">=3.10"
+# dependencies = []
+# ///
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from state import State
+from storage import fsync_tree
+
+from rivals.peer import Peer, Save, already
+
+
+class TorchSave(Peer):
+    """torch.save to one file."""
+
+    name = "torch.save"
+    contract = "sync; page cache on return, harness fsyncs"
+
+    def save(self, state: State, target: Path) -> Save:
+        torch.save(state, target / "state.pt")
+        return Save(already, lambda: fsync_tree(target))
+
+    def load(self, target: Path, template: State) -> Any:
+        return torch.load(target / "state.pt", weights_only=True)
+
+
+class TorchSaveNoCrc(TorchSave):
+    """torch.save with the zip's CRC-32 switched off."""
+
+    name = "torch.save-nocrc"
+    contract = "sync; no checksum; page cache on return, harness fsyncs"
+
+    def save(self, state: State, target: Path) -> Save:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            return super().save(state, target)
+        finally:
+            torch.serialization.set_crc32_options(before)

@@ -1,0 +1,79 @@
+"""The parts of every `fastckpt bench WHAT`, and the order in which contestants take turns.
+
+The module must not know what any of them measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Result = dict[str, Any]
+
+
+class Command(NamedTuple):
+    """One WHAT of `fastckpt bench`.
+
+    Attributes:
+        help, description: for argparse.
+        size, rounds: the defaults, as an argument has them.
+        on_devices: whether the state may lie on a GPU.
+        add_arguments: adds further arguments.
+        needed: returns how many bytes of the file system it takes at most.
+        measured: measures in a directory of its own, and returns what goes into the JSON; "wrong"
+            in it names what came back other than it was written.
+        lines: returns the result as text.
+    """
+
+    help: str
+    description: str
+    size: str
+    rounds: int
+    on_devices: bool
+    add_arguments: Callable[[argparse.ArgumentParser], object]
+    needed: Callable[[argparse.Namespace], int]
+    measured: Callable[[Path, argparse.Namespace], Result]
+    lines: Callable[[Result], Iterator[str]]
+
+
+def no_arguments(_parser: argparse.ArgumentParser) -> None:
+    """Adds nothing to what all commands take."""
+
+
+def positive(text: str) -> int:
+    """Returns a number of at least 1, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def in_turn(names: Sequence[T], rounds: int, first: int = 0) -> Iterator[tuple[int, T]]:
+    """Yields (round, name). Each round begins with another name, so that no place is fixed."""
+    for number in range(first, rounds):
+        begin = number % len(names)
+        for name in (*names[begin:], *names[:begin]):
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            yield number, name
+
+
+def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the median of each clock."""
+    return {clock: median(row[clock] for row in rows) for clock in rows[0]}
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields lines of columns: the first flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        others = (text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))
+        yield "  ".join([row[0].ljust(widths[0]), *others]).rstrip()

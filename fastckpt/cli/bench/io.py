@@ -1,0 +1,291 @@
+"""`fastckpt bench io`: how fast the engine alone writes and reads a file, by backend, block size
+and queue depth, beside fio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from math import nan
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from fastckpt.arguments import quantities
+from fastckpt.arguments.quantities import shown_rate, shown_size
+from fastckpt.cli.bench import fio
+from fastckpt.cli.bench.command import Command, Result, in_turn, positive, table
+from fastckpt.cli.bench.machine import make_cold, removed
+from fastckpt.cli.drawing import drawing
+from fastckpt.cli.paths import path_argument, quantity_argument
+from fastckpt.cli.progress import progress
+from fastckpt.engine.cell_trial import Cell, CellTrial
+from fastckpt.engine.staging import IO_THREADS, QUEUE_DEPTH
+from fastckpt.errors import BackendUnavailable, CheckpointError
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.saving import pipeline
+
+_MIB = 1 << 20
+_BLOCKS = [count * _MIB for count in (1, 2, 4, 8, 16)]
+_DEPTHS = [1, 4, 8, 16, 32]
+_QUICK_BLOCKS, _QUICK_DEPTHS = [2 * _MIB, 8 * _MIB], [4, 16]
+_OPERATIONS = ("write", "read")
+_FIO = "fio"
+Rates = dict[str, float]  # bytes per second by operation
+
+
+class _Grid:
+    """The cells that are measured in a directory, and the one that fastckpt takes by itself.
+
+    Attributes:
+        points: cells of one block size and queue depth, which take turns.
+        defaults: by operation.
+        notes: what could not be measured, and why.
+    """
+
+    def __init__(self, own: Path, blocks: list[int], depths: list[int]) -> None:
+        self.notes: list[str] = []
+        self.defaults: dict[str, Cell] = {}
+        self._backends = ["io_uring", "threads", _FIO]
+        self._probe(str(own / "probe"))
+        if refusal := self._refusal_of_fio(own / "probe"):
+            self._backends.remove(_FIO)
+            self.notes.append(refusal)
+        self.points = [
+            [Cell(backend, block, depth, self._direct) for backend in self._backends]
+            for block in blocks
+            for depth in depths
+        ]
+        there = {cell for point in self.points for cell in point}
+        self.points += [[cell] for cell in {*self.defaults.values()} - there]
+
+    def _probe(self, path: str) -> None:
+        """Finds out which backends work, whether O_DIRECT does, and what saves and loads choose."""
+        current = pipeline.current()
+        route, fd = current.staging.route, current.storage.create(path, 0o600)
+        try:
+            current.storage.allocate(fd, _MIB)
+            try:
+                route(fd, path, "io_uring", writing=True)
+            except BackendUnavailable as error:
+                self._backends.remove("io_uring")
+                self.notes.append(str(error))
+            for operation in _OPERATIONS:
+                own = route(fd, path, "auto", writing=operation == "write")
+                depth = QUEUE_DEPTH if own.backend.name == "io_uring" else IO_THREADS
+                cell = Cell(own.backend.name, BLOCK_BYTES, depth, own.direct)
+                self.defaults[operation] = cell
+            refusal = current.storage.set_direct(fd, writing=True)
+            if refusal is not None:
+                self.notes.append(f"{refusal}: all cells are buffered")
+            self._direct = refusal is None
+        finally:
+            current.storage.close(fd)
+
+    def _refusal_of_fio(self, path: Path) -> str:
+        if not fio.version():
+            return "fio is not on PATH: there is nothing to compare with"
+        try:
+            fio.rate("write", path, _MIB, Cell(_FIO, _MIB, 1, self._direct))
+        except OSError as error:
+            return str(error)
+        return ""
+
+
+class _Transfers:
+    """The file that is written and read, and the memory that it comes from and goes to."""
+
+    def __init__(self, own: Path, nbytes: int) -> None:
+        self._path, self._nbytes = own / "file", nbytes
+        numbers = torch.empty(nbytes // 8, dtype=torch.int64, device="cpu")
+        self._source = numbers.random_()
+        self._target = torch.zeros_like(numbers)
+
+    def rates(self, cell: Cell) -> Rates:
+        """Writes and reads by a cell."""
+        try:
+            return self._by_fio(cell) if cell.backend == _FIO else self._by_engine(cell)
+        finally:
+            if self._path.exists():
+                removed(self._path)
+
+    def _by_fio(self, cell: Cell) -> Rates:
+        written = fio.rate("write", self._path, self._nbytes, cell)
+        make_cold(self._path)
+        return {"write": written, "read": fio.rate("read", self._path, self._nbytes, cell)}
+
+    def _by_engine(self, cell: Cell) -> Rates:
+        storage, name = pipeline.current().storage, str(self._path)
+        with CellTrial(cell, name, self._nbytes) as trial:
+            fd = storage.create(name, 0o600)
+            try:
+                storage.allocate(fd, self._nbytes)  # before the clock, as fio does
+                if cell.direct:
+                    storage.set_direct(fd, writing=True)
+                begun = time.perf_counter()
+                crcs = trial.write(fd, self._source.data_ptr())
+                os.fsync(fd)
+                write_s = time.perf_counter() - begun
+            finally:
+                storage.close(fd)
+            make_cold(self._path)
+            self._target.zero_()
+            fd = storage.open(name)
+            try:
+                if cell.direct:
+                    storage.set_direct(fd, writing=False)
+                begun = time.perf_counter()
+                trial.read(fd, crcs, self._target.data_ptr())
+                read_s = time.perf_counter() - begun
+            finally:
+                storage.close(fd)
+        if not torch.equal(self._source, self._target):
+            raise CheckpointError(f"{cell}: other bytes were read than written")
+        return {"write": self._nbytes / write_s, "read": self._nbytes / read_s}
+
+
+def _measured(own: Path, arguments: argparse.Namespace) -> Result:
+    blocks = arguments.blocks or (_QUICK_BLOCKS if arguments.quick else _BLOCKS)
+    depths = arguments.depths or (_QUICK_DEPTHS if arguments.quick else _DEPTHS)
+    nbytes = max(arguments.size, *blocks) // _MIB * _MIB
+    if arguments.png:
+        drawing()  # it may be missing: better known now than at the end
+    grid, transfers = _Grid(own, blocks, depths), _Transfers(own, nbytes)
+    found: dict[Cell, list[Rates]] = {}
+    cells = sum(map(len, grid.points))
+    with progress(2 * nbytes * cells * arguments.rounds, "written, read") as moved:
+        for number in range(arguments.rounds):
+            for point in grid.points:
+                for _, cell in in_turn(point, number + 1, first=number):
+                    found.setdefault(cell, []).append(transfers.rates(cell))
+                    moved(2 * nbytes)
+    result = {
+        "nbytes": nbytes,
+        "rounds": arguments.rounds,
+        "fio": fio.version() or None,
+        "notes": grid.notes,
+        "wrong": [],
+    }
+    for operation in _OPERATIONS:
+        result[operation] = _ranking(operation, found, grid.defaults[operation])
+    if arguments.png:
+        _draw(result, arguments.png)
+    return result
+
+
+def _ranking(operation: str, found: dict[Cell, list[Rates]], default: Cell) -> Result:
+    """Returns all cells of an operation, the best of them, and how they compare."""
+    cells: list[dict[str, Any]] = []
+    for cell, rounds in found.items():
+        rates = [rates[operation] for rates in rounds]
+        cells.append({**cell._asdict(), "rates": rates, "rate": median(rates)})
+    ours = [cell for cell in cells if cell["backend"] != _FIO]
+    best = max(ours, key=lambda cell: cell["rate"])
+    own = next(its for its in ours if Cell(*(its[name] for name in Cell._fields)) == default)
+    theirs = [cell for cell in cells if cell["backend"] == _FIO]
+    fastest = max(theirs, key=lambda cell: cell["rate"], default=None)
+    return {
+        "cells": cells,
+        "best": best,
+        "best_of_fio": fastest,
+        "share_of_fio": best["rate"] / fastest["rate"] if fastest else None,
+        "default": own,
+        "default_share_of_best": own["rate"] / best["rate"],
+    }
+
+
+def _text(cell: dict[str, Any]) -> str:
+    way = "O_DIRECT" if cell["direct"] else "buffered"
+    size, rate = shown_size(cell["block_bytes"]), shown_rate(cell["rate"])
+    return f"{cell['backend']}, {way}, {size} x {cell['depth']}: {rate}"
+
+
+def _backends(cells: list[dict[str, Any]]) -> list[str]:
+    return [*dict.fromkeys(cell["backend"] for cell in cells)]
+
+
+def _lines(result: Result) -> Iterator[str]:
+    yield (
+        f"{shown_size(result['nbytes'])}, random; medians of {result['rounds']} rounds in turn; "
+        f"fsync counted; fio: {result['fio'] or 'none'}"
+    )
+    yield from (f"note: {note}" for note in result["notes"])
+    for operation in _OPERATIONS:
+        found = result[operation]
+        backends = _backends(found["cells"])
+        rows: dict[str, dict[str, str]] = {}
+        for cell in found["cells"]:
+            way = "" if cell["direct"] else ", buffered"
+            point = f"{shown_size(cell['block_bytes'])} x {cell['depth']}{way}"
+            rows.setdefault(point, {})[cell["backend"]] = shown_rate(cell["rate"])
+        yield ""
+        told = [[operation, *backends]]
+        told += [[point, *(its.get(name, "") for name in backends)] for point, its in rows.items()]
+        yield from table(told)
+        yield f"best: {_text(found['best'])}"
+        if found["best_of_fio"] is not None:
+            yield f"{found['share_of_fio']:.2f} of fio's best: {_text(found['best_of_fio'])}"
+        share = found["default_share_of_best"]
+        yield f"default, {share:.2f} of the best: {_text(found['default'])}"
+
+
+def _draw(result: Result, path: str) -> None:
+    """Draws a heat map for each operation and backend: depths to the right, blocks upwards."""
+    pyplot = drawing()
+    backends = _backends(result["write"]["cells"])
+    size = (4.5 * len(backends), 8)
+    figure, axes = pyplot.subplots(len(_OPERATIONS), len(backends), figsize=size, squeeze=False)
+    for operation, row in zip(_OPERATIONS, axes, strict=True):
+        cells = result[operation]["cells"]
+        blocks = sorted({cell["block_bytes"] for cell in cells})
+        depths = sorted({cell["depth"] for cell in cells})
+        highest = max(cell["rate"] for cell in cells) / 1e9
+        for backend, at in zip(backends, row, strict=True):
+            grid = [[nan] * len(depths) for _ in blocks]
+            for cell in (cell for cell in cells if cell["backend"] == backend):
+                y, x = blocks.index(cell["block_bytes"]), depths.index(cell["depth"])
+                grid[y][x] = cell["rate"] / 1e9
+                at.text(x, y, f"{grid[y][x]:.2f}", ha="center", va="center", color="white")
+            at.imshow(grid, origin="lower", vmin=0, vmax=1.2 * highest, aspect="auto")
+            at.set_xticks(range(len(depths)), depths)
+            at.set_yticks(range(len(blocks)), [shown_size(block) for block in blocks])
+            at.set(title=f"{operation}, {backend}: GB/s", xlabel="queue depth", ylabel="block")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _block(text: str) -> int:
+    return max(1, round(quantities.size(text) / _MIB)) * _MIB
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="measure few cells")
+    for flag, read, metavar, told in (
+        ("--blocks", quantity_argument(_block), "SIZE", "block sizes; default: 1MiB to 16MiB"),
+        ("--depths", positive, "N", "queue depths; default: 1 to 32"),
+    ):
+        parser.add_argument(flag, nargs="+", type=read, metavar=metavar, help=told)
+    parser.add_argument(
+        "--png", type=path_argument, metavar="FILE", help="draw heat maps, with matplotlib"
+    )
+
+
+COMMAND = Command(
+    help="the engine's writes and reads beside fio's",
+    description="Writes and reads one file with fastckpt's engine, which also copies and checksums "
+    "each block, by backend, block size and queue depth (threads: as many threads), each in turn "
+    "with fio if it is on PATH: io_uring, O_DIRECT, room allocated before, an fsync at the end. "
+    "Bytes are compared.",
+    size="512MiB",
+    rounds=3,
+    on_devices=False,
+    add_arguments=_add_arguments,
+    needed=lambda arguments: int(1.1 * max(arguments.size, *(arguments.blocks or _BLOCKS))),
+    measured=_measured,
+    lines=_lines,
+)

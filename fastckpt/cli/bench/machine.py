@@ -1,0 +1,90 @@
+"""The machine that was measured, in words for the JSON, and its page cache.
+
+The module must not know what is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+import fastckpt
+from fastckpt.saving import pipeline
+
+_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+_CHUNK = 8 << 20
+
+
+def environment(directory: str) -> dict[str, Any]:
+    """Returns hardware, kernel, file system and versions."""
+    storage = pipeline.current().storage
+    fd = storage.open_directory(directory)
+    try:
+        file_system = storage.policy(fd)[0]
+    finally:
+        storage.close(fd)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "directory": directory,
+        "file_system": file_system,
+        "kernel": f"Linux {platform.release()}, {platform.machine()}",
+        "cpu": _cpu(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpus": [torch.cuda.get_device_name(number) for number in range(gpus)],
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "safetensors": safetensors.__version__,
+        "fastckpt": fastckpt.__version__,
+    }
+
+
+def _cpu() -> str:
+    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def make_cold(path: Path) -> str:
+    """Drops a file, whose bytes are durable, from the page cache; returns by what.
+
+    The caches of the whole machine are dropped only if some of the file stays otherwise, and if
+    that is allowed.
+    """
+    storage = pipeline.current().storage
+    fd = storage.open(str(path))
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if not storage.cached_share(fd):
+            return "posix_fadvise"
+        try:
+            _DROP_CACHES.write_text("1")
+            way = "posix_fadvise, drop_caches"
+        except OSError:
+            way = "posix_fadvise"
+        left = storage.cached_share(fd)
+        return f"{way}; {left:.0%} of a file stayed in the page cache" if left > 0.005 else way
+    finally:
+        storage.close(fd)
+
+
+def make_warm(path: Path) -> None:
+    """Brings a file into the page cache."""
+    with open(path, "rb", buffering=0) as file:
+        while file.read(_CHUNK):
+            pass
+
+
+def removed(path: Path) -> None:
+    """Removes a file, durably, so that what is measured next does not pay for it."""
+    path.unlink()
+    pipeline.current().storage.sync_directory(str(path.parent))

@@ -1,0 +1,230 @@
+"""`fastckpt bench save` and `load`: fastckpt beside torch and safetensors, each of which ends with
+bytes that are durable or with tensors that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import safetensors.torch
+
+import fastckpt
+from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
+from fastckpt.cli.bench.command import Command, Result, in_turn, medians, no_arguments, table
+from fastckpt.cli.bench.machine import make_cold, make_warm, removed
+from fastckpt.cli.bench.state import State, differing, gpt_state, nbytes_of, touch
+from fastckpt.cli.progress import progress
+from fastckpt.errors import CheckpointError
+from fastckpt.formats.torch_pickle import torch_load, torch_save
+
+TORCH = "torch.save + fsync"
+Clocks = dict[str, float]
+
+
+class Peer(NamedTuple):
+    """A way to save, and a way to load that to a device, which is given by its name."""
+
+    save: Callable[[State, Path], Clocks]
+    load: Callable[[Path, str], Any]
+
+
+@contextmanager
+def failures_told(name: str) -> Iterator[None]:
+    """Turns what torch and safetensors raise into an error of one line."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (RuntimeError, MemoryError, safetensors.SafetensorError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{name} failed: {line}") from error
+
+
+def blocking(save: Callable[[Any, Path], object]) -> Callable[[Any, Path], Clocks]:
+    """Returns a function that saves, syncs the file, and returns both clocks."""
+
+    def timed(state: Any, path: Path) -> Clocks:
+        begun = time.perf_counter()
+        save(state, path)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        seconds = time.perf_counter() - begun
+        return {"blocked_s": seconds, "durable_s": seconds}
+
+    return timed
+
+
+def _fastckpt(fence: Literal["call", "step"]) -> Callable[[State, Path], Clocks]:
+    def save(state: State, path: Path) -> Clocks:
+        begun = time.perf_counter()
+        handle = fastckpt.save(state, path, fence=fence)
+        blocked_s = time.perf_counter() - begun
+        handle.result()
+        return {"blocked_s": blocked_s, "durable_s": time.perf_counter() - begun}
+
+    return save
+
+
+def stock_load(path: Path, device: str) -> Any:
+    return torch_load(path, map_location=device, weights_only=True)
+
+
+_STOCK = Peer(blocking(torch_save), stock_load)
+_SAFETENSORS = Peer(
+    blocking(safetensors.torch.save_file),
+    lambda path, device: safetensors.torch.load_file(path, device=device),
+)
+_SAVES = {
+    "fastckpt, call fence": Peer(_fastckpt("call"), stock_load),
+    "fastckpt, step fence": Peer(_fastckpt("step"), stock_load),
+    TORCH: _STOCK,
+    "safetensors + fsync": _SAFETENSORS,
+}
+_LOADS = {
+    "fastckpt.load": Peer(
+        _fastckpt("call"), lambda path, device: fastckpt.load(path, map_location=device)
+    ),
+    "torch.load": _STOCK,
+    "safetensors load_file": _SAFETENSORS,
+}
+
+
+def _save(own: Path, arguments: argparse.Namespace) -> Result:
+    state, path = gpt_state(arguments.size, arguments.device), own / "saved"
+
+    def turn(peer: Peer) -> tuple[Clocks, list[str]]:
+        clocks = peer.save(state, path)
+        wrong = differing(peer.load(path, arguments.device), state)
+        removed(path)
+        return clocks, wrong
+
+    return _compared(_SAVES, TORCH, arguments, state, turn)
+
+
+def _load(own: Path, arguments: argparse.Namespace) -> Result:
+    state, device = gpt_state(arguments.size, arguments.device), arguments.device
+    paths = {peer: own / str(number) for number, peer in enumerate(_LOADS.values())}
+    for name, peer in _LOADS.items():
+        with failures_told(name):
+            peer.save(state, paths[peer])
+    cold_by: set[str] = set()
+
+    def turn(peer: Peer) -> tuple[Clocks, list[str]]:
+        clocks, wrong, path = {}, [], paths[peer]
+        for cache in ("cold", "warm") if arguments.warm else ("cold",):
+            if cache == "warm":
+                make_warm(path)
+            else:
+                cold_by.add(make_cold(path))
+            begun = time.perf_counter()
+            loaded = peer.load(path, device)
+            touch(loaded)
+            clocks[f"{cache}_s"] = time.perf_counter() - begun
+            wrong += differing(loaded, state)
+        return clocks, wrong
+
+    result = _compared(_LOADS, "torch.load", arguments, state, turn)
+    return {**result, "cold_by": sorted(cold_by)}
+
+
+def _compared(
+    peers: dict[str, Peer],
+    base: str,
+    arguments: argparse.Namespace,
+    state: State,
+    turn: Callable[[Peer], tuple[Clocks, list[str]]],
+) -> Result:
+    """Has each peer take its turn, which returns its clocks and names of tensors that differed, and
+    compares the medians with those of the base.
+    """
+    rows: dict[str, list[Clocks]] = {name: [] for name in peers}
+    wrong, nbytes, rounds = set(), nbytes_of(state), arguments.rounds
+    with progress(nbytes * len(peers) * (rounds + 1), arguments.what) as moved:
+        # The first round is not counted: in it each takes memory that later ones use again.
+        for number, name in in_turn([*peers], rounds, first=-1):
+            with failures_told(name):
+                clocks, bad = turn(peers[name])
+            if bad:
+                wrong.add(f"{name}: {listed(bad)}")
+            if number >= 0:
+                rows[name].append(clocks)
+            moved(nbytes)
+    middle = {name: medians(its) for name, its in rows.items()}
+    times = {
+        name: {clock: middle[base][clock] / took for clock, took in its.items()}
+        for name, its in middle.items()
+    }
+    return {
+        "nbytes": nbytes,
+        "tensors": len(state),
+        "device": arguments.device,
+        "rounds": rounds,
+        "base": base,
+        "peers": {
+            name: {"rounds": its, "median": middle[name], "times_as_fast": times[name]}
+            for name, its in rows.items()
+        },
+        "wrong": sorted(wrong),
+    }
+
+
+def _lines(result: Result) -> Iterator[str]:
+    nbytes, base = result["nbytes"], result["base"]
+    yield (
+        f"{shown_size(nbytes)} in {result['tensors']} tensors, {result['device']}; medians of "
+        f"{result['rounds']} rounds; x: times as fast as {base}; all bytes compared"
+    )
+    if "cold_by" in result:
+        yield f"cold by {', or by '.join(result['cold_by'])}; only fastckpt.load verifies checksums"
+    rows = [[""]]
+    for clock in result["peers"][base]["median"]:
+        rows[0] += [clock.removesuffix("_s"), "x", *(["rate"] if clock != "blocked_s" else [])]
+    for name, its in result["peers"].items():
+        row = [name]
+        for clock, took in its["median"].items():
+            row += [shown_time(took), f"{its['times_as_fast'][clock]:.2f}"]
+            row += [shown_rate(nbytes / took)] if clock != "blocked_s" else []
+        rows.append(row)
+    yield from table(rows)
+
+
+SAVE = Command(
+    help="fastckpt.save beside torch.save and safetensors",
+    description="Saves a random state with each, in turn, and times two things: when the call "
+    "returns (with the step fence, the next step() of an optimizer may wait for copies; `train` "
+    "counts that), and when the bytes are durable, an fsync included. What was saved is loaded, by "
+    "torch.load or safetensors, and compared.",
+    size="512MiB",
+    rounds=5,
+    on_devices=True,
+    add_arguments=no_arguments,
+    needed=lambda arguments: int(1.1 * arguments.size),
+    measured=_save,
+    lines=_lines,
+)
+LOAD = Command(
+    help="fastckpt.load beside torch.load and safetensors",
+    description="Loads a random state from a file that each has written, in turn, with the file "
+    "dropped from the page cache before (if some of it stays, the caches of the whole machine are "
+    "dropped where that is allowed). Memory that was only mapped is read before the clock stops. "
+    "What was loaded is compared.",
+    size="512MiB",
+    rounds=5,
+    on_devices=True,
+    add_arguments=lambda parser: parser.add_argument(
+        "--warm", action="store_true", help="also load from the page cache"
+    ),
+    needed=lambda arguments: int(3.1 * arguments.size),
+    measured=_load,
+    lines=_lines,
+)

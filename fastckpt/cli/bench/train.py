@@ -1,0 +1,169 @@
+"""`fastckpt bench train`: the seconds of training that a save costs."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from math import sqrt
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import fastckpt
+from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.quantities import shown_size, shown_time
+from fastckpt.cli.bench.command import Command, Result, in_turn, positive, table
+from fastckpt.cli.bench.saves import TORCH, blocking, failures_told, stock_load
+from fastckpt.cli.bench.state import differing, nbytes_of
+from fastckpt.cli.progress import progress
+from fastckpt.formats.torch_pickle import torch_save
+
+_LAYERS, _BATCH = 4, 64
+_BYTES_PER_PARAMETER = 12  # a weight and Adam's two moments, fp32
+_NONE, _FASTCKPT = "no saves", "fastckpt, step fence"
+Wait = Callable[[], object]  # until a save is durable
+
+
+class _Training:
+    """A training loop of the wide layers of a GPT; model and optimizer hold about nbytes."""
+
+    def __init__(self, nbytes: int, device: str) -> None:
+        width = max(8, int(sqrt(nbytes / _BYTES_PER_PARAMETER / (8 * _LAYERS)) / 8) * 8)
+        layers: list[torch.nn.Module] = []
+        for _ in range(_LAYERS):
+            up, down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+            layers += [torch.nn.LayerNorm(width), up, torch.nn.GELU(), down]
+        self.model = torch.nn.Sequential(*layers).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.batch = torch.randn((_BATCH, width), device=device)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.batch).square().mean().backward()
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def window(
+        self, saves: int, every: int, save: Callable[[Any, Path], Wait], path: Path
+    ) -> float:
+        """Saves and trains `every` steps, so many times, until the last save is durable, too;
+        returns the seconds.
+        """
+        begun = time.perf_counter()
+        wait: Wait = _nothing
+        for _ in range(saves):
+            wait()  # one save at a time, lest a slow disk gathers more and more of them
+            wait = save(self.state(), path)
+            for _ in range(every):
+                self.step()
+        wait()
+        if self.batch.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+
+def _nothing() -> None:
+    pass
+
+
+def _by_none(_state: Any, _path: Path) -> Wait:
+    return _nothing
+
+
+def _by_torch(state: Any, path: Path) -> Wait:
+    blocking(torch_save)(state, path)
+    return _nothing
+
+
+def _by_fastckpt(state: Any, path: Path) -> Wait:
+    return fastckpt.save(state, path, fence="step").result
+
+
+_SAVES = {_NONE: _by_none, TORCH: _by_torch, _FASTCKPT: _by_fastckpt}
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    slots = state["optimizer"]["state"].items()
+    moments = {f"{index}.{name}": its for index, slot in slots for name, its in slot.items()}
+    return {**state["model"], **moments}
+
+
+def _measured(own: Path, arguments: argparse.Namespace) -> Result:
+    training, path = _Training(arguments.size, arguments.device), own / "saved"
+    saves, every, rounds = arguments.saves, arguments.every, arguments.rounds
+    training.step()
+    nbytes = nbytes_of(_tensors(training.state()))
+    windows: dict[str, list[float]] = {name: [] for name in _SAVES}
+    wrong = []
+    with progress(nbytes * len(_SAVES) * (rounds + 1), "trained") as moved:
+        for number, name in in_turn([*_SAVES], rounds, first=-1):
+            with failures_told(name):
+                if number >= 0:
+                    windows[name].append(training.window(saves, every, _SAVES[name], path))
+                else:  # the first save takes memory, and shows that what is saved is the state
+                    _SAVES[name](training.state(), path)()
+                    saved = stock_load(path, arguments.device) if path.exists() else None
+                    state = training.state()
+                    if saved and (bad := differing(_tensors(saved), _tensors(state))):
+                        wrong.append(f"{name}: {listed(bad)}")
+            path.unlink(missing_ok=True)
+            moved(nbytes)
+    quiet = windows.pop(_NONE)
+    lost = {
+        name: [(with_saves - own) / saves for with_saves, own in zip(its, quiet, strict=True)]
+        for name, its in windows.items()
+    }
+    return {
+        "nbytes": nbytes,
+        "device": arguments.device,
+        "rounds": rounds,
+        "every": every,
+        "saves": saves,
+        "step_s": median(quiet) / (saves * every),
+        "lost_s_by_round": lost,
+        "lost_s": {name: median(its) for name, its in lost.items()},
+        "wrong": wrong,
+    }
+
+
+def _lines(result: Result) -> Iterator[str]:
+    every = result["every"]
+    yield (
+        f"{shown_size(result['nbytes'])} of model and optimizer on {result['device']}, saved "
+        f"{result['saves']} times, every {every} steps of {shown_time(result['step_s'])}; medians "
+        f"of {result['rounds']} rounds"
+    )
+    rows = [("", "lost for each save", "of the training time")]
+    for name, lost_s in result["lost_s"].items():
+        rows.append((name, shown_time(lost_s), f"{lost_s / (every * result['step_s']):.1%}"))
+    yield from table(rows)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    for flag, count, what in (
+        ("--every", 10, "steps from save to save"),
+        ("--saves", 3, "a round"),
+    ):
+        told = f"{what}; default: {count}"
+        parser.add_argument(flag, type=positive, default=count, metavar="N", help=told)
+
+
+COMMAND = Command(
+    help="what saves cost a training loop",
+    description="Trains a small model without saves, with torch.save and fsync, and with "
+    "fastckpt.save in the background, in turn. The clock of each stops when its last save is "
+    "durable, so that no write is left out.",
+    size="256MiB",
+    rounds=3,
+    on_devices=True,
+    add_arguments=_add_arguments,
+    # The file, the one that replaces it, and what the one before may still take.
+    needed=lambda arguments: int(3.1 * arguments.size),
+    measured=_measured,
+    lines=_lines,
+)

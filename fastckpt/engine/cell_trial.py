@@ -1,0 +1,107 @@
+"""The engine with one backend, block size and queue depth, to be timed on a file by itself.
+
+The module must not know which of these are fast, or what saves and loads choose.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from fastckpt import _engine
+from fastckpt.engine.staging import STAGERS_MAX, WINDOW_BLOCKS, stager_count
+from fastckpt.errors import BackendUnavailable, CheckpointError, StorageError
+from fastckpt.plan.image import block_count
+
+_WAIT_S = 3600.0  # of one wait on the engine; it is repeated, for a slow disk is no error
+
+
+class Cell(NamedTuple):
+    """The settings of a transfer: the backend's name, bytes of a block, blocks in flight (for
+    `threads`: the number of threads), and whether O_DIRECT is used.
+    """
+
+    backend: str
+    block_bytes: int
+    depth: int
+    direct: bool
+
+
+class CellTrial:
+    """An engine of its own with the settings of a cell; its memory is there when it is made.
+
+    Args:
+        path: the file that write() and read() are given, for messages.
+        nbytes: the size of that file.
+
+    Raises:
+        BackendUnavailable: the cell's backend does not work here. CheckpointError: the process has
+            too little address space, or too few threads.
+    """
+
+    def __init__(self, cell: Cell, path: str, nbytes: int) -> None:
+        self._cell, self._path, self._nbytes = cell, path, nbytes
+        # As in a save or load, blocks are copied while others are in flight.
+        blocks = min(block_count(nbytes, cell.block_bytes), 2 * max(WINDOW_BLOCKS, cell.depth))
+        make = _engine.threads_backend if cell.backend == "threads" else _engine.uring_backend
+        try:
+            self._backend = make(cell.depth)
+        except (_engine.BackendUnavailable, MemoryError, RuntimeError) as error:
+            raise BackendUnavailable(f"{cell.backend!r} does not work here: {error}") from error
+        try:
+            arena_bytes, stagers = blocks * cell.block_bytes, max(2, stager_count())
+            self._engine = _engine.Engine(arena_bytes, cell.block_bytes, stagers)
+        except (MemoryError, RuntimeError) as error:
+            self._backend.close()
+            raise CheckpointError(f"no memory or threads for {cell}: {error}") from error
+        self._engine.prefault(0, arena_bytes, stagers)
+
+    def __enter__(self) -> CellTrial:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+        self._backend.close()
+
+    def write(self, fd: int, address: int) -> list[int]:
+        """Copies a whole file from memory, checksums it and writes it to fd, as a save does.
+
+        Returns:
+            The CRC-32 of each block.
+
+        Raises:
+            StorageError: a write failed.
+        """
+        segments, slots = array("Q", (0, self._nbytes, address)), array("Q")
+        allowance = _engine.Allowance(self._engine.arena_blocks)
+        job = self._engine.stage(segments, slots, allowance, STAGERS_MAX)
+        try:
+            job.write_to(fd, 0, self._backend, self._cell.direct)
+        finally:
+            while not job.wait_written(_WAIT_S):
+                pass
+        self._check(job.failure())
+        return job.block_crcs()
+
+    def read(self, fd: int, crcs: list[int], address: int) -> None:
+        """Reads and verifies the whole file, and copies it to memory, as a load does.
+
+        Raises:
+            StorageError: a read failed. CheckpointError: a block has another checksum.
+        """
+        window = max(WINDOW_BLOCKS, self._cell.depth)
+        stream = self._engine.read(fd, self._nbytes, crcs, self._backend, self._cell.direct, window)
+        try:
+            done = stream.read_runs(array("Q", (0, address, self._nbytes, 1, 0, 0)))
+            self._check(stream.failure())
+            if not done:
+                raise CheckpointError(
+                    f"{self._path!r}: block {stream.corrupt_block()} was read other than written"
+                )
+        finally:
+            stream.close()
+
+    def _check(self, failure: _engine._Failure | None) -> None:
+        if failure is not None:
+            op, offset, number = failure
+            raise StorageError(op, self._path, number, offset)

@@ -1,0 +1,244 @@
+"""The tensors of any checkpoint, read into those of a state that exists.
+
+Responsible for finding which stored tensor goes into which, by their names, and for reading no more
+than the state holds of each. It must not know formats or files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fastckpt.arguments.checks import check_path
+from fastckpt.arguments.near_names import instead_of, listed
+from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.lazy.open import opened
+from fastckpt.lazy.selection import whole
+from fastckpt.lazy.source import Source, Stored, Wanted
+from fastckpt.plan.boxes import Box
+from fastckpt.reading.verified import takes_bytes
+from fastckpt.saving import pipeline
+from fastckpt.state.dtensors import dtensor_part, is_sharded
+from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected, refusal
+from fastckpt.state.template import check_target
+from fastckpt.state.tree import DEPTH_MAX, is_stateful, joined, unwrapped
+
+log = logging.getLogger("fastckpt")
+
+_CONVERTED_BYTES = 256 << 20  # of memory beside the state, for what has to be converted
+
+
+class _Part(NamedTuple):
+    """The part that this process holds of a state's tensor, and the stored tensor for it."""
+
+    name: str  # of the stored tensor
+    stored: Stored
+    tensor: torch.Tensor
+    memory: torch.Tensor
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.stored.dtype.itemsize
+
+
+def load_into(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    missing: Missing = "raise",
+    unexpected: Unexpected | None = None,
+    dtype: Dtypes = "cast",
+    rename: Rename | None = None,
+    only: str | None = None,
+) -> Differences:
+    """Reads the tensors of any checkpoint into those of a state, in place: into a model, say, on
+    any number of ranks. Each rank calls it by itself, and reads the ranges that it holds.
+
+    A tensor gets the stored one of its name, which is the keys that lead to it, joined by "/" as
+    fastckpt.open names tensors, or by ".", as Hugging Face and torch.distributed.checkpoint do. It
+    keeps its dtype, device and sharding. Nothing else of the checkpoint is read, and no code from
+    it is run. Of an object, the tensors of its state_dict() are filled, which have to be those that
+    it lives by, as a module's are; an optimizer that has no state yet gets none. (To go on with a
+    training, use Checkpointer.restore.)
+
+    Args:
+        state: a nest of dicts, lists, tuples and objects with state_dict(), such as a module.
+        path: as open()'s.
+        missing: what becomes of tensors of the state that the checkpoint has not: "raise", "keep".
+        unexpected: what becomes of stored tensors that the state has not: they are skipped, with a
+            warning (None) or without ("ignore"); or "raise".
+        dtype: "cast", or "raise" for tensors whose stored dtype is another.
+        rename: gives stored tensors other names first: a function, which returns None for what is
+            left out; or a dict of regular expressions and replacements, each of which is applied to
+            each name (re.sub), in order.
+        only: read what has names in the state like this glob, such as "model/*".
+
+    Returns:
+        What was missing, unexpected, renamed and cast.
+
+    Raises:
+        IncompatibleCheckpoint: the checkpoint does not fit, by the arguments above; the message
+            tells all differences, and nothing has changed. Or it is of another version.
+        CorruptCheckpoint, StorageError: it is damaged, or cannot be read; tensors may have been
+            overwritten in part.
+        TypeError: a tensor cannot be filled (meta, overlapping, another layout).
+        CheckpointError, pickle.UnpicklingError, ValueError: as open().
+    """
+    fit = Fit(missing, unexpected, dtype, rename, only)
+    current, checked = pipeline.current(), check_path("path", path)
+    current.wait_for(os.path.realpath(checked))
+    where, source = opened(current.storage, current.staging, checked)
+    with closing(source):
+        found = _load_into(source, state, fit, where)
+    if found.unexpected and unexpected is None:
+        told = listed(found.unexpected)
+        log.warning("%r holds %s, which the state has not", where, told)
+    return found
+
+
+def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
+    by_name, renamed = _by_new_name(source.tensors, fit, path)
+    parts, missing = list[_Part](), dict[str, torch.Tensor]()
+    cast, misfits, used = list[str](), list[str](), set[str]()
+    times: dict[str, int] = {}
+    for keys, tensor in _tensors(state):
+        name = joined(keys)
+        times[name] = times.get(name, 0) + 1
+        if times[name] > 1:  # 0 and "0" are two keys
+            name, keys = f"{name}#{times[name]}", (*keys[:-1], f"{keys[-1]}#{times[name]}")
+        if not fit.asks_for(name):
+            continue
+        if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
+            raise TypeError(f"{name} has no shape (yet): nothing can be read into it")
+        # Hugging Face and torch.distributed.checkpoint join keys by a dot.
+        found = by_name.get(name) or by_name.get(".".join(keys))
+        if found is None:
+            missing[name] = tensor
+            continue
+        used.add(found)
+        stored, shape = source.tensors[found], tuple(tensor.shape)
+        if stored.shape != shape:
+            text = f"{name} has shape {[*shape]}, in the checkpoint {[*stored.shape]}"
+            misfits.append(text)
+            continue
+        memory, box = tensor, whole(shape)
+        if is_sharded(tensor):
+            memory, box = dtensor_part(name, tensor)
+        check_target(memory, None, name)
+        if tensor.dtype != stored.dtype:
+            cast.append(name)
+            if fit.dtype == "raise":
+                misfits.append(f"{name} is {tensor.dtype}, in the checkpoint {stored.dtype}")
+        parts.append(_Part(found, stored, tensor, memory.detach(), box))
+    # Of weights that are tied, a checkpoint may hold one name.
+    filled = {_identity(part.tensor) for part in parts}
+    missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
+    if missing and fit.missing == "raise":
+        there = instead_of([*missing], by_name)
+        misfits.append(f"the state has {listed(missing)}, which the checkpoint has not{there}")
+    unused = (new for new, old in by_name.items() if old not in used)
+    left = [new for new in unused if fit.asks_for(new) or fit.asks_for(new.replace(".", "/"))]
+    if left and fit.unexpected == "raise":
+        misfits.append(f"the checkpoint has {listed(left)}, which the state has not")
+    if misfits:
+        raise refusal(path, misfits)
+    _read(source, parts)
+    return Differences(tuple(missing), tuple(left), renamed, tuple(cast))
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """Returns what tensors that are the same elements in memory have in common."""
+    if is_sharded(tensor) or tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _by_new_name(
+    stored: Mapping[str, Stored], fit: Fit, path: str
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the names of stored tensors by their new ones, and the reverse of those that changed.
+
+    Raises IncompatibleCheckpoint if two get the same name.
+    """
+    by_name: dict[str, str] = {}
+    renamed: dict[str, str] = {}
+    for old in stored:
+        new = fit.new_name(old)
+        if new is None:
+            continue
+        if new in by_name:
+            raise IncompatibleCheckpoint(
+                f"{path!r} does not fit: rename gives {old!r} the name {new!r}, which another "
+                "value has"
+            )
+        by_name[new] = old
+        if new != old:
+            renamed[old] = new
+    return by_name, renamed
+
+
+def _tensors(state: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yields the tensors of a nest of dicts, lists, tuples and objects with state_dict(), each with
+    the keys that lead to it.
+    """
+    ahead: list[tuple[tuple[str, ...], Any]] = [((), state)]
+    while ahead:
+        keys, value = ahead.pop()
+        if len(keys) > DEPTH_MAX:
+            raise IncompatibleCheckpoint(f"state is nested more than {DEPTH_MAX} deep")
+        if isinstance(value, torch.Tensor):
+            yield keys, value
+            continue
+        if is_stateful(value):
+            value = unwrapped(value).state_dict()
+        items: Sequence[tuple[Any, Any]] = ()
+        if isinstance(value, dict):
+            items = [*value.items()]
+        elif isinstance(value, list | tuple):
+            items = [*enumerate(value)]
+        ahead += [((*keys, str(key)), item) for key, item in reversed(items)]
+
+
+def _read(source: Source, parts: Sequence[_Part]) -> None:
+    """Reads parts into their memory, those that have to be converted by way of other memory."""
+    # torch does not see these writes. Autograd has to notice them, and so has a step-fence save
+    # that still copies; so the versions are incremented before the first byte.
+    for part in parts:  # of a DTensor both, since both may be watched
+        increment_version([t for t in {part.tensor, part.memory} if not t.is_inference()])
+    as_they_are, converted = list[Wanted](), list[_Part]()
+    for part in parts:
+        if not part.box.numel:
+            continue
+        is_as_stored = part.memory.dtype == part.stored.dtype and not part.stored.repeated
+        if is_as_stored and part.memory.is_contiguous() and takes_bytes(part.memory, ("cpu",)):
+            as_they_are.append(Wanted(part.name, part.box, part.memory))
+        else:
+            converted.append(part)
+    if as_they_are:
+        source.read(as_they_are)
+    while converted:
+        some, nbytes = list[_Part](), 0
+        while converted and (not some or nbytes + converted[-1].nbytes <= _CONVERTED_BYTES):
+            some.append(converted.pop())
+            nbytes += some[-1].nbytes
+        _read_converted(source, some)
+
+
+def _read_converted(source: Source, parts: Sequence[_Part]) -> None:
+    wanted = []
+    for part in parts:
+        repeated = part.stored.repeated
+        sizes = tuple(1 if dim in repeated else n for dim, n in enumerate(part.box.sizes))
+        target = torch.empty(sizes, dtype=part.stored.dtype, device="cpu")
+        wanted.append(Wanted(part.name, Box(part.box.offsets, sizes), target))
+    source.read(wanted)
+    with torch.no_grad():
+        for part, want in zip(parts, wanted, strict=True):
+            part.memory.copy_(want.target.expand(part.box.sizes))

@@ -1,0 +1,214 @@
+"""The rules for a restore where a state and a checkpoint differ, and the differences it has found.
+
+Responsible also for giving saved values other names. It must not know tensors, files or ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from uuid import uuid4
+
+from fastckpt.arguments.checks import check_choice
+from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, joined, unescaped
+
+Missing = Literal["raise", "keep"]
+Unexpected = Literal["ignore", "raise"]
+Dtypes = Literal["cast", "raise"]
+Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str]
+
+_MISFITS_TOLD_MAX = 50
+_WILD = re.compile(r"[*?\[]")
+# A dict that stands in a file many times has leaves without end; each takes its depth.
+_STEPS_MAX = 1 << 21
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a state may differ from what was saved; the arguments are those of Checkpointer.restore.
+
+    Raises:
+        ValueError, TypeError: one of them is unknown or of a wrong type.
+    """
+
+    missing: Missing = "raise"
+    unexpected: Unexpected | None = None
+    dtype: Dtypes = "cast"
+    rename: Rename | None = None
+    only: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("missing", self.missing, get_args(Missing))
+        check_choice("unexpected", self.unexpected, (None, *get_args(Unexpected)))
+        check_choice("dtype", self.dtype, get_args(Dtypes))
+        only: object = self.only
+        if not isinstance(only, str | None):
+            raise TypeError(f"only is {type(only).__name__}, must be a glob such as 'model/*'")
+        rename: object = self.rename
+        if isinstance(rename, Mapping):
+            for pattern, replacement in rename.items():
+                try:
+                    re.sub(pattern, str(replacement), "")
+                except re.error as error:
+                    raise ValueError(
+                        f"rename has {pattern!r}, no regular expression: {error}"
+                    ) from None
+        elif rename is not None and not callable(rename):
+            kind = type(rename).__name__
+            raise TypeError(f"rename is {kind}, must be a function or a dict of patterns")
+
+    def __str__(self) -> str:
+        """Returns the arguments, for a comparison between ranks."""
+        # Functions cannot be compared, and so are like no other.
+        rename = uuid4().hex if callable(self.rename) else self.rename
+        return repr((self.missing, self.unexpected, self.dtype, rename, self.only))
+
+    def asks_for(self, name: str) -> bool:
+        """Returns whether a value of this name is to be restored."""
+        return self.only is None or fnmatchcase(name, self.only)
+
+    def asks_within(self, name: str) -> bool:
+        """Returns whether a value of this name, or one in it, may be to be restored."""
+        if self.only is None or not name or self.asks_for(name):
+            return True
+        begin, inside = _WILD.split(self.only, maxsplit=1)[0], f"{name}/"
+        return inside.startswith(begin) or begin.startswith(inside)
+
+    def new_name(self, name: str) -> str | None:
+        """Returns the name that a saved value gets; None: it is left out."""
+        if isinstance(self.rename, Mapping):
+            for pattern, replacement in self.rename.items():
+                name = re.sub(pattern, replacement, name)
+            return name
+        if self.rename is None:
+            return name
+        new = self.rename(name)
+        if not isinstance(new, str | None):
+            raise TypeError(f"rename({name!r}) returned {type(new).__name__}, must be str or None")
+        return new
+
+
+class Differences(NamedTuple):
+    """The differences between a state and the checkpoint that went into it.
+
+    Values are named as `fastckpt inspect` names tensors: by the keys that lead to them, joined by
+    "/"; an unexpected dict of values that has no counterpart at all has one name.
+
+    Attributes:
+        missing: the values of the state that were kept, because they had not been saved.
+        unexpected: the saved values that the state has not, and which were left out.
+        renamed: the new names by those in the checkpoint, of the values that `rename` gave others.
+        cast: the tensors whose saved values were converted to another dtype.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    renamed: Mapping[str, str]
+    cast: tuple[str, ...]
+
+
+def refusal(where: str, misfits: Sequence[str]) -> IncompatibleCheckpoint:
+    """Returns the error that tells all that does not fit."""
+    more = len(misfits) - _MISFITS_TOLD_MAX
+    told = [*misfits[:_MISFITS_TOLD_MAX], *([f"and {more} more"] if more > 0 else [])]
+    return IncompatibleCheckpoint(f"{where!r} does not fit: {'; '.join(told)}")
+
+
+def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str]]:
+    """Returns a saved nest whose values have the names that `fit.rename` gives them, and the new
+    names by the old ones. Values in lists and tuples go where these go.
+
+    Args:
+        nest: as a step's objects hold it.
+        fit: the arguments of the restore.
+        where: the path of the step, for messages.
+
+    Raises:
+        IncompatibleCheckpoint: two values get the same name, or one gets a place inside of another.
+    """
+    if not _is_inner(nest):
+        return nest, {}
+    moved: list[_Moved] = []
+    left = _left_in_place(nest, fit, moved)
+    for keys, old, new, value in moved:
+        *ahead, last = _keys_of(new, keys)
+        inside = left
+        for key in ahead:
+            inside = unescaped(inside.setdefault(key, {}))
+            if not _is_inner(inside) and inside != {}:
+                raise IncompatibleCheckpoint(
+                    f"{where!r} does not fit: rename puts {old!r} at {new!r}, inside of a value"
+                )
+        if last in inside:
+            raise IncompatibleCheckpoint(
+                f"{where!r} does not fit: rename gives {old!r} the name {new!r}, which another "
+                "value has"
+            )
+        inside[last] = value
+    return left, {old: new for _keys, old, new, _value in moved}
+
+
+class _Moved(NamedTuple):
+    """A value that gets another name, and the keys that led to it."""
+
+    keys: tuple[Any, ...]
+    old: str
+    new: str
+    value: Any
+
+
+def _left_in_place(nest: Any, fit: Fit, moved: list[_Moved]) -> Any:
+    """Returns a copy of the nest without the values that get another name, which join `moved`."""
+    steps = 0
+
+    def visit(value: Any, keys: tuple[Any, ...]) -> Iterator[Any]:
+        """Yields the copy, or nothing."""
+        nonlocal steps
+        steps += 1 + len(keys)
+        if steps > _STEPS_MAX:
+            raise IncompatibleCheckpoint("the checkpoint has too many values to rename them")
+        if _is_inner(value) and len(keys) < DEPTH_MAX:
+            inner, kept = unescaped(value), {}
+            for key, item in inner.items():
+                for copy in visit(item, (*keys, key)):
+                    kept[key] = copy
+            if kept or not keys:
+                yield {ESCAPED: kept} if inner is not value else kept
+            return
+        old = joined([*map(str, keys)])
+        new = fit.new_name(old)
+        if new == old:
+            yield value
+        elif new is not None:
+            moved.append(_Moved(keys, old, new, value))
+
+    return next(visit(nest, ()), {})
+
+
+def _is_inner(value: Any) -> bool:
+    """Returns whether this is a dict of values, and no placeholder."""
+    return (
+        type(value) in (dict, OrderedDict)
+        and bool(value)
+        and TENSOR not in value
+        and not isinstance(value.get(PER_RANK), str)
+    )
+
+
+def _keys_of(name: str, old: Sequence[Any]) -> list[Any]:
+    """Returns the keys that a name consists of. Those that the value had before, at the same place
+    from its end on, are these very keys: 0, say, and not "0"; where one was an integer, another one
+    is, too.
+    """
+    keys: list[Any] = [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
+    for at in range(-min(len(keys), len(old)), 0):
+        if keys[at] == str(old[at]):
+            keys[at] = old[at]
+        elif type(old[at]) is int and keys[at].isdecimal():
+            keys[at] = int(keys[at])
+    return keys

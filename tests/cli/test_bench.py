@@ -1,0 +1,292 @@
+"""`fastckpt bench` measures what it says, compares the bytes, ends with one line where it cannot
+measure, and leaves neither files nor processes. No rate or time is asserted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastckpt.cli import main
+from fastckpt.cli.bench import COMMANDS, fio, machine, ranks, saves
+from fastckpt.cli.bench.command import in_turn
+from fastckpt.cli.bench.state import differing, gpt_state, nbytes_of
+from fastckpt.engine.cell_trial import Cell, CellTrial
+from fastckpt.errors import CheckpointError
+from tests import interpreters
+
+MIB = 1 << 20
+AS_A_MODULE = 'import runpy; runpy.run_module("fastckpt", run_name="__main__", alter_sys=True)'
+Bench = Callable[..., Any]
+
+
+@pytest.fixture
+def bench(disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Measures a little in an empty directory, which must be empty after it; returns the JSON."""
+    # What stays in the page cache must not cost other tests theirs.
+    monkeypatch.setattr(machine, "_DROP_CACHES", disk / "nowhere" / "drop_caches")
+
+    def run(what: str, *arguments: object, status: int = 0) -> Any:
+        sizes = ("--size", "2MiB", "--rounds", "2")
+        assert main(["bench", what, str(disk), "--json", *sizes, *map(str, arguments)]) == status
+        assert list(disk.iterdir()) == []
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def children() -> set[str]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {child for task in tasks for child in task.read_text().split()}
+
+
+@pytest.fixture
+def no_process_stays() -> Any:
+    before = children()
+    yield
+    assert children() <= before
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line about a measurement that failed."""
+    assert main(["bench", *map(str, arguments)]) == 1
+    said = capsys.readouterr()
+    assert not said.out
+    (line,) = said.err.splitlines()
+    return line
+
+
+def test_every_cell_is_measured_and_the_best_is_named(bench: Bench, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cells = ("--blocks", "4MiB", "--depths", "4")
+    found = bench("io", *cells, "--size", "8MiB", "--png", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert found["what"] == "io" and found["nbytes"] == 8 * MIB and found["rounds"] == 2
+    assert {"cpu", "cpus", "kernel", "file_system", "torch", "fastckpt"} <= {*found["environment"]}
+    backends = {"threads"}
+    backends |= {"fio"} if not any("fio" in note for note in found["notes"]) else set()
+    backends |= {"io_uring"} if not any("io_uring" in note for note in found["notes"]) else set()
+    for operation in ("write", "read"):
+        its = found[operation]
+        rows = {(c["backend"], c["block_bytes"], c["depth"]) for c in its["cells"]}
+        asked = {(name, 4 * MIB, 4) for name in backends}
+        defaults = [found[each]["default"] for each in ("write", "read")]
+        own = {(c["backend"], c["block_bytes"], c["depth"]) for c in defaults}
+        assert rows == asked | own
+        for cell in its["cells"]:
+            assert len(cell["rates"]) == 2 and min(cell["rates"]) > 0
+            assert cell["rate"] == pytest.approx(sum(cell["rates"]) / 2)  # the median of two
+        ours = [cell for cell in its["cells"] if cell["backend"] != "fio"]
+        assert its["best"] == max(ours, key=lambda cell: cell["rate"])
+        assert its["default"] in ours and its["default"]["block_bytes"] == 8 * MIB
+        share = its["default"]["rate"] / its["best"]["rate"]
+        assert its["default_share_of_best"] == pytest.approx(share)
+        if "fio" in backends:
+            share = its["best"]["rate"] / its["best_of_fio"]["rate"]
+            assert its["share_of_fio"] == pytest.approx(share)
+
+
+def test_without_fio_the_engine_is_measured_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fio.shutil, "which", lambda name: None)
+    found = bench("io", "--blocks", "1MiB", "--depths", "2")
+    assert found["fio"] is None and "fio is not on PATH" in " ".join(found["notes"])
+    assert found["write"]["share_of_fio"] is None
+    assert "fio" not in {cell["backend"] for cell in found["read"]["cells"]}
+    # What fastckpt does by itself is measured even where it is none of the cells asked for.
+    assert found["write"]["default"]["block_bytes"] == 8 * MIB
+
+
+def test_a_trial_tells_damage(disk: Path) -> None:
+    source, target = torch.arange(MIB // 8), torch.zeros(MIB // 8, dtype=torch.int64)
+    path = disk / "file"
+    cell = Cell("threads", MIB // 4, 2, False)
+    with CellTrial(cell, str(path), MIB) as trial, open(path, "w+b") as file:
+        crcs = trial.write(file.fileno(), source.data_ptr())
+        assert path.read_bytes() == source.numpy().tobytes() and len(crcs) == 4
+        trial.read(file.fileno(), crcs, target.data_ptr())
+        assert torch.equal(source, target)
+        os.pwrite(file.fileno(), b"\xff", MIB // 2 + 7)
+        with pytest.raises(CheckpointError, match="block 2 was read other than written"):
+            trial.read(file.fileno(), crcs, target.data_ptr())
+
+
+def test_saves_have_two_clocks_and_a_base(bench: Bench) -> None:
+    found = bench("save")
+    assert found["wrong"] == [] and 1.5 * MIB < found["nbytes"] < 2.5 * MIB
+    assert {*found["peers"]} == {
+        "fastckpt, call fence",
+        "fastckpt, step fence",
+        "torch.save + fsync",
+        "safetensors + fsync",
+    }
+    for name, its in found["peers"].items():
+        assert len(its["rounds"]) == 2 and {*its["median"]} == {"blocked_s", "durable_s"}
+        for row in its["rounds"]:
+            is_ours = name.startswith("fastckpt")
+            assert 0 < row["blocked_s"] <= row["durable_s"]
+            assert is_ours or row["blocked_s"] == row["durable_s"]
+    base = found["peers"]["torch.save + fsync"]
+    assert base["times_as_fast"] == {"blocked_s": 1.0, "durable_s": 1.0}
+    ours = found["peers"]["fastckpt, call fence"]
+    ratio = base["median"]["durable_s"] / ours["median"]["durable_s"]
+    assert ours["times_as_fast"]["durable_s"] == pytest.approx(ratio)
+
+
+def test_loads_are_cold_and_warm_if_asked_for(bench: Bench) -> None:
+    found = bench("load", "--warm")
+    assert found["wrong"] == [] and all("posix_fadvise" in way for way in found["cold_by"])
+    for its in found["peers"].values():
+        assert all(
+            {*row} == {"cold_s", "warm_s"} and min(row.values()) > 0 for row in its["rounds"]
+        )
+
+
+def test_other_bytes_are_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(path: Path, device: str) -> Any:
+        state = saves.stock_load(path, device)
+        state["model.embedding.weight"].view(torch.uint8)[-1, -1] ^= 1
+        return state
+
+    peer = saves._LOADS["fastckpt.load"]._replace(load=load)
+    monkeypatch.setitem(saves._LOADS, "fastckpt.load", peer)
+    found = bench("load", status=1)
+    assert found["wrong"] == ["fastckpt.load: model.embedding.weight"]
+
+
+def test_states_are_of_the_size_asked_for_and_compared() -> None:
+    for nbytes in (MIB, 10 * MIB):
+        assert 0.7 < nbytes_of(gpt_state(nbytes)) / nbytes < 1.3
+    state, other = gpt_state(MIB), gpt_state(MIB)
+    assert differing(other, state) == []
+    other["master.0.norm.bias"] = other["master.0.norm.bias"].double()
+    assert differing(other, state) == ["master.0.norm.bias"]
+    del other["master.0.norm.bias"]
+    assert differing(other, state) == ["master.0.norm.bias"]
+
+
+def test_training_counts_what_a_save_costs(bench: Bench) -> None:
+    found = bench("train", "--every", 2, "--saves", 2)
+    assert found["wrong"] == [] and (found["every"], found["saves"]) == (2, 2)
+    assert {*found["lost_s"]} == {"torch.save + fsync", "fastckpt, step fence"}
+    assert all(len(its) == 2 for its in found["lost_s_by_round"].values())
+    assert found["step_s"] > 0 and 0 < found["nbytes"] < 3 * MIB
+
+
+@pytest.mark.multiprocess
+def test_ranks_save_together_and_one_alone(bench: Bench, no_process_stays: None) -> None:
+    found = bench("ranks", "--ranks", 2, "--timeout", "120s", "--rounds", 1)
+    assert found["wrong"] == [] and found["ranks"] == 2
+    for name, count in (("together", 2), ("alone", 1)):
+        its = found[name]
+        assert len(its["blocked_s_by_rank"]) == count and min(its["blocked_s_by_rank"]) > 0
+        assert its["rate"] == pytest.approx(found["nbytes"] / its["durable_s"])
+
+
+# Rank 1 does as the test says; rank 0 waits for it for as long as its parent lives.
+RANK = "import sys\nif sys.argv[1] == '1':\n    {}\nsys.stdin.read()"
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("raise SystemExit('no room in rank 1')", "rank 1 ended with status 1: no room in rank 1"),
+        ("import os; os.kill(os.getpid(), 9)", "rank 1 ended with SIGKILL"),
+        ("pass", "late after 300 ms (--timeout): rank 0, 1"),
+    ],
+)
+def test_a_dead_or_late_rank_ends_all(
+    does: str,
+    says: str,
+    disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    no_process_stays: None,
+) -> None:
+    monkeypatch.setattr(ranks, "_RANK", [sys.executable, "-SEc", RANK.format(does)])
+    bound = "300ms" if "late" in says else "60s"
+    line = told(capsys, "ranks", disk, "--size", "1MiB", "--timeout", bound)
+    assert line == f"fastckpt bench: {says}"
+    assert list(disk.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_measured_is_told(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = disk / "gone"
+    line = told(capsys, "save", gone)
+    assert line == (
+        f"fastckpt bench: cannot write to {str(gone)!r}: No such file or directory [ENOENT]"
+    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=MIB))
+    for what in COMMANDS:
+        line = told(capsys, what, disk)
+        assert f"{disk} has 1.00 MiB free, and " in line and line.endswith(
+            "B are needed to measure"
+        )
+    assert list(disk.iterdir()) == []
+
+
+def test_a_disk_that_is_full_is_told(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(state: Any, path: Path) -> Any:
+        raise RuntimeError("[enforce fail at a.cc] file write failed\nframe #0: ...")
+
+    monkeypatch.setitem(saves._SAVES, saves.TORCH, saves._STOCK._replace(save=full))
+    line = told(capsys, "save", disk, "--size", "1MiB")
+    says = "torch.save + fsync failed: [enforce fail at a.cc] file write failed"
+    assert line == f"fastckpt bench: {says}"
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "the following arguments are required: WHAT"),
+        (("speed",), "invalid choice: 'speed'"),
+        (("save", "--size", "1kB"), "'1kB' is less than 1MiB"),
+        (("save", "--size", "much"), "'much' is not a size"),
+        (("load", "--rounds", "0"), "0 is not at least 1"),
+        (("io", "--device", "cpu"), "unrecognized arguments"),
+        (("save", "s3://bucket/run"), "a URL"),
+    ],
+)
+def test_wrong_arguments_are_told(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_measurement_that_is_ended_leaves_nothing(disk: Path) -> None:
+    arguments = ("bench", "save", disk, "--size", "4MiB", "--rounds", 100_000)
+    with interpreters.Program(AS_A_MODULE, *arguments) as process:
+        until = time.monotonic() + 60
+        while not any(disk.rglob("saved")) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert any(disk.iterdir()), "nothing was measured"
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert list(disk.iterdir()) == []
+
+
+def test_contestants_take_turns() -> None:
+    assert [*in_turn("abc", 2)] == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a")]
+    assert [name for _, name in in_turn("ab", 0, first=-1)] == ["b", "a"]

@@ -1,0 +1,156 @@
+"""fastckpt.load_into(): tensors of any checkpoint go into a state that exists, on any ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fastckpt
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from tests.crews.group_crew import Crew, Member, Nursery, Outcome, attempt
+from tests.lazy.test_open import KINDS, by_safetensors, by_torch
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def network(seed: int) -> torch.nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = torch.nn.Sequential(
+            torch.nn.Linear(700, 600), torch.nn.BatchNorm1d(600), torch.nn.Linear(600, 3)
+        )
+        made[2].bfloat16()
+    return made
+
+
+def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_from_any_checkpoint(kind: str, disk: Path) -> None:
+    saved, model = network(1), network(2)
+    path = KINDS[kind][0](dict(saved.state_dict()), disk)
+    versions = [parameter._version for parameter in model.parameters()]
+    differences = fastckpt.load_into(model, path)
+    assert equal(model, saved) and not any(differences)
+    assert all(p._version > v for p, v in zip(model.parameters(), versions, strict=True))
+
+
+def test_a_nested_state_from_names_with_dots(disk: Path) -> None:
+    saved, model = network(1), network(2)
+    dcp.save({"net": saved.state_dict(), "n": 5}, checkpoint_id=disk / "dcp")
+    ema = [torch.zeros(600, 700)]
+    found = fastckpt.load_into({"net": model, "n": 3, "ema": ema}, disk / "dcp", missing="keep")
+    assert equal(model, saved) and found.missing == ("ema/0",)
+    found = fastckpt.load_into({"ema": ema}, disk / "dcp", rename={r"^net\.0\.weight": "ema/0"})
+    assert torch.equal(ema[0], saved[0].weight) and found.renamed == {"net.0.weight": "ema/0"}
+
+
+def test_other_dtypes_and_strides(disk: Path) -> None:
+    values = {"a": torch.randn(300, 500), "b": torch.randn(300, 500), "c": torch.randn(5).double()}
+    path = by_torch(values, disk)
+    state = {
+        "a": torch.zeros(300, 500, dtype=torch.bfloat16),
+        "b": torch.zeros(500, 300).t(),
+        "c": torch.zeros(5),
+    }
+    assert fastckpt.load_into(state, path).cast == ("a", "c")
+    assert torch.equal(state["a"], values["a"].bfloat16()) and torch.equal(state["b"], values["b"])
+    with pytest.raises(IncompatibleCheckpoint, match=r"a is torch.bfloat16, in .*; c is"):
+        fastckpt.load_into(state, path, dtype="raise")
+
+
+def test_what_does_not_fit_changes_nothing(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = by_safetensors({"a": torch.ones(3), "b": torch.ones(4), "c": torch.ones(5)}, disk)
+    state = {"a": torch.zeros(4), "b": torch.zeros(3, 1), "c": torch.zeros(5), "d": torch.zeros(1)}
+    with pytest.raises(IncompatibleCheckpoint) as caught:
+        fastckpt.load_into(state, path)
+    for text in ("a has shape [4], in the checkpoint [3]; b has shape", "has d, which the check"):
+        assert text in str(caught.value)
+    assert not any(tensor.any() for tensor in state.values())
+    with pytest.raises(IncompatibleCheckpoint, match="the checkpoint has a, b, which the state"):
+        fastckpt.load_into({"c": state["c"]}, path, unexpected="raise")
+    with caplog.at_level(logging.WARNING, "fastckpt"):
+        assert fastckpt.load_into({"c": state["c"]}, path).unexpected == ("a", "b")
+    assert "holds a, b, which the state has not" in caplog.text
+    assert fastckpt.load_into(state, path, only="c").missing == ()
+    with pytest.raises(TypeError, match="meta device"):
+        fastckpt.load_into({"c": torch.empty(5, device="meta")}, path)
+    with pytest.raises(IncompatibleCheckpoint, match="rename gives 'b' the name 'a'"):
+        fastckpt.load_into(state, path, rename={"b": "a"})
+
+
+def test_tied_weights_of_which_one_name_was_saved(disk: Path) -> None:
+    saved, model = network(1), network(2)
+    state = {"in": model[0].weight, "out": model[0].weight.detach()}
+    path = by_safetensors({"in": saved[0].weight.detach()}, disk)
+    assert fastckpt.load_into(state, path).missing == ()
+    assert torch.equal(state["out"], saved[0].weight)
+    with pytest.raises(IncompatibleCheckpoint, match="has out, which"):
+        fastckpt.load_into({"in": model[0].weight, "out": torch.zeros(600, 700)}, path)
+
+
+def test_keys_of_one_name(disk: Path) -> None:
+    torch.save({0: torch.zeros(2), "0": torch.ones(2)}, disk / "a.pt")
+    state: dict[Any, torch.Tensor] = {0: torch.full((2,), 5.0), "0": torch.full((2,), 5.0)}
+    assert not any(fastckpt.load_into(state, disk / "a.pt"))
+    assert [tensor[0].item() for tensor in state.values()] == [0, 1]
+
+
+def test_damage_is_told(disk: Path) -> None:
+    saved = network(1)
+    fastckpt.save(saved.state_dict(), disk / "a.pt").result(60)
+    with open(disk / "a.pt", "r+b") as file:
+        file.seek(500_000)
+        file.write(b"\xff\x00\xff")
+    with pytest.raises(CorruptCheckpoint, match="CRC-32 mismatch"):
+        fastckpt.load_into(network(2), disk / "a.pt")
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery(__name__)
+    yield nursery
+    nursery.close()
+
+
+def read_sharded(member: Member, path: str) -> Outcome:
+    def read() -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        state = {
+            "rows": distribute_tensor(torch.zeros(600, 700), mesh, [Shard(0)]),
+            "columns": distribute_tensor(torch.zeros(600, 700), mesh, [Shard(1)]),
+            "whole": distribute_tensor(torch.zeros(600, 700), mesh, [Replicate()]),
+        }
+        fastckpt.load_into(state, path)
+        saved = load_file(path)
+        mine = {
+            "rows": saved["rows"][300 * member.rank :][:300],
+            "columns": saved["columns"][:, 350 * member.rank :][:, :350],
+            "whole": saved["whole"],
+        }
+        return [
+            name for name, part in mine.items() if not torch.equal(state[name].to_local(), part)
+        ]
+
+    return attempt(read)
+
+
+@pytest.mark.multiprocess
+def test_each_rank_gets_its_part(nursery: Nursery, disk: Path) -> None:
+    saved = {name: torch.randn(600, 700) for name in ("rows", "columns", "whole")}
+    path = by_safetensors(saved, disk)
+    crew: Crew = nursery.lasting_crew(2)
+    for outcome in crew(read_sharded, str(path)):
+        assert outcome.error is None and outcome.value == []

@@ -1,0 +1,106 @@
+"""The benchmark beside the rivals: what it measures can be had again, and a turn ends as it should.
+
+Responsible for the versions in the rivals' files, their environments and processes, and one small
+run from end to end. Must not judge times, nor ask a package index for anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from rivals import PEERS, environment, process
+
+FILES = sorted({environment.file_of(kind) for kind in PEERS})
+
+
+def rival(directory: Path, *wanted: str) -> Path:
+    """A file that requires this."""
+    file = directory / "rival.py"
+    file.write_text(f'"""A rival."""\n\n# /// script\n# dependencies = {list(wanted)}\n# ///\n')
+    return file
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_versions_are_exact_and_torch_is_the_projects(file: Path) -> None:
+    for wanted in environment.requirements(file):
+        assert re.fullmatch(r"(?!torch==)[a-z0-9-]+==[0-9.]+", wanted)
+
+
+def test_names_are_unique() -> None:
+    assert len({kind.name for kind in PEERS}) == len(PEERS)
+
+
+@pytest.mark.multiprocess
+def test_environment_is_made_once_on_top_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "ENVIRONMENTS", tmp_path / "environments")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert environment.interpreter(rival(tmp_path)) == Path(sys.executable)
+    file = rival(tmp_path, "pytest")  # ours has it, so pip finds nothing to do
+    python = environment.interpreter(file)
+    shown = [python, "-c", "import pytest, sys; print(pytest.__file__, sys.prefix)"]
+    found, prefix = subprocess.check_output(shown, text=True).split()
+    assert (found, Path(prefix)) == (pytest.__file__, tmp_path / "environments" / "rival")
+    monkeypatch.setattr(environment, "make", None)
+    assert environment.interpreter(file) == python
+
+
+@pytest.mark.multiprocess
+def test_what_pip_refuses_is_the_reason_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "ENVIRONMENTS", tmp_path / "environments")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    file = rival(tmp_path, "pytest==0.0.1")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"pytest==0\.0\.1"):
+            environment.interpreter(file)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.torture
+def test_process_answers_or_says_why_not() -> None:
+    python = Path(sys.executable)
+    assert process.in_process(python, os.getpid) != os.getpid()
+    with pytest.raises(process.Failed, match=r"^ValueError: invalid literal"):
+        process.in_process(python, int, "x")
+    with pytest.raises(process.Failed, match="it ended with status 3, no answer"):
+        process.in_process(python, os._exit, 3)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.torture
+def test_it_measures_and_finds_every_load_right(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), "--gib", "0.005"]
+    command += ["--rounds", "1", "--peers", "torch.save,dcp,fastckpt", "--json"]
+    command += ["--workloads", "stall,drain,load,drag,small,memory"]
+    done = subprocess.run(
+        [*command, "--dir", str(tmp_path), "--out", str(tmp_path / "results")],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": str(tmp_path)},  # which has no fio
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert (list(record["missing"]), record["failures"]) == (["fio"], [])
+    peers = {
+        name: [row["peer"] for row in result.get("rows", ())]
+        for name, result in record["results"].items()
+    }
+    assert peers["saves"] == ["torch.save", "dcp", "fastckpt"]
+    assert peers["drag"] == ["torch.save", "fastckpt"]
+    assert peers["memory"] == [*peers["drag"], "fastckpt, staging_bytes = 1/4"]
+    assert all(row["wrong_tensors"] == [] for row in record["results"]["saves"]["rows"])
+    assert [path.name for path in tmp_path.iterdir()] == ["results"]
