@@ -1,5 +1,5 @@
 """The directory that a measurement writes to: made in the directory that is measured, with a check
-of the room there, and removed at the end, by SIGTERM, too.
+of the room there, and removed at the end, by SIGINT and SIGTERM, too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from fastckpt.saving import pipeline
 
 @contextmanager
 def own_directory(directory: str, prefix: str) -> Iterator[Path]:
-    """Makes a directory in the given one, and removes it when the body ends, by SIGTERM, too."""
+    """Makes a directory in the given one, and removes it when the body ends, by SIGINT and SIGTERM, too."""
+
+    asked = False
 
     def stop(_number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
         raise KeyboardInterrupt
 
-    earlier = signal.signal(signal.SIGTERM, stop)
+    earlier = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         try:
             own = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
@@ -35,6 +39,11 @@ def own_directory(directory: str, prefix: str) -> Iterator[Path]:
             raise OSError(f"cannot write to {directory!r}: {why}") from None
         try:
             yield own
+        except Exception:
+            # C code that the signal arrives in may replace the interrupt by an error of its own.
+            if asked:
+                raise KeyboardInterrupt from None
+            raise
         finally:
             try:
                 # A save whose wait was interrupted goes on, and would make files behind us.
@@ -42,7 +51,8 @@ def own_directory(directory: str, prefix: str) -> Iterator[Path]:
             finally:
                 shutil.rmtree(own)
     finally:
-        signal.signal(signal.SIGTERM, earlier)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 def check_room(directory: str, nbytes: int) -> None:
