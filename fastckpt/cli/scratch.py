@@ -20,7 +20,7 @@ from fastckpt.saving import pipeline
 
 @contextmanager
 def own_directory(directory: str, prefix: str) -> Iterator[Path]:
-    """Makes a directory in the given one, and removes it when the body ends, by SIGINT and SIGTERM, too."""
+    """Makes a directory in the given one; removes it when the body ends, by a signal, too."""
 
     asked = False
 

@@ -166,7 +166,9 @@ class SwapPlace(Place):
         self._draft.discard()
         if self._is_committed and self._retain is not None:
             try:
-                self._retain()
+                # Of two at a time each would find directories that the other one removes.
+                with pipeline.retention:
+                    self._retain()
             except Exception as error:
                 log.warning("after %r nothing older was removed: %s", self._path, error)
 

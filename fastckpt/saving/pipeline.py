@@ -74,6 +74,7 @@ class Pipeline:
         self._in_flight: dict[SaveHandle, InFlight] = {}  # in the order of save()
         self._failed: dict[SaveHandle, None] = {}  # their errors may not have been asked for
         self._telling: set[int] = set()  # threads that tell a result, and so may run callbacks
+        self.retention = threading.Lock()  # held by a save's own thread, which no signal interrupts
 
     def save(self, job: Job) -> SaveHandle:
         """Begins a save on a thread of its own; returns when its fence allows."""

@@ -377,6 +377,24 @@ def test_directories_commit_in_the_order_of_their_saves(disk: Path) -> None:
     assert retained[0] in (["a"], ["a", "b"]) and retained[1] == ["a", "b"]
 
 
+def test_removals_come_one_after_another(disk: Path) -> None:
+    entered = [threading.Event(), threading.Event()]
+    go_on = threading.Event()
+    together = []
+
+    def retain(number: int) -> None:
+        entered[number].set()
+        assert go_on.wait(60)
+        together.append(entered[1 - number].wait(0.2))
+
+    for number in (0, 1):
+        retaining = partial(retain, number)
+        save_directory(str(disk / "a"), fill_with(number), retain=retaining).result()
+    go_on.set()
+    wait_for_directories(str(disk))
+    assert together == [False, True]
+
+
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_what_fails_at_once(disk: Path, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
     def fill(draft: Draft) -> None:
