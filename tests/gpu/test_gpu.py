@@ -168,6 +168,18 @@ def test_a_state_comes_back_where_it_was(
     assert_same(fastckpt.load(disk / "a.pt", map_location="cpu"), on_host)
 
 
+def test_time_of_copies_is_told_in_whatever_order_they_are_queued(
+    gpu: CudaStub, disk: Path
+) -> None:
+    gpu.configure(LATENCY_US, BYTES_PER_US)
+    blocks = 12
+    tensor = torch.zeros((8 * blocks - 1) * MIB, dtype=torch.uint8, device=KIND)
+    seconds = (blocks * LATENCY_US + tensor.nbytes / BYTES_PER_US) / 1e6
+    for _ in range(8):  # two threads queue copies
+        stats = fastckpt.save({"w": tensor}, disk / "a.pt", durable=False).result(60)
+        assert stats.d2h_s == pytest.approx(seconds, rel=1e-3)
+
+
 def test_call_fence_orders_streams_and_does_not_wait(gpu: CudaStub, disk: Path) -> None:
     gpu.configure(LATENCY_US, BYTES_PER_US)
     nbytes = 20 * MIB
