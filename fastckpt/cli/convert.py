@@ -181,6 +181,11 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
         name = _dotted(old) if is_dotted and tensors.has_paths else old
         if not fnmatchcase(old, arguments.glob) or not name.startswith(arguments.prefix):
             continue
+        if not old:
+            raise CheckpointError(
+                f"{tensors.path!r} has a tensor without a name (a file that is a bare tensor, or a "
+                'dict with the key ""): save it in a dict, under a name'
+            )
         name = name.removeprefix(arguments.prefix)
         if not name:
             raise CheckpointError(f"nothing is left of the name {old!r} without the prefix")

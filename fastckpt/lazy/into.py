@@ -118,7 +118,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
             raise TypeError(f"{name} has no shape (yet): nothing can be read into it")
         # Hugging Face and torch.distributed.checkpoint join keys by a dot.
-        found = by_name.get(name) or by_name.get(".".join(keys))
+        found = by_name.get(name, by_name.get(".".join(keys)))
         if found is None:
             missing[name] = tensor
             continue

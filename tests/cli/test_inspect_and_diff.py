@@ -195,6 +195,13 @@ def test_the_largest_difference(
     assert by in capsys.readouterr().out
 
 
+def test_an_empty_name_is_shown(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(torch.ones(3), disk / "a.pt")
+    torch.save(torch.ones(4), disk / "b.pt")
+    assert main(["diff", str(disk / "a.pt"), str(disk / "b.pt")]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "'': shape [3] in A, [4] in B"
+
+
 def test_names_cannot_steer_the_terminal(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = saved(disk, "a.pt", **{"\x1b[2Jw\n": torch.ones(1), "gewöhnlich": torch.ones(1)})
     assert main(["inspect", path]) == 0

@@ -250,6 +250,57 @@ def test_an_open_step_is_not_removed(disk: Path) -> None:
         checkpointer.save(4, {"w": torch.zeros(3)}).result(60)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("kind", ["hugging face", "one file", "dcp of torch", "root"])
+def test_a_manifest_of_others_is_passed_over(kind: str, disk: Path) -> None:
+    state = flat()
+    make = by_safetensors if kind == "one file" else KINDS[kind][0]
+    path = make(state, disk)
+    path = path if path.is_dir() else disk
+    (path / "manifest.json").write_text('{"files": ["model-1.safetensors"]}')
+    with fastckpt.open(path) as tensors:
+        assert {*tensors} == {*state}
+        same(tensors["large"][...], state["large"])
+
+
+def test_a_step_that_lacks_its_objects_is_damaged(disk: Path) -> None:
+    with fastckpt.Checkpointer(disk) as checkpointer:
+        checkpointer.save(1, {"w": torch.zeros(1 << 20)}).result(60)
+    (disk / "step-00000001" / "objects.pt").unlink()
+    with pytest.raises(CorruptCheckpoint, match=r"objects\.pt"):
+        fastckpt.open(disk / "step-00000001")
+    (disk / "mine").mkdir()
+    (disk / "mine" / "manifest.json").write_text("{}")
+    with pytest.raises(CorruptCheckpoint, match=r"mine/manifest\.json"):
+        fastckpt.open(disk / "mine")
+
+
+@pytest.mark.parametrize("save", [by_fastckpt, by_torch, steps])
+def test_the_empty_key_is_a_key(save: Callable[[Any, Path], Path], disk: Path) -> None:
+    large = torch.randn(300, 1100)
+    state = {"": {"a": large, "": torch.ones(2)}, "a": torch.zeros(4), "b": {"": torch.ones(5)}}
+    names = {"/a": (300, 1100), "/": (2,), "a": (4,), "b/": (5,)}
+    path = save(state, disk)
+    with fastckpt.open(path) as tensors:
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == names
+        same(tensors["/a"][...], large)
+    mine = {"": {"a": torch.zeros(300, 1100), "": torch.zeros(2)}, "b": {"": torch.zeros(5)}}
+    assert fastckpt.load_into(mine, path).unexpected == ("a",)
+    same(mine[""]["a"], large)
+
+
+def test_a_bare_tensor_has_the_name_of_no_keys(disk: Path) -> None:
+    torch.save(torch.ones(3), disk / "a.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert [*tensors] == [""]
+    target = torch.zeros(3)
+    assert not any(fastckpt.load_into(target, disk / "a.pt"))
+    same(target, torch.ones(3))
+    target = torch.zeros(3)
+    assert not any(fastckpt.load_into({"": target}, disk / "a.pt"))
+    same(target, torch.ones(3))
+
+
 def nothing(disk: Path) -> Path:
     return disk / "missing"
 
