@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import fastckpt
-from fastckpt.cli import main
+from fastckpt.cli import convert, main
 from tests.interpreters import Program
 from tests.lazy.test_open import by_safetensors, by_torch, dcp_by_torch, flat, same, steps
 
@@ -206,6 +206,28 @@ def test_nothing_is_replaced(to: str, disk: Path, capsys: pytest.CaptureFixture[
     assert main(["convert", str(path), str(disk / "out"), "--to", to]) == 1
     assert "replaces nothing" in capsys.readouterr().err
     assert (disk / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", READERS)
+def test_what_was_made_meanwhile_is_not_replaced(
+    to: str, disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, out = (str(disk / name) for name in ("1.pt", "2.pt", "out"))
+    torch.save({"w": torch.ones(3)}, first)
+    torch.save({"w": torch.zeros(3)}, second)
+    batches = convert._batches
+
+    def overtaken(copies: Any) -> Any:
+        monkeypatch.setattr(convert, "_batches", batches)
+        assert main(["convert", second, out, "--to", to]) == 0
+        return batches(copies)
+
+    monkeypatch.setattr(convert, "_batches", overtaken)
+    assert main(["convert", first, out, "--to", to]) == 1
+    said = "out' has step 0" if to == "step" else "out' exists, and convert replaces nothing"
+    assert said in capsys.readouterr().err
+    assert not READERS[to](disk / "out")["w"].any()
+    assert sorted(os.listdir(disk)) == ["1.pt", "2.pt", "out"]
 
 
 KILLED = """
