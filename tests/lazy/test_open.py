@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import fastckpt
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.lazy.tensors import LazyTensors
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -238,6 +240,47 @@ def test_threads_read_at_a_time(disk: Path) -> None:
         for thread in threads:
             thread.join()
     assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def interrupted(tensors: fastckpt.LazyTensors, at: int) -> bool:
+    """Reads with an interrupt at one of the places where a signal handler may run: when a function
+    that the bookkeeping of a read calls has begun or, if it is one of C, has returned. Returns
+    whether there are so many.
+    """
+    own, count = LazyTensors._read.__code__, 0
+
+    def look(frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        caller = frame.f_back.f_code if event == "call" and frame.f_back else frame.f_code
+        if caller is own and event in ("call", "c_return"):
+            count += 1
+            if count == at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        tensors["w"][...]
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_an_interrupted_read_does_not_hold_up_close(disk: Path) -> None:
+    path, at = by_torch({"w": torch.ones(300)}, disk), 1
+    while True:
+        tensors = fastckpt.open(path)
+        was_interrupted = interrupted(tensors, at)
+        closing = threading.Thread(target=tensors.close, daemon=True)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive(), f"the interrupt at place {at} has left a read under way"
+        if not was_interrupted:
+            break
+        at += 1
+    assert at > 4
 
 
 def test_an_open_step_is_not_removed(disk: Path) -> None:
