@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from fastckpt.saving import pipeline
 from fastckpt.state.dtensors import dtensor_part, is_sharded
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected, refusal
 from fastckpt.state.template import check_target
+from fastckpt.state.tied import Tied
 from fastckpt.state.tree import DEPTH_MAX, is_stateful, joined, unwrapped
 
 log = logging.getLogger("fastckpt")
@@ -66,7 +68,8 @@ def load_into(
     keeps its dtype, device and sharding. Nothing else of the checkpoint is read, and no code from
     it is run. Of an object, the tensors of its state_dict() are filled, which have to be those that
     it lives by, as a module's are; an optimizer that has no state yet gets none. (To go on with a
-    training, use Checkpointer.restore.)
+    training, use Checkpointer.restore.) Tensors that share memory, such as tied weights, get one
+    value: the checkpoint may have it under one of their names or several, but not different ones.
 
     Args:
         state: a nest of dicts, lists, tuples and objects with state_dict(), such as a module.
@@ -105,7 +108,7 @@ def load_into(
 
 def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     by_name, renamed = _by_new_name(source.tensors, fit, path)
-    parts, missing = list[_Part](), dict[str, torch.Tensor]()
+    parts, missing, tied = list[_Part](), dict[str, torch.Tensor](), Tied()
     cast, misfits, used = list[str](), list[str](), set[str]()
     times: dict[str, int] = {}
     for keys, tensor in _tensors(state):
@@ -137,6 +140,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
             if fit.dtype == "raise":
                 misfits.append(f"{name} is {tensor.dtype}, in the checkpoint {stored.dtype}")
         parts.append(_Part(found, stored, tensor, memory.detach(), box))
+        tied.add(name, memory.detach(), box, found, (found, stored))
     # Of weights that are tied, a checkpoint may hold one name.
     filled = {_identity(part.tensor) for part in parts}
     missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
@@ -147,7 +151,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     left = [new for new in unused if fit.asks_for(new) or fit.asks_for(new.replace(".", "/"))]
     if left and fit.unexpected == "raise":
         misfits.append(f"the checkpoint has {listed(left)}, which the state has not")
-    if misfits:
+    if misfits := misfits or tied.conflicts(partial(_whole_part, source)):
         raise refusal(path, misfits)
     _read(source, parts)
     return Differences(tuple(missing), tuple(left), renamed, tuple(cast))
@@ -231,13 +235,22 @@ def _read(source: Source, parts: Sequence[_Part]) -> None:
         _read_converted(source, some)
 
 
+def _whole_part(source: Source, named: tuple[str, Stored], box: Box) -> torch.Tensor:
+    """Returns a part of a stored tensor, read for itself."""
+    wanted = _to_memory(*named, box)
+    source.read([wanted])
+    return wanted.target.expand(box.sizes)
+
+
+def _to_memory(name: str, stored: Stored, box: Box) -> Wanted:
+    """Returns what is to be read of a part, with memory of its own for that."""
+    sizes = tuple(1 if dim in stored.repeated else n for dim, n in enumerate(box.sizes))
+    target = torch.empty(sizes, dtype=stored.dtype, device="cpu")
+    return Wanted(name, Box(box.offsets, sizes), target)
+
+
 def _read_converted(source: Source, parts: Sequence[_Part]) -> None:
-    wanted = []
-    for part in parts:
-        repeated = part.stored.repeated
-        sizes = tuple(1 if dim in repeated else n for dim, n in enumerate(part.box.sizes))
-        target = torch.empty(sizes, dtype=part.stored.dtype, device="cpu")
-        wanted.append(Wanted(part.name, Box(part.box.offsets, sizes), target))
+    wanted = [_to_memory(part.name, part.stored, part.box) for part in parts]
     source.read(wanted)
     with torch.no_grad():
         for part, want in zip(parts, wanted, strict=True):

@@ -101,6 +101,30 @@ def test_tied_weights_of_which_one_name_was_saved(disk: Path) -> None:
         fastckpt.load_into({"in": model[0].weight, "out": torch.zeros(600, 700)}, path)
 
 
+@pytest.mark.parametrize("save", [by_torch, by_safetensors])
+def test_tied_weights_of_which_both_names_were_saved(
+    save: Any, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastckpt.state.tied._PART_BYTES", 100_000)  # several parts
+    weight, shared = torch.randn(600, 70), torch.zeros(600, 70)
+    state = {"in": shared, "out": shared.detach(), "more": torch.nn.Parameter(shared)}
+    equal = {"in": weight, "out": weight.clone(), "more": weight.clone()}
+    assert not any(fastckpt.load_into(state, save(equal, disk)))
+    assert torch.equal(shared, weight)
+    shared.zero_()
+    other = weight.clone()
+    other[-1, -1] += 1
+    with pytest.raises(IncompatibleCheckpoint, match="in and out are one tensor in the state, and"):
+        fastckpt.load_into(state, save(equal | {"out": other}, disk))
+    assert not shared.any()
+    # What counts is what the memory would hold.
+    half = {"in": shared.bfloat16()}
+    half["out"] = half["in"].detach()
+    rounded = {"in": weight, "out": weight.bfloat16()}
+    assert fastckpt.load_into(half, save(rounded, disk)).cast == ("in",)
+    assert torch.equal(half["out"], weight.bfloat16())
+
+
 def test_keys_of_one_name(disk: Path) -> None:
     torch.save({0: torch.zeros(2), "0": torch.ones(2)}, disk / "a.pt")
     state: dict[Any, torch.Tensor] = {0: torch.full((2,), 5.0), "0": torch.full((2,), 5.0)}

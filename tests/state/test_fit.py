@@ -271,6 +271,22 @@ def test_only_what_is_asked_for(restore: Restore) -> None:
         restore(saved, state, only="ne*")
 
 
+@pytest.mark.parametrize("count", [30, BIG])
+def test_tied_weights_get_one_value(count: int, restore: Restore, disk: Path) -> None:
+    shared = torch.zeros(count)
+    state = {"in": {"w": shared}, "out": [shared.detach()]}
+    both = [torch.full((count,), 2.0) for _ in range(2)]
+    assert not any(restore({"in": {"w": both[0]}, "out": both[1:]}, state))
+    assert torch.equal(shared, both[0])
+    both[1][-1] = 3
+    words = r"state\['in'\]\['w'\] and state\['out'\]\[0\] are one tensor in the state"
+    with pytest.raises(IncompatibleCheckpoint, match=words):
+        restore({"in": {"w": both[0]}, "out": both[1:]}, state)
+    assert shared.eq(2).all()
+    assert not any(restore({"in": {"w": both[1]}, "out": [both[1]]}, state))
+    assert torch.equal(shared, both[1])
+
+
 def test_dtypes(restore: Restore) -> None:
     saved = {"w": torch.ones(BIG), "v": torch.ones(2), "same": torch.ones(2)}
     state = {"w": torch.zeros(BIG).half(), "v": torch.zeros(2).double(), "same": torch.zeros(2)}
