@@ -136,7 +136,9 @@ class _Walk:
                 what = value.name if type(value) is Ignored else "a storage"
                 self._found.others[what] = self._found.others.get(what, 0) + 1
             elif type(value) in _NODES:
-                below = [(item, inner, f"{inner}/") for item, inner in self._children(value, prefix)]
+                below = [
+                    (item, inner, f"{inner}/") for item, inner in self._children(value, prefix)
+                ]
                 ahead += reversed(below)
         return self._found
 

@@ -38,9 +38,7 @@ class Tied:
     def __init__(self) -> None:
         self._by_memory: dict[Hashable, list[_Taker]] = {}
 
-    def add(
-        self, name: str, memory: torch.Tensor, box: Box, source: Hashable, stored: Any
-    ) -> None:
+    def add(self, name: str, memory: torch.Tensor, box: Box, source: Hashable, stored: Any) -> None:
         """Notes the memory that a stored value goes to.
 
         Args:

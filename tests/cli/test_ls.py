@@ -83,9 +83,7 @@ class Unreadable(Storage):
         return super().read_file(path, nbytes_max)
 
 
-def test_a_step_that_cannot_be_read_is_told(
-    disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_cannot_be_read_is_told(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(disk / "run", 1, 2)
     with process_on(Unreadable(disk / "run" / "step-00000001")):
         rows = {row["name"]: row for row in listed(capsys, str(disk / "run"), status=1)}

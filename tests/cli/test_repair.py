@@ -119,9 +119,7 @@ def test_a_directory_that_a_dead_save_set_aside_gets_its_name_back(
     assert (disk / "run\x1b" / "w").read_text() == "old" and not any((disk / "taken").iterdir())
 
 
-def test_what_cannot_be_listed_is_one_line(
-    disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_listed_is_one_line(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (disk / "file").write_text("")
     assert main(["repair", str(disk / "file")]) == 1
     out, err = capsys.readouterr()

@@ -241,6 +241,9 @@ def _draw(result: Result, path: str) -> None:
     figure, axes = pyplot.subplots(len(_OPERATIONS), len(backends), figsize=size, squeeze=False)
     for operation, row in zip(_OPERATIONS, axes, strict=True):
         cells = result[operation]["cells"]
+        # A default of another way than the rest would lie over a cell of its block and depth.
+        is_direct = any(cell["direct"] for cell in cells)
+        cells = [cell for cell in cells if cell["direct"] is is_direct]
         blocks = sorted({cell["block_bytes"] for cell in cells})
         depths = sorted({cell["depth"] for cell in cells})
         highest = max(cell["rate"] for cell in cells) / 1e9
