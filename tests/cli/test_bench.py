@@ -281,6 +281,28 @@ def test_a_disk_that_is_full_is_told(
     assert list(disk.iterdir()) == []
 
 
+def test_too_little_memory_is_told(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nframe #0: ...")
+
+    monkeypatch.setattr(saves, "gpt_state", refused)
+    line = told(capsys, "load", disk, "--size", "1MiB")
+    says = "the measurement failed: DefaultCPUAllocator: can't allocate memory"
+    assert line == f"fastckpt bench: {says}"
+    assert list(disk.iterdir()) == []
+
+
+def test_a_picture_that_cannot_be_written_is_told_before(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(io, "_Transfers", None)  # nothing is measured
+    line = told(capsys, "io", disk, "--size", "1MiB", "--png", disk / "gone" / "a.png")
+    assert "No such file or directory" in line and str(disk / "gone") in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -152,8 +152,9 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
     blocks = arguments.blocks or (_QUICK_BLOCKS if arguments.quick else _BLOCKS)
     depths = arguments.depths or (_QUICK_DEPTHS if arguments.quick else _DEPTHS)
     nbytes = max(arguments.size, *blocks) // _MIB * _MIB
-    if arguments.png:
-        drawing()  # it may be missing: better known now than at the end
+    if arguments.png:  # what is missing is better known now than at the end
+        drawing()
+        os.stat(os.path.dirname(os.path.realpath(arguments.png)))
     grid, transfers = _Grid(own, blocks, depths), _Transfers(own, nbytes)
     found: dict[Cell, list[Rates]] = {}
     cells = sum(map(len, grid.points))
