@@ -150,6 +150,32 @@ def test_a_trial_tells_damage(disk: Path) -> None:
             trial.read(file.fileno(), crcs, target.data_ptr())
 
 
+def test_an_interrupted_trial_cancels_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Job:
+        """A write that is interrupted at the second look, and ends when it is cancelled."""
+
+        def write_to(self, *_: object) -> None:
+            said.append("write_to")
+
+        def wait_written(self, _seconds: float) -> bool:
+            said.append("wait")
+            if said.count("wait") == 2:
+                raise KeyboardInterrupt
+            return said.count("wait") > 3
+
+        def cancel(self) -> None:
+            said.append("cancel")
+
+    with CellTrial(Cell("threads", MIB, 1, False), "file", MIB) as trial:
+        engine = SimpleNamespace(arena_blocks=1, stage=lambda *_: Job(), close=trial._engine.close)
+        monkeypatch.setattr(trial, "_engine", engine)
+        with pytest.raises(KeyboardInterrupt):
+            trial.write(0, 0)
+    assert said == ["write_to", "wait", "wait", "cancel", "wait", "wait"]
+
+
 def test_saves_have_two_clocks_and_a_base(bench: Bench) -> None:
     found = bench("save")
     assert found["wrong"] == [] and 1.5 * MIB < found["nbytes"] < 2.5 * MIB
