@@ -25,7 +25,7 @@ from fastckpt.lazy.source import Source, Stored, Wanted
 from fastckpt.plan.boxes import Box
 from fastckpt.reading.verified import takes_bytes
 from fastckpt.saving import pipeline
-from fastckpt.state.dtensors import dtensor_part, is_sharded
+from fastckpt.state.dtensors import dtensor_part, identity_of, is_sharded
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected, refusal
 from fastckpt.state.template import check_target
 from fastckpt.state.tied import Tied
@@ -141,9 +141,9 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
                 misfits.append(f"{name} is {tensor.dtype}, in the checkpoint {stored.dtype}")
         parts.append(_Part(found, stored, tensor, memory.detach(), box))
         tied.add(name, memory.detach(), box, found, (found, stored))
-    # Of weights that are tied, a checkpoint may hold one name.
-    filled = {_identity(part.tensor) for part in parts}
-    missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
+    if missing:  # of weights that are tied, a checkpoint may hold one name
+        filled = {_identity(part.tensor) for part in parts}
+        missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
     if missing and fit.missing == "raise":
         there = instead_of([*missing], by_name)
         misfits.append(f"the state has {listed(missing)}, which the checkpoint has not{there}")
@@ -159,7 +159,9 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
 
 def _identity(tensor: torch.Tensor) -> object:
     """Returns what tensors that are the same elements in memory have in common."""
-    if is_sharded(tensor) or tensor.is_meta or not tensor.numel():
+    if is_sharded(tensor):
+        return identity_of(tensor)
+    if tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 

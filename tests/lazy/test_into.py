@@ -171,6 +171,31 @@ def read_sharded(member: Member, path: str) -> Outcome:
     return attempt(read)
 
 
+def read_tied(member: Member, path: str, rows: int) -> Outcome:
+    def read() -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = distribute_tensor(torch.zeros(rows, 700), mesh, [Shard(0)])
+        state = {"in": weight, "out": weight.detach()}
+        missing = fastckpt.load_into(state, path, missing="keep", unexpected="ignore").missing
+        return missing, state["out"].to_local().sum().item()
+
+    return attempt(read)
+
+
+@pytest.mark.multiprocess
+def test_tied_dtensors(nursery: Nursery, disk: Path) -> None:
+    crew: Crew = nursery.lasting_crew(2)
+    path = by_safetensors({"in": torch.ones(600, 700)}, disk)
+    assert [its.value for its in crew(read_tied, str(path), 600)] == [((), 300.0 * 700)] * 2
+    # Where a rank has nothing of it, none can tell, so that all ranks say the same.
+    path = by_safetensors({"in": torch.ones(1, 700)}, disk)
+    found = crew(read_tied, str(path), 1)
+    assert [its.value for its in found] == [(("out",), 700.0), (("out",), 0.0)]
+    path = by_safetensors({"in": torch.ones(600, 700), "out": torch.zeros(600, 700)}, disk)
+    for outcome in crew(read_tied, str(path), 600):
+        assert "in and out are one tensor in the state" in str(outcome.error)
+
+
 @pytest.mark.multiprocess
 def test_each_rank_gets_its_part(nursery: Nursery, disk: Path) -> None:
     saved = {name: torch.randn(600, 700) for name in ("rows", "columns", "whole")}
