@@ -267,7 +267,8 @@ class Checkpointer:
         load_state_dict are given their state_dict. A PerRank gets the value that this very rank
         saved; on a rank that the saving job did not have it stays as it is, with `found` False.
         Other entries of dicts and lists are replaced. Entries that were saved but are not in the
-        state are skipped, with a warning.
+        state are skipped, with a warning. Tensors that share memory, such as tied weights, get one
+        value; if different ones were saved for them, the step does not fit.
 
         Args:
             state: like the one that was saved.
@@ -324,6 +325,7 @@ class Checkpointer:
                 level = logging.DEBUG if rank else logging.WARNING
                 log.log(level, _IGNORED, reader.path, template.ignored)
             mine = spread.mine(template.targets, reader.find)
+            template.check_tied(reader.read)
             reader.read(mine, self._options.staging)
             return template
 

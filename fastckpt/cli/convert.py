@@ -181,6 +181,11 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
         name = _dotted(old) if is_dotted and tensors.has_paths else old
         if not fnmatchcase(old, arguments.glob) or not name.startswith(arguments.prefix):
             continue
+        if not old:
+            raise CheckpointError(
+                f"{tensors.path!r} has a tensor without a name (a file that is a bare tensor, or a "
+                'dict with the key ""): save it in a dict, under a name'
+            )
         name = name.removeprefix(arguments.prefix)
         if not name:
             raise CheckpointError(f"nothing is left of the name {old!r} without the prefix")
@@ -343,8 +348,7 @@ def _to_safetensors(path: str, tensors: fastckpt.LazyTensors, copies: Sequence[C
     with atomic.temporary(storage, path) as (fd, name):
         _write(_Output(storage, fd, path), tensors, copies)
         atomic.settle(storage, fd, path, True)
-        if os.path.lexists(path):
-            raise CheckpointError(f"{path!r} was made meanwhile, and convert replaces nothing")
+        _check_absent(path, False)
         atomic.publish(storage, name, path, True, fd)
 
 
@@ -381,7 +385,12 @@ def _to_hugging_face(
 
 def _save_directory(path: str, fill: Callable[[Draft], None]) -> None:
     """Saves a directory, and waits until nothing else of it is left."""
-    save_directory(path, fill).result()
+
+    def fill_and_look(draft: Draft) -> None:
+        fill(draft)
+        _check_absent(path, False)  # a save would replace what was made meanwhile
+
+    save_directory(path, fill_and_look).result()
     wait_for_directories(os.path.dirname(path))
 
 

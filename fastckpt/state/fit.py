@@ -52,9 +52,12 @@ class Fit:
         rename: object = self.rename
         if isinstance(rename, Mapping):
             for pattern, replacement in rename.items():
+                if not isinstance(replacement, str):
+                    kind = type(replacement).__name__
+                    raise TypeError(f"rename has {kind} for {pattern!r}, must be a replacement")
                 try:
-                    re.sub(pattern, str(replacement), "")
-                except re.error as error:
+                    re.sub(pattern, replacement, "")
+                except (re.error, IndexError) as error:  # IndexError: there is no such group
                     raise ValueError(
                         f"rename has {pattern!r}, no regular expression: {error}"
                     ) from None
@@ -140,7 +143,7 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str]]:
         inside = left
         for key in ahead:
             inside = unescaped(inside.setdefault(key, {}))
-            if not _is_inner(inside) and inside != {}:
+            if not (_is_inner(inside) or (isinstance(inside, dict) and not inside)):
                 raise IncompatibleCheckpoint(
                     f"{where!r} does not fit: rename puts {old!r} at {new!r}, inside of a value"
                 )
