@@ -57,7 +57,7 @@ class SwapPlace(Place):
         self._durable = durable
         self._retain = retain
         self._is_committed = False
-        self._first = ""  # the first rank's draft, once known
+        self._shared = ""  # the first rank's draft, once its shared files are there
 
     @contextmanager
     def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
@@ -77,8 +77,8 @@ class SwapPlace(Place):
 
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:
         super().open(outputs, pace)
-        if self._agreement.rank == 0:  # now that the files are there which others write to
-            self._agreement.put("place", os.fsencode(self._draft.name))
+        if self._agreement.rank == 0 and self._draft.shared is not None:
+            self._agreement.put("shared", os.fsencode(self._draft.name))
 
     def joined(self, name: str) -> int:
         """Opens a file of the first rank's draft to write this rank's part of it.
@@ -86,17 +86,16 @@ class SwapPlace(Place):
         Raises:
             PeerFailed: another rank failed, or is missing. StorageError: it cannot be opened.
         """
-        path = os.path.join(self._first_draft(), name)
+        if not self._shared:
+            self._shared = self._first_draft("shared")
+        path = os.path.join(self._shared, name)
         with self._explaining(), reported("open", path):
             return self.storage.open_to_write(path)
 
-    def _first_draft(self) -> str:
-        """Returns the first rank's draft, when that has made the files which ranks share."""
-        if not self._first:
-            name = os.fsdecode(self._agreement.get("place"))
-            inner = os.path.basename(self._draft.directory)
-            self._first = os.path.join(self._draft.beside, name, inner)
-        return self._first
+    def _first_draft(self, key: str) -> str:
+        """Returns the first rank's draft, when that has told of it under this key."""
+        name, inner = os.fsdecode(self._agreement.get(key)), os.path.basename(self._draft.directory)
+        return os.path.join(self._draft.beside, name, inner)
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -112,8 +111,9 @@ class SwapPlace(Place):
     def bring(self, files: Mapping[str, File]) -> Mapping[str, File]:
         """Moves this rank's files into the first rank's draft; returns those that count."""
         if self._agreement.rank == 0:
+            self._agreement.put("place", os.fsencode(self._draft.name))
             return files
-        storage, target, brought = self.storage, self._first_draft(), {}
+        storage, target, brought = self.storage, self._first_draft("place"), {}
         for name, file in files.items():
             path = os.path.join(target, name)
             with self._explaining(), reported("rename", path):

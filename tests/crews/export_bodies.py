@@ -88,16 +88,22 @@ def export_while_writes_fail(member: Member, path: str, failing: int) -> Outcome
 
 
 def die_while_exporting(member: Member, path: str, dying: int) -> Outcome:
-    """Exports while one rank ends without a word, when it is about to write."""
+    """Exports while one rank ends without a word when it is about to write. The first rank, whose
+    files others write to, does so when they have opened these.
+    """
 
-    class Dying(Recorder):
+    class Life(Recorder):
         def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-            if operation.name.startswith("write"):
+            if operation.name.startswith("write") and member.rank == dying:
+                if member.rank == 0:
+                    member.store.wait(["opened"])
                 os._exit(1)
-            return real()
+            result = real()
+            if operation.name == "open_to_write":
+                member.store.set("opened", "")
+            return result
 
-    storage = Dying() if member.rank == dying else Storage()
-    current = pipeline.Pipeline(storage, 64 << 20)
+    current = pipeline.Pipeline(Life(), 64 << 20)
     with mock.patch.object(pipeline, "_current", current):
         state = arranged(member, 1)
         outcome = attempt(lambda: exported(state, path, group=member.group, timeout_s=1))

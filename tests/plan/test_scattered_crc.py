@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 
@@ -22,7 +23,7 @@ def test_parts_in_any_order_make_the_crc_of_the_file(nbytes: int, cuts: int) -> 
     rng = random.Random(f"{nbytes} {cuts}")
     content = memoryview(rng.randbytes(nbytes))
     bounds = [0, *sorted(rng.choices(range(nbytes + 1), k=cuts)), nbytes]
-    parts = [*zip(bounds, bounds[1:], strict=False)]
+    parts = [*itertools.pairwise(bounds)]
     rng.shuffle(parts)
     crc = crc_of_zeros(nbytes, combine_crcs)
     for begin, end in parts:
