@@ -29,9 +29,11 @@ from fastckpt.directories.verify import check
 from fastckpt.engine.staging import Allowance
 from fastckpt.errors import CheckpointError, PeerFailed, RanksDisagree, StagingConflict
 from fastckpt.storage.file_system import Storage
+from tests.accelerator import KIND
 from tests.crews import export_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.crews.steps_states import TENSORS, content, numbers, same_bits
+from tests.cuda_stub import CudaStub
 from tests.directories.test_directory_save import through
 from tests.doubles import Crash, FailAt, PowerCut, Recorder, plant, visible
 from tests.storm import SUITE_SEED
@@ -171,6 +173,17 @@ def test_a_tensor_that_changes_too_early_fails_the_export(disk: Path) -> None:
         with pytest.raises(StagingConflict, match="weight"):
             handle.result(WAIT_S)
     assert os.listdir(disk) == []
+
+
+def test_what_lies_on_a_gpu(gpu: CudaStub, disk: Path) -> None:
+    weight = torch.randn(3000, 1000)
+    state = {"weight": weight.to(KIND), "turned": weight.to(KIND).t(), "small": torch.ones(3)}
+    handle = fastckpt.export(state, disk / "a", dtype=torch.bfloat16)
+    nbytes = state["weight"].nbytes
+    gpu.kernel_at(state["weight"].data_ptr(), nbytes, 0xEE, 0, 0)  # after the copy
+    assert handle.result(WAIT_S).staging == "pinned"
+    expected = {"weight": weight, "turned": weight.t(), "small": torch.ones(3)}
+    assert_holds(disk / "a", expected, torch.bfloat16)
 
 
 class _Odd(torch.Tensor):
