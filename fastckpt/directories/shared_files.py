@@ -68,9 +68,8 @@ class _Elements(NamedTuple):
 
     def runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yields where elements [first, last) go, as (offset in the file, number of elements)."""
-        _element, _first, size, count, stride, _step = self.rows[
-            0
-        ]  # alike in all rows but for these
+        # Rows differ in nothing but where they begin.
+        _element, _first, size, count, stride, _step = self.rows[0]
         while first < last:
             number, inside = divmod(first, size)
             row, place = divmod(number, count)
@@ -226,32 +225,34 @@ class SharedFiles:
     """The files of a directory that ranks write together, as this rank has captured them.
 
     Args:
-        contents: the tensors of each file, by its name; alike on all ranks, and in the same order.
+        tensors: those of each file, by its name; alike on all ranks, and in the same order.
         metadata: as safetensors.layout()'s.
         first_rank: the names of tensors of which only the first rank's copy counts.
         differing: called with the names of tensors whose contents differ between ranks.
 
     Attributes:
-        description: describes the tensors to the other ranks, for comparison.
+        structure, contents: describe to the other ranks which tensors are where, and by samples
+            what is in those that all ranks hold.
     """
 
     def __init__(
         self,
-        contents: Mapping[str, Sequence[SharedTensor]],
+        tensors: Mapping[str, Sequence[SharedTensor]],
         metadata: Mapping[str, str],
         first_rank: Iterable[str],
         differing: Callable[[set[str]], None],
     ) -> None:
         self.differing = differing
-        self._contents = contents
+        self._tensors = tensors
         self._metadata = metadata
         self._files: list[SharedFile] = []
         texts = [
             (tensor.name, f"{tensor.text()} in {file}")
-            for file, tensors in contents.items()
-            for tensor in tensors
+            for file, its in tensors.items()
+            for tensor in its
         ]
-        self.description = Description(texts, first_rank)
+        self.structure = Description(texts)
+        self.contents = Description([], first_rank)
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Returns the storages that are copied."""
@@ -262,32 +263,32 @@ class SharedFiles:
         as Description.sample() does.
         """
         leaves = self._leaves()
-        pieces_in: dict[str, list[Piece]] = {file: [] for file in self._contents}
-        begins = [*accumulate(map(len, self._contents.values()), initial=0)][:-1]
-        files = [*self._contents]
+        pieces_in: dict[str, list[Piece]] = {file: [] for file in self._tensors}
+        begins = [*accumulate(map(len, self._tensors.values()), initial=0)][:-1]
+        files = [*self._tensors]
         for piece in _pieces(leaves, rank):
             number = bisect_right(begins, piece.held) - 1
             pieces_in[files[number]].append(piece._replace(held=piece.held - begins[number]))
         self._files = [
             SharedFile(file, tensors, pieces_in[file], self._metadata, rank == 0)
-            for file, tensors in self._contents.items()
+            for file, tensors in self._tensors.items()
         ]
         common = [
             Sampled(leaf.key, leaf.local.data_ptr(), leaf.local.numel() * leaf.local.itemsize)
             for leaf in leaves
             if len(leaf.holders) == world_size > 1
         ]
-        self.description.sample(common, seed)
+        self.contents.sample(common, seed)
         return self._files
 
     def forget(self) -> None:
         """Drops references to what was copied."""
-        self._contents = {}
+        self._tensors = {}
         for file in self._files:
             file.image.sources.clear()
 
     def _leaves(self) -> list[Leaf]:
-        return [tensor.leaf for tensors in self._contents.values() for tensor in tensors]
+        return [tensor.leaf for tensors in self._tensors.values() for tensor in tensors]
 
 
 def _pieces(leaves: Sequence[Leaf], rank: int) -> list[Piece]:

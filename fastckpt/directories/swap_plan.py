@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable
 from functools import partial
 
 from fastckpt.directories.draft import CapturedFile, Draft
@@ -20,7 +21,7 @@ from fastckpt.handle import SaveHandle
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
-from fastckpt.ranks.same_state import disagreement
+from fastckpt.ranks.same_state import Description, disagreement
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan, WholeFile
 from fastckpt.storage.atomic import close_quietly, settle
@@ -69,17 +70,25 @@ class SwapPlan(Plan):
         return [*self._parts.values(), *self._outputs.values()]
 
     def samples(self) -> list[tuple[int, bytearray]]:
-        return [] if self._shared is None else self._shared.description.samples()
+        return [] if self._shared is None else self._shared.contents.samples()
+
+    def agree(self, pace: Pace, nbytes: int) -> None:
+        super().agree(pace, nbytes)
+        if self._shared is not None:  # before a rank writes where others' elements belong
+            self._compare("files", self._shared.structure, self._shared.differing)
 
     def compare(self) -> None:
-        shared = self._shared
-        if shared is None:
-            return
-        description = shared.description
-        groups = self._agreement.same("state", description.digest(), description.detail)
+        if self._shared is not None:
+            self._compare("state", self._shared.contents, self._shared.differing)
+
+    def _compare(
+        self, key: str, description: Description, differing: Callable[[set[str]], None]
+    ) -> None:
+        """Raises RanksDisagree unless all ranks give the same description."""
+        groups = self._agreement.same(key, description.digest(), description.detail)
         if groups is not None:
             error, unequal = disagreement(groups, self._handle.path)
-            shared.differing(unequal)
+            differing(unequal)
             raise error
 
     def record(self) -> bytes:

@@ -62,9 +62,14 @@ def export_what_differs(member: Member, path: str, what: str) -> Outcome:
     weight = numbers(1 if is_last and what == "content" else 0, 20_000).reshape(100, 200)
     if is_last and what == "shape":
         weight = weight.t()
-    dtype = torch.bfloat16 if is_last and what == "dtype" else None
+    options: dict[str, Any] = {"group": member.group}
+    if is_last and what == "dtype":
+        options["dtype"] = torch.bfloat16
     state = {what: weight}
-    return attempt(lambda: exported(state, path, dtype=dtype, group=member.group))
+    if is_last and what == "names":
+        state["more"] = weight + 1
+        options["shard_bytes"] = 1
+    return attempt(lambda: exported(state, path, **options))
 
 
 class _NoRoom(Recorder):

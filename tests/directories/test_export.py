@@ -109,6 +109,18 @@ def test_tensors_that_cross_blocks(disk: Path, budget_bytes: int) -> None:
     assert_holds(disk / "a", state, torch.bfloat16)
 
 
+def test_files_are_copied_as_they_were_at_the_call(disk: Path) -> None:
+    config, empty = disk / "config.json", disk / "empty.txt"
+    config.write_text("{}")
+    empty.write_text("")
+    handle = fastckpt.export({"a": torch.ones(2)}, disk / "a", files=[config, str(empty)])
+    config.write_text("{other}")
+    handle.result(WAIT_S)
+    assert loaded(disk / "a").keys() == {"a"}
+    assert (disk / "a" / "config.json").read_text() == "{}"
+    assert (disk / "a" / "empty.txt").read_text() == ""
+
+
 def test_it_goes_back_into_the_state(disk: Path) -> None:
     def made() -> nn.Module:
         return nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 3))
@@ -358,13 +370,14 @@ def test_replicas_and_tied_shards_are_written_once(crew: Callable[[int], Crew], 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("what", ["shape", "dtype", "content"])
+@pytest.mark.parametrize("what", ["shape", "dtype", "names", "content"])
 def test_ranks_that_disagree_export_nothing(
     crew: Callable[[int], Crew], disk: Path, what: str
 ) -> None:
     path = str(disk / "a")
     for outcome in crew(2)(bodies.export_what_differs, path, what):
-        assert isinstance(outcome.error, RanksDisagree) and what in str(outcome.error)
+        assert isinstance(outcome.error, RanksDisagree)
+        assert {"names": "more is on rank 1"}.get(what, what) in str(outcome.error)
     assert os.listdir(disk) == []
     for outcome in crew(2)(bodies.export_what_differs, path, what):
         assert (outcome.error is None) == (what == "content"), "it is taken from the first rank"
