@@ -7,16 +7,20 @@ must not know how a file is written, or how a directory becomes visible.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.checks import Fence, check_path, check_size
+from fastckpt.arguments.checks import Fence, check_count, check_path, check_size, optional
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.save import save_directory
+from fastckpt.directories.save import remove_directory, save_directory
 from fastckpt.directories.shared_files import SharedFiles, SharedTensor
 from fastckpt.formats import hugging_face, safetensors
+from fastckpt.formats.step_names import NAME as STEP_NAME
+from fastckpt.formats.step_names import step_name
 from fastckpt.formats.strict_json import check_text
 from fastckpt.handle import SaveHandle
 from fastckpt.plan.boxes import Box
@@ -31,6 +35,55 @@ from fastckpt.state.tree import Leaf, dotted, joined, tensors_in
 from fastckpt.storage.file_system import reported
 
 _FILE_BYTES_MAX = 1 << 30  # of what is copied beside the tensors
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """Exports of a run: where a Checkpointer exports which steps to, as fastckpt.export does.
+
+    Args:
+        directory: the directory of the exports, each of which is named like its step, such as
+            step-00001000.
+        every: steps that are multiples of this are exported.
+        keep_last: how many of the exports committed last stay, at least 1; None: all.
+        dtype, rename, only, shard_bytes, files: as fastckpt.export's.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or of another type.
+    """
+
+    __module__ = "fastckpt"
+
+    directory: str | os.PathLike[str]
+    every: int = 1
+    keep_last: int | None = None
+    dtype: torch.dtype | None = None
+    rename: Rename | None = None
+    only: str | None = None
+    shard_bytes: int | str = "5GB"
+    files: Sequence[str | os.PathLike[str]] = ()
+
+    def __post_init__(self) -> None:
+        check_path("directory", self.directory)
+        check_count("every", self.every)
+        optional(check_count, "keep_last", self.keep_last)
+        _check_dtype(self.dtype)
+        check_size("shard_bytes", self.shard_bytes)
+        if isinstance(self.files, str | os.PathLike):
+            raise TypeError(f"files is {self.files!r}, must be a list of paths")
+        for file in self.files:
+            check_path("files", file)
+        _ = self.fit
+
+    @property
+    def fit(self) -> Fit:
+        """The rules for names."""
+        return Fit(rename=self.rename, only=self.only)
+
+    @property
+    def root(self) -> str:
+        """The directory of the exports, without symbolic links."""
+        return os.path.realpath(check_path("directory", self.directory))
 
 
 def export(
@@ -85,17 +138,73 @@ def export(
         CheckpointError: an earlier save failed, and nobody asked for its error.
         StorageError: one of `files` cannot be read, or the directory's parent cannot be made.
     """
-    fit = Fit(rename=rename, only=only)
-    _check_dtype(dtype)
-    nbytes = check_size("shard_bytes", shard_bytes)
-    if isinstance(files, str | os.PathLike):
-        raise TypeError(f"files is {files!r}, must be a list of paths")
-    copied = [check_path("files", file) for file in files]
+    options = HuggingFace(directory, 1, None, dtype, rename, only, shard_bytes, files)
+    how = (group, fence, durable, staging_bytes, timeout_s)
+    return _exported(state, check_path("directory", directory), options, *how)
+
+
+def checked_export(options: object, root: str) -> HuggingFace | None:
+    """Returns a Checkpointer's `export`, given its root.
+
+    Raises:
+        ValueError, TypeError: it is something else, or exports would go to the root.
+    """
+    if options is None:
+        return None
+    if not isinstance(options, HuggingFace):
+        raise TypeError(f"export is {type(options).__name__}, must be a fastckpt.HuggingFace")
+    if options.root == root:
+        raise ValueError(f"export: {root!r} is the root of the steps: export to another directory")
+    return options
+
+
+def export_step(
+    state: Any,
+    step: int,
+    options: HuggingFace,
+    group: Any,
+    fence: Fence,
+    durable: bool,
+    staging_bytes: int | str | None,
+    timeout_s: float,
+) -> SaveHandle:
+    """Exports a step of a run, and removes older exports after the commit; rest as export()."""
+    path, how = os.path.join(options.root, step_name(step)), (group, fence, durable, staging_bytes)
+    retain = None
+    if options.keep_last is not None:
+        retain = partial(_retain, options.root, options.keep_last)
+    return _exported(state, path, options, *how, timeout_s, retain)
+
+
+def _retain(directory: str, keep_last: int) -> None:
+    """Removes the exports of a run but those that were committed last."""
+    storage, found = pipeline.current().storage, list[tuple[int, str]]()
+    for name in storage.directories(directory):
+        status = storage.status(path := os.path.join(directory, name))
+        if STEP_NAME.match(name) and status is not None:
+            found.append((status.st_mtime_ns, path))
+    for _time, path in sorted(found)[:-keep_last]:
+        remove_directory(path)
+
+
+def _exported(
+    state: Any,
+    path: str,
+    options: HuggingFace,
+    group: Any,
+    fence: Fence,
+    durable: bool,
+    staging_bytes: int | str | None,
+    timeout_s: float,
+    retain: Callable[[], None] | None = None,
+) -> SaveHandle:
     shared, rank_of = per_group.together(group), ranks_within(group)
+    shard_bytes = check_size("shard_bytes", options.shard_bytes)
+    copied = [check_path("files", file) for file in options.files]
 
     def fill(draft: Draft) -> None:
-        tensors = _named(state, fit, dtype, draft, shared, rank_of)
-        parts = hugging_face.divided([tensor.nbytes for tensor in tensors], nbytes)
+        tensors = _named(state, options, draft, shared, rank_of)
+        parts = hugging_face.divided([tensor.nbytes for tensor in tensors], shard_bytes)
         names = hugging_face.file_names(len(parts))
         contents = {
             name: tensors[its.start : its.stop] for name, its in zip(names, parts, strict=True)
@@ -108,13 +217,14 @@ def export(
         )
 
     return save_directory(
-        check_path("directory", directory),
+        path,
         fill,
         group=group,
         fence=fence,
         durable=durable,
         staging_bytes=staging_bytes,
         timeout_s=timeout_s,
+        retain=retain,
     )
 
 
@@ -131,14 +241,13 @@ def _check_dtype(dtype: object) -> None:
 
 def _named(
     state: Any,
-    fit: Fit,
-    dtype: torch.dtype | None,
+    options: HuggingFace,
     draft: Draft,
     shared: GroupMemo,
     rank_of: dict[int, int] | None,
 ) -> list[SharedTensor]:
     """Returns the tensors to export as this rank holds them, captured, in the state's order."""
-    parts = Parts(shared.coordinator.world_size, rank_of)
+    parts, fit, dtype = Parts(shared.coordinator.world_size, rank_of), options.fit, options.dtype
     found: dict[str, SharedTensor] = {}
     old_of: dict[str, str] = {}
     seen: set[object] = set()

@@ -47,6 +47,7 @@ def nothing_is_being_removed(disk: Path) -> Iterator[None]:
     """What exports have replaced is gone before the directory is looked at."""
     yield
     wait_for_directories(str(disk))
+    wait_for_directories(str(disk / "hf"))
 
 
 def loaded(directory: Path) -> dict[str, torch.Tensor]:
@@ -256,6 +257,55 @@ def test_what_is_not_an_export_is_not_replaced(disk: Path) -> None:
     assert bool(safetensors.torch.load_file(disk / "a" / "model.safetensors")["a"])
 
 
+# Exports of a Checkpointer
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_steps_are_exported(disk: Path, fence: Any) -> None:
+    model = nn.Linear(300, 200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    how = fastckpt.HuggingFace(
+        disk / "hf", every=3, keep_last=2, dtype=torch.bfloat16, only="model/*", rename={".*/": ""}
+    )
+    weights = {}
+    with fastckpt.Checkpointer(disk / "run", fence=fence, export=how) as checkpointer:
+        for step in range(1, 11):
+            weights[step] = {key: each.clone() for key, each in model.state_dict().items()}
+            handle = checkpointer.save(step, state)
+            model(torch.randn(5, 300)).sum().backward()
+            optimizer.step()
+            assert handle.result(WAIT_S).committed_s is not None
+        assert checkpointer.exported is not None and checkpointer.exported.path.endswith("00000009")
+    assert sorted(os.listdir(disk / "hf")) == ["step-00000006", "step-00000009"]
+    for step in (6, 9):
+        assert_holds(disk / "hf" / f"step-{step:08d}", weights[step], torch.bfloat16)
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        assert checkpointer.restore(state) == 10
+
+
+def test_an_export_that_fails_is_told_as_a_save_that_fails(disk: Path) -> None:
+    how = fastckpt.HuggingFace(disk / "hf")
+    (disk / "hf" / "step-00000001").mkdir(parents=True)
+    (disk / "hf" / "step-00000001" / "mine.txt").write_text("mine")
+    checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
+    checkpointer.save(1, {"a": torch.ones(3)}).result(WAIT_S)
+    with pytest.raises(CheckpointError, match="of no checkpoint"):
+        checkpointer.close()
+    assert checkpointer.steps() == [1]
+
+
+def test_exports_of_a_checkpointer_are_checked(disk: Path) -> None:
+    wrong: Any = "hf"
+    with pytest.raises(TypeError, match=r"must be a fastckpt\.HuggingFace"):
+        fastckpt.Checkpointer(disk / "run", export=wrong)
+    with pytest.raises(ValueError, match="is the root of the steps"):
+        fastckpt.Checkpointer(disk / "run", export=fastckpt.HuggingFace(disk / "run"))
+    for options in ({"every": 0}, {"keep_last": 0}, {"shard_bytes": "much"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            fastckpt.HuggingFace(disk / "hf", **options)
+
+
 def sample(step: int) -> dict[str, torch.Tensor]:
     return {"one": torch.full((40, 50), float(step)), "two": torch.full((30,), step)}
 
@@ -359,6 +409,13 @@ def test_ranks_write_what_they_hold(
         size += index.stat().st_size if index.exists() else 0
         assert sum(written) == size and min(written) > size / ranks / 2, "each byte once"
     assert os.listdir(disk) == ["a"]
+
+
+@pytest.mark.multiprocess
+def test_steps_of_ranks_are_exported(crew: Callable[[int], Crew], disk: Path) -> None:
+    assert crew(2)(bodies.export_steps, str(disk / "run"), str(disk / "hf")) == [4, 4]
+    assert os.listdir(disk / "hf") == ["step-00000004"]
+    assert_holds(disk / "hf" / "step-00000004", {key: content(key) for key in TENSORS})
 
 
 @pytest.mark.multiprocess
