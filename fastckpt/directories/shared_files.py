@@ -211,14 +211,14 @@ class PartWriter:
             self._place(fd, each, memoryview(content), first + begin)
 
     def _place(self, fd: int, each: _Elements, content: memoryview, first: int) -> None:
-        at, itemsize = 0, each.stored.itemsize
+        at, crc, itemsize = 0, 0, each.stored.itemsize
         for offset, count in each.runs(first, first + len(content) // itemsize):
             run = content[at : at + count * itemsize]
             patiently(self._storage, fd, partial(self._storage.write_at, fd, run, offset))
-            crc = contribution(run, self._file_nbytes - offset - len(run), combine_crcs)
-            with self._lock:
-                self.part = File(self.part.nbytes + len(run), self.part.crc32 ^ crc)
+            crc ^= contribution(run, self._file_nbytes - offset - len(run), combine_crcs)
             at += len(run)
+        with self._lock:
+            self.part = File(self.part.nbytes + at, self.part.crc32 ^ crc)
 
 
 class SharedFiles:
