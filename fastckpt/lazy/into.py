@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from fastckpt.state.dtensors import dtensor_part, identity_of, is_sharded
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected, refusal
 from fastckpt.state.template import check_target
 from fastckpt.state.tied import Tied
-from fastckpt.state.tree import DEPTH_MAX, is_stateful, joined, unwrapped
+from fastckpt.state.tree import joined, tensors_in
 
 log = logging.getLogger("fastckpt")
 
@@ -111,7 +111,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     parts, missing, tied = list[_Part](), dict[str, torch.Tensor](), Tied()
     cast, misfits, used = list[str](), list[str](), set[str]()
     times: dict[str, int] = {}
-    for keys, tensor in _tensors(state):
+    for keys, tensor in tensors_in(state):
         name = joined(keys)
         times[name] = times.get(name, 0) + 1
         if times[name] > 1:  # 0 and "0" are two keys
@@ -188,28 +188,6 @@ def _by_new_name(
         if new != old:
             renamed[old] = new
     return by_name, renamed
-
-
-def _tensors(state: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Yields the tensors of a nest of dicts, lists, tuples and objects with state_dict(), each with
-    the keys that lead to it.
-    """
-    ahead: list[tuple[tuple[str, ...], Any]] = [((), state)]
-    while ahead:
-        keys, value = ahead.pop()
-        if len(keys) > DEPTH_MAX:
-            raise IncompatibleCheckpoint(f"state is nested more than {DEPTH_MAX} deep")
-        if isinstance(value, torch.Tensor):
-            yield keys, value
-            continue
-        if is_stateful(value):
-            value = unwrapped(value).state_dict()
-        items: Sequence[tuple[Any, Any]] = ()
-        if isinstance(value, dict):
-            items = [*value.items()]
-        elif isinstance(value, list | tuple):
-            items = [*enumerate(value)]
-        ahead += [((*keys, str(key)), item) for key, item in reversed(items)]
 
 
 def _read(source: Source, parts: Sequence[_Part]) -> None:

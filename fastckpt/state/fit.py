@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from fastckpt.arguments.checks import check_choice
 from fastckpt.errors import IncompatibleCheckpoint
-from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, joined, unescaped
+from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, joined, keys_of, unescaped
 
 Missing = Literal["raise", "keep"]
 Unexpected = Literal["ignore", "raise"]
@@ -208,7 +208,7 @@ def _keys_of(name: str, old: Sequence[Any]) -> list[Any]:
     from its end on, are these very keys: 0, say, and not "0"; where one was an integer, another one
     is, too.
     """
-    keys: list[Any] = [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
+    keys: list[Any] = [*keys_of(name)]
     for at in range(-min(len(keys), len(old)), 0):
         if keys[at] == str(old[at]):
             keys[at] = old[at]
