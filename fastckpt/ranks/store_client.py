@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -26,7 +28,7 @@ def own_client(store: Any) -> Any:
         # A dead server refuses this at once; torch's client would try for the store's own timeout.
         socket.create_connection((base.host, base.port), OPERATION_S).close()
     if hasattr(store, "clone"):  # torch 2.8 and later
-        client = store.clone()
+        client = _cloned(store) if isinstance(base, c10d.TCPStore) else store.clone()
         if isinstance(base, c10d.TCPStore | c10d.FileStore):
             client.set_timeout(timeout)
         return client
@@ -38,4 +40,32 @@ def own_client(store: Any) -> Any:
     if base is not store:  # its prefix cannot be read: clients that share it agree on another one
         prefix = store.compare_set("fastckpt/prefix", "", os.urandom(16).hex())
         client = c10d.PrefixStore(prefix.decode(), client)
+    return client
+
+
+def _cloned(store: Any) -> Any:
+    """Returns store.clone(), on a thread of its own: if the server dies just before, torch's client
+    tries for the store's own timeout, of minutes, and nothing can end it.
+
+    Raises:
+        ConnectionError: it takes longer than OPERATION_S.
+    """
+    made: SimpleQueue[Any] = SimpleQueue()
+
+    def clone() -> None:
+        try:
+            made.put((store.clone(), None))
+        except (RuntimeError, OSError) as error:
+            made.put((None, error))
+
+    try:
+        threading.Thread(target=clone, name="fastckpt-store", daemon=True).start()
+    except RuntimeError:  # no thread can be started
+        clone()
+    try:
+        client, error = made.get(timeout=OPERATION_S)
+    except Empty:
+        raise ConnectionError(f"no connection within {OPERATION_S:g} s") from None
+    if error is not None:
+        raise error
     return client

@@ -358,7 +358,8 @@ def limit_kept() -> Iterator[None]:
 @limit_kept()
 def test_a_full_disk_ends_training(disk: Path) -> None:
     trainer = make(AsyncTrainer, disk, callbacks=[Full(4, 100)])
-    with pytest.raises(StorageError, match=r"an earlier save, to .*checkpoint-4.*too large"):
+    # The saves of steps 4 and 6 may be in flight together: either may fail first.
+    with pytest.raises(StorageError, match=r"an earlier save, to .*checkpoint-[46].*too large"):
         trainer.train()
     with suppress(StorageError):  # of a save that was begun before the first one had failed
         trainer.wait_for_checkpoints()
