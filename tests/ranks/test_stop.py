@@ -40,16 +40,16 @@ class Turns:
     Args:
         chance: decides.
         file_name: of the module.
-        held: the number of a thread, in the order of their starts, and before which of its
-            bytecodes it has to let the others go on for a long time.
+        held: the number of a thread, in the order of their starts, and the function before whose
+            n-th bytecode it has to let the others go on for a long time, and n.
     """
 
     def __init__(
-        self, chance: random.Random, file_name: str, held: tuple[int, int] | None = None
+        self, chance: random.Random, file_name: str, held: tuple[int, str, int] | None = None
     ) -> None:
         self._chance = chance
         self._file_name = file_name
-        self._held, self._hold_at = held or (-1, 0)
+        self._held, self._hold_in, self._hold_at = held or (-1, "", 0)
         self._hold_for = 0
         self._doors: dict[int, threading.Semaphore] = {}
         self._weights: dict[int, float] = {}
@@ -92,10 +92,6 @@ class Turns:
 
     def next(self) -> None:
         """Gives the turn to any thread, be it this one."""
-        if _here.number == self._held:
-            self._hold_at -= 1
-            if self._hold_at == 0:
-                self._hold_for = HELD_TURNS
         chosen = self._choose()
         if chosen != _here.number:
             self._doors[chosen].release()
@@ -118,8 +114,11 @@ class Turns:
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._traced
 
-    def _traced(self, _frame: FrameType, event: str, _arg: object) -> Any:
+    def _traced(self, frame: FrameType, event: str, _arg: object) -> Any:
         if event == "opcode":
+            if _here.number == self._held and frame.f_code.co_name == self._hold_in:
+                self._hold_at -= 1
+                self._hold_for = HELD_TURNS if self._hold_at == 0 else self._hold_for
             self.next()
         return self._traced
 
@@ -145,7 +144,7 @@ class TurningLatch:
 
 
 @contextmanager
-def in_turns(seed: int, held: tuple[int, int] | None) -> Iterator[Turns]:
+def in_turns(seed: int, held: tuple[int, str, int] | None) -> Iterator[Turns]:
     """stop.py's threads run in an order that is chosen by chance, and wait in no time."""
     turns = Turns(random.Random(seed), module.__file__, held)
     with pytest.MonkeyPatch.context() as patch:
@@ -180,7 +179,7 @@ class Life:
 
 
 def lives_in_turns(
-    asked_at: list[int], seed: int, held: tuple[int, int] | None = None
+    asked_at: list[int], seed: int, held: tuple[int, str, int] | None = None
 ) -> list[list[bool]]:
     """The answers of all ranks, which run in an order that is chosen by a seed. The keys are gone
     afterwards. Threads are numbered: first those of the agreements, then those that call.
@@ -209,19 +208,13 @@ def test_all_ranks_answer_the_same_in_any_order(asked_at: list[int], seed: int) 
     assert any(asked_at) or True not in answers[0]
 
 
-@pytest.mark.parametrize(
-    ("held", "moments"),
-    [(0, range(104, 126)), (2, range(1, 17))],
-    ids=["the thread that promises", "the one that calls"],
-)
+@pytest.mark.parametrize(("thread", "function"), [(0, "_promise"), (2, "is_reached")])
 def test_all_ranks_answer_the_same_wherever_one_thread_is_held_up(
-    held: int, moments: range
+    thread: int, function: str
 ) -> None:
-    """The other rank is asked; the held one is ahead of it, so that its promise decides. The
-    moments, counted in bytecodes, lie around the promise, and within a call.
-    """
-    for moment in moments:
-        answers = lives_in_turns([0, 1], 1, (held, moment))
+    """The other rank is asked; the held one is ahead of it, so that its promise decides."""
+    for moment in range(1, 18):
+        answers = lives_in_turns([0, 1], 1, (thread, function, moment))
         assert answers[0] == answers[1], f"held before bytecode {moment}"
 
 
