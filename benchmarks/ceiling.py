@@ -53,7 +53,7 @@ class Fio:
         command = [
             "fio",
             "--name=cell",
-            f"--filename={self.file}",
+            f"--filename={self.file.name}",  # below cwd: fio takes ":" in a path for the next file
             f"--size={nbytes}",
             f"--rw={operation}",
             f"--bs={cell['block_mib']}m",
@@ -67,12 +67,15 @@ class Fio:
             command += ["--fallocate=native", "--end_fsync=1"]
         elif not cell["direct"]:
             drop_page_cache(self.file)
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, cwd=self.file.parent, capture_output=True, text=True, check=True
+        )
         # Notes about the engine may precede the JSON.
         result = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
         if result["error"] or not result[operation]["io_bytes"]:
             raise RuntimeError(f"fio {operation} failed with error {result['error']}")
-        return float(result[operation]["io_bytes"] / (result[operation]["runtime"] / 1e3))
+        moved = result[operation]
+        return float(moved["io_bytes"] / (max(1, moved["runtime"]) / 1e3))  # fio's clock has 1 ms
 
     def scan(self) -> None:
         """Try every write and read cell once."""

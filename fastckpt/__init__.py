@@ -3,6 +3,7 @@
 from fastckpt.api import load, prepare, save
 from fastckpt.api import open as open  # not in __all__: `import *` must not hide the built-in
 from fastckpt.checkpointer import Checkpointer
+from fastckpt.directories.export import HuggingFace, export
 from fastckpt.errors import (
     BackendUnavailable,
     CheckpointError,
@@ -29,6 +30,7 @@ __all__ = [
     "CorruptCheckpoint",
     "DeviceError",
     "Differences",
+    "HuggingFace",
     "IncompatibleCheckpoint",
     "LazyTensor",
     "LazyTensors",
@@ -40,6 +42,7 @@ __all__ = [
     "StagingConflict",
     "StorageError",
     "__version__",
+    "export",
     "load",
     "load_into",
     "prepare",

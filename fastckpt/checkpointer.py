@@ -32,6 +32,7 @@ from fastckpt.arguments.checks import (
     optional,
 )
 from fastckpt.arguments.quantities import shown_share, shown_transfer
+from fastckpt.directories.export import HuggingFace, checked_export, export_step
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle, SaveStats
@@ -124,6 +125,10 @@ class Checkpointer:
             Default: 600.
         log: whether the first rank appends a line of JSON about each save, with the clocks of all
             ranks, to `saves.jsonl` in the root, for `fastckpt report`.
+        export: a HuggingFace, which says where steps are exported to, and which ones. save() begins
+            the export behind the save of the step, with the same fence, and so copies its tensors
+            once more. An export that fails is told as a save that fails, and its step stays. The
+            arguments that delay writing do not concern exports. Default: none.
         on_commit: called on every rank with the step and its SaveStats when a step is committed, on
             the thread of the save; it should not take long. What it raises is logged.
         stop_signals: signals that ask the job to stop, such as ("SIGUSR1", "SIGTERM"), for
@@ -135,11 +140,12 @@ class Checkpointer:
             name, the path that it was read from.
         differences: what was missing, unexpected, renamed and cast in the last restore() on this
             rank (see Differences).
+        exported: the SaveHandle of the export that was begun last; None before the first one.
 
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
-            group, the root is a file, `local` lies on the root's file system, or stop_signals are
-            given on another thread than the main one.
+            group, the root is a file, `local` lies on the root's file system, exports are to go to
+            the root, or stop_signals are given on another thread than the main one.
     """
 
     def __init__(
@@ -164,6 +170,7 @@ class Checkpointer:
         writers_per_node: int | None = None,
         timeout_s: float = TIMEOUT_S,
         log: bool = False,
+        export: HuggingFace | None = None,
         on_commit: Callable[[int, SaveStats], None] | None = None,
         stop_signals: Collection[str | int] | None = None,
     ) -> None:
@@ -192,6 +199,9 @@ class Checkpointer:
         self._handles: list[SaveHandle] = []
         self._differing: frozenset[str] = frozenset()
         self._logs, self._on_commit = log, on_commit
+        self._export = checked_export(export, self.root)
+        self.exported: SaveHandle | None = None
+        self._exports: list[SaveHandle] = []
         self._closed = self._ended = False
         self._stop: StopAgreement | None = None
         if signals is not None:
@@ -261,6 +271,11 @@ class Checkpointer:
         del content, plan
         handle = current.save(save)
         self._handles = [*self._handles, handle]
+        if self._export is not None and step % self._export.every == 0:
+            how = (self.group, self._fence, options.durable, options.staging_bytes, self._timeout_s)
+            self.exported = export_step(state, step, self._export, *how)
+            self._exports = [each for each in self._exports if not each.done()]
+            self._exports.append(self.exported)
         return handle
 
     def restore(
@@ -284,7 +299,8 @@ class Checkpointer:
         load_state_dict are given their state_dict. A PerRank gets the value that this very rank
         saved; on a rank that the saving job did not have it stays as it is, with `found` False.
         Other entries of dicts and lists are replaced. Entries that were saved but are not in the
-        state are skipped, with a warning.
+        state are skipped, with a warning. Tensors that share memory, such as tied weights, get one
+        value; if different ones were saved for them, the step does not fit.
 
         Args:
             state: like the one that was saved.
@@ -341,6 +357,7 @@ class Checkpointer:
                 level = logging.DEBUG if rank else logging.WARNING
                 log.log(level, _IGNORED, reader.path, template.ignored)
             mine = spread.mine(template.targets, reader.find)
+            template.check_tied(reader.read)
             reader.read(mine, self._options.staging)
             return template
 
@@ -447,9 +464,10 @@ class Checkpointer:
         if self._ended:
             return
         self._closed = True
-        for handle in self._handles:
+        for handle in (*self._handles, *self._exports):
             handle.wait_done()
-        pipeline.current().wait_for(self.root, ended=True)
+        for lane in (self.root, *([] if self._export is None else [self._export.root])):
+            pipeline.current().wait_for(lane, ended=True)
         if self._tier is not None:
             self._tier.close()
         if self._stop is not None:
@@ -459,8 +477,9 @@ class Checkpointer:
         if self._stop is not None:
             self._handlers.close()  # only now: a second signal must not end what was waited for
         self._ended = True
-        failed = [h for h in self._handles if h.failure() is not None and not h.reported]
-        self._handles = []
+        handles = (*self._handles, *self._exports)
+        failed = [h for h in handles if h.failure() is not None and not h.reported]
+        self._handles, self._exports = [], []
         for handle in failed[:1]:
             pipeline.raise_earlier(handle)
 

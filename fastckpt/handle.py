@@ -382,10 +382,6 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         """Returns whether the object is no longer read."""
         return self._staged.is_set()
 
-    def is_queued(self) -> bool:
-        """Returns whether only devices still read the object, in the order of their streams."""
-        return self._queued.is_set()
-
     def pass_fence(self) -> None:
         """Waits until the caller may change the object, or its streams wait for the copies."""
         self._check_process()

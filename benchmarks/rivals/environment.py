@@ -72,12 +72,15 @@ def make(home: Path, shared: str, wanted: list[str]) -> None:
     pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install"]
     pip += ["--quiet", "--disable-pip-version-check", "--no-input"]
     # A rival that wants another torch is refused here; pip does not fetch one.
-    done = subprocess.run(
-        [*pip, f"torch=={torch.__version__}", *wanted],
-        capture_output=True,
-        text=True,
-        timeout=INSTALL_S,
-    )
+    try:
+        done = subprocess.run(
+            [*pip, f"torch=={torch.__version__}", *wanted],
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"pip did not install {wanted} within {INSTALL_S} s") from None
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise RuntimeError((errors or done.stderr.splitlines() or ["pip failed"])[-1])

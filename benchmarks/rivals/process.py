@@ -72,16 +72,23 @@ def in_process(python: Path, function: Callable[..., Any], *arguments: object) -
         if status := process.wait(END_S):
             raise Failed(f"ChildProcessError: it answered, then ended with status {status}")
         return result
-    except (EOFError, ConnectionError):
-        status = process.wait(END_S)
-        raise Failed(f"ChildProcessError: it ended with status {status}, no answer") from None
     except subprocess.TimeoutExpired:
         raise Failed(f"TimeoutError: it answered, but did not end within {END_S} s") from None
+    except (EOFError, ConnectionError):
+        raise Failed(f"ChildProcessError: it {end_of(process)}, no answer") from None
     finally:
         ours.close()
         with contextlib.suppress(ProcessLookupError):  # nobody is left: as it should be
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def end_of(process: subprocess.Popen[bytes]) -> str:
+    """Return in words how a process ended that talks no more."""
+    try:
+        return f"ended with status {process.wait(END_S)}"
+    except subprocess.TimeoutExpired:  # a thread of the rival's keeps it, say
+        return f"did not end within {END_S} s"
 
 
 def search_paths(python: Path) -> dict[str, str]:
@@ -95,14 +102,14 @@ def main() -> None:
     """Answer one call, which comes over the pipe whose descriptor the command line names."""
     # An installed fastckpt comes first; the tree serves when the extension was built in place.
     sys.path.append(str(BENCHMARKS.parent))
-    connection = Connection(int(sys.argv[1]))
-    function, arguments = connection.recv()
-    try:
-        answer = (None, function(*arguments))
-    except BaseException as error:  # of any kind: torch's CheckpointException is no Exception
-        answer = (reason_of(error), None)
-    connection.send(answer)
-    connection.close()
+    # Closed in any case, which tells the driver: a thread of the rival's may keep this process.
+    with Connection(int(sys.argv[1])) as connection:
+        function, arguments = connection.recv()
+        try:
+            answer = (None, function(*arguments))
+        except BaseException as error:  # of any kind: torch's CheckpointException is no Exception
+            answer = (reason_of(error), None)
+        connection.send(answer)
 
 
 if __name__ == "__main__":

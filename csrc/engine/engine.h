@@ -192,7 +192,6 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     const std::shared_ptr<GdsStage> gds_;     // null: everything comes to the host
     const std::shared_ptr<Allowance> allowance_;
     const unsigned stagers_limit_;
-    bool several_queues_ = false;
     uint64_t nbytes_ = 0;
     std::vector<int64_t> slot_of_segment_;  // the first one; -1: none
 

@@ -23,8 +23,8 @@ struct RunCrc {
 // The copies of one device into a block, between two marks in the device's queue.
 struct WriteJob::Arrival {
     DeviceQueue* queue;
-    DeviceQueue::Mark begin;  // null if they begin where those queued before end
-    DeviceQueue::Mark end;    // null if the device refused it
+    DeviceQueue::Mark begin;
+    DeviceQueue::Mark end;  // null if the device refused it
     uint64_t nbytes;
     std::vector<DeviceQueue::CopyToHost> copies;  // until they are queued
 };
@@ -49,7 +49,6 @@ struct WriteJob::Block {
     uint32_t head_crc = 0;  // of the first segment's bytes in this block, if it began earlier
     uint32_t tail_crc = 0;  // of the last segment's bytes in this block, if it goes on
     std::vector<Arrival> arrivals;
-    bool begins_clock = true;  // the queue may have been idle, so its arrivals need a first mark
     cuda::Result device_error = cuda::kSuccess;
     std::deque<Op> parts;    // as submitted; a deque, since an op must stay where it is
     uint64_t submitted = 0;  // bytes

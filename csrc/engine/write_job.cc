@@ -27,8 +27,6 @@ WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Sl
       allowance_(std::move(allowance)),
       stagers_limit_(std::max(1U, stagers_limit)) {
     check_plan();
-    for (const DeviceRange& range : devices_)
-        several_queues_ = several_queues_ || range.queue != devices_.front().queue;
     nbytes_ = segments_.back().offset + segments_.back().nbytes;
     const size_t block_bytes = engine_.block_bytes();
     const size_t count = (nbytes_ + block_bytes - 1) / block_bytes;
@@ -104,7 +102,6 @@ WriteJob::Block& WriteJob::claim(std::byte* memory, size_t direct) {
     block->direct = direct;
     if (no_memory_since_) memory_waited_ += Clock::now() - *no_memory_since_;
     no_memory_since_.reset();
-    block->begins_clock = arriving_ == 0 || several_queues_;
     ++stagers_;
     ++blocks_held_;
     allowance_->held_max_ = std::max(allowance_->held_max_, ++allowance_->held_);

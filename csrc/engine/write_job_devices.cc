@@ -65,7 +65,7 @@ WriteJob::Arrival* WriteJob::arrive_by(Block& block, DeviceQueue* queue) {
     for (Arrival& arrival : block.arrivals)
         if (arrival.queue == queue) return &arrival;
     Arrival arrival{queue, nullptr, nullptr, 0, {}};
-    if (block.begins_clock) block.device_error = queue->mark(&arrival.begin);
+    block.device_error = queue->mark(&arrival.begin);
     if (block.device_error != cuda::kSuccess) return nullptr;
     block.arrivals.push_back(arrival);
     return &block.arrivals.back();
@@ -112,9 +112,7 @@ void WriteJob::account(const Block& block) {
         Clocked& clock = clocks_[arrival.queue];
         if (block.device_error == cuda::kSuccess && clock.origin != nullptr) {
             const double end = arrival.queue->seconds(clock.origin, arrival.end);
-            double begin = clock.until;
-            if (arrival.begin != nullptr)
-                begin = arrival.queue->seconds(clock.origin, arrival.begin);
+            const double begin = arrival.queue->seconds(clock.origin, arrival.begin);
             if (begin > clock.until || clock.nbytes == 0) {
                 clock.since = clock.until = begin;
             } else if (begin < clock.since) {
@@ -125,7 +123,7 @@ void WriteJob::account(const Block& block) {
             clock.until = std::max(clock.until, end);
             clock.nbytes += arrival.nbytes;
         }
-        if (arrival.begin != nullptr) arrival.queue->discard(arrival.begin);
+        arrival.queue->discard(arrival.begin);
         if (arrival.end != nullptr) arrival.queue->discard(arrival.end);
     }
 }

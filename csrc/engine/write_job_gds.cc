@@ -39,7 +39,7 @@ void WriteJob::gather_direct(Block& block) {
     const uint64_t address = gds_->address(block.direct);
     const std::lock_guard queueing(engine_.queueing_mu_);
     Arrival arrival{&queue, nullptr, nullptr, 0, {}};
-    if (block.begins_clock) block.device_error = queue.mark(&arrival.begin);
+    block.device_error = queue.mark(&arrival.begin);
     if (block.device_error != cuda::kSuccess) return;
     std::vector<Crc32Gpu::Range> ranges;
     auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,

@@ -34,12 +34,13 @@ from fastckpt.cli.progress import progress
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint
-from fastckpt.formats import safetensors
+from fastckpt.formats import hugging_face, safetensors
 from fastckpt.formats.file_list import File
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.lazy.selection import parts
 from fastckpt.plan.image import PAGE_BYTES
 from fastckpt.saving import pipeline
+from fastckpt.state.tree import dotted, keys_of
 from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, patiently, reported
@@ -48,7 +49,6 @@ _PART_BYTES, _READERS = 32 << 20, 2  # so much of tensors is read at a time, by 
 _PIECE_BYTES = 16 << 20  # of one write, of whole pages
 _STAGING_BYTES = 64 << 20
 _ALIGNMENT = 64
-_METADATA = {"format": "pt"}  # which transformers asks for
 _DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -178,9 +178,14 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
     dtype = _DTYPES.get(arguments.dtype)
     found: dict[str, Copy] = {}
     for old, tensor in tensors.items():
-        name = _dotted(old) if is_dotted and tensors.has_paths else old
+        name = dotted(old) if is_dotted and tensors.has_paths else old
         if not fnmatchcase(old, arguments.glob) or not name.startswith(arguments.prefix):
             continue
+        if not old:
+            raise CheckpointError(
+                f"{tensors.path!r} has a tensor without a name (a file that is a bare tensor, or a "
+                'dict with the key ""): save it in a dict, under a name'
+            )
         name = name.removeprefix(arguments.prefix)
         if not name:
             raise CheckpointError(f"nothing is left of the name {old!r} without the prefix")
@@ -197,19 +202,11 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
     return [*found.values()]
 
 
-def _dotted(name: str) -> str:
-    return ".".join(map(_unescaped, name.split("/")))
-
-
-def _unescaped(key: str) -> str:
-    return key.replace("~1", "/").replace("~0", "~")
-
-
 def _nested(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the dicts that the names, which are paths of keys, describe."""
     nest: dict[str, Any] = {}
     for name, tensor in state.items():
-        inside, keys = nest, [*map(_unescaped, name.split("/"))]
+        inside, keys = nest, keys_of(name)
         for key in keys[:-1]:
             below = inside.setdefault(key, {})
             if not isinstance(below, dict):
@@ -332,7 +329,9 @@ def _write(output: _Output, tensors: fastckpt.LazyTensors, copies: Sequence[Copy
     entries = [
         (copy.name, safetensors.NAMES[copy.dtype], tuple(copy.tensor.shape)) for copy in copies
     ]
-    output.write(memoryview(safetensors.header(entries, _METADATA, safetensors.LENGTH_BYTES)))
+    output.write(
+        memoryview(safetensors.header(entries, hugging_face.METADATA, safetensors.LENGTH_BYTES))
+    )
     for _copy, content in _stream(tensors, copies):
         output.write(_memory(content))
     output.end()
@@ -343,8 +342,7 @@ def _to_safetensors(path: str, tensors: fastckpt.LazyTensors, copies: Sequence[C
     with atomic.temporary(storage, path) as (fd, name):
         _write(_Output(storage, fd, path), tensors, copies)
         atomic.settle(storage, fd, path, True)
-        if os.path.lexists(path):
-            raise CheckpointError(f"{path!r} was made meanwhile, and convert replaces nothing")
+        _check_absent(path, False)
         atomic.publish(storage, name, path, True, fd)
 
 
@@ -352,17 +350,9 @@ def _to_hugging_face(
     path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy], shard_bytes: int
 ) -> None:
     storage = pipeline.current().storage
-    shards: list[list[Copy]] = []
-    left = 0
-    for copy in copies:
-        if not shards or copy.nbytes > left:
-            shards.append([])
-            left = shard_bytes
-        shards[-1].append(copy)
-        left -= copy.nbytes
-    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
+    numbers = hugging_face.divided([copy.nbytes for copy in copies], shard_bytes)
+    shards = [copies[its.start : its.stop] for its in numbers]
+    names = hugging_face.file_names(len(shards))
 
     def fill(draft: Draft) -> None:
         for name, shard in zip(names, shards, strict=True):
@@ -370,9 +360,10 @@ def _to_hugging_face(
                 _write(output, tensors, shard)
             draft.listed[name] = output.file
         if len(shards) > 1:
-            content = _index(names, shards)
-            file = os.path.join(draft.directory, "model.safetensors.index.json")
-            with _made(storage, file) as output:
+            its = zip(names, shards, strict=True)
+            file_of = {copy.name: name for name, shard in its for copy in shard}
+            content = hugging_face.index(file_of, sum(copy.nbytes for copy in copies))
+            with _made(storage, os.path.join(draft.directory, hugging_face.INDEX)) as output:
                 output.write(memoryview(content))
                 output.end()
 
@@ -381,16 +372,13 @@ def _to_hugging_face(
 
 def _save_directory(path: str, fill: Callable[[Draft], None]) -> None:
     """Saves a directory, and waits until nothing else of it is left."""
-    save_directory(path, fill).result()
+
+    def fill_and_look(draft: Draft) -> None:
+        fill(draft)
+        _check_absent(path, False)  # a save would replace what was made meanwhile
+
+    save_directory(path, fill_and_look).result()
     wait_for_directories(os.path.dirname(path))
-
-
-def _index(names: Sequence[str], shards: Sequence[Sequence[Copy]]) -> bytes:
-    """Returns the index of a Hugging Face directory."""
-    total = sum(copy.nbytes for shard in shards for copy in shard)
-    where = {copy.name: name for name, shard in zip(names, shards, strict=True) for copy in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    return json.dumps(index, indent=2).encode() + b"\n"
 
 
 @contextmanager

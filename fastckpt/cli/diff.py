@@ -47,14 +47,15 @@ class Difference(NamedTuple):
         what: "dtype", "shape" or "content".
         text: the difference in words.
         changed: for "content", the share of elements that differ in a bit, above 0 and up to 1.
-        max_abs: for "content", the largest absolute difference; None if that is no finite number.
+        max_abs: for "content", the largest absolute difference, of integers exactly; None if that
+            is no finite number.
     """
 
     name: str
     what: str
     text: str
     changed: float = 0.0
-    max_abs: float | None = None
+    max_abs: int | float | None = None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -101,7 +102,8 @@ def compare(
         return Difference(a.name, "shape", f"shape {[*a.shape]} in A, {[*b.shape]} in B")
     if a.dtype != b.dtype:
         return Difference(a.name, "dtype", f"dtype {a.dtype} in A, {b.dtype} in B")
-    changed, largest = 0, 0.0
+    changed = 0
+    largest: int | float = 0
     # Differences are computed in numbers of at least 8 bytes, several copies of them.
     for part in parts(a.shape, max(a.dtype.itemsize, 8), _PART_BYTES):
         ours, theirs = a[part], b[part]
@@ -113,7 +115,8 @@ def compare(
     if not changed:
         return None
     share, is_finite = changed / a.numel(), largest < inf
-    by = f"by up to {largest:.6g}" if is_finite else "infinities and NaN among them"
+    shown = f"{largest:.6g}" if isinstance(largest, float) else str(largest)
+    by = f"by up to {shown}" if is_finite else "infinities and NaN among them"
     text = f"{100 * share:.3g}% of its elements differ, {by}"
     return Difference(a.name, "content", text, share, largest if is_finite else None)
 
@@ -124,13 +127,17 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
 
 
-def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the largest absolute difference; NaN if one has a NaN where the other has none."""
+def _largest(a: torch.Tensor, b: torch.Tensor) -> int | float:
+    """Returns the largest absolute difference, of integers as an int; NaN if one has a NaN where
+    the other has none.
+    """
+    if a.dtype is torch.uint64:  # torch hardly computes with it; this keeps order and distances
+        a, b = (each.contiguous().view(torch.int64) ^ _INT64_MIN for each in (a, b))
     if a.dtype in _INTEGERS:
         a, b = a.to(torch.int64), b.to(torch.int64)
         differences = torch.where(a > b, a - b, b - a)  # modulo 2^64: a negative one is a large one
         large = differences[differences < 0]
-        return float(int(large.max()) + (1 << 64) if len(large) else int(differences.max()))
+        return int(large.max()) + (1 << 64) if len(large) else int(differences.max())
     kind = torch.complex128 if a.is_complex() else torch.float64
     a, b = a.to(kind), b.to(kind)
     same = a.eq(b) | (a.isnan() & b.isnan())
@@ -138,6 +145,7 @@ def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.where(same, torch.zeros_like(differences), differences).max())
 
 
+_INT64_MIN = -(1 << 63)
 _INTEGERS = frozenset(
     {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint32, torch.uint16, torch.uint8}
 )

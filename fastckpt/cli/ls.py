@@ -20,6 +20,7 @@ from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline
 from fastckpt.steps.no_steps import what_is_there
 from fastckpt.steps.root import Steps
+from fastckpt.storage.file_system import reported
 
 
 def add_arguments(commands: Any) -> None:
@@ -50,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     for directory in arguments.local:
         # A local tier has a directory for each root, unless the directory of one root was given.
         tier = Steps(storage, os.path.realpath(directory))
-        below = [os.path.join(tier.root, name) for name in sorted(storage.names(tier.root))]
+        with reported("list", tier.root):
+            below = [os.path.join(tier.root, name) for name in sorted(storage.names(tier.root))]
         for each in [tier.root, *below]:
             if os.path.isdir(each):
                 rows += _rows(Steps(storage, each), is_local=True)

@@ -42,7 +42,11 @@ def quantity_argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def shown_name(name: str) -> str:
-    """Returns a name from a file for a terminal: what could steer the terminal is escaped."""
+    """Returns a name from a file for a terminal: what could steer the terminal is escaped, and an
+    empty one is shown as such.
+    """
+    if not name:
+        return repr(name)
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import torch
 
+from fastckpt.directories.shared_files import SharedFiles
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats import safetensors, torch_pickle, torch_zip
 from fastckpt.formats.file_list import File
@@ -80,6 +81,21 @@ class _Tensors(CapturedFile):
         self._tensors = {}
 
 
+class _Content(CapturedFile):
+    def __init__(self, name: str, content: bytes) -> None:
+        super().__init__(name)
+        self._content = bytearray(content)
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        return []
+
+    def layout(self) -> Image:
+        return Image.of_bytes(self._content) if self._content else Image.tailless()
+
+    def forget(self) -> None:
+        self._content = bytearray()
+
+
 class Draft:
     """A directory under a hidden name, which commits or is discarded as a whole.
 
@@ -95,6 +111,7 @@ class Draft:
             once, by any means.
         root: the hidden directory around it.
         pending: the files that are written later.
+        shared: those that are written later by several ranks together; None if there are none.
         watched: the tensors that must not change before they have been copied.
         lock: a descriptor of the root, which claims it; None before the root could be opened.
         grown: directories other than `beside` that got an entry because of this one.
@@ -113,6 +130,7 @@ class Draft:
         self._storage, self._devices = storage, devices
         self._copies_small = fence == "step"
         self.pending: list[CapturedFile] = []
+        self.shared: SharedFiles | None = None
         self.listed: dict[str, File] = {}
         self.watched: list[WatchedTensors] = []
         self.beside = os.path.realpath(beside or os.path.dirname(path))
@@ -167,14 +185,29 @@ class Draft:
                 return False
             if tensor.numel() and not safetensors.fits(tensor):
                 return False
-        held = {key: self._held(tensor.detach()) for key, tensor in tensors.items()}
+        held = {key: self.held(tensor.detach()) for key, tensor in tensors.items()}
         self.pending.append(_Tensors(name, held, dict(metadata)))
-        if self._copies_small:
-            versions = [(tensor, tensor._version) for tensor in held.values()]
-            self.watched.append(WatchedTensors(versions, held))
+        self._watch(held)
         return True
 
-    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+    def add_content(self, content: bytes, name: str) -> None:
+        """Adds a small file with this content."""
+        self.pending.append(_Content(name, content))
+
+    def add_shared(self, files: SharedFiles, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Adds the files that all ranks of the save write together, once; `tensors` are what this
+        rank holds of them, as held() returns it.
+        """
+        self.shared = files
+        self._watch(tensors)
+
+    def _watch(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Has changes of tensors noticed that come before they are copied, as the fence asks."""
+        if self._copies_small:
+            versions = [(tensor, tensor._version) for tensor in tensors.values()]
+            self.watched.append(WatchedTensors(versions, tensors))
+
+    def held(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor, or a copy if its memory cannot be copied later, or not as it lies."""
         if tensor.device.type not in self._devices.readable():
             return tensor.cpu().contiguous()
@@ -186,8 +219,9 @@ class Draft:
 
     def reads(self) -> DeviceSources:
         """Returns the memory on devices that is copied, as users of the current streams see it."""
+        storages = [storage for pending in self.pending for storage in pending.storages()]
         return self._devices.reads(
-            storage for pending in self.pending for storage in pending.storages()
+            storages if self.shared is None else [*storages, *self.shared.storages()]
         )
 
     def discard(self) -> None:

@@ -17,8 +17,10 @@ from fastckpt.errors import CheckpointError
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
 from fastckpt.ranks.round import Round
+from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.saving.place import Place
+from fastckpt.saving.plan import Output
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import Storage, patiently, reported
@@ -55,6 +57,7 @@ class SwapPlace(Place):
         self._durable = durable
         self._retain = retain
         self._is_committed = False
+        self._shared = ""  # the first rank's draft, once its shared files are there
 
     @contextmanager
     def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
@@ -72,30 +75,57 @@ class SwapPlace(Place):
         finally:
             close_quietly(storage, fd)
 
+    def open(self, outputs: Sequence[Output], pace: Pace) -> None:
+        super().open(outputs, pace)
+        if self._agreement.rank == 0 and self._draft.shared is not None:
+            self._agreement.put("shared", os.fsencode(self._draft.name))
+
+    def joined(self, name: str) -> int:
+        """Opens a file of the first rank's draft to write this rank's part of it.
+
+        Raises:
+            PeerFailed: another rank failed, or is missing. StorageError: it cannot be opened.
+        """
+        if not self._shared:
+            self._shared = self._first_draft("shared")
+        path = os.path.join(self._shared, name)
+        with self._explaining(), reported("open", path):
+            return self.storage.open_to_write(path)
+
+    def _first_draft(self, key: str) -> str:
+        """Returns the first rank's draft, when that has told of it under this key."""
+        name, inner = os.fsdecode(self._agreement.get(key)), os.path.basename(self._draft.directory)
+        return os.path.join(self._draft.beside, name, inner)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Raises the save's failure instead of the body's error, if the save has failed meanwhile:
+        then the first rank's draft is gone.
+        """
+        try:
+            yield
+        except CheckpointError:
+            self._agreement.check()
+            raise
+
     def bring(self, files: Mapping[str, File]) -> Mapping[str, File]:
         """Moves this rank's files into the first rank's draft; returns those that count."""
         if self._agreement.rank == 0:
             self._agreement.put("place", os.fsencode(self._draft.name))
             return files
-        storage, inner = self.storage, os.path.basename(self._draft.directory)
-        name = os.fsdecode(self._agreement.get("place"))
-        target = os.path.join(self._draft.beside, name, inner)
-        brought = {}
+        storage, target, brought = self.storage, self._first_draft("place"), {}
         for name, file in files.items():
             path = os.path.join(target, name)
-            try:
-                with reported("rename", path):
-                    if storage.status(path) is not None:
-                        continue  # several ranks have written this file: the first one counts
-                    if "/" in name:
-                        storage.make_directories(os.path.dirname(path))
-                    storage.rename(os.path.join(self._draft.directory, name), path)
-            except CheckpointError:
-                self._agreement.check()  # if the save has failed meanwhile, the draft is gone
-                raise
+            with self._explaining(), reported("rename", path):
+                if storage.status(path) is not None:
+                    continue  # several ranks have written this file: the first one counts
+                if "/" in name:
+                    storage.make_directories(os.path.dirname(path))
+                storage.rename(os.path.join(self._draft.directory, name), path)
             brought[name] = file
-        if self._durable:
-            atomic.sync_directories(storage, target)
+        if self._durable and brought:
+            with self._explaining(), reported("list", target):
+                atomic.sync_directories(storage, target)
         return brought
 
     def publish(self, files: Mapping[str, File], brought: Sequence[Mapping[str, File]]) -> None:

@@ -1,14 +1,17 @@
-"""The plan of a directory: one rank writes the files that fill() has left to the background, and a
-list of these and of those that fill() has written by itself. It must not know what files mean.
+"""The plan of a directory: one rank writes the files that fill() has left to the background, its
+part of those that ranks write together, and a list of these and of those that fill() has written by
+itself. It must not know what files mean.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable
 from functools import partial
 
 from fastckpt.directories.draft import CapturedFile, Draft
+from fastckpt.directories.shared_files import SharedFile
 from fastckpt.directories.swap_place import SwapPlace, names_in
 from fastckpt.directories.verify import crc32_of
 from fastckpt.engine.staging import combine_crcs
@@ -18,15 +21,18 @@ from fastckpt.handle import SaveHandle
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
+from fastckpt.ranks.same_state import Description, disagreement
 from fastckpt.saving.pacing import Pace
-from fastckpt.saving.plan import Plan, WholeFile
+from fastckpt.saving.plan import Output, Plan, WholeFile
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import reported
-from fastckpt.storage.lustre_layout import Purpose
+from fastckpt.storage.lustre_layout import Purpose, Stripe
 
 
 class SwapPlan(Plan):
-    """One rank's plan of a directory: it writes the files that are pending in the draft."""
+    """One rank's plan of a directory: it writes the files that are pending in the draft, and its
+    part of those that are shared.
+    """
 
     def __init__(
         self,
@@ -42,29 +48,62 @@ class SwapPlan(Plan):
         self._directory = draft.directory
         self._pending: list[CapturedFile] = draft.pending
         self._listed = draft.listed
+        self._shared = draft.shared
         self._place = place
         self._options = options
         self._outputs: dict[str, WholeFile] = {}  # by name
+        self._parts: dict[str, _SharedOutput] = {}  # by name
         self._files: dict[str, File] = {}  # of this rank
 
-    def lay_out(self, pace: Pace) -> list[WholeFile]:
+    def lay_out(self, pace: Pace) -> list[Output]:
         for pending in self._pending:
             image, make = pending.layout(), partial(self._place.made, pending.name)
             path = os.path.join(self._directory, pending.name)
             purpose = Purpose(image.nbytes, 1, self._options.striping)
             self._outputs[pending.name] = WholeFile(image, path, make, purpose)
-        return [*self._outputs.values()]
+        if self._shared is not None:
+            agreement, striping = self._agreement, self._options.striping
+            seed = zlib.crc32(agreement.name.encode())
+            for file in self._shared.lay_out(agreement.rank, agreement.world_size, seed):
+                path = os.path.join(self._directory, file.name)
+                self._parts[file.name] = _SharedOutput(file, path, self._place, agreement, striping)
+        return [*self._parts.values(), *self._outputs.values()]
+
+    def samples(self) -> list[tuple[int, bytearray]]:
+        return [] if self._shared is None else self._shared.contents.samples()
+
+    def agree(self, pace: Pace, nbytes: int) -> None:
+        super().agree(pace, nbytes)
+        if self._shared is not None:  # before a rank writes where others' elements belong
+            self._compare("files", self._shared.structure, self._shared.differing)
+
+    def compare(self) -> None:
+        if self._shared is not None:
+            self._compare("state", self._shared.contents, self._shared.differing)
+
+    def _compare(
+        self, key: str, description: Description, differing: Callable[[set[str]], None]
+    ) -> None:
+        """Raises RanksDisagree unless all ranks give the same description."""
+        groups = self._agreement.same(key, description.digest(), description.detail)
+        if groups is not None:
+            error, unequal = disagreement(groups, self._handle.path)
+            differing(unequal)
+            raise error
 
     def record(self) -> bytes:
         storage, directory = self._place.storage, self._directory
         self._files = {name: _listed(output) for name, output in self._outputs.items()}
         with reported("list", directory):
-            others = [name for name in names_in(storage, directory) if name not in self._files]
+            known = {*self._files, *self._parts}
+            others = [name for name in names_in(storage, directory) if name not in known]
         for name in others:
             self._files[name] = self._settled(name)
         own = self._place.bring(self._files)
-        self._handle.stats.nbytes = sum(file.nbytes for file in own.values())
-        return file_list.to_record(own) if self._agreement.rank else b""
+        parts = {name: output.writer.part for name, output in self._parts.items()}
+        written = [*own.values(), *parts.values()]
+        self._handle.stats.nbytes = sum(file.nbytes for file in written)
+        return file_list.to_record(parts if self._agreement.rank == 0 else {**own, **parts})
 
     def _settled(self, name: str) -> File:
         """Makes a file durable that fill() has written by itself, and returns its list entry."""
@@ -78,18 +117,51 @@ class SwapPlan(Plan):
         return self._listed.get(name) or crc32_of(storage, path, name)
 
     def publish(self, records: list[bytes]) -> None:
-        brought = [file_list.from_record(record) for record in records[1:]]
-        self._place.publish(self._files, brought)
+        brought = [file_list.from_record(record) for record in records]
+        for name, output in self._parts.items():
+            self._files[name] = output.shared.joined([found.pop(name) for found in brought])
+        self._place.publish(self._files, brought[1:])
 
     def forget(self) -> None:
         for pending in self._pending:
             pending.forget()
         for output in self._outputs.values():
             output.image.sources.clear()
+        if self._shared is not None:
+            self._shared.forget()
 
     def release(self) -> None:
         self.forget()
-        self._pending, self._outputs = [], {}
+        self._pending, self._outputs, self._shared, self._parts = [], {}, None, {}
+
+
+class _SharedOutput(Output):
+    """This rank's part of a file that the first rank makes."""
+
+    def __init__(
+        self, file: SharedFile, path: str, place: SwapPlace, agreement: Round, striping: Stripe
+    ) -> None:
+        super().__init__(file.image, path)
+        self.writer = file.writer(place.storage)
+        self.shared = file
+        self._place = place
+        self._agreement = agreement
+        self._striping = striping
+
+    def open(self) -> None:
+        shared, place, through = self.shared, self._place, self.writer.transfer
+        if self._agreement.rank == 0:
+            purpose = Purpose(shared.nbytes, self._agreement.world_size, self._striping)
+            self.file.make(partial(place.made, shared.name), purpose, through=through)
+        elif self.image.body_nbytes:
+            self.file.join(place.joined(shared.name), self.path, through=through)
+
+    def fill_in(self) -> None:
+        pass  # the header follows from sizes, and is in the first rank's image
+
+    def end(self) -> None:
+        self.file.end()
+        self.file.close()
 
 
 def _listed(output: WholeFile) -> File:

@@ -13,7 +13,7 @@ from fastckpt.engine.staging import STAGERS_MAX, WINDOW_BLOCKS, stager_count
 from fastckpt.errors import BackendUnavailable, CheckpointError, StorageError
 from fastckpt.plan.image import block_count
 
-_WAIT_S = 3600.0  # of one wait on the engine; it is repeated, for a slow disk is no error
+_WAIT_S = 1.0  # of one wait on the engine, between which signal handlers run; it is repeated
 
 
 class Cell(NamedTuple):
@@ -77,9 +77,13 @@ class CellTrial:
         job = self._engine.stage(segments, slots, allowance, STAGERS_MAX)
         try:
             job.write_to(fd, 0, self._backend, self._cell.direct)
-        finally:
             while not job.wait_written(_WAIT_S):
                 pass
+        except BaseException:  # an interrupt: the memory and fd are free when nothing is under way
+            job.cancel()
+            while not job.wait_written(_WAIT_S):
+                pass
+            raise
         self._check(job.failure())
         return job.block_crcs()
 

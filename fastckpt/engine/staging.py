@@ -204,7 +204,7 @@ class Staging:
         )
         self._transfers[fd] = transfer
         try:
-            yield Route(backend, False, "through a codec")
+            yield Route(backend, False, "buffered, through Python")
         finally:
             del self._transfers[fd]
 

@@ -17,8 +17,6 @@ from collections import OrderedDict
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from fastckpt.arguments.checks import BackendName, Fence, OnError, check_path
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
@@ -26,6 +24,7 @@ from fastckpt.directories.verify import newest_whole
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
+from fastckpt.ranks.per_group import group_of_job
 from fastckpt.ranks.round import TIMEOUT_S
 
 require("accelerate", "1.15", "2", __name__)
@@ -104,7 +103,7 @@ def save_state(
     return save_directory(
         path,
         fill,
-        group=_group(),
+        group=group_of_job(),
         beside=beside,
         fence=fence,
         backend=backend,
@@ -148,7 +147,7 @@ def load_state(
         candidates = [path for _number, path in reversed(_numbered(directory))]
         return [path for path in ([given] if given else candidates) if os.path.isdir(path)]
 
-    found = newest_whole(listed, _group(), timeout_s) or input_dir
+    found = newest_whole(listed, group_of_job(), timeout_s) or input_dir
     if found is None:
         raise FileNotFoundError(f"{_automatic(accelerator)!r} holds no checkpoint")
     accelerator.load_state(os.fspath(found), **arguments)
@@ -200,11 +199,6 @@ def _numbered(directory: str) -> list[tuple[int, str]]:
     return sorted(
         (int(match[1]), os.path.join(directory, name)) for name, match in matches if match
     )
-
-
-def _group() -> Any:
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return dist.group.WORLD if several else None
 
 
 def _into(

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import safetensors.torch
-import torch.distributed as dist
 
 from fastckpt.arguments.checks import (
     FENCES,
@@ -36,6 +35,7 @@ from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
 from fastckpt.options import WriteOptions
+from fastckpt.ranks.per_group import group_of_job
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving.pipeline import raise_earlier
 
@@ -187,7 +187,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
                 candidates = [os.path.join(directory, found[number]) for number in newest_first]
             return [path for path in candidates if os.path.isdir(path)]
 
-        return newest_whole(listed, _group(), self._saving["timeout_s"]) or resume_from
+        return newest_whole(listed, group_of_job(), self._saving["timeout_s"]) or resume_from
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run_dir = super()._get_output_dir(trial)
@@ -212,7 +212,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         def retain() -> None:
             _rotate(os.path.realpath(run_dir), self.args.save_total_limit, best)
 
-        handle = save_directory(path, fill, group=_group(), retain=retain, **self._saving)
+        handle = save_directory(path, fill, group=group_of_job(), retain=retain, **self._saving)
         self._saves = [save for save in self._saves if not save[0].done() or save[0].failure()]
         self._saves.append((handle, path))
 
@@ -250,14 +250,9 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             def listed() -> list[str]:
                 return [best] if os.path.lexists(best) else []
 
-            if newest_whole(listed, _group(), self._saving["timeout_s"]) is None:
+            if newest_whole(listed, group_of_job(), self._saving["timeout_s"]) is None:
                 raise CheckpointError(f"{best!r} is the best checkpoint, but it does not exist")
         super()._load_best_model()
-
-
-def _group() -> Any:
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return dist.group.WORLD if several else None
 
 
 def _into(draft: Draft, by_itself: Any, tensors: Any, filename: Any, metadata: Any = None) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,11 @@ from fastckpt.lazy.source import Source, Stored, Wanted
 from fastckpt.plan.boxes import Box
 from fastckpt.reading.verified import takes_bytes
 from fastckpt.saving import pipeline
-from fastckpt.state.dtensors import dtensor_part, is_sharded
+from fastckpt.state.dtensors import dtensor_part, identity_of, is_sharded
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected, refusal
 from fastckpt.state.template import check_target
-from fastckpt.state.tree import DEPTH_MAX, is_stateful, joined, unwrapped
+from fastckpt.state.tied import Tied
+from fastckpt.state.tree import joined, tensors_in
 
 log = logging.getLogger("fastckpt")
 
@@ -66,7 +68,8 @@ def load_into(
     keeps its dtype, device and sharding. Nothing else of the checkpoint is read, and no code from
     it is run. Of an object, the tensors of its state_dict() are filled, which have to be those that
     it lives by, as a module's are; an optimizer that has no state yet gets none. (To go on with a
-    training, use Checkpointer.restore.)
+    training, use Checkpointer.restore.) Tensors that share memory, such as tied weights, get one
+    value: the checkpoint may have it under one of their names or several, but not different ones.
 
     Args:
         state: a nest of dicts, lists, tuples and objects with state_dict(), such as a module.
@@ -105,10 +108,10 @@ def load_into(
 
 def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     by_name, renamed = _by_new_name(source.tensors, fit, path)
-    parts, missing = list[_Part](), dict[str, torch.Tensor]()
+    parts, missing, tied = list[_Part](), dict[str, torch.Tensor](), Tied()
     cast, misfits, used = list[str](), list[str](), set[str]()
     times: dict[str, int] = {}
-    for keys, tensor in _tensors(state):
+    for keys, tensor in tensors_in(state):
         name = joined(keys)
         times[name] = times.get(name, 0) + 1
         if times[name] > 1:  # 0 and "0" are two keys
@@ -118,7 +121,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
             raise TypeError(f"{name} has no shape (yet): nothing can be read into it")
         # Hugging Face and torch.distributed.checkpoint join keys by a dot.
-        found = by_name.get(name) or by_name.get(".".join(keys))
+        found = by_name.get(name, by_name.get(".".join(keys)))
         if found is None:
             missing[name] = tensor
             continue
@@ -137,9 +140,10 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
             if fit.dtype == "raise":
                 misfits.append(f"{name} is {tensor.dtype}, in the checkpoint {stored.dtype}")
         parts.append(_Part(found, stored, tensor, memory.detach(), box))
-    # Of weights that are tied, a checkpoint may hold one name.
-    filled = {_identity(part.tensor) for part in parts}
-    missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
+        tied.add(name, memory.detach(), box, found, (found, stored))
+    if missing:  # of weights that are tied, a checkpoint may hold one name
+        filled = {_identity(part.tensor) for part in parts}
+        missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
     if missing and fit.missing == "raise":
         there = instead_of([*missing], by_name)
         misfits.append(f"the state has {listed(missing)}, which the checkpoint has not{there}")
@@ -147,7 +151,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     left = [new for new in unused if fit.asks_for(new) or fit.asks_for(new.replace(".", "/"))]
     if left and fit.unexpected == "raise":
         misfits.append(f"the checkpoint has {listed(left)}, which the state has not")
-    if misfits:
+    if misfits := misfits or tied.conflicts(partial(_whole_part, source)):
         raise refusal(path, misfits)
     _read(source, parts)
     return Differences(tuple(missing), tuple(left), renamed, tuple(cast))
@@ -155,7 +159,9 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
 
 def _identity(tensor: torch.Tensor) -> object:
     """Returns what tensors that are the same elements in memory have in common."""
-    if is_sharded(tensor) or tensor.is_meta or not tensor.numel():
+    if is_sharded(tensor):
+        return identity_of(tensor)
+    if tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -184,28 +190,6 @@ def _by_new_name(
     return by_name, renamed
 
 
-def _tensors(state: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Yields the tensors of a nest of dicts, lists, tuples and objects with state_dict(), each with
-    the keys that lead to it.
-    """
-    ahead: list[tuple[tuple[str, ...], Any]] = [((), state)]
-    while ahead:
-        keys, value = ahead.pop()
-        if len(keys) > DEPTH_MAX:
-            raise IncompatibleCheckpoint(f"state is nested more than {DEPTH_MAX} deep")
-        if isinstance(value, torch.Tensor):
-            yield keys, value
-            continue
-        if is_stateful(value):
-            value = unwrapped(value).state_dict()
-        items: Sequence[tuple[Any, Any]] = ()
-        if isinstance(value, dict):
-            items = [*value.items()]
-        elif isinstance(value, list | tuple):
-            items = [*enumerate(value)]
-        ahead += [((*keys, str(key)), item) for key, item in reversed(items)]
-
-
 def _read(source: Source, parts: Sequence[_Part]) -> None:
     """Reads parts into their memory, those that have to be converted by way of other memory."""
     # torch does not see these writes. Autograd has to notice them, and so has a step-fence save
@@ -231,13 +215,22 @@ def _read(source: Source, parts: Sequence[_Part]) -> None:
         _read_converted(source, some)
 
 
+def _whole_part(source: Source, named: tuple[str, Stored], box: Box) -> torch.Tensor:
+    """Returns a part of a stored tensor, read for itself."""
+    wanted = _to_memory(*named, box)
+    source.read([wanted])
+    return wanted.target.expand(box.sizes)
+
+
+def _to_memory(name: str, stored: Stored, box: Box) -> Wanted:
+    """Returns what is to be read of a part, with memory of its own for that."""
+    sizes = tuple(1 if dim in stored.repeated else n for dim, n in enumerate(box.sizes))
+    target = torch.empty(sizes, dtype=stored.dtype, device="cpu")
+    return Wanted(name, Box(box.offsets, sizes), target)
+
+
 def _read_converted(source: Source, parts: Sequence[_Part]) -> None:
-    wanted = []
-    for part in parts:
-        repeated = part.stored.repeated
-        sizes = tuple(1 if dim in repeated else n for dim, n in enumerate(part.box.sizes))
-        target = torch.empty(sizes, dtype=part.stored.dtype, device="cpu")
-        wanted.append(Wanted(part.name, Box(part.box.offsets, sizes), target))
+    wanted = [_to_memory(part.name, part.stored, part.box) for part in parts]
     source.read(wanted)
     with torch.no_grad():
         for part, want in zip(parts, wanted, strict=True):

@@ -13,7 +13,8 @@ from contextlib import ExitStack
 
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
-from fastckpt.formats.manifest import MANIFEST
+from fastckpt.formats.manifest import MANIFEST, OBJECTS
+from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.lazy.safetensors_files import INDEX_SUFFIX, hugging_face_directory, safetensors_file
 from fastckpt.lazy.source import Source
 from fastckpt.lazy.step import StepSource
@@ -76,15 +77,18 @@ def _file(storage: Storage, staging: Staging, path: str) -> Source:
 def _directory(storage: Storage, staging: Staging, path: str) -> tuple[str, Source]:
     with reported("list", path):
         names = {*storage.names(path)}
-    if MANIFEST in names:
-        root, name = os.path.split(path)
+    indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
+    root, name = os.path.split(path)
+    # Others write files of this name, too, and beside any checkpoint. A step without its objects is
+    # a damaged one, and no directory with a single safetensors file.
+    is_named_step = STEP_NAME.match(name) is not None and not indexes
+    if MANIFEST in names and (OBJECTS in names or is_named_step):
         return path, _step(storage, staging, Steps(storage, root), name)
     if _METADATA in names:
         # Imports torch.distributed.checkpoint, which nothing else here needs.
         from fastckpt.lazy.items import ItemsSource
 
         return path, ItemsSource(storage, staging, path)
-    indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
     if indexes:
         index = f"model{INDEX_SUFFIX}" if f"model{INDEX_SUFFIX}" in indexes else indexes[0]
         return path, hugging_face_directory(storage, staging, path, index)
@@ -94,6 +98,8 @@ def _directory(storage: Storage, staging: Staging, path: str) -> tuple[str, Sour
         return file, _file(storage, staging, os.path.realpath(file))
     if _TRACKER in names:
         return _directory(storage, staging, _iteration(storage, path))
+    if MANIFEST in names and not any(map(STEP_NAME.match, names)):
+        return path, _step(storage, staging, Steps(storage, root), name)  # which says what is wrong
     return _newest(storage, staging, path)
 
 

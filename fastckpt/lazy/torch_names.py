@@ -123,10 +123,12 @@ class _Walk:
         self._number: dict[str, int] = {}  # of tensors by each name
 
     def run(self, nest: Any) -> Names:
-        # A stack of its own: a pickle may be nested more deeply than Python calls.
-        ahead: list[tuple[Any, str]] = [(nest, "")]
+        # A stack of its own: a pickle may be nested more deeply than Python calls. Each value comes
+        # with its name and what begins the names below it: "" only of the whole nest, since the key
+        # "" is one as well.
+        ahead: list[tuple[Any, str, str]] = [(nest, "", "")]
         while ahead:
-            value, name = ahead.pop()
+            value, name, prefix = ahead.pop()
             stored = self._stored(value)
             if stored is not None:
                 self._found.tensors[self._unique(name)] = stored
@@ -134,7 +136,10 @@ class _Walk:
                 what = value.name if type(value) is Ignored else "a storage"
                 self._found.others[what] = self._found.others.get(what, 0) + 1
             elif type(value) in _NODES:
-                ahead += reversed([*self._children(value, f"{name}/" if name else "")])
+                below = [
+                    (item, inner, f"{inner}/") for item, inner in self._children(value, prefix)
+                ]
+                ahead += reversed(below)
         return self._found
 
     def _stored(self, value: Any) -> StoredView | Stored | None:

@@ -24,13 +24,6 @@ class Segment(NamedTuple):
     address: int
 
 
-class Slot(NamedTuple):
-    """Four bytes of an image that receive the little-endian CRC-32 of the segment so numbered."""
-
-    offset: int
-    segment: int
-
-
 @dataclass
 class Image:
     """The bytes of one file: a body copied from memory, and a tail that depends on its checksums.
@@ -41,8 +34,8 @@ class Image:
 
     Attributes:
         segments: offset, nbytes and address of each segment.
-        slots: offset and segment number of each slot, ascending. The slots of segment i lie in
-            segment i + 1.
+        slots: offset and segment number of each slot, ascending: four bytes that receive the
+            little-endian CRC-32 of that segment. The slots of segment i lie in segment i + 1.
         tail_nbytes: size of the tail, known beforehand so that the file can be allocated at once.
         tail: makes the tail from the CRC-32s of the body's blocks and those of the slots' segments.
         sources: objects that own the segments' memory; they are kept until the body is staged.
@@ -84,10 +77,6 @@ class Image:
     def rows(self) -> Iterator[Segment]:
         columns = iter(self.segments)
         return (Segment(*row) for row in zip(columns, columns, columns, strict=True))
-
-    def slot_rows(self) -> Iterator[Slot]:
-        columns = iter(self.slots)
-        return (Slot(*row) for row in zip(columns, columns, strict=True))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import torch.distributed as dist
+
 from fastckpt.ranks.coordinator import Coordinator
 
 log = logging.getLogger("fastckpt")
@@ -62,6 +64,12 @@ class PerGroup(Generic[T]):
 
 
 _files = PerGroup("files", GroupMemo)
+
+
+def group_of_job() -> Any:
+    """Returns the group of all ranks of the job; None if this process is the only one."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
 
 
 def together(group: Any) -> GroupMemo:

@@ -95,13 +95,6 @@ class Round:
         """Waits for every rank's record under key; returns them in rank order."""
         return self._records(key, range(self.world_size))
 
-    def poll(self, key: str, rank: int = 0) -> bytes | None:
-        """Returns the record that `rank` put under key; None if it is not there yet."""
-        if self._call("check", [self._at(key, rank)]):
-            return self.get(key, rank)
-        self.check()
-        return None
-
     def same(
         self, key: str, digest: bytes, detail: Callable[[], bytes]
     ) -> list[tuple[list[int], bytes]] | None:

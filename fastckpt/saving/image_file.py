@@ -29,6 +29,7 @@ from fastckpt.storage.lustre_layout import Layout, Purpose
 log = logging.getLogger("fastckpt")
 
 Make = Callable[[Purpose], AbstractContextManager[tuple[int, str]]]
+Transfer = Callable[[str, int, memoryview, int], int]  # as Staging.through()'s
 
 
 class _Full(Exception):
@@ -108,6 +109,7 @@ class ImageFile:
         *,
         allocates: bool = True,
         timed: bool = False,
+        through: Transfer | None = None,
     ) -> str:
         """Makes the file, with room for purpose.nbytes. Where one part of the file system is full,
         makes it once more in another.
@@ -120,6 +122,7 @@ class ImageFile:
             allocates: whether to allocate purpose.nbytes before the first write.
             timed: whether this process alone writes the file, at once, so that the time it takes
                 tells how good its route is (Policy.measured).
+            through: writes the blocks, in place of a route; it may write anywhere in the file.
 
         Returns:
             The file's name.
@@ -132,20 +135,35 @@ class ImageFile:
             try:
                 with ExitStack() as making:
                     fd, name = making.enter_context(make(purpose))
-                    self._take(fd, self._ready(fd, purpose, allocates, timed))
+                    route = self._ready(fd, purpose, allocates, timed, through is None)
                     self._files.push(making.pop_all())
-                    return name
+                if through is not None:  # entered after the file, and so left before that is closed
+                    route = self._through(fd, through)
+                assert route is not None
+                self._take(fd, route)
+                return name
             except _Full as full:
                 layout = full.layout
                 log.warning("no room for %r: it is made anew, in %s", self._path, layout.text())
                 purpose = purpose._replace(instead=layout)
 
-    def join(self, fd: int, path: str, *, writing: bool = True, offset: int | None = 0) -> None:
+    def join(
+        self,
+        fd: int,
+        path: str,
+        *,
+        writing: bool = True,
+        offset: int | None = 0,
+        through: Transfer | None = None,
+    ) -> None:
         """Takes a file that another rank has made and this one has opened for writing; closes it in
-        the end. `writing` and `offset` are as Staging.route()'s.
+        the end. `writing` and `offset` are as Staging.route()'s, `through` as make()'s.
         """
         self._files.callback(close_quietly, self._pipeline.storage, fd)
         self._path = path
+        if through is not None:
+            self._take(fd, self._through(fd, through))
+            return
         backend = self._options.backend
         route = self._pipeline.staging.route(fd, path, backend, writing=writing, offset=offset)
         self._take(fd, route)
@@ -156,26 +174,34 @@ class ImageFile:
         if stats is not None:
             stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
 
-    def through(self, transfer: Callable[[str, int, memoryview, int], int]) -> None:
+    def through(self, transfer: Transfer) -> None:
         """Hands blocks to a function that writes them, as Staging.through() does."""
-        self.route = self._files.enter_context(self._pipeline.staging.through(self.fd, transfer))
+        self.route = self._through(self.fd, transfer)
+
+    def _through(self, fd: int, transfer: Transfer) -> Route:
+        return self._files.enter_context(self._pipeline.staging.through(fd, transfer))
 
     def close(self) -> None:
         """Closes the file, with nothing in flight to it; then another may be made or joined."""
         self.is_open = False
         self._files.close()
 
-    def _ready(self, fd: int, purpose: Purpose, allocates: bool, timed: bool) -> Route:
-        """Chooses the route of a new file, and allocates room for it."""
+    def _ready(
+        self, fd: int, purpose: Purpose, allocates: bool, timed: bool, has_route: bool
+    ) -> Route | None:
+        """Chooses the route of a new file, if it has one, and allocates room for it."""
         storage, path = self._pipeline.storage, self._path
         try:
             nbytes = purpose.nbytes if timed else None
             staging, backend = self._pipeline.staging, self._options.backend
-            route = staging.route(fd, path, backend, writing=True, nbytes=nbytes)
+            route = None
+            if has_route:
+                route = staging.route(fd, path, backend, writing=True, nbytes=nbytes)
             padded = -(-purpose.nbytes // PAGE_BYTES) * PAGE_BYTES
             if allocates:
                 with reported("allocate", path):
-                    self._pipeline.allocate(fd, padded if route.direct else purpose.nbytes, path)
+                    is_direct = route is not None and route.direct
+                    self._pipeline.allocate(fd, padded if is_direct else purpose.nbytes, path)
             return route
         except StorageError as error:
             number = error.errno or errno.EIO

@@ -112,13 +112,38 @@ class Parts:
         if among not in self._holders:
             found = mesh_holders(self._ranks[mesh], sizes, tuple(mesh.get_coordinate()), dims)
             self._holders[among] = self.everybody if found == self.everybody else found
-        ends = [{size} for size in tensor.shape]  # sizes that occur along each dimension
-        for number in order:
-            dim = dims[number]
-            if dim is not None:
-                ends[dim] = {part for size in ends[dim] for part in _chunks(size, sizes[number])}
         words = f"{placements} on a mesh {sizes}"
-        return _Spread(box, self._holders[among], words, any(0 in found for found in ends))
+        is_empty_somewhere = _is_empty_somewhere(tensor.shape, dims, order, sizes)
+        return _Spread(box, self._holders[among], words, is_empty_somewhere)
+
+
+def _is_empty_somewhere(
+    shape: Sequence[int], dims: Sequence[int | None], order: Sequence[int], sizes: Sequence[int]
+) -> bool:
+    """Returns whether a rank of a mesh of these sizes has no element of a tensor."""
+    ends = [{size} for size in shape]  # sizes that occur along each dimension
+    for number in order:
+        dim = dims[number]
+        if dim is not None:
+            ends[dim] = {part for size in ends[dim] for part in _chunks(size, sizes[number])}
+    return any(0 in found for found in ends)
+
+
+def identity_of(tensor: Any) -> object:
+    """Returns what DTensors that are the same elements in memory have in common, while they live;
+    all ranks find the same ones equal.
+    """
+    mesh, placements, shape = tensor.device_mesh, tuple(tensor.placements), tensor.shape
+    sizes = tuple(mesh.mesh.shape)
+    try:
+        dims, order = _dims("it", tensor, sizes)
+    except TypeError:  # such tensors cannot be filled, and need not be told apart
+        return id(tensor)
+    if _is_empty_somewhere(shape, dims, order, sizes):
+        return id(tensor)  # some ranks have no memory to tell them by
+    local = _local(tensor)
+    memory = local.device, local.data_ptr(), local.shape, local.stride(), local.dtype
+    return memory, mesh, placements, shape
 
 
 def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:

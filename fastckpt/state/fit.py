@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from fastckpt.arguments.checks import check_choice
 from fastckpt.errors import IncompatibleCheckpoint
-from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, joined, unescaped
+from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, joined, keys_of, unescaped
 
 Missing = Literal["raise", "keep"]
 Unexpected = Literal["ignore", "raise"]
@@ -52,9 +52,12 @@ class Fit:
         rename: object = self.rename
         if isinstance(rename, Mapping):
             for pattern, replacement in rename.items():
+                if not isinstance(replacement, str):
+                    kind = type(replacement).__name__
+                    raise TypeError(f"rename has {kind} for {pattern!r}, must be a replacement")
                 try:
-                    re.sub(pattern, str(replacement), "")
-                except re.error as error:
+                    re.sub(pattern, replacement, "")
+                except (re.error, IndexError) as error:  # IndexError: there is no such group
                     raise ValueError(
                         f"rename has {pattern!r}, no regular expression: {error}"
                     ) from None
@@ -140,7 +143,7 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str]]:
         inside = left
         for key in ahead:
             inside = unescaped(inside.setdefault(key, {}))
-            if not _is_inner(inside) and inside != {}:
+            if not (_is_inner(inside) or (isinstance(inside, dict) and not inside)):
                 raise IncompatibleCheckpoint(
                     f"{where!r} does not fit: rename puts {old!r} at {new!r}, inside of a value"
                 )
@@ -205,7 +208,7 @@ def _keys_of(name: str, old: Sequence[Any]) -> list[Any]:
     from its end on, are these very keys: 0, say, and not "0"; where one was an integer, another one
     is, too.
     """
-    keys: list[Any] = [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
+    keys: list[Any] = [*keys_of(name)]
     for at in range(-min(len(keys), len(old)), 0):
         if keys[at] == str(old[at]):
             keys[at] = old[at]

@@ -19,6 +19,7 @@ from fastckpt.plan.boxes import Box
 from fastckpt.state.dtensors import dtensor_part, is_sharded
 from fastckpt.state.fit import Differences, Fit, refusal, renamed
 from fastckpt.state.targets import Place, Target
+from fastckpt.state.tied import Tied
 from fastckpt.state.tree import (
     ATOMS,
     DEPTH_MAX,
@@ -100,6 +101,7 @@ class Template:
         self._missing: list[str] = []
         self._cast: list[str] = []
         self._taken = 0  # values that are restored
+        self._tied = Tied()
         self._renamed: dict[str, str] = {}
         if self._fit.rename is not None:
             saved, self._renamed = renamed(saved, self._fit, where)
@@ -121,6 +123,23 @@ class Template:
         if self._ignored and self._fit.unexpected == "raise":
             told = [*told, f"the checkpoint has {self.ignored}, which the state has not"]
         if told:
+            raise refusal(self._where, told)
+
+    def check_tied(self, read: Callable[[Sequence[Target]], object]) -> None:
+        """Raises IncompatibleCheckpoint if tensors that share memory would get different values.
+
+        Args:
+            read: reads targets, as StepReader.read does; called for such tensors alone.
+        """
+
+        def part_of(stored: Stored | torch.Tensor, box: Box) -> torch.Tensor:
+            if isinstance(stored, torch.Tensor):
+                return _part(stored, box)
+            part = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
+            read([Target(stored.key, part, stored.shape, box)])
+            return part
+
+        if told := self._tied.conflicts(part_of):
             raise refusal(self._where, told)
 
     def differences(self) -> Differences:
@@ -251,12 +270,11 @@ class Template:
             local, box = dtensor_part(str(at), tensor)
         check_target(local, saved, str(at))
         if stored is not None:
+            self._tied.add(str(at), local, box, stored.key, stored)
             self.targets.append(Target(stored.key, local, shape, box))
             return
-        part = saved
-        if box != whole(shape):
-            parts = zip(box.offsets, box.sizes, strict=True)
-            part = saved[tuple(slice(offset, offset + size) for offset, size in parts)]
+        self._tied.add(str(at), local, box, id(saved), saved)
+        part = saved if box == whole(shape) else _part(saved, box)
 
         def put() -> None:
             with torch.no_grad():
@@ -349,6 +367,11 @@ class Template:
         if value.found and self._per_rank is not None:
             value.value = self._per_rank[name]
         return value
+
+
+def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    parts = zip(box.offsets, box.sizes, strict=True)
+    return tensor[tuple(slice(offset, offset + size) for offset, size in parts)]
 
 
 def _sizes(state: Mapping[str, Any]) -> list[int] | None:

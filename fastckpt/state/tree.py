@@ -8,7 +8,7 @@ know files, who writes what, or how ranks talk.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -327,7 +327,43 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def joined(path: Sequence[str]) -> str:
+    """Returns the name of a value: the keys that lead to it, joined by "/"."""
     return "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
+
+
+def keys_of(name: str) -> list[str]:
+    """Returns the keys of which joined() has made a name."""
+    return [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
+
+
+def dotted(name: str) -> str:
+    """Returns a name with its keys joined by ".", as Hugging Face has them."""
+    return ".".join(keys_of(name))
+
+
+def tensors_in(state: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yields the tensors of a nest of dicts, lists, tuples and objects with state_dict(), each with
+    the keys that lead to it.
+
+    Raises:
+        ValueError: it is nested too deeply, or contains itself.
+    """
+    ahead: list[tuple[tuple[str, ...], Any]] = [((), state)]
+    while ahead:
+        keys, value = ahead.pop()
+        if len(keys) > DEPTH_MAX:
+            raise ValueError(f"state is nested more than {DEPTH_MAX} deep at {joined(keys)!r}")
+        if isinstance(value, torch.Tensor):
+            yield keys, value
+            continue
+        if is_stateful(value):
+            value = unwrapped(value).state_dict()
+        items: Sequence[tuple[Any, Any]] = ()
+        if isinstance(value, dict):
+            items = [*value.items()]
+        elif isinstance(value, list | tuple):
+            items = [*enumerate(value)]
+        ahead += [((*keys, str(key)), item) for key, item in reversed(items)]
 
 
 def fill(

@@ -7,9 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +17,11 @@ import pytest
 import torch
 
 from fastckpt.cli import main
-from fastckpt.cli.bench import COMMANDS, fio, machine, ranks, saves
+from fastckpt.cli.bench import COMMANDS, fio, io, machine, ranks, saves
 from fastckpt.cli.bench.command import in_turn
 from fastckpt.cli.bench.state import differing, gpt_state, nbytes_of
 from fastckpt.engine.cell_trial import Cell, CellTrial
 from fastckpt.errors import CheckpointError
-from tests import interpreters
 
 MIB = 1 << 20
 AS_A_MODULE = 'import runpy; runpy.run_module("fastckpt", run_name="__main__", alter_sys=True)'
@@ -109,6 +106,36 @@ def test_without_fio_the_engine_is_measured_alone(
     assert found["write"]["default"]["block_bytes"] == 8 * MIB
 
 
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_fio_takes_a_path_with_a_colon(disk: Path) -> None:
+    (disk / "a:b").mkdir()
+    file = disk / "a:b" / "file"
+    try:
+        fio.rate("write", file, MIB, Cell("fio", MIB, 1, False))
+    except OSError as error:
+        pytest.skip(f"fio does not run here: {error}")
+    assert file.stat().st_size == MIB
+
+
+def test_heat_maps_have_one_rate_for_each_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    grid = [Cell("threads", block * MIB, depth, True) for block in (4, 8) for depth in (4, 8)]
+    default = Cell("threads", 8 * MIB, 4, False)  # as where buffered files are the policy
+    cells = [{**cell._asdict(), "rate": 1e9} for cell in (*grid, default)]
+    io._draw({"write": {"cells": cells}, "read": {"cells": cells}}, str(tmp_path / "a.png"))
+    for axis in figures[0].axes:
+        assert sorted(text.get_position() for text in axis.texts) == [
+            (0, 0),
+            (0, 1),
+            (1, 0),
+            (1, 1),
+        ]
+
+
 def test_a_trial_tells_damage(disk: Path) -> None:
     source, target = torch.arange(MIB // 8), torch.zeros(MIB // 8, dtype=torch.int64)
     path = disk / "file"
@@ -121,6 +148,32 @@ def test_a_trial_tells_damage(disk: Path) -> None:
         os.pwrite(file.fileno(), b"\xff", MIB // 2 + 7)
         with pytest.raises(CheckpointError, match="block 2 was read other than written"):
             trial.read(file.fileno(), crcs, target.data_ptr())
+
+
+def test_an_interrupted_trial_cancels_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Job:
+        """A write that is interrupted at the second look, and ends when it is cancelled."""
+
+        def write_to(self, *_: object) -> None:
+            said.append("write_to")
+
+        def wait_written(self, _seconds: float) -> bool:
+            said.append("wait")
+            if said.count("wait") == 2:
+                raise KeyboardInterrupt
+            return said.count("wait") > 3
+
+        def cancel(self) -> None:
+            said.append("cancel")
+
+    with CellTrial(Cell("threads", MIB, 1, False), "file", MIB) as trial:
+        engine = SimpleNamespace(arena_blocks=1, stage=lambda *_: Job(), close=trial._engine.close)
+        monkeypatch.setattr(trial, "_engine", engine)
+        with pytest.raises(KeyboardInterrupt):
+            trial.write(0, 0)
+    assert said == ["write_to", "wait", "wait", "cancel", "wait", "wait"]
 
 
 def test_saves_have_two_clocks_and_a_base(bench: Bench) -> None:
@@ -254,6 +307,28 @@ def test_a_disk_that_is_full_is_told(
     assert list(disk.iterdir()) == []
 
 
+def test_too_little_memory_is_told(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nframe #0: ...")
+
+    monkeypatch.setattr(saves, "gpt_state", refused)
+    line = told(capsys, "load", disk, "--size", "1MiB")
+    says = "the measurement failed: DefaultCPUAllocator: can't allocate memory"
+    assert line == f"fastckpt bench: {says}"
+    assert list(disk.iterdir()) == []
+
+
+def test_a_picture_that_cannot_be_written_is_told_before(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(io, "_Transfers", None)  # nothing is measured
+    line = told(capsys, "io", disk, "--size", "1MiB", "--png", disk / "gone" / "a.png")
+    assert "No such file or directory" in line and str(disk / "gone") in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -272,19 +347,6 @@ def test_wrong_arguments_are_told(
     with pytest.raises(SystemExit) as ended:
         main(["bench", *arguments])
     assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_a_measurement_that_is_ended_leaves_nothing(disk: Path) -> None:
-    arguments = ("bench", "save", disk, "--size", "4MiB", "--rounds", 100_000)
-    with interpreters.Program(AS_A_MODULE, *arguments) as process:
-        until = time.monotonic() + 60
-        while not any(disk.rglob("saved")) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert any(disk.iterdir()), "nothing was measured"
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "")
-    assert list(disk.iterdir()) == []
 
 
 def test_contestants_take_turns() -> None:

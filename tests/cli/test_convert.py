@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import fastckpt
-from fastckpt.cli import main
+from fastckpt.cli import convert, main
 from tests.interpreters import Program
 from tests.lazy.test_open import by_safetensors, by_torch, dcp_by_torch, flat, same, steps
 
@@ -101,6 +101,14 @@ def test_nests_names_and_dtypes(disk: Path, capsys: pytest.CaptureFixture[str]) 
         assert file.metadata() == {"format": "pt"}
 
 
+def test_the_empty_key_inside_of_others(disk: Path) -> None:
+    torch.save({"a": {"": torch.ones(2)}, "": {"b": torch.zeros(3)}}, disk / "a.pt")
+    assert main(["convert", str(disk / "a.pt"), str(disk / "b.pt"), "--to", "pt"]) == 0
+    found = torch.load(disk / "b.pt")
+    assert torch.equal(found["a"][""], torch.ones(2))
+    assert torch.equal(found[""]["b"], torch.zeros(3))
+
+
 def test_large_tensors_go_in_parts(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastckpt.cli.convert._PART_BYTES", 10_000)
     state = {"w": torch.randn(70, 11, 13), "t": torch.randn(200, 300).t(), "s": torch.ones(3)}
@@ -128,6 +136,8 @@ def test_a_converted_step_has_its_number(disk: Path) -> None:
         ({"a": torch.ones(1)}, ["--to", "hf", "--glob", "x"], "no tensor that is to be copied"),
         ({"a": torch.ones(1, dtype=torch.cfloat)}, ["--to", "safetensors"], "no dtype for a"),
         ({"a": torch.ones(1)}, ["--to", "hf", "--shard-size", "much"], "shard-size"),
+        (torch.ones(1), ["--to", "safetensors"], "has a tensor without a name (a file that is a"),
+        ({"": torch.ones(1)}, ["--to", "pt"], "save it in a dict, under a name"),
     ],
 )
 def test_what_cannot_be_converted_is_told(
@@ -196,6 +206,28 @@ def test_nothing_is_replaced(to: str, disk: Path, capsys: pytest.CaptureFixture[
     assert main(["convert", str(path), str(disk / "out"), "--to", to]) == 1
     assert "replaces nothing" in capsys.readouterr().err
     assert (disk / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", READERS)
+def test_what_was_made_meanwhile_is_not_replaced(
+    to: str, disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, out = (str(disk / name) for name in ("1.pt", "2.pt", "out"))
+    torch.save({"w": torch.ones(3)}, first)
+    torch.save({"w": torch.zeros(3)}, second)
+    batches = convert._batches
+
+    def overtaken(copies: Any) -> Any:
+        monkeypatch.setattr(convert, "_batches", batches)
+        assert main(["convert", second, out, "--to", to]) == 0
+        return batches(copies)
+
+    monkeypatch.setattr(convert, "_batches", overtaken)
+    assert main(["convert", first, out, "--to", to]) == 1
+    said = "out' has step 0" if to == "step" else "out' exists, and convert replaces nothing"
+    assert said in capsys.readouterr().err
+    assert not READERS[to](disk / "out")["w"].any()
+    assert sorted(os.listdir(disk)) == ["1.pt", "2.pt", "out"]
 
 
 KILLED = """

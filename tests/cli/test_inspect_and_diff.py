@@ -158,11 +158,19 @@ def test_diff_compares_in_parts(
     assert found["changed"] == pytest.approx(1 / 7000)
 
 
+def unsigned(*numbers: int) -> torch.Tensor:
+    content = b"".join(number.to_bytes(8, "little") for number in numbers)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint64)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "largest"),
     [
         (torch.tensor([1, 2**53]), torch.tensor([1, 2**53 + 1]), 1),
-        (torch.tensor([-(2**63)]), torch.tensor([2**63 - 1]), 2.0**64),
+        (torch.tensor([-(2**63), 0]), torch.tensor([2**63 - 1, 1]), 2**64 - 1),
+        (unsigned(2**53, 5), unsigned(2**53 + 1, 5), 1),
+        (unsigned(0, 2**63), unsigned(2**64 - 1, 2**63 - 1), 2**64 - 1),
+        (unsigned(2**63 - 3), unsigned(2**63 + 4), 7),
         (torch.tensor([3], dtype=torch.uint8), torch.tensor([250], dtype=torch.uint8), 247),
         (torch.tensor([True, False]), torch.tensor([True, True]), 1),
         (torch.tensor([1 + 1j]), torch.tensor([4 + 5j]), 5),
@@ -182,6 +190,16 @@ def test_the_largest_difference(
 
     found = json.loads(capsys.readouterr().out, parse_constant=refuse)["different"]
     assert [each["max_abs"] for each in found] == [largest]
+    assert main(["diff", *paths]) == 1
+    by = "infinities and NaN among them" if largest is None else f"by up to {largest}\n"
+    assert by in capsys.readouterr().out
+
+
+def test_an_empty_name_is_shown(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(torch.ones(3), disk / "a.pt")
+    torch.save(torch.ones(4), disk / "b.pt")
+    assert main(["diff", str(disk / "a.pt"), str(disk / "b.pt")]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "'': shape [3] in A, [4] in B"
 
 
 def test_names_cannot_steer_the_terminal(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

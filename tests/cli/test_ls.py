@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,9 @@ import torch
 
 import fastckpt
 from fastckpt.cli import main
+from fastckpt.storage.file_system import Storage
+from tests.doubles import FailAlways
+from tests.steps.test_checkpointer import process_on
 
 
 def listed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> list[Any]:
@@ -57,6 +61,51 @@ def test_damage_that_sizes_tell(disk: Path, capsys: pytest.CaptureFixture[str]) 
     assert (
         rows["step-00000004"]["state"] == "damaged" and "manifest" in rows["step-00000004"]["why"]
     )
+
+
+class Unreadable(Storage):
+    """A storage that denies everything about the files in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._inside = f"{directory}/"
+
+    def _check(self, path: str) -> None:
+        if path.startswith(self._inside):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    def status(self, path: str) -> os.stat_result | None:
+        self._check(path)
+        return super().status(path)
+
+    def read_file(self, path: str, nbytes_max: int) -> bytes:
+        self._check(path)
+        return super().read_file(path, nbytes_max)
+
+
+def test_a_step_that_cannot_be_read_is_told(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(disk / "run", 1, 2)
+    with process_on(Unreadable(disk / "run" / "step-00000001")):
+        rows = {row["name"]: row for row in listed(capsys, str(disk / "run"), status=1)}
+    assert rows["step-00000002"]["state"] == "whole"
+    assert rows["step-00000001"]["state"] == "unreadable"
+    assert "EACCES" in rows["step-00000001"]["why"]
+
+
+def test_a_root_that_cannot_be_listed_is_one_line(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(disk / "run", 1)
+    (disk / "file").write_text("")
+    for arguments in (["file"], ["run", "--local", str(disk / "file")]):
+        assert main(["ls", str(disk / arguments[0]), *arguments[1:]]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and str(disk / "file") in err
+        assert "ENOTDIR" in err
+    with process_on(FailAlways("directories", errno.EACCES)):
+        assert main(["ls", str(disk / "run")]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "EACCES" in err and str(disk / "run") in err
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,9 @@ import torch
 import fastckpt
 from fastckpt.cli import main
 from fastckpt.storage import atomic
+from tests.doubles import FailAlways
 from tests.interpreters import Program
+from tests.steps.test_checkpointer import process_on
 
 LEAVES = """
 import os, signal, sys
@@ -93,6 +96,40 @@ def test_names_that_are_not_ours_and_links_in_a_circle(
     (disk / dead[1:]).write_text("mine")
     (found,) = repaired(capsys, disk, "--yes", status=0)
     assert found["path"] == str(disk / dead) and os.listdir(disk) == [dead[1:]]
+
+
+def test_a_directory_that_a_dead_save_set_aside_gets_its_name_back(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = str(os.getpid())
+    for name in ("run\x1b", "taken"):
+        aside = Path(atomic.temporary_path(str(disk / name)).replace(mine, "999999"))
+        (aside / atomic.REPLACED).mkdir(parents=True)
+        (aside / atomic.REPLACED / "w").write_text("old")
+    (disk / "taken").mkdir()
+    assert main(["repair", str(disk)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    back = r"a temporary directory that holds run\x1b, which gets its name back, "
+    assert [back in line for line in lines] == ["run" in line for line in lines]
+    assert len(lines) == 2 and all("a temporary directory" in line for line in lines)
+    assert "\x1b" not in "".join(lines)
+    found = repaired(capsys, disk, "--yes", status=0)
+    assert all(each["removed"] for each in found)
+    assert sorted(os.listdir(disk)) == ["run\x1b", "taken"]
+    assert (disk / "run\x1b" / "w").read_text() == "old" and not any((disk / "taken").iterdir())
+
+
+def test_what_cannot_be_listed_is_one_line(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (disk / "file").write_text("")
+    assert main(["repair", str(disk / "file")]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and str(disk / "file") in err and "ENOTDIR" in err
+    (disk / "step-00000001").mkdir()
+    for name in ("names", "directories"):
+        with process_on(FailAlways(name, errno.EACCES)):
+            assert main(["repair", str(disk), "--yes"]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and str(disk) in err and "EACCES" in err
 
 
 def test_a_missing_directory_is_one_line(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """transformers' Trainer with checkpoints by fastckpt, against the real package: what a checkpoint
-holds, who resumes from it and how exactly, and what is there after a failure or a kill.
+holds, who resumes from it and how exactly, and what is there after a failure or a kill. Also, that
+from_pretrained opens an export.
 
 Must not know how a directory is written: tests/directories/test_directory_save.py does.
 """
@@ -578,3 +579,23 @@ def test_a_rank_that_fails_keeps_all_from_committing(disk: Path) -> None:
 
 def test_the_integration_is_not_part_of_the_public_names() -> None:
     assert "integrations" not in fastckpt.__all__
+
+
+def test_from_pretrained_opens_an_export(disk: Path) -> None:
+    config = GPT2Config(vocab_size=90, n_positions=16, n_embd=24, n_layer=2, n_head=2)
+    model = GPT2LMHeadModel(config)
+    config.save_pretrained(disk / "config")
+    (file,) = (disk / "config").iterdir()
+    for shard_bytes in ("5GB", 10_000):
+        fastckpt.export(model, disk / "a", files=[file], shard_bytes=shard_bytes).result()
+        again = GPT2LMHeadModel.from_pretrained(disk / "a")
+        assert again.lm_head.weight is again.transformer.wte.weight, "written once, and tied anew"
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor), name
+    assert (disk / "a" / "config.json").read_bytes() == file.read_bytes()
+    assert len([*disk.glob("a/model-*.safetensors")]) > 2
+    fastckpt.export(model, disk / "a", dtype=torch.bfloat16, files=[file]).result()
+    half = GPT2LMHeadModel.from_pretrained(disk / "a", dtype=torch.bfloat16)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(half.state_dict()[name], tensor.to(torch.bfloat16)), name
+    wait_for_directories(str(disk))

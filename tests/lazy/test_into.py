@@ -101,6 +101,30 @@ def test_tied_weights_of_which_one_name_was_saved(disk: Path) -> None:
         fastckpt.load_into({"in": model[0].weight, "out": torch.zeros(600, 700)}, path)
 
 
+@pytest.mark.parametrize("save", [by_torch, by_safetensors])
+def test_tied_weights_of_which_both_names_were_saved(
+    save: Any, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastckpt.state.tied._PART_BYTES", 100_000)  # several parts
+    weight, shared = torch.randn(600, 70), torch.zeros(600, 70)
+    state = {"in": shared, "out": shared.detach(), "more": torch.nn.Parameter(shared)}
+    equal = {"in": weight, "out": weight.clone(), "more": weight.clone()}
+    assert not any(fastckpt.load_into(state, save(equal, disk)))
+    assert torch.equal(shared, weight)
+    shared.zero_()
+    other = weight.clone()
+    other[-1, -1] += 1
+    with pytest.raises(IncompatibleCheckpoint, match="in and out are one tensor in the state, and"):
+        fastckpt.load_into(state, save(equal | {"out": other}, disk))
+    assert not shared.any()
+    # What counts is what the memory would hold.
+    half = {"in": shared.bfloat16()}
+    half["out"] = half["in"].detach()
+    rounded = {"in": weight, "out": weight.bfloat16()}
+    assert fastckpt.load_into(half, save(rounded, disk)).cast == ("in",)
+    assert torch.equal(half["out"], weight.bfloat16())
+
+
 def test_keys_of_one_name(disk: Path) -> None:
     torch.save({0: torch.zeros(2), "0": torch.ones(2)}, disk / "a.pt")
     state: dict[Any, torch.Tensor] = {0: torch.full((2,), 5.0), "0": torch.full((2,), 5.0)}
@@ -145,6 +169,31 @@ def read_sharded(member: Member, path: str) -> Outcome:
         ]
 
     return attempt(read)
+
+
+def read_tied(member: Member, path: str, rows: int) -> Outcome:
+    def read() -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = distribute_tensor(torch.zeros(rows, 700), mesh, [Shard(0)])
+        state = {"in": weight, "out": weight.detach()}
+        missing = fastckpt.load_into(state, path, missing="keep", unexpected="ignore").missing
+        return missing, state["out"].to_local().sum().item()
+
+    return attempt(read)
+
+
+@pytest.mark.multiprocess
+def test_tied_dtensors(nursery: Nursery, disk: Path) -> None:
+    crew: Crew = nursery.lasting_crew(2)
+    path = by_safetensors({"in": torch.ones(600, 700)}, disk)
+    assert [its.value for its in crew(read_tied, str(path), 600)] == [((), 300.0 * 700)] * 2
+    # Where a rank has nothing of it, none can tell, so that all ranks say the same.
+    path = by_safetensors({"in": torch.ones(1, 700)}, disk)
+    found = crew(read_tied, str(path), 1)
+    assert [its.value for its in found] == [(("out",), 700.0), (("out",), 0.0)]
+    path = by_safetensors({"in": torch.ones(600, 700), "out": torch.zeros(600, 700)}, disk)
+    for outcome in crew(read_tied, str(path), 600):
+        assert "in and out are one tensor in the state" in str(outcome.error)
 
 
 @pytest.mark.multiprocess

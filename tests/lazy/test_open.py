@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import fastckpt
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.lazy.tensors import LazyTensors
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -240,6 +242,47 @@ def test_threads_read_at_a_time(disk: Path) -> None:
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
+def interrupted(tensors: fastckpt.LazyTensors, at: int) -> bool:
+    """Reads with an interrupt at one of the places where a signal handler may run: when a function
+    that the bookkeeping of a read calls has begun or, if it is one of C, has returned. Returns
+    whether there are so many.
+    """
+    own, count = LazyTensors._read.__code__, 0
+
+    def look(frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        caller = frame.f_back.f_code if event == "call" and frame.f_back else frame.f_code
+        if caller is own and event in ("call", "c_return"):
+            count += 1
+            if count == at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        tensors["w"][...]
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_an_interrupted_read_does_not_hold_up_close(disk: Path) -> None:
+    path, at = by_torch({"w": torch.ones(300)}, disk), 1
+    while True:
+        tensors = fastckpt.open(path)
+        was_interrupted = interrupted(tensors, at)
+        closing = threading.Thread(target=tensors.close, daemon=True)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive(), f"the interrupt at place {at} has left a read under way"
+        if not was_interrupted:
+            break
+        at += 1
+    assert at > 4
+
+
 def test_an_open_step_is_not_removed(disk: Path) -> None:
     with fastckpt.Checkpointer(disk / "run", keep_last=1) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(1 << 20)}).result(60)
@@ -248,6 +291,57 @@ def test_an_open_step_is_not_removed(disk: Path) -> None:
                 checkpointer.save(step, {"w": torch.zeros(1 << 20)}).result(60)
             assert tensors["w"][:3].tolist() == [1, 1, 1]
         checkpointer.save(4, {"w": torch.zeros(3)}).result(60)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("kind", ["hugging face", "one file", "dcp of torch", "root"])
+def test_a_manifest_of_others_is_passed_over(kind: str, disk: Path) -> None:
+    state = flat()
+    make = by_safetensors if kind == "one file" else KINDS[kind][0]
+    path = make(state, disk)
+    path = path if path.is_dir() else disk
+    (path / "manifest.json").write_text('{"files": ["model-1.safetensors"]}')
+    with fastckpt.open(path) as tensors:
+        assert {*tensors} == {*state}
+        same(tensors["large"][...], state["large"])
+
+
+def test_a_step_that_lacks_its_objects_is_damaged(disk: Path) -> None:
+    with fastckpt.Checkpointer(disk) as checkpointer:
+        checkpointer.save(1, {"w": torch.zeros(1 << 20)}).result(60)
+    (disk / "step-00000001" / "objects.pt").unlink()
+    with pytest.raises(CorruptCheckpoint, match=r"objects\.pt"):
+        fastckpt.open(disk / "step-00000001")
+    (disk / "mine").mkdir()
+    (disk / "mine" / "manifest.json").write_text("{}")
+    with pytest.raises(CorruptCheckpoint, match=r"mine/manifest\.json"):
+        fastckpt.open(disk / "mine")
+
+
+@pytest.mark.parametrize("save", [by_fastckpt, by_torch, steps])
+def test_the_empty_key_is_a_key(save: Callable[[Any, Path], Path], disk: Path) -> None:
+    large = torch.randn(300, 1100)
+    state = {"": {"a": large, "": torch.ones(2)}, "a": torch.zeros(4), "b": {"": torch.ones(5)}}
+    names = {"/a": (300, 1100), "/": (2,), "a": (4,), "b/": (5,)}
+    path = save(state, disk)
+    with fastckpt.open(path) as tensors:
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == names
+        same(tensors["/a"][...], large)
+    mine = {"": {"a": torch.zeros(300, 1100), "": torch.zeros(2)}, "b": {"": torch.zeros(5)}}
+    assert fastckpt.load_into(mine, path).unexpected == ("a",)
+    same(mine[""]["a"], large)
+
+
+def test_a_bare_tensor_has_the_name_of_no_keys(disk: Path) -> None:
+    torch.save(torch.ones(3), disk / "a.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert [*tensors] == [""]
+    target = torch.zeros(3)
+    assert not any(fastckpt.load_into(target, disk / "a.pt"))
+    same(target, torch.ones(3))
+    target = torch.zeros(3)
+    assert not any(fastckpt.load_into({"": target}, disk / "a.pt"))
+    same(target, torch.ones(3))
 
 
 def nothing(disk: Path) -> Path:

@@ -28,6 +28,7 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip, zip_contents
 from fastckpt.formats.torch_pickle import Capture, capture
 from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Image, address_of, block_count
+from tests.plan.slots import slots_of
 
 config = pytest.importorskip("torch.utils.serialization", reason="torch 2.7 has it first").config
 
@@ -107,8 +108,8 @@ def render(image: Image) -> bytes:
         content = ctypes.string_at(segment.address, segment.nbytes)
         body[segment.offset : segment.offset + segment.nbytes] = content
         segment_crcs.append(zlib.crc32(content))
-    slot_crcs = [segment_crcs[slot.segment] for slot in image.slot_rows()]
-    for slot, crc in zip(image.slot_rows(), slot_crcs, strict=True):
+    slot_crcs = [segment_crcs[slot.segment] for slot in slots_of(image)]
+    for slot, crc in zip(slots_of(image), slot_crcs, strict=True):
         body[slot.offset : slot.offset + 4] = crc.to_bytes(4, "little")
     blocks = [body[at : at + BLOCK_BYTES] for at in range(0, len(body), BLOCK_BYTES)]
     return bytes(body) + image.tail([zlib.crc32(block) for block in blocks], slot_crcs)
@@ -116,7 +117,7 @@ def render(image: Image) -> bytes:
 
 def tail_without_crcs(image: Image) -> bytes:
     blocks = block_count(image.body_nbytes, BLOCK_BYTES)
-    return image.tail([0] * blocks, [0] * len(list(image.slot_rows())))
+    return image.tail([0] * blocks, [0] * len(slots_of(image)))
 
 
 def check_plan(image: Image, storages: Sequence[torch.UntypedStorage]) -> None:
@@ -132,7 +133,7 @@ def check_plan(image: Image, storages: Sequence[torch.UntypedStorage]) -> None:
     assert image.body_nbytes % PAGE_BYTES == 0
     assert image.nbytes == image.body_nbytes + image.tail_nbytes
     described = []
-    for slot in image.slot_rows():
+    for slot in slots_of(image):
         holder = rows[slot.segment + 1]
         assert holder.offset <= slot.offset
         assert slot.offset + 4 <= holder.offset + holder.nbytes
@@ -248,7 +249,7 @@ def test_image_of_bytes_is_one_segment() -> None:
     content = bytearray(b"closing")
     image = Image.of_bytes(content)
     assert list(image.rows()) == [(0, 7, address_of(content))]
-    assert list(image.slot_rows()) == []
+    assert slots_of(image) == []
     assert (image.nbytes, image.tail_nbytes) == (7, 0)
 
 
@@ -403,7 +404,7 @@ def test_headers_beyond_4_gib_are_those_of_torch(sizes: list[int], tmp_path: Pat
     image = torch_zip.layout(taken)
     path = tmp_path / "archive.pt"  # torch names the records after the file
     stock_end_of_records(obj, path, PAGE_BYTES)
-    slots = {slot.offset for slot in image.slot_rows()}
+    slots = {slot.offset for slot in slots_of(image)}
     storages = {storage.data_ptr() for storage in storages_of(taken)}
     rows = [segment for segment in image.rows() if segment.address not in storages]
     record_nbytes = LOCAL_HEADER_BYTES + len(PREFIX) + len(torch_zip.RECORD)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fastckpt import _engine
 from fastckpt.plan import intervals
 from fastckpt.plan.image import BLOCK_BYTES, Image, address_of
+from tests.plan.slots import slots_of
 from tests.storm import Chance
 
 MEMORY = bytearray(random.Random(0).randbytes(1 << 20)) * 40
@@ -45,7 +46,7 @@ def content_of(image: Image) -> bytearray:
         data = ctypes.string_at(segment.address, segment.nbytes)
         crcs.append(zlib.crc32(data))
         whole += data
-    for slot in image.slot_rows():
+    for slot in slots_of(image):
         whole[slot.offset : slot.offset + SLOT] = crcs[slot.segment].to_bytes(SLOT, "little")
     return whole
 
@@ -56,10 +57,10 @@ def staged(part: intervals.Part) -> tuple[bytearray, list[int], list[int]]:
     for segment in part.image.rows():
         content += ctypes.string_at(segment.address, segment.nbytes)
     rows = list(part.image.rows())
-    for slot in part.image.slot_rows():
+    for slot in slots_of(part.image):
         segment = rows[slot.segment]
         crcs.append(zlib.crc32(content[segment.offset : segment.offset + segment.nbytes]))
-    for slot, crc in zip(part.image.slot_rows(), crcs, strict=True):
+    for slot, crc in zip(slots_of(part.image), crcs, strict=True):
         if slot.offset < len(content):
             content[slot.offset : slot.offset + SLOT] = crc.to_bytes(SLOT, "little")
     blocks = range(0, len(content), BLOCK_BYTES)
@@ -89,7 +90,7 @@ def check(image: Image, cuts: list[int]) -> None:
     rows = list(image.rows())
     assert slots == [
         zlib.crc32(whole[rows[s.segment].offset :][: rows[s.segment].nbytes])
-        for s in image.slot_rows()
+        for s in slots_of(image)
     ]
 
 

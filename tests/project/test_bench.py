@@ -11,13 +11,17 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import ceiling
 from rivals import PEERS, environment, process
 
 FILES = sorted({environment.file_of(kind) for kind in PEERS})
@@ -66,6 +70,30 @@ def test_what_pip_refuses_is_the_reason_each_time(
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"pytest==0\.0\.1"):
             environment.interpreter(file)
+
+
+def held_open(fifo: str) -> Any:
+    """Fails to answer, in a process that is kept by a thread of its own."""
+    threading.Thread(target=open, args=(fifo,)).start()  # until somebody opens the other end
+    return threading.Lock()  # which cannot be pickled
+
+
+@pytest.mark.multiprocess
+def test_a_process_that_does_not_end_is_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "END_S", 0.1)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(process.Failed, match=r"it did not end within 0\.1 s, no answer"):
+        process.in_process(Path(sys.executable), held_open, str(tmp_path / "fifo"))
+
+
+def test_the_limit_of_a_quick_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"error": 0, "read": {"io_bytes": 5_000, "runtime": 0}}
+    told = SimpleNamespace(stdout="fio: a note\n" + json.dumps({"jobs": [found]}))
+    monkeypatch.setattr(ceiling.subprocess, "run", lambda *_, **__: told)
+    cell = {"block_mib": 1, "depth": 1, "engine": "psync", "direct": True}
+    assert ceiling.Fio(tmp_path, 5_000, print).run("read", 5_000, cell) == 5e6
 
 
 @pytest.mark.multiprocess

@@ -19,6 +19,14 @@ from tests.paths import ROOT
 
 VERSION = "9.8.7"
 UNPUBLISHED = {".gitignore"}
+LEFT_BEHIND = (
+    "benchmarks/out/bench.json",
+    "benchmarks/state.pt",
+    "build/rivals/stamp",
+    "examples/run/state.pt",
+    "fastckpt/__pycache__/api.cpython-310.pyc",
+    "tests/x.tmp",
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     for name in tracked:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
+    for name in LEFT_BEHIND:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_text("left behind")
     opening = copy / "fastckpt" / "__init__.py"
     text = opening.read_text("utf-8")
     assert text.count(f'"{fastckpt.__version__}"') == 1

@@ -147,7 +147,6 @@ def test_alone_needs_nobody() -> None:
     assert (alone.rank, alone.world_size) == (0, 1)
     with_nobody = alone.begin("save")
     assert commit(with_nobody) == "0"
-    assert with_nobody.poll("nothing") is None
     assert with_nobody.same("state", b"digest", pytest.fail) is None
     with_nobody.close()
     failing = alone.begin("save")
@@ -156,17 +155,6 @@ def test_alone_needs_nobody() -> None:
         failing.decide()
     failing.close()
     alone.close()
-
-
-def test_poll_does_not_wait() -> None:
-    first, second = (c.begin("step 1") for c in opened(dist.HashStore(), 2))
-    assert second.poll("name") is None
-    first.put("name", b"value")
-    assert second.poll("name") == b"value"
-    assert second.poll("name", rank=1) is None
-    first.fail(Died("early"))
-    with pytest.raises(PeerFailed, match="early"):
-        second.poll("name", rank=1)
 
 
 def test_gather_of_many_ranks_comes_in_order() -> None:

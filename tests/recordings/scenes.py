@@ -96,10 +96,10 @@ def state_of_ranks(stage: Stage, number: int) -> dict[str, Any]:
     return own | {"rows": rows if stage.ranks == 1 else distributed(stage, rows)}
 
 
-def distributed(stage: Stage, rows: torch.Tensor) -> torch.Tensor:
+def distributed(stage: Stage, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
     ranks = torch.arange(stage.ranks)
     mesh = DeviceMesh.from_group(stage.group, "cpu", mesh=ranks)
-    return distribute_tensor(rows, mesh, [Shard(0)])
+    return distribute_tensor(rows, mesh, [Shard(dim)])
 
 
 def blank(stage: Stage) -> dict[str, Any]:
@@ -165,6 +165,19 @@ def save_directories(stage: Stage, number: int, variant: Variant) -> None:
     path = str(stage.root / "directory")
     options: dict[str, Any] = {"group": stage.group, "durable": variant.durable}
     save_directory(path, fill, timeout_s=WAIT_S, **options).result(WAIT_S)
+    wait_for_directories(str(stage.root))
+
+
+def save_exports(stage: Stage, number: int, variant: Variant) -> None:
+    """Two files, with rows and columns that ranks hold, and what all of them hold; converted."""
+    rows = few_octets(256 << 10, number).view(torch.float32).reshape(-1, 1024)
+    values = {"rows": rows, "columns": rows[:8], "all": octets(MIB, number)}
+    if stage.ranks > 1:
+        values["rows"] = distributed(stage, rows)
+        values["columns"] = distributed(stage, rows[:8], 1)
+    options: dict[str, Any] = {"group": stage.group, "durable": variant.durable}
+    options |= {"dtype": torch.bfloat16, "shard_bytes": MIB, "timeout_s": WAIT_S}
+    fastckpt.export(values, stage.root / "export", **options).result(WAIT_S)
     wait_for_directories(str(stage.root))
 
 
@@ -355,6 +368,12 @@ def _saves() -> dict[str, Cast]:
         "items-by-2": (save_items, 2, ALONE),
         "directory": (save_directories, 1, (*ALONE, *FAILING)),
         "directory-by-2": (save_directories, 2, ALONE),
+        "export": (
+            save_exports,
+            1,
+            ("", "over", "one-block", "full", "sync-fails", "rename-fails"),
+        ),
+        "export-by-2": (save_exports, 2, ("", "over", "not-durable")),
     }
     return {
         "-".join(filter(None, ("save", kind, name))): Cast(partial(saving, save, name), ranks)

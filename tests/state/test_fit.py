@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -235,6 +236,13 @@ def test_names_that_are_taken(rename: Any, told: str, restore: Restore) -> None:
         restore({"a": torch.ones(3), "b": torch.ones(3)}, {"a": torch.zeros(3)}, rename=rename)
 
 
+def test_a_name_inside_of_an_array_is_taken() -> None:
+    saved = {"array": numpy.zeros(3), "a": 1, "empty": {}}
+    with pytest.raises(IncompatibleCheckpoint, match="puts 'a' at 'array/x', inside of a value"):
+        renamed(saved, Fit(rename={"^a$": "array/x"}), "p")
+    assert renamed(saved, Fit(rename={"^a$": "empty/x"}), "p")[0]["empty"] == {"x": 1}
+
+
 def test_only_what_is_asked_for(restore: Restore) -> None:
     class Loaded:
         """Counts its loads."""
@@ -271,6 +279,22 @@ def test_only_what_is_asked_for(restore: Restore) -> None:
         restore(saved, state, only="ne*")
 
 
+@pytest.mark.parametrize("count", [30, BIG])
+def test_tied_weights_get_one_value(count: int, restore: Restore, disk: Path) -> None:
+    shared = torch.zeros(count)
+    state = {"in": {"w": shared}, "out": [shared.detach()]}
+    both = [torch.full((count,), 2.0) for _ in range(2)]
+    assert not any(restore({"in": {"w": both[0]}, "out": both[1:]}, state))
+    assert torch.equal(shared, both[0])
+    both[1][-1] = 3
+    words = r"state\['in'\]\['w'\] and state\['out'\]\[0\] are one tensor in the state"
+    with pytest.raises(IncompatibleCheckpoint, match=words):
+        restore({"in": {"w": both[0]}, "out": both[1:]}, state)
+    assert shared.eq(2).all()
+    assert not any(restore({"in": {"w": both[1]}, "out": [both[1]]}, state))
+    assert torch.equal(shared, both[1])
+
+
 def test_dtypes(restore: Restore) -> None:
     saved = {"w": torch.ones(BIG), "v": torch.ones(2), "same": torch.ones(2)}
     state = {"w": torch.zeros(BIG).half(), "v": torch.zeros(2).double(), "same": torch.zeros(2)}
@@ -289,6 +313,8 @@ def test_dtypes(restore: Restore) -> None:
         {"dtype": "keep"},
         {"rename": {"(": "a"}},
         {"rename": {"a": r"\9"}},
+        {"rename": {"a": r"\g<b>"}},
+        {"rename": {"a": None}},
         {"rename": 5},
         {"only": 5},
     ],

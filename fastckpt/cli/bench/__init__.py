@@ -81,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     with own_directory(directory, "fastckpt-bench-") as own:
         check_room(directory, command.needed(arguments))
         machine = environment(directory)
-        result = command.measured(own, arguments)
+        with saves.failures_told("the measurement"):  # there is too little memory, say
+            result = command.measured(own, arguments)
     if arguments.json:
         print(json.dumps({"what": arguments.what, "environment": machine, **result}, indent=1))
     else:

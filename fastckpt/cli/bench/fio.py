@@ -33,7 +33,7 @@ def rate(operation: str, file: Path, nbytes: int, cell: Cell) -> float:
         "fio",
         "--name=cell",
         "--thread",  # one process, which is ended with this one's wait for it
-        f"--filename={file}",
+        f"--filename={file.name}",  # below cwd: fio takes ":" in a path for the next file
         f"--size={nbytes}",
         f"--rw={operation}",
         f"--bs={cell.block_bytes}",

@@ -152,8 +152,9 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
     blocks = arguments.blocks or (_QUICK_BLOCKS if arguments.quick else _BLOCKS)
     depths = arguments.depths or (_QUICK_DEPTHS if arguments.quick else _DEPTHS)
     nbytes = max(arguments.size, *blocks) // _MIB * _MIB
-    if arguments.png:
-        drawing()  # it may be missing: better known now than at the end
+    if arguments.png:  # what is missing is better known now than at the end
+        drawing()
+        os.stat(os.path.dirname(os.path.realpath(arguments.png)))
     grid, transfers = _Grid(own, blocks, depths), _Transfers(own, nbytes)
     found: dict[Cell, list[Rates]] = {}
     cells = sum(map(len, grid.points))
@@ -241,6 +242,9 @@ def _draw(result: Result, path: str) -> None:
     figure, axes = pyplot.subplots(len(_OPERATIONS), len(backends), figsize=size, squeeze=False)
     for operation, row in zip(_OPERATIONS, axes, strict=True):
         cells = result[operation]["cells"]
+        # A default of another way than the rest would lie over a cell of its block and depth.
+        is_direct = any(cell["direct"] for cell in cells)
+        cells = [cell for cell in cells if cell["direct"] is is_direct]
         blocks = sorted({cell["block_bytes"] for cell in cells})
         depths = sorted({cell["depth"] for cell in cells})
         highest = max(cell["rate"] for cell in cells) / 1e9

@@ -16,6 +16,7 @@ import fastckpt
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size, shown_time
 from fastckpt.cli.bench.command import Command, Result, in_turn, positive, table
+from fastckpt.cli.bench.machine import removed
 from fastckpt.cli.bench.saves import TORCH, blocking, failures_told, stock_load
 from fastckpt.cli.bench.state import differing, nbytes_of
 from fastckpt.cli.progress import progress
@@ -111,7 +112,8 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
                     state = training.state()
                     if saved and (bad := differing(_tensors(saved), _tensors(state))):
                         wrong.append(f"{name}: {listed(bad)}")
-            path.unlink(missing_ok=True)
+            if path.exists():
+                removed(path)
             moved(nbytes)
     quiet = windows.pop(_NONE)
     lost = {

@@ -1,0 +1,344 @@
+"""export(): a model's tensors as a Hugging Face directory, written by all ranks that hold them.
+
+Responsible for which tensors a state has under which names, and for dividing them among files. It
+must not know how a file is written, or how a directory becomes visible.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from fastckpt.arguments.checks import Fence, check_count, check_path, check_size, optional
+from fastckpt.directories.draft import Draft
+from fastckpt.directories.save import remove_directory, save_directory
+from fastckpt.directories.shared_files import SharedFiles, SharedTensor
+from fastckpt.formats import hugging_face, safetensors
+from fastckpt.formats.step_names import NAME as STEP_NAME
+from fastckpt.formats.step_names import step_name
+from fastckpt.formats.strict_json import check_text
+from fastckpt.handle import SaveHandle
+from fastckpt.plan.boxes import Box
+from fastckpt.ranks import per_group
+from fastckpt.ranks.coordinator import ranks_within
+from fastckpt.ranks.per_group import GroupMemo
+from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.saving import pipeline
+from fastckpt.state.dtensors import PLAIN_TENSORS, Parts, is_sharded
+from fastckpt.state.fit import Fit, Rename
+from fastckpt.state.tree import Leaf, dotted, joined, tensors_in
+from fastckpt.storage.file_system import reported
+
+_FILE_BYTES_MAX = 1 << 30  # of what is copied beside the tensors
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """Exports of a run: where a Checkpointer exports which steps to, as fastckpt.export does.
+
+    Args:
+        directory: the directory of the exports, each of which is named like its step, such as
+            step-00001000.
+        every: steps that are multiples of this are exported.
+        keep_last: how many of the exports committed last stay, at least 1; None: all.
+        dtype, rename, only, shard_bytes, files: as fastckpt.export's.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or of another type.
+    """
+
+    __module__ = "fastckpt"
+
+    directory: str | os.PathLike[str]
+    every: int = 1
+    keep_last: int | None = None
+    dtype: torch.dtype | None = None
+    rename: Rename | None = None
+    only: str | None = None
+    shard_bytes: int | str = "5GB"
+    files: Sequence[str | os.PathLike[str]] = ()
+
+    def __post_init__(self) -> None:
+        check_path("directory", self.directory)
+        check_count("every", self.every)
+        optional(check_count, "keep_last", self.keep_last)
+        _check_dtype(self.dtype)
+        check_size("shard_bytes", self.shard_bytes)
+        if isinstance(self.files, str | os.PathLike):
+            raise TypeError(f"files is {self.files!r}, must be a list of paths")
+        for file in self.files:
+            check_path("files", file)
+        _ = self.fit
+
+    @property
+    def fit(self) -> Fit:
+        """The rules for names."""
+        return Fit(rename=self.rename, only=self.only)
+
+    @property
+    def root(self) -> str:
+        """The directory of the exports, without symbolic links."""
+        return os.path.realpath(check_path("directory", self.directory))
+
+
+def export(
+    state: Any,
+    directory: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    rename: Rename | None = None,
+    only: str | None = None,
+    shard_bytes: int | str = "5GB",
+    files: Sequence[str | os.PathLike[str]] = (),
+    group: Any = None,
+    fence: Fence = "call",
+    durable: bool = True,
+    staging_bytes: int | str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> SaveHandle:
+    """Writes the tensors of a model in the background as a Hugging Face directory of safetensors
+    files, which transformers' from_pretrained opens, and commits it atomically.
+
+    Until the commit, the directory stays what it was; a crash leaves the old or the new one. Each
+    rank of `group` writes the elements that it holds straight to where they belong in the files: no
+    rank gathers the model. Tensors are copied as they are, and converted to `dtype` in the
+    background when they are written. Of tensors that share all of their memory, such as tied
+    weights, the first one is written, as transformers does. What is no tensor is left out.
+
+    Args:
+        state: a state dict, a module, or a nest of dicts, lists, tuples and objects with
+            state_dict(). The exported name of a tensor is the keys that lead to it, joined by ".".
+        directory: the path to write. An old export there is replaced as a whole; other files there
+            are not, and the export fails.
+        dtype: the dtype of tensors of floating-point numbers in the files; None: their own.
+        rename: gives tensors other names: as load_into()'s, applied to the keys joined by "/".
+        only: export what has names in the state like this glob, such as "model/*".
+        shard_bytes: the most bytes of tensors in a file, as a number or a text such as "5GB".
+        files: files to copy into the directory, such as config.json and those of the tokenizer;
+            those that the first rank names count, and are read before this returns.
+        group: a torch.distributed process group whose ranks all call this, with DTensors on these
+            ranks, and the same plain tensors on each. Ranks talk over the job's store; no
+            collective runs. None: this process alone.
+        fence, durable, staging_bytes, timeout_s: as fastckpt.save's.
+
+    Returns:
+        A SaveHandle; result() returns its SaveStats when the directory is committed on all ranks.
+        With group it may raise RanksDisagree or PeerFailed, as fastckpt.save's.
+
+    Raises:
+        TypeError: tensors are none that safetensors files can hold (the message names all), or an
+            argument has another type.
+        ValueError: two tensors get the same name, or none is left; two files have the same name; or
+            an argument is out of range.
+        CheckpointError: an earlier save failed, and nobody asked for its error.
+        StorageError: one of `files` cannot be read, or the directory's parent cannot be made.
+    """
+    options = HuggingFace(directory, 1, None, dtype, rename, only, shard_bytes, files)
+    how = (group, fence, durable, staging_bytes, timeout_s)
+    return _exported(state, check_path("directory", directory), options, *how)
+
+
+def checked_export(options: object, root: str) -> HuggingFace | None:
+    """Returns a Checkpointer's `export`, given its root.
+
+    Raises:
+        ValueError, TypeError: it is something else, or exports would go to the root.
+    """
+    if options is None:
+        return None
+    if not isinstance(options, HuggingFace):
+        raise TypeError(f"export is {type(options).__name__}, must be a fastckpt.HuggingFace")
+    if options.root == root:
+        raise ValueError(f"export: {root!r} is the root of the steps: export to another directory")
+    return options
+
+
+def export_step(
+    state: Any,
+    step: int,
+    options: HuggingFace,
+    group: Any,
+    fence: Fence,
+    durable: bool,
+    staging_bytes: int | str | None,
+    timeout_s: float,
+) -> SaveHandle:
+    """Exports a step of a run, and removes older exports after the commit; rest as export()."""
+    path, how = os.path.join(options.root, step_name(step)), (group, fence, durable, staging_bytes)
+    retain = None
+    if options.keep_last is not None:
+        retain = partial(_retain, options.root, options.keep_last)
+    return _exported(state, path, options, *how, timeout_s, retain)
+
+
+def _retain(directory: str, keep_last: int) -> None:
+    """Removes the exports of a run but those that were committed last."""
+    storage, found = pipeline.current().storage, list[tuple[int, str]]()
+    for name in storage.directories(directory):
+        status = storage.status(path := os.path.join(directory, name))
+        if STEP_NAME.match(name) and status is not None:
+            found.append((status.st_mtime_ns, path))
+    for _time, path in sorted(found)[:-keep_last]:
+        remove_directory(path)
+
+
+def _exported(
+    state: Any,
+    path: str,
+    options: HuggingFace,
+    group: Any,
+    fence: Fence,
+    durable: bool,
+    staging_bytes: int | str | None,
+    timeout_s: float,
+    retain: Callable[[], None] | None = None,
+) -> SaveHandle:
+    shared, rank_of = per_group.together(group), ranks_within(group)
+    shard_bytes = check_size("shard_bytes", options.shard_bytes)
+    copied = [check_path("files", file) for file in options.files]
+
+    def fill(draft: Draft) -> None:
+        tensors = _named(state, options, draft, shared, rank_of)
+        parts = hugging_face.divided([tensor.nbytes for tensor in tensors], shard_bytes)
+        names = hugging_face.file_names(len(parts))
+        contents = {
+            name: tensors[its.start : its.stop] for name, its in zip(names, parts, strict=True)
+        }
+        if shared.coordinator.rank == 0:
+            _add_others(draft, copied, contents)
+        draft.add_shared(
+            SharedFiles(contents, hugging_face.METADATA, shared.unequal(), shared.note_unequal),
+            {tensor.name: tensor.leaf.local for tensor in tensors},
+        )
+
+    return save_directory(
+        path,
+        fill,
+        group=group,
+        fence=fence,
+        durable=durable,
+        staging_bytes=staging_bytes,
+        timeout_s=timeout_s,
+        retain=retain,
+    )
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {type(dtype).__name__}, must be a torch.dtype, or None")
+    if not dtype.is_floating_point or not safetensors.supported(dtype):
+        raise ValueError(
+            f"dtype is {dtype}, must be one of floating-point numbers that safetensors files hold"
+        )
+
+
+def _named(
+    state: Any,
+    options: HuggingFace,
+    draft: Draft,
+    shared: GroupMemo,
+    rank_of: dict[int, int] | None,
+) -> list[SharedTensor]:
+    """Returns the tensors to export as this rank holds them, captured, in the state's order."""
+    parts, fit, dtype = Parts(shared.coordinator.world_size, rank_of), options.fit, options.dtype
+    found: dict[str, SharedTensor] = {}
+    old_of: dict[str, str] = {}
+    seen: set[object] = set()
+    misfits: list[str] = []
+    kept: list[torch.Tensor] = []  # alive, so that their memory does not become others'
+    for keys, tensor in tensors_in(state):
+        kept.append(tensor)
+        old = joined(keys)
+        new = fit.new_name(old) if fit.asks_for(old) else None
+        if new is None:
+            continue
+        name = dotted(new)
+        if not name:
+            raise ValueError(f"nothing is left of the name {old!r}")
+        try:
+            held = _held(old, tensor, parts, name in shared.unequal())
+        except TypeError as error:
+            misfits.append(str(error))
+            continue
+        if held.identity in seen:
+            continue
+        seen.add(held.identity)
+        check_text(name)
+        if name in found or name == safetensors.METADATA:
+            other = repr(old_of[name]) if name in found else "the header of safetensors files"
+            raise ValueError(
+                f"{old!r} would be named {name!r}, which {other} is: choose by `only` or `rename`"
+            )
+        leaf = held.leaf._replace(key=name, local=draft.held(held.leaf.local))
+        is_cast = dtype is not None and leaf.local.dtype.is_floating_point
+        stored = dtype if dtype is not None and is_cast else leaf.local.dtype
+        found[name], old_of[name] = SharedTensor(name, stored, leaf), old
+    if misfits:
+        raise TypeError(f"safetensors files cannot hold all of the state: {'; '.join(misfits)}")
+    if not found:
+        raise ValueError("the state holds no tensor that is to be exported")
+    return [*found.values()]
+
+
+class _Held(NamedTuple):
+    """A tensor as this rank holds it; `identity` is that of tensors which share all memory."""
+
+    leaf: Leaf
+    identity: object
+
+
+def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
+    """Returns this rank's part of a tensor; raises TypeError for what files cannot hold."""
+    identity: object = object()
+    if is_sharded(tensor):
+        local, box, holders, placement, identity = parts.of(key, tensor)
+        shape = tuple(tensor.shape)
+        return _Held(Leaf(key, _plain(local), shape, box, holders, placement), identity)
+    kind = None
+    if type(tensor) not in PLAIN_TENSORS:
+        kind = f"a {type(tensor).__name__}"
+    elif tensor.layout != torch.strided or tensor.is_nested:
+        kind = f"of layout {tensor.layout}"
+    elif tensor.is_meta:
+        kind = "on the meta device"
+    elif tensor.is_quantized or not safetensors.supported(tensor.dtype):
+        kind = f"of {tensor.dtype}"
+    if kind is not None:
+        raise TypeError(f"{key!r} is {kind}")
+    local, shape = _plain(tensor), tuple(tensor.shape)
+    if tensor.numel():
+        identity = (tensor.device, tensor.data_ptr(), shape, tensor.stride(), tensor.dtype)
+    holders = (0,) if is_first_ranks else parts.everybody
+    box = Box((0,) * len(shape), shape)
+    return _Held(Leaf(key, local, shape, box, holders, "replicated"), identity)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_neg()
+
+
+def _add_others(
+    draft: Draft, copied: Sequence[str], contents: Mapping[str, Sequence[SharedTensor]]
+) -> None:
+    """Adds the files that the first rank writes alone: the index, and what is copied."""
+    taken = {*contents}
+    if len(contents) > 1:
+        file_of = {tensor.name: name for name, shard in contents.items() for tensor in shard}
+        nbytes = sum(tensor.nbytes for shard in contents.values() for tensor in shard)
+        draft.add_content(hugging_face.index(file_of, nbytes), hugging_face.INDEX)
+        taken.add(hugging_face.INDEX)
+    storage = pipeline.current().storage
+    for path in copied:
+        name = os.path.basename(path)
+        if name in taken:
+            raise ValueError(f"two files of the export would be named {name!r}: leave one out")
+        taken.add(name)
+        with reported("read", path):
+            draft.add_content(storage.read_file(os.path.realpath(path), _FILE_BYTES_MAX), name)

@@ -1,0 +1,50 @@
+"""A Hugging Face directory: the names of its safetensors files, which tensor is in which, and the
+index that says so.
+
+It must not know the bytes of safetensors files, where tensors come from, or how files are written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+INDEX = "model.safetensors.index.json"
+METADATA = {"format": "pt"}  # of each file; transformers asks for it
+
+
+def divided(sizes: Sequence[int], shard_bytes: int) -> list[range]:
+    """Divides tensors among files, in their order.
+
+    Args:
+        sizes: the bytes of each tensor.
+        shard_bytes: the most bytes of tensors in a file; a larger tensor has a file of its own.
+
+    Returns:
+        The numbers of each file's tensors; at least one file, and none is empty unless all are.
+    """
+    begins, left = [0], shard_bytes
+    for number, nbytes in enumerate(sizes):
+        if nbytes > left and number > begins[-1]:
+            begins.append(number)
+            left = shard_bytes
+        left -= nbytes
+    return [range(*ends) for ends in zip(begins, [*begins[1:], len(sizes)], strict=True)]
+
+
+def file_names(count: int) -> list[str]:
+    """Returns the names of so many files; one alone has no number, and needs no index."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def index(file_of: Mapping[str, str], nbytes: int) -> bytes:
+    """Returns the index.
+
+    Args:
+        file_of: the name of the file that holds each tensor, by the tensor's name.
+        nbytes: of all tensors.
+    """
+    content = {"metadata": {"total_size": nbytes}, "weight_map": dict(file_of)}
+    return json.dumps(content, indent=2).encode() + b"\n"

@@ -1,0 +1,37 @@
+"""Promise: a measurement that is ended by a signal leaves nothing where it wrote, and its exit
+status says so, whichever command measures.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import interpreters
+
+AS_A_MODULE = 'import runpy; runpy.run_module("fastckpt", run_name="__main__", alter_sys=True)'
+JOB = ("--params", "70e9", "--gpus", "512", "--nodes", "64")
+
+
+@pytest.mark.parametrize(
+    ("number", "before", "behind"),
+    [
+        (signal.SIGTERM, ("advise", *JOB, "--measure"), ()),
+        (signal.SIGINT, ("bench", "save"), ("--size", "4MiB", "--rounds", "100000")),
+    ],
+)
+def test_a_measurement_that_is_ended_leaves_nothing(
+    number: int, before: tuple[str, ...], behind: tuple[str, ...], disk: Path
+) -> None:
+    with interpreters.Program(AS_A_MODULE, *before, disk, *behind) as process:
+        until = time.monotonic() + 60
+        while not any(path.is_file() for path in disk.rglob("*")) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert any(disk.iterdir()), "nothing was measured"
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert list(disk.iterdir()) == []

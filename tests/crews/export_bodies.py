@@ -1,0 +1,128 @@
+"""What each rank does in the tests of exports; the module whose functions the ranks call.
+
+Responsible for calling fastckpt.export with whatever is wrong on one rank, and for telling what
+came of it. Must not know what should come of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+
+import fastckpt
+from fastckpt.directories.save import wait_for_directories
+from fastckpt.saving import pipeline
+from fastckpt.storage.file_system import Storage
+from tests.crews.group_crew import Member, Outcome, attempt
+from tests.crews.steps_states import arranged, numbers, spread
+from tests.doubles import Operation, Recorder
+
+T = TypeVar("T")
+WAIT_S = 60.0
+
+
+def exported(state: Any, path: str, **options: Any) -> int:
+    """Exports, waits also until nothing else is left of it, and returns the bytes written here."""
+    try:
+        return fastckpt.export(state, path, **options).result(WAIT_S).nbytes
+    finally:
+        wait_for_directories(os.path.dirname(path))
+
+
+def export_arranged(member: Member, path: str, variation: int, options: dict[str, Any]) -> int:
+    """Exports every tensor, each spread in another way; returns the bytes that this rank wrote."""
+    state = {"model": arranged(member, variation)}
+    return exported(state, path, group=member.group, **options)
+
+
+def export_tied(member: Member, path: str) -> int:
+    """Exports a replica, a shard of its columns, and a shard under two names."""
+    world = (member.world_size,)
+    whole = numbers(0, 6000).reshape(60, 100)
+    rows = spread(whole, (world, (Shard(0),)))
+    state = {
+        "same": spread(whole, (world, (Replicate(),))),
+        "columns": spread(whole, (world, (Shard(1),))),
+        "rows": rows,
+        "head": rows.detach(),
+    }
+    return exported(state, path, group=member.group)
+
+
+def export_steps(member: Member, root: str, exports: str) -> int | None:
+    """Saves four steps of tensors that ranks hold parts of, and exports each second one."""
+    how = fastckpt.HuggingFace(exports, every=2, keep_last=1, only="m/*", rename={"^m/": ""})
+    with fastckpt.Checkpointer(root, group=member.group, export=how) as checkpointer:
+        for step in range(1, 5):
+            checkpointer.save(step, {"m": arranged(member, step), "step": step})
+    state = {"m": arranged(member, 0, blank=True), "step": 0}
+    with fastckpt.Checkpointer(root, group=member.group) as checkpointer:
+        return checkpointer.restore(state)
+
+
+def export_what_differs(member: Member, path: str, what: str) -> Outcome:
+    """Exports a tensor that is another one on the last rank."""
+    is_last = member.rank == member.world_size - 1
+    weight = numbers(1 if is_last and what == "content" else 0, 20_000).reshape(100, 200)
+    if is_last and what == "shape":
+        weight = weight.t()
+    options: dict[str, Any] = {"group": member.group}
+    if is_last and what == "dtype":
+        options["dtype"] = torch.bfloat16
+    state = {what: weight}
+    if is_last and what == "names":
+        state["more"] = weight + 1
+        options["shard_bytes"] = 1
+    return attempt(lambda: exported(state, path, **options))
+
+
+class _NoRoom(Recorder):
+    """Writes are refused."""
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name.startswith("write"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real()
+
+
+def export_while_writes_fail(member: Member, path: str, failing: int) -> Outcome:
+    """Exports while one rank cannot write."""
+    storage = _NoRoom() if member.rank == failing else Storage()
+    current = pipeline.Pipeline(storage, 64 << 20)
+    with mock.patch.object(pipeline, "_current", current):
+        outcome = attempt(lambda: exported(arranged(member, 1), path, group=member.group))
+        current.close()
+    dist.barrier(member.group)
+    return outcome
+
+
+def die_while_exporting(member: Member, path: str, dying: int) -> Outcome:
+    """Exports while one rank ends without a word when it is about to write. The first rank, whose
+    files others write to, does so when they have opened these.
+    """
+
+    class Life(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            if operation.name.startswith("write") and member.rank == dying:
+                if member.rank == 0:
+                    member.store.wait(["opened"])
+                os._exit(1)
+            result = real()
+            if operation.name == "open_to_write":
+                member.store.set("opened", "")
+            return result
+
+    current = pipeline.Pipeline(Life(), 64 << 20)
+    with mock.patch.object(pipeline, "_current", current):
+        state = arranged(member, 1)
+        dist.barrier(member.group)  # what follows is to take less time than ranks wait
+        outcome = attempt(lambda: exported(state, path, group=member.group, timeout_s=3))
+        current.close()
+    return outcome

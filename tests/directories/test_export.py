@@ -1,0 +1,471 @@
+"""Exports as Hugging Face directories: stock readers find each tensor bit by bit, whoever held it,
+and a directory is there whole or not at all.
+
+Responsible also for what is refused, and what is told then. Must not know how files become visible:
+test_directory_save.py does.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import fastckpt
+from fastckpt.directories.save import wait_for_directories
+from fastckpt.directories.verify import check
+from fastckpt.engine.staging import Allowance
+from fastckpt.errors import CheckpointError, PeerFailed, RanksDisagree, StagingConflict
+from fastckpt.storage.file_system import Storage
+from tests.accelerator import KIND
+from tests.crews import export_bodies as bodies
+from tests.crews.group_crew import Crew, Nursery, RankDied
+from tests.crews.steps_states import TENSORS, content, numbers, same_bits
+from tests.cuda_stub import CudaStub
+from tests.directories.test_directory_save import through
+from tests.doubles import Crash, FailAt, PowerCut, Recorder, plant, visible
+from tests.storm import SUITE_SEED
+
+RANKS_IMPORT = "tests.crews.export_bodies"
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_being_removed(disk: Path) -> Iterator[None]:
+    """What exports have replaced is gone before the directory is looked at."""
+    yield
+    wait_for_directories(str(disk))
+    wait_for_directories(str(disk / "hf"))
+
+
+def loaded(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an export, by stock safetensors; fails unless the index names just them."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safetensors.safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            for name in [*file.keys()]:
+                assert name not in found
+                found[name] = file.get_tensor(name)
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        told = json.loads(index.read_text())
+        assert told["weight_map"].keys() == found.keys()
+        assert told["metadata"]["total_size"] == sum(each.nbytes for each in found.values())
+        for name, file in told["weight_map"].items():
+            with safetensors.safe_open(directory / file, "pt") as opened:
+                assert name in [*opened.keys()]
+    assert check(str(directory))
+    return found
+
+
+def assert_holds(
+    directory: Path, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+) -> None:
+    found = loaded(directory)
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        is_cast = dtype is not None and tensor.dtype.is_floating_point
+        assert same_bits(found[name], tensor.to(dtype) if is_cast else tensor), name
+
+
+DTYPES = [None, torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shard_bytes", "files"), [("5GB", 1), ("1MB", 6), (1, 9)])
+def test_stock_readers_find_each_tensor(
+    disk: Path, dtype: torch.dtype | None, shard_bytes: int | str, files: int
+) -> None:
+    state = {key: content(key) for key in TENSORS}
+    fastckpt.export(state, disk / "a", dtype=dtype, shard_bytes=shard_bytes).result(WAIT_S)
+    assert_holds(disk / "a", state, dtype)
+    there = len([*disk.glob("a/*.safetensors")])
+    assert there == files if dtype is None else there <= 9
+
+
+@pytest.mark.parametrize("budget_bytes", [8 << 20, 64 << 20])
+def test_tensors_that_cross_blocks(disk: Path, budget_bytes: int) -> None:
+    state = {
+        "odd": torch.arange(3, dtype=torch.uint8),
+        "large": torch.randn(5 << 20),
+        "wide": torch.randn(1025, 1023, dtype=torch.float64),
+        "turned": torch.randn(1500, 1400).t(),
+        "a/b": torch.randn(7),
+    }
+    with through(Storage(), budget_bytes):
+        fastckpt.export(state, disk / "a", dtype=torch.bfloat16).result(WAIT_S)
+    assert_holds(disk / "a", state, torch.bfloat16)
+
+
+def test_files_are_copied_as_they_were_at_the_call(disk: Path) -> None:
+    config, empty = disk / "config.json", disk / "empty.txt"
+    config.write_text("{}")
+    empty.write_text("")
+    handle = fastckpt.export({"a": torch.ones(2)}, disk / "a", files=[config, str(empty)])
+    config.write_text("{other}")
+    handle.result(WAIT_S)
+    assert loaded(disk / "a").keys() == {"a"}
+    assert (disk / "a" / "config.json").read_text() == "{}"
+    assert (disk / "a" / "empty.txt").read_text() == ""
+
+
+def test_it_goes_back_into_the_state(disk: Path) -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 3))
+
+    model, other = made(), made()
+    fastckpt.export({"model": model}, disk / "a", shard_bytes=1000).result(WAIT_S)
+    fastckpt.load_into({"model": other}, disk / "a")
+    for name, tensor in model.state_dict().items():
+        assert same_bits(other.state_dict()[name], tensor), name
+    with fastckpt.open(disk / "a") as tensors:
+        assert same_bits(tensors["model.0.weight"][...], model.state_dict()["0.weight"])
+
+
+def test_names(disk: Path) -> None:
+    tied, other = torch.ones(3), torch.zeros(4)
+    state = {
+        "step": 7,
+        "model": {"embed.weight": tied, "blocks": [other, torch.arange(3)], "head.weight": tied},
+        "optimizer": {"exp_avg": torch.randn(5)},
+    }
+    model = {"embed.weight": tied, "blocks.0": other, "blocks.1": torch.arange(3)}
+    fastckpt.export(state, disk / "all").result(WAIT_S)
+    assert loaded(disk / "all").keys() == {*(f"model.{name}" for name in model)} | {
+        "optimizer.exp_avg"
+    }
+    fastckpt.export(state, disk / "a", only="model/*", rename={"^model/": ""}).result(WAIT_S)
+    assert_holds(disk / "a", model)
+
+    def without_embedding(name: str) -> str | None:
+        return None if "embed" in name else name
+
+    fastckpt.export(state["model"], disk / "b", rename=without_embedding).result(WAIT_S)
+    assert loaded(disk / "b").keys() == {"blocks.0", "blocks.1", "head.weight"}
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_what_was_there_at_the_call_is_exported(disk: Path, fence: Any) -> None:
+    state = {"small": torch.ones(100), "large": torch.ones(1 << 20)}
+    handle = fastckpt.export(state, disk / "a", dtype=torch.float16, fence=fence)
+    state["small"].add_(1)
+    handle.wait_staged(WAIT_S)
+    if fence == "call":
+        state["large"].add_(1)
+    handle.result(WAIT_S)
+    found = loaded(disk / "a")
+    assert all(bool((tensor == 1).all()) for tensor in found.values())
+
+
+def test_a_tensor_that_changes_too_early_fails_the_export(disk: Path) -> None:
+    weight, gate = torch.zeros(1 << 20), threading.Event()
+    with through(Storage()) as pipeline:
+        real = pipeline.staging.allowance
+
+        def late(nbytes: int | None) -> Allowance:
+            assert gate.wait(WAIT_S)
+            return real(nbytes)
+
+        pipeline.staging.allowance = late  # type: ignore[method-assign]
+        handle = fastckpt.export({"weight": weight}, disk / "a", fence="step")
+        weight.add_(1)
+        gate.set()
+        with pytest.raises(StagingConflict, match="weight"):
+            handle.result(WAIT_S)
+    assert os.listdir(disk) == []
+
+
+def test_what_lies_on_a_gpu(gpu: CudaStub, disk: Path) -> None:
+    weight = torch.randn(3000, 1000)
+    state = {"weight": weight.to(KIND), "turned": weight.to(KIND).t(), "small": torch.ones(3)}
+    handle = fastckpt.export(state, disk / "a", dtype=torch.bfloat16)
+    nbytes = state["weight"].nbytes
+    gpu.kernel_at(state["weight"].data_ptr(), nbytes, 0xEE, 0, 0)  # after the copy
+    assert handle.result(WAIT_S).staging == "pinned"
+    expected = {"weight": weight, "turned": weight.t(), "small": torch.ones(3)}
+    assert_holds(disk / "a", expected, torch.bfloat16)
+
+
+class _Odd(torch.Tensor):
+    pass
+
+
+def test_what_files_cannot_hold_is_named(disk: Path) -> None:
+    state = {
+        "good": torch.ones(2),
+        "complex": torch.zeros(2, dtype=torch.complex64),
+        "sparse": torch.zeros(2, 2).to_sparse(),
+        "meta": torch.zeros(2, device="meta"),
+        "odd": torch.zeros(2).as_subclass(_Odd),
+    }
+    with pytest.raises(TypeError) as caught:
+        fastckpt.export(state, disk / "a")
+    assert str(caught.value) == (
+        "safetensors files cannot hold all of the state: 'complex' is of torch.complex64; "
+        "'sparse' is of layout torch.sparse_coo; 'meta' is on the meta device; 'odd' is a _Odd"
+    )
+    assert os.listdir(disk) == []
+    only = {"rename": lambda name: name if name == "good" else None}
+    fastckpt.export(state, disk / "a", **only).result(WAIT_S)
+    assert loaded(disk / "a").keys() == {"good"}
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "error", "told"),
+    [
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, {}, ValueError, "'a.b' would be named"),
+        ({"__metadata__": torch.ones(1)}, {}, ValueError, "the header"),
+        ({"a": torch.ones(1)}, {"only": "b*"}, ValueError, "no tensor"),
+        ({"a": torch.ones(1)}, {"rename": {"a": ""}}, ValueError, "nothing is left of the name"),
+        ({"a": 1}, {}, ValueError, "no tensor"),
+        ({"a": torch.ones(1)}, {"dtype": torch.int8}, ValueError, "floating-point"),
+        ({"a": torch.ones(1)}, {"dtype": "bf16"}, TypeError, "torch.dtype"),
+        ({"a": torch.ones(1)}, {"shard_bytes": 0}, ValueError, "shard_bytes"),
+        ({"a": torch.ones(1)}, {"rename": 3}, TypeError, "rename"),
+        ({"a": torch.ones(1)}, {"files": "config.json"}, TypeError, "list of paths"),
+        ({"a": torch.ones(1)}, {"files": ["x/config.json", "config.json"]}, OSError, "No such"),
+        ({"a": torch.ones(1)}, {"files": ["model.safetensors"]}, ValueError, "two files"),
+    ],
+    ids=lambda value: "",
+)
+def test_what_cannot_be_exported_is_told_at_once(
+    disk: Path, state: Any, options: Any, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        fastckpt.export(state, disk / "a", **options)
+    assert os.listdir(disk) == []
+
+
+def test_what_is_not_an_export_is_not_replaced(disk: Path) -> None:
+    fastckpt.export({"a": torch.ones(1)}, disk / "a").result(WAIT_S)
+    (disk / "a" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="of no checkpoint"):
+        fastckpt.export({"a": torch.zeros(1)}, disk / "a").result(WAIT_S)
+    assert bool(safetensors.torch.load_file(disk / "a" / "model.safetensors")["a"])
+
+
+# Exports of a Checkpointer
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_steps_are_exported(disk: Path, fence: Any) -> None:
+    model = nn.Linear(300, 200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    how = fastckpt.HuggingFace(
+        disk / "hf", every=3, keep_last=2, dtype=torch.bfloat16, only="model/*", rename={".*/": ""}
+    )
+    weights = {}
+    with fastckpt.Checkpointer(disk / "run", fence=fence, export=how) as checkpointer:
+        for step in range(1, 11):
+            weights[step] = {key: each.clone() for key, each in model.state_dict().items()}
+            handle = checkpointer.save(step, state)
+            model(torch.randn(5, 300)).sum().backward()
+            optimizer.step()
+            assert handle.result(WAIT_S).committed_s is not None
+        assert checkpointer.exported is not None and checkpointer.exported.path.endswith("00000009")
+    assert sorted(os.listdir(disk / "hf")) == ["step-00000006", "step-00000009"]
+    for step in (6, 9):
+        assert_holds(disk / "hf" / f"step-{step:08d}", weights[step], torch.bfloat16)
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        assert checkpointer.restore(state) == 10
+
+
+def test_an_export_that_fails_is_told_as_a_save_that_fails(disk: Path) -> None:
+    how = fastckpt.HuggingFace(disk / "hf")
+    (disk / "hf" / "step-00000001").mkdir(parents=True)
+    (disk / "hf" / "step-00000001" / "mine.txt").write_text("mine")
+    checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
+    checkpointer.save(1, {"a": torch.ones(3)}).result(WAIT_S)
+    with pytest.raises(CheckpointError, match="of no checkpoint"):
+        checkpointer.close()
+    assert checkpointer.steps() == [1]
+
+
+def test_exports_of_a_checkpointer_are_checked(disk: Path) -> None:
+    wrong: Any = "hf"
+    with pytest.raises(TypeError, match=r"must be a fastckpt\.HuggingFace"):
+        fastckpt.Checkpointer(disk / "run", export=wrong)
+    with pytest.raises(ValueError, match="is the root of the steps"):
+        fastckpt.Checkpointer(disk / "run", export=fastckpt.HuggingFace(disk / "run"))
+    for options in ({"every": 0}, {"keep_last": 0}, {"shard_bytes": "much"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            fastckpt.HuggingFace(disk / "hf", **options)
+
+
+def sample(step: int) -> dict[str, torch.Tensor]:
+    return {"one": torch.full((40, 50), float(step)), "two": torch.full((30,), step)}
+
+
+def step_in(directory: Path) -> int:
+    """Which export is there; fails unless it is whole."""
+    found = loaded(directory)
+    step = int(found["two"][0])
+    assert_holds(directory, sample(step), torch.float16)
+    assert (directory / "config.json").read_text() == "{}"
+    return step
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("is_over", [True, False], ids=["over", "new"])
+def test_any_operation_may_be_the_last(memory: Path, is_over: bool) -> None:
+    config = memory / "config.json"
+    config.write_text("{}")
+    options: dict[str, Any] = {"dtype": torch.float16, "shard_bytes": 1000, "files": [config]}
+    before, live, after = (memory / name for name in ("before", "live", "after"))
+    before.mkdir()
+    if is_over:
+        fastckpt.export(sample(1), before / "a", **options).result(WAIT_S)
+    seen: dict[int, int] = {}
+    for count in itertools.count():
+        shutil.copytree(before, live)
+        storage, told = Crash(live, count), False
+        with through(storage) as pipeline, suppress(PowerCut):  # what it is for
+            handle = fastckpt.export(sample(2), live / "a", **options)
+            told = handle.exception(WAIT_S) is None
+            pipeline.drain()
+        for label, image in storage.images(SUITE_SEED + count, 4):
+            what = f"{count} operations, the last {storage.log[:count][-1:]}; survived: {label}"
+            key = hash(tuple(visible(image).items()))
+            if key not in seen:
+                plant(visible(image), after, os.getpid())
+                try:
+                    seen[key] = step_in(after / "a") if (after / "a").exists() else 0
+                except Exception as error:
+                    raise AssertionError(what) from error
+                shutil.rmtree(after, ignore_errors=True)
+            assert seen[key] == 2 or (seen[key] == int(is_over) and not told), what
+        shutil.rmtree(live)
+        if count > len(storage.log):
+            break
+    assert count > 40 and {*seen.values()} == {int(is_over), 2}
+
+
+def test_a_failure_at_any_operation_leaves_the_old_export(memory: Path) -> None:
+    fastckpt.export(sample(0), memory / "a", dtype=torch.float16).result(WAIT_S)
+    number, failed = 0, True
+    while failed:
+        with through(FailAt(number, errno.EIO, lasting=True)) as pipeline:
+            try:
+                fastckpt.export(sample(1), memory / "a", dtype=torch.float16).result(WAIT_S)
+                failed = False
+            except OSError as error:
+                found = int(loaded(memory / "a")["two"][0])
+                assert found == int(getattr(error, "visible", False))
+            pipeline.drain()
+        with through(Storage()):
+            fastckpt.export(sample(0), memory / "a", dtype=torch.float16).result(WAIT_S)
+        number += 1
+    assert number > 20
+
+
+def test_it_is_durable_before_it_has_its_name(disk: Path) -> None:
+    storage = Recorder()
+    with through(storage):
+        fastckpt.export(sample(1), disk / "a", shard_bytes=1000).result(WAIT_S)
+    (commit,) = storage.numbers_of("rename")
+    for name in ("model-00001-of-00002", "model-00002-of-00002", "model.safetensors.index"):
+        order = [op.name for op in storage.log[:commit] if Path(op.path).name.startswith(name)]
+        written = max(n for n, operation in enumerate(order) if operation.startswith("write"))
+        assert order.index("sync") > written, name
+
+
+# Several ranks
+
+
+@pytest.fixture
+def crew(nursery: Nursery) -> Callable[[int], Crew]:
+    return nursery.lasting_crew
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_ranks_write_what_they_hold(
+    crew: Callable[[int], Crew], disk: Path, ranks: int, dtype: torch.dtype | None
+) -> None:
+    state = {f"model.{key}": content(key) for key in TENSORS}
+    for variation in range(4):
+        shard_bytes = ("5GB", "1MB")[variation % 2]
+        options = {"dtype": dtype, "shard_bytes": shard_bytes}
+        written = crew(ranks)(bodies.export_arranged, str(disk / "a"), variation, options)
+        assert_holds(disk / "a", state, dtype)
+        index = disk / "a" / "model.safetensors.index.json"
+        size = sum(path.stat().st_size for path in disk.glob("a/*.safetensors"))
+        size += index.stat().st_size if index.exists() else 0
+        assert sum(written) == size and min(written) > size / ranks / 2, "each byte once"
+    assert os.listdir(disk) == ["a"]
+
+
+@pytest.mark.multiprocess
+def test_steps_of_ranks_are_exported(crew: Callable[[int], Crew], disk: Path) -> None:
+    assert crew(2)(bodies.export_steps, str(disk / "run"), str(disk / "hf")) == [4, 4]
+    assert os.listdir(disk / "hf") == ["step-00000004"]
+    assert_holds(disk / "hf" / "step-00000004", {key: content(key) for key in TENSORS})
+
+
+@pytest.mark.multiprocess
+def test_replicas_and_tied_shards_are_written_once(crew: Callable[[int], Crew], disk: Path) -> None:
+    written = crew(2)(bodies.export_tied, str(disk / "a"))
+    whole = numbers(0, 6000).reshape(60, 100)
+    assert_holds(disk / "a", dict.fromkeys(("same", "columns", "rows"), whole))
+    assert sum(written) == (disk / "a" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("what", ["shape", "dtype", "names", "content"])
+def test_ranks_that_disagree_export_nothing(
+    crew: Callable[[int], Crew], disk: Path, what: str
+) -> None:
+    path = str(disk / "a")
+    for outcome in crew(2)(bodies.export_what_differs, path, what):
+        assert isinstance(outcome.error, RanksDisagree)
+        assert {"names": "more is on rank 1"}.get(what, what) in str(outcome.error)
+    assert os.listdir(disk) == []
+    for outcome in crew(2)(bodies.export_what_differs, path, what):
+        assert (outcome.error is None) == (what == "content"), "it is taken from the first rank"
+    if what == "content":
+        assert_holds(disk / "a", {"content": numbers(0, 20_000).reshape(100, 200)})
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_write_fails_all(
+    crew: Callable[[int], Crew], disk: Path, failing: int
+) -> None:
+    crew(2)(bodies.export_arranged, str(disk / "a"), 0, {})
+    outcomes = crew(2)(bodies.export_while_writes_fail, str(disk / "a"), failing)
+    assert isinstance(outcomes[failing].error, fastckpt.StorageError)
+    assert isinstance(outcomes[1 - failing].error, PeerFailed)
+    assert all("No space left" in str(outcome.error) for outcome in outcomes)
+    assert os.listdir(disk) == ["a"]
+    assert loaded(disk / "a").keys() == {f"model.{key}" for key in TENSORS}
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_dies_leaves_the_old_export(
+    nursery: Nursery, crew: Callable[[int], Crew], disk: Path
+) -> None:
+    crew(2)(bodies.export_arranged, str(disk / "a"), 0, {})
+    for dying in (0, 1):
+        with nursery.crew(2) as mortal:
+            outcomes = mortal(bodies.die_while_exporting, str(disk / "a"), dying)
+        assert isinstance(outcomes[dying], RankDied)
+        assert isinstance(outcomes[1 - dying].error, PeerFailed)
+        assert loaded(disk / "a").keys() == {f"model.{key}" for key in TENSORS}
+    crew(2)(bodies.export_arranged, str(disk / "a"), 1, {})
+    assert os.listdir(disk) == ["a"], "the next one removes what the dead rank has left"
