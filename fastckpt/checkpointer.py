@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from fastckpt.arguments.checks import (
     check_integer,
     check_path,
     check_seconds,
+    check_signals,
     optional,
 )
 from fastckpt.arguments.quantities import shown_share, shown_transfer
@@ -38,8 +39,10 @@ from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.options import Pacing
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
 from fastckpt.ranks.round import TIMEOUT_S, Round
+from fastckpt.ranks.stop import StopAgreement
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save
+from fastckpt.signal_handlers import SignalHandlers
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
 from fastckpt.state.targets import Target
 from fastckpt.state.template import Template, whole
@@ -128,6 +131,9 @@ class Checkpointer:
             arguments that delay writing do not concern exports. Default: none.
         on_commit: called on every rank with the step and its SaveStats when a step is committed, on
             the thread of the save; it should not take long. What it raises is logged.
+        stop_signals: signals that ask the job to stop, such as ("SIGUSR1", "SIGTERM"), for
+            stop_requested(). Until close() they no longer end the process; handlers that were there
+            before are called, too. Needs the main thread. Default: none is handled.
 
     Attributes:
         restored_from: for each file that the last restore() or load() needed on this rank, by its
@@ -138,8 +144,8 @@ class Checkpointer:
 
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
-            group, the root is a file, `local` lies on the root's file system, or exports are to go
-            to the root.
+            group, the root is a file, `local` lies on the root's file system, exports are to go to
+            the root, or stop_signals are given on another thread than the main one.
     """
 
     def __init__(
@@ -166,10 +172,12 @@ class Checkpointer:
         log: bool = False,
         export: HuggingFace | None = None,
         on_commit: Callable[[int, SaveStats], None] | None = None,
+        stop_signals: Collection[str | int] | None = None,
     ) -> None:
         check_choice("fence", fence, FENCES)
         check_flag("log", log)
         check_seconds("timeout_s", timeout_s)
+        signals = optional(check_signals, "stop_signals", stop_signals)
         pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
         how = (backend, durable, staging_bytes, staging, stripe, pacing)
         self._options = StepOptions(*how, codec, keep_last, keep_every)
@@ -195,6 +203,14 @@ class Checkpointer:
         self.exported: SaveHandle | None = None
         self._exports: list[SaveHandle] = []
         self._closed = self._ended = False
+        self._stop: StopAgreement | None = None
+        if signals is not None:
+            self._stop = StopAgreement(self._coordinator, timeout_s)
+            try:
+                self._handlers = SignalHandlers(signals, self._stop.ask)
+            except ValueError:
+                self._stop.close()
+                raise
 
     def save(self, step: int, state: Any) -> SaveHandle:
         """Begins to save a step. All ranks call it, with the same step.
@@ -403,6 +419,27 @@ class Checkpointer:
         self._tell("loaded", found[0], started)
         return found[1]
 
+    def stop_requested(self) -> bool:
+        """Returns whether the job is to stop: one of stop_signals has come to any rank. All ranks
+        call it equally often, such as once in each training step, from one thread each.
+
+        The n-th call returns the same on every rank, without a collective, at whatever pace they
+        go; once it is True, it stays True. A call takes microseconds. Only after a signal one call
+        waits, for about a second, until all ranks have heard of it.
+
+        Raises:
+            PeerFailed: a rank did not answer within timeout_s, or the job's store is gone.
+            ValueError: the Checkpointer has no stop_signals or is closed, or several ranks made it
+                before init_process_group().
+        """
+        self._current()
+        if self._stop is None:
+            raise ValueError(
+                f"the Checkpointer of {self.root!r} was made without stop_signals: pass "
+                'stop_signals=("SIGUSR1", "SIGTERM") to it, on all ranks'
+            )
+        return self._stop.is_reached()
+
     def steps(self) -> list[int]:
         """Returns the committed steps, ascending, as this rank sees the directory now.
 
@@ -433,8 +470,12 @@ class Checkpointer:
             pipeline.current().wait_for(lane, ended=True)
         if self._tier is not None:
             self._tier.close()
+        if self._stop is not None:
+            self._stop.close()
         self._coordinator.close()
         self._pool.close()
+        if self._stop is not None:
+            self._handlers.close()  # only now: a second signal must not end what was waited for
         self._ended = True
         handles = (*self._handles, *self._exports)
         failed = [h for h in handles if h.failure() is not None and not h.reported]

@@ -10,6 +10,7 @@ import operator
 import os
 import re
 import reprlib
+import signal
 from collections.abc import Callable
 from math import isfinite
 from typing import Any, Literal, TypeVar, get_args
@@ -143,6 +144,23 @@ def check_path(name: str, value: object) -> str:
         raise ValueError(f"{name} is {shown(path)}, must be a path, without a null character")
     # "~name" is left alone: it may be the name of a file, which torch.save would write.
     return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
+
+
+def check_signals(name: str, value: object) -> tuple[signal.Signals, ...]:
+    """Returns signals, which are given by their names or numbers; each once."""
+    example = 'names of signals, such as ("SIGTERM", "SIGUSR1")'
+    if not isinstance(value, tuple | list | set | frozenset):
+        raise TypeError(f"{name} is {_told(value)}, must be a tuple of {example}")
+    found: dict[signal.Signals, None] = {}
+    for each in value:
+        try:
+            number = signal.Signals[each] if isinstance(each, str) else signal.Signals(each)
+        except (KeyError, ValueError):
+            raise ValueError(f"{name} has {shown(each)}, must have {example}") from None
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError(f"{name} has {number.name}, which no process can handle")
+        found[number] = None
+    return (*found,)
 
 
 class _Short(reprlib.Repr):

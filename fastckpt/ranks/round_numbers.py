@@ -25,12 +25,14 @@ class RoundNumbers:
         prefix: the prefix of the keys in the store; "" until a first connection has found it.
         lock: guards state that only the background uses.
         pid: the number of the process.
+        stops: numbers the agreements on a stop (see stop.py), which are no rounds.
     """
 
     def __init__(self) -> None:
         self.prefix = ""
         self.lock = threading.RLock()
         self.pid = os.getpid()
+        self.stops = itertools.count()
         # begin() takes no lock: after a fork, a thread that no longer exists could hold it.
         self._next: dict[str, int] = {}
         self._order: dict[str, int] = {}

@@ -1,0 +1,181 @@
+"""The call of stop_requested() from which on all ranks of a job answer True.
+
+Responsible for agreeing on its number in the background, over the job's store. It must not know who
+asks the job to stop, nor how.
+
+**The protocol.** Each rank numbers its calls. Once some rank is asked, every rank makes a promise:
+its thread here takes the number of the last call that was begun, tells it to the others, and from
+now on no call is answered before the stop is known. The stop is the highest number promised, plus
+one. The last rank that promises computes it. A rank that closes promises, too: it makes no more
+calls. So nobody waits for a rank's training, and no rank is special.
+
+**Why ranks never differ.** A call takes its number first and then looks for the promise. The thread
+notes the promise first and then takes the number of the last call. So a call that found no promise,
+and was answered False, has a number that the promise covers: it is below the stop. All other calls
+wait for the stop, and are answered by comparing it with their numbers. On each rank, then, calls
+below the stop are answered False, and the others True, however far apart the ranks are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+from fastckpt.errors import CheckpointError, PeerFailed, retold
+from fastckpt.latch import Latch, start_thread
+from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.round import pause
+
+log = logging.getLogger("fastckpt")
+
+_LOOK_S = 1.0  # how often a rank looks whether another one was asked
+_LOOKS_PER_S = 4000  # by all ranks together, so that the store has time for others
+_RANKS_IN_BATCH, _RANKS_NAMED = 256, 8
+
+
+class StopAgreement:
+    """The agreement of all ranks on the call at which they stop, from now until close().
+
+    Every rank makes one, and makes the same calls of is_reached(). Between a request and the stop a
+    call waits, once and for about a second: until the last rank has looked for the request.
+
+    Args:
+        coordinator: the connection to the store, which stays open until close() has returned.
+        timeout_s: how long the promise of a rank is waited for.
+
+    Raises:
+        CheckpointError: no thread can be started.
+    """
+
+    def __init__(self, coordinator: Coordinator, timeout_s: float) -> None:
+        self._coordinator = coordinator
+        self._timeout_s = timeout_s
+        self._pid = os.getpid()
+        self._life = f"stop {next(coordinator.session.stops)}"
+        # These are written by one thread each, in the order that the proof above needs.
+        self._calls = 0
+        self._is_asked = self._has_promised = self._is_closing = False
+        self._stop = 0
+        self._failure: BaseException | None = None
+        self._wanted, self._known = Latch(), Latch()
+        if not start_thread(self._run, "fastckpt-stop"):
+            raise CheckpointError("no thread can be started, which looks for requests to stop")
+
+    def ask(self) -> None:
+        """Asks all ranks to stop. It may be called in a signal handler."""
+        self._is_asked = True
+        self._wanted.set()
+
+    def is_reached(self) -> bool:
+        """Returns whether the stop is at this call or before it; the n-th call returns the same on
+        all ranks. One thread of the process makes all calls.
+
+        Raises:
+            PeerFailed: ranks cannot agree, since one is missing or the store is gone.
+        """
+        if self._is_asked:  # asked on this very rank: the caller knows, and need not go on
+            self._known.wait()
+        self._calls = number = self._calls + 1
+        if not self._has_promised:
+            return False
+        self._known.wait()
+        if self._failure is not None:
+            raise retold(self._failure, str(self._failure))
+        return number >= self._stop
+
+    def close(self) -> None:
+        """Leaves the agreement, and frees the keys if all other ranks have. Idempotent."""
+        if self._is_closing or os.getpid() != self._pid:  # the thread of the parent is not here
+            return
+        self._is_closing = True
+        self._wanted.set()
+        self._known.wait()
+        try:
+            ranks = self._coordinator.world_size
+            if self._call("add", "left", 1) == ranks:
+                calls = [f"calls/{rank}" for rank in range(ranks)]
+                for key in ("asked", "promises", "stop", "left", *calls):
+                    self._call("delete_key", key)
+        except (PeerFailed, RuntimeError, ValueError) as error:
+            log.debug("keys of %s stay in the store: %s", self._life, error)
+
+    def _run(self) -> None:
+        """Waits for a request or the end, promises, and waits for the stop."""
+        try:
+            self._wait_for_request()
+            self._promise()
+            self._wait_for_stop()
+        except BaseException as error:  # it is raised by the next call
+            self._failure = error
+        self._has_promised = True
+        self._known.set()
+
+    def _wait_for_request(self) -> None:
+        """Waits until some rank is asked, or this one closes or exits. If this rank is asked, tells
+        the others.
+        """
+        # In a large job, each rank looks in another one of so many turns.
+        turns = 1 + int(self._coordinator.world_size / (_LOOKS_PER_S * _LOOK_S))
+        turn = self._coordinator.rank
+        while not self._wanted.wait(_LOOK_S):
+            if not threading.main_thread().is_alive():  # the interpreter exits, and waits for this
+                self._is_closing = True
+                return
+            turn += 1
+            if turn % turns == 0 and self._call("check", ["asked"]):
+                return
+        if self._is_asked:
+            self._call("set", "asked", b"")
+
+    def _promise(self) -> None:
+        """Promises, and computes the stop if all others have promised before."""
+        coordinator = self._coordinator
+        self._has_promised = True  # before the number is taken: see the proof
+        self._call("set", f"calls/{coordinator.rank}", b"%d" % self._calls)
+        if self._call("add", "promises", 1) == coordinator.world_size:
+            promised = []
+            for begin in range(0, coordinator.world_size, _RANKS_IN_BATCH):
+                ranks = range(begin, min(begin + _RANKS_IN_BATCH, coordinator.world_size))
+                promised += self._call("multi_get", [f"calls/{rank}" for rank in ranks])
+            self._call("set", "stop", b"%d" % (max(map(int, promised)) + 1))
+
+    def _wait_for_stop(self) -> None:
+        since = time.monotonic()
+        until = since + self._timeout_s
+        while not self._call("check", ["stop"]):
+            if self._is_closing:
+                raise CheckpointError("this rank has left the job, and knows no stop any more")
+            if time.monotonic() >= until:
+                raise self._missing()
+            pause(since, until)
+        self._stop = int(self._call("get", "stop"))
+        level = logging.DEBUG if self._coordinator.rank else logging.INFO
+        log.log(level, "asked to stop: stop_requested() is True from call %d on", self._stop)
+
+    def _missing(self) -> PeerFailed:
+        """Returns the error of this rank if others have not promised in time."""
+        ranks = range(self._coordinator.world_size)
+        missing = [rank for rank in ranks if not self._call("check", [f"calls/{rank}"])]
+        named = ", ".join(f"rank {rank}" for rank in missing[:_RANKS_NAMED]) or "some rank"
+        more = f" and {len(missing) - _RANKS_NAMED} more" if len(missing) > _RANKS_NAMED else ""
+        return PeerFailed(
+            f"the job was asked to stop, and {named}{more} did not agree within "
+            f"{self._timeout_s:g} s on when: all ranks make their Checkpointers with stop_signals, "
+            "and must be alive",
+            tuple(missing),
+        )
+
+    def _call(self, operation: str, key: str | list[str], *values: Any) -> Any:
+        life = self._life
+        full = f"{life}/{key}" if isinstance(key, str) else [f"{life}/{each}" for each in key]
+        try:
+            return self._coordinator.call(operation, full, *values)
+        except ConnectionError as error:
+            raise PeerFailed(
+                f"the store that ranks agree through is unreachable ({error}): the process that "
+                "hosts it, likely rank 0's or the launcher's agent, is gone, and ranks can no "
+                "longer agree on when to stop"
+            ) from None

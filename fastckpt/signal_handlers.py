@@ -1,0 +1,83 @@
+"""Handlers of signals that tell of them, and leave everything else as it was without them.
+
+Responsible for installing handlers, for calling those that were there before, and for putting these
+back. It must not know what a signal stands for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType
+
+
+class SignalHandlers:
+    """Handlers of these signals, from now until close().
+
+    A signal is told of, and then given to the handler that was there before, unless that is the
+    default action, which would end the process. After close() the default action counts again.
+
+    A forked child inherits the handlers, but what it is sent is not told of. SIGTERM does there
+    what it did before, since that is how data loaders end their workers. The other signals do not
+    end it: SLURM sends them to every process of a job, and a rank fails when a worker dies.
+
+    Args:
+        numbers: the signals.
+        told: called for each that arrives, on the main thread, between any two of its bytecodes.
+
+    Raises:
+        ValueError: this is not the main thread, where alone Python handles signals; or a signal has
+            a handler that cannot be put back.
+    """
+
+    def __init__(self, numbers: Sequence[signal.Signals], told: Callable[[], object]) -> None:
+        self._told = told
+        self._pid = os.getpid()
+        self._is_closed = False
+        here = threading.current_thread()
+        if numbers and here is not threading.main_thread():
+            raise ValueError(
+                f"signals {_names(numbers)} can be handled on the main thread alone, and this is "
+                f"thread {here.name!r}: do this on the main thread"
+            )
+        self._earlier = {number: signal.getsignal(number) for number in numbers}
+        foreign = [number for number, earlier in self._earlier.items() if earlier is None]
+        if foreign:
+            raise ValueError(
+                f"signals {_names(foreign)} have handlers that were not installed by Python, which "
+                "therefore cannot put them back: choose other signals"
+            )
+        for number in numbers:
+            signal.signal(number, self._handle)
+
+    def close(self) -> None:
+        """Puts the handlers back that were there before. Idempotent.
+
+        On another thread than the main one, and where somebody has replaced a handler meanwhile,
+        the handler stays, but only does what the one before it does.
+        """
+        self._is_closed = True
+        for number, earlier in self._earlier.items():
+            with suppress(ValueError):  # this is not the main thread
+                if os.getpid() == self._pid and signal.getsignal(number) == self._handle:
+                    signal.signal(number, earlier)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        earlier = self._earlier[signal.Signals(number)]
+        is_child = os.getpid() != self._pid
+        is_told = not (self._is_closed or is_child)
+        if is_told:
+            self._told()
+        if callable(earlier):
+            if not (is_told and earlier is signal.default_int_handler):
+                earlier(number, frame)
+        elif earlier == signal.SIG_DFL and (number == signal.SIGTERM if is_child else not is_told):
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+def _names(numbers: Sequence[signal.Signals]) -> str:
+    return ", ".join(number.name for number in numbers)

@@ -1,0 +1,321 @@
+"""The agreement on the call at which all ranks stop: equal on every rank, in whatever order their
+threads run, over every kind of store; and an error, never two answers, where ranks cannot agree.
+
+Ranks are threads here, and run in an order that chance decides, one bytecode of stop.py at a time.
+Must not know signals: those are tests/steps/test_stop_signals.py's business.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastckpt.errors import PeerFailed
+from fastckpt.ranks import stop as module
+from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.stop import StopAgreement
+from tests.ranks.test_coordinator import STORES
+from tests.storm import Chance
+
+LONG_S = 600.0
+CALLS_MAX = 20  # of each rank, which then ends
+HELD_TURNS = 400  # enough for the other threads to get as far as they can
+
+
+class Turns:
+    """Lets one thread run at a time, and decides by chance which, before each bytecode of a module.
+
+    Args:
+        chance: decides.
+        file_name: of the module.
+        held: the number of a thread, in the order of their starts, and the function before whose
+            n-th bytecode it has to let the others go on for a long time, and n.
+    """
+
+    def __init__(
+        self, chance: random.Random, file_name: str, held: tuple[int, str, int] | None = None
+    ) -> None:
+        self._chance = chance
+        self._file_name = file_name
+        self._held, self._hold_in, self._hold_at = held or (-1, "", 0)
+        self._hold_for = 0
+        self._doors: dict[int, threading.Semaphore] = {}
+        self._weights: dict[int, float] = {}
+        self._threads: list[threading.Thread] = []
+        self._started = 0
+        self.errors: list[BaseException] = []
+
+    def start(self, body: Callable[[], object], name: str = "") -> bool:
+        """Starts a thread that takes part."""
+        number, self._started = self._started, self._started + 1
+        self._doors[number] = threading.Semaphore(0)
+        self._weights[number] = self._chance.choice((0.02, 0.2, 1.0))  # threads have their paces
+
+        def run() -> None:
+            _here.turns, _here.number = self, number
+            self._doors[number].acquire()
+            sys.settrace(self._called)
+            try:
+                body()
+            except BaseException as error:
+                self.errors.append(error)
+            finally:
+                sys.settrace(None)
+                del self._weights[number]
+                self._open_any()
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return True
+
+    def run(self) -> None:
+        """Lets the threads run until all have ended."""
+        self._open_any()
+        for thread in self._threads:  # which grows meanwhile
+            thread.join(60.0)
+            assert not thread.is_alive(), f"{thread.name} hangs"
+        if self.errors:
+            raise self.errors[0]
+
+    def next(self) -> None:
+        """Gives the turn to any thread, be it this one."""
+        chosen = self._choose()
+        if chosen != _here.number:
+            self._doors[chosen].release()
+            self._doors[_here.number].acquire()
+
+    def _choose(self) -> int:
+        weights = self._weights
+        if self._hold_for > 0:
+            self._hold_for -= 1
+            weights = {number: 1.0 for number in weights if number != self._held} or weights
+        return self._chance.choices([*weights], [*weights.values()])[0]
+
+    def _open_any(self) -> None:
+        if self._weights:
+            self._doors[self._choose()].release()
+
+    def _called(self, frame: FrameType, _event: str, _arg: object) -> Any:
+        if frame.f_code.co_filename != self._file_name:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._traced
+
+    def _traced(self, frame: FrameType, event: str, _arg: object) -> Any:
+        if event == "opcode":
+            if _here.number == self._held and frame.f_code.co_name == self._hold_in:
+                self._hold_at -= 1
+                self._hold_for = HELD_TURNS if self._hold_at == 0 else self._hold_for
+            self.next()
+        return self._traced
+
+
+_here = threading.local()
+
+
+class TurningLatch:
+    """A Latch whose waits let other threads run; a limited one may end at any time."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        for _ in range(100_000):
+            _here.turns.next()
+            if self._is_set or timeout is not None:
+                return self._is_set
+        raise AssertionError("a wait does not end")
+
+
+@contextmanager
+def in_turns(seed: int, held: tuple[int, str, int] | None) -> Iterator[Turns]:
+    """stop.py's threads run in an order that is chosen by chance, and wait in no time."""
+    turns = Turns(random.Random(seed), module.__file__, held)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "Latch", TurningLatch)
+        patch.setattr(module, "start_thread", turns.start)
+        patch.setattr(module, "pause", lambda _since, _until: turns.next())
+        yield turns
+
+
+class Life:
+    """One rank: it makes calls until it is told to stop, and ends.
+
+    Args:
+        agreement: the rank's.
+        asked_at: before which of its calls it is asked; 0: never.
+
+    Attributes:
+        answers: what its calls returned.
+    """
+
+    def __init__(self, agreement: StopAgreement, asked_at: int) -> None:
+        self._agreement = agreement
+        self._asked_at = asked_at
+        self.answers: list[bool] = []
+
+    def __call__(self) -> None:
+        while len(self.answers) < CALLS_MAX and True not in self.answers:
+            if len(self.answers) + 1 == self._asked_at:
+                self._agreement.ask()
+            self.answers.append(self._agreement.is_reached())
+        self._agreement.close()
+
+
+def lives_in_turns(
+    asked_at: list[int], seed: int, held: tuple[int, str, int] | None = None
+) -> list[list[bool]]:
+    """The answers of all ranks, which run in an order that is chosen by a seed. The keys are gone
+    afterwards. Threads are numbered: first those of the agreements, then those that call.
+    """
+    store = dist.HashStore()
+    with in_turns(seed, held) as turns:
+        ranks = len(asked_at)
+        lives = []
+        for rank, at in enumerate(asked_at):
+            coordinator = Coordinator(store, rank, ranks, "job")
+            coordinator.call("check", ["any"])  # connects
+            lives.append(Life(StopAgreement(coordinator, LONG_S), at))
+        keys = store.num_keys()
+        for life in lives:
+            turns.start(life)
+        turns.run()
+        assert store.num_keys() == keys, "keys stay in the store"
+    return [life.answers for life in lives]
+
+
+@settings(max_examples=Chance.examples(15), deadline=None)
+@given(st.lists(st.integers(0, CALLS_MAX), min_size=1, max_size=4), st.integers(0, 1 << 32))
+def test_all_ranks_answer_the_same_in_any_order(asked_at: list[int], seed: int) -> None:
+    answers = lives_in_turns(asked_at, seed)
+    assert len({*map(tuple, answers)}) == 1, answers
+    assert any(asked_at) or True not in answers[0]
+
+
+@pytest.mark.parametrize(("thread", "function"), [(0, "_promise"), (2, "is_reached")])
+def test_all_ranks_answer_the_same_wherever_one_thread_is_held_up(
+    thread: int, function: str
+) -> None:
+    """The other rank is asked; the held one is ahead of it, so that its promise decides."""
+    for moment in range(1, 18):
+        answers = lives_in_turns([0, 1], 1, (thread, function, moment))
+        assert answers[0] == answers[1], f"held before bytecode {moment}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_stop_comes_soon(ranks: int) -> None:
+    """The rank that is asked does not get ahead of the agreement; the others may be further."""
+    for seed in range(4):
+        answers = lives_in_turns([2, *[0] * (ranks - 1)], seed)
+        assert answers[0][-1] or len(answers[0]) == CALLS_MAX
+    slow_alone = lives_in_turns([2], 0)
+    assert slow_alone == [[False, True]], "one process stops at the first call after the request"
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_over_every_store(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real threads and waits; the stop is beyond what the fastest rank has been told."""
+    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    store = STORES[kind](tmp_path)
+    started = threading.Barrier(3)
+
+    def live(rank: int) -> list[bool]:
+        coordinator = Coordinator(store, rank, 3, "job")
+        agreement = StopAgreement(coordinator, LONG_S)
+        started.wait()
+        answers = [False]
+        while not answers[-1]:
+            if rank == 1 and len(answers) == 50:
+                agreement.ask()
+            answers.append(agreement.is_reached())
+        agreement.close()
+        coordinator.close()
+        return answers
+
+    for _ in range(3):  # one life after another, over the same store
+        with ThreadPoolExecutor(3) as pool:
+            lengths = {len(answers) for answers in pool.map(live, range(3))}
+        assert len(lengths) == 1 and min(lengths) >= 50
+
+
+def test_lives_of_one_session_do_not_mix() -> None:
+    """A process makes a new Checkpointer for the same root, while another rank has the old one."""
+    store = dist.HashStore()
+    first = [Coordinator(store, rank, 2, "job") for rank in range(2)]
+    old = [StopAgreement(coordinator, LONG_S) for coordinator in first]
+    old[0].ask()
+    old[0].close()
+    again = Coordinator(store, 0, 2, "job", first[0].session)
+    new = StopAgreement(again, LONG_S)
+    assert not new.is_reached()
+    for agreement in (new, old[1]):
+        agreement.close()
+
+
+def test_a_missing_rank_is_named_in_time() -> None:
+    coordinator = Coordinator(dist.HashStore(), 0, 3, "job")
+    agreement = StopAgreement(coordinator, timeout_s=0.05)
+    assert not agreement.is_reached()
+    agreement.ask()
+    for _ in range(2):
+        with pytest.raises(PeerFailed, match=r"rank 1, rank 2 did not agree within 0.05 s") as told:
+            agreement.is_reached()
+        assert told.value.ranks == (1, 2)
+    agreement.close()
+
+
+def test_a_lost_store_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at some later request, which this rank could not hear."""
+    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    coordinator = Coordinator(dist.HashStore(), 0, 2, "job")
+
+    def refuse(*_: object) -> None:
+        raise ConnectionError("it is gone")
+
+    monkeypatch.setattr(coordinator, "call", refuse)
+    agreement = StopAgreement(coordinator, LONG_S)
+    agreement._known.wait()
+    with pytest.raises(PeerFailed, match=r"store .* is unreachable .it is gone.*when to stop"):
+        agreement.is_reached()
+    agreement.close()
+
+
+def test_many_ranks_spare_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of 12,000 looks every fourth second, in turn with the others."""
+    looks: dict[int, list[int]] = {}
+    for rank in (0, 1, 2, 3):
+        waits = [0]
+        coordinator = Coordinator(dist.HashStore(), rank, 12_000, "job")
+
+        class Counting(TurningLatch):
+            def wait(self, timeout: float | None = None, waits: list[int] = waits) -> bool:
+                waits[0] += 1
+                return waits[0] > 12
+
+        def call(operation: str, *_: object, waits: list[int] = waits, rank: int = rank) -> object:
+            if waits[0] <= 12:
+                looks.setdefault(rank, []).append(waits[0])
+                return False
+            raise ConnectionError(operation)
+
+        monkeypatch.setattr(module, "Latch", Counting)
+        monkeypatch.setattr(module, "start_thread", lambda body, _name: body() or True)
+        monkeypatch.setattr(coordinator, "call", call)
+        StopAgreement(coordinator, LONG_S)
+    assert looks == {0: [4, 8, 12], 1: [3, 7, 11], 2: [2, 6, 10], 3: [1, 5, 9]}

@@ -1,0 +1,200 @@
+"""Checkpointer.stop_requested() with real signals in real processes: every rank stops at the same
+call, and everything else about signals is as it would be without a Checkpointer.
+
+How ranks agree, in any order of their threads, is tests/ranks/test_stop.py's business.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fastckpt import Checkpointer
+from tests.crews import stop_bodies as bodies
+from tests.crews.group_crew import Crew, Nursery
+from tests.interpreters import Program, run
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    started = Nursery("tests.crews.stop_bodies")
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def crew(nursery: Nursery) -> Callable[[int], Crew]:
+    """`crew(n)`: a job of n ranks, the same one for all tests."""
+    return nursery.lasting_crew
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
+def test_ranks_of_different_paces_stop_at_the_same_call(
+    crew: Callable[[int], Crew], disk: Path, sender: int, receiver: int
+) -> None:
+    """The signal comes to one rank only."""
+    told = crew(2)(bodies.loop_until_stopped, str(disk / "run"), sender, receiver)
+    assert told[0] == told[1]
+    steps, committed = told[0]
+    assert 20 < steps < bodies.CALLS_MAX and committed == steps
+
+
+TRAINING = """
+import itertools, sys
+import torch, fastckpt
+
+state = {"step": torch.zeros(1)}
+with fastckpt.Checkpointer(sys.argv[1], stop_signals=("SIGUSR1", "SIGTERM")) as checkpointer:
+    first = checkpointer.restore(state) or 0
+    for step in itertools.count(first):
+        state["step"] += 1
+        stop = checkpointer.stop_requested()
+        if step == first + 5:
+            print("trains", flush=True)
+        if stop:
+            checkpointer.save(step + 1, state)
+            break
+print(first, int(state["step"]))
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_job_that_is_told_to_stop_saves_and_goes_on_later(disk: Path, number: int) -> None:
+    reached = 0
+    for _ in range(2):
+        with Program(TRAINING, disk / "run") as program:
+            assert program.stdout.readline() == "trains\n"
+            program.send_signal(number)
+            stdout, stderr = program.communicate(timeout=60)
+            assert program.returncode == 0, stderr
+        first, last = map(int, stdout.split())
+        assert first == reached < last
+        reached = last
+
+
+MANNERS = """
+import os, signal, sys, threading
+import torch, fastckpt
+
+heard = []
+def own(number, _frame):
+    heard.append(number)
+
+def made(*names):
+    return fastckpt.Checkpointer(sys.argv[1], stop_signals=names)
+
+# A handler that was there before is called, too, and put back.
+signal.signal(signal.SIGUSR1, own)
+checkpointer = made("SIGUSR1", signal.SIGTERM)
+assert not checkpointer.stop_requested()
+signal.raise_signal(signal.SIGUSR1)
+assert heard == [signal.SIGUSR1]
+assert checkpointer.stop_requested() and checkpointer.stop_requested()
+signal.raise_signal(signal.SIGTERM)
+checkpointer.close()
+assert signal.getsignal(signal.SIGUSR1) is own
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+try:
+    checkpointer.stop_requested()
+except ValueError as error:
+    assert "closed" in str(error)
+else:
+    raise AssertionError
+
+# Handlers that were installed later stay, and their own call of ours does no harm.
+one = made("SIGUSR1")
+two = made("SIGUSR1")
+one.close()
+signal.raise_signal(signal.SIGUSR1)
+assert heard == [signal.SIGUSR1] * 2 and two.stop_requested()
+two.close()
+signal.raise_signal(signal.SIGUSR1)
+assert heard == [signal.SIGUSR1] * 3
+
+# A worker that was forked ends by SIGTERM, as ever, and by nothing else.
+signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+three = made("SIGUSR1", "SIGTERM")
+said, says = os.pipe()
+worker = os.fork()
+if worker == 0:
+    signal.raise_signal(signal.SIGUSR1)
+    os.write(says, b"lives")
+    signal.raise_signal(signal.SIGTERM)
+    os._exit(7)
+assert os.read(said, 5) == b"lives"
+assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+assert not three.stop_requested()
+
+# A handler that somebody else put in front stays; the default action counts again behind it.
+behind = signal.getsignal(signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda number, frame: behind(number, frame))
+three.close()
+print("ends", flush=True)
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@pytest.mark.multiprocess
+def test_signals_are_as_without_a_checkpointer(disk: Path) -> None:
+    ended = run(MANNERS, disk / "run")
+    assert ended.stdout == "ends\n", ended.stderr
+    assert ended.returncode == -signal.SIGTERM
+
+
+UNCLOSED = """
+import sys
+import fastckpt
+checkpointer = fastckpt.Checkpointer(sys.argv[1], stop_signals=("SIGTERM",))
+assert not checkpointer.stop_requested()
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_process_ends_without_close(disk: Path) -> None:
+    assert run(UNCLOSED, disk / "run").returncode == 0
+
+
+def test_nothing_is_handled_unless_asked(disk: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Checkpointer(disk / "run") as checkpointer:
+        assert signal.getsignal(signal.SIGTERM) == before
+        with pytest.raises(ValueError, match="was made without stop_signals: pass stop_signals="):
+            checkpointer.stop_requested()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ("SIGTERM", TypeError, "must be a tuple of names of signals, such as"),
+        (15, TypeError, "must be a tuple of names of signals, such as"),
+        (("SIGTERN",), ValueError, "stop_signals has 'SIGTERN', must have names of signals"),
+        ((4711,), ValueError, "stop_signals has 4711"),
+        (("SIGKILL",), ValueError, "SIGKILL, which no process can handle"),
+    ],
+)
+def test_wrong_signals(disk: Path, given: object, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        Checkpointer(disk / "run", stop_signals=given)  # type: ignore[arg-type]
+
+
+def test_another_thread_is_told_of_the_main_one(disk: Path) -> None:
+    said = []
+
+    def make() -> None:
+        try:
+            Checkpointer(disk / "run", stop_signals=("SIGUSR1",))
+        except ValueError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=make, name="trainer")
+    thread.start()
+    thread.join()
+    assert "SIGUSR1 can be handled on the main thread alone" in said[0] and "'trainer'" in said[0]
+    assert "fastckpt-stop" not in [each.name for each in threading.enumerate()]
