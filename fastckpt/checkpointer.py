@@ -39,10 +39,10 @@ from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.options import Pacing
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
 from fastckpt.ranks.round import TIMEOUT_S, Round
+from fastckpt.ranks.signal_handlers import SignalHandlers
 from fastckpt.ranks.stop import StopAgreement
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save
-from fastckpt.signal_handlers import SignalHandlers
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
 from fastckpt.state.targets import Target
 from fastckpt.state.template import Template, whole

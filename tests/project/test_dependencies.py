@@ -21,7 +21,7 @@ PACKAGE = "fastckpt"
 # Rooms by rank, lowest first: folders, and modules that lie flat beside them.
 RANKS: list[set[str]] = [
     {"errors"},
-    {"plan", "arguments", "latch", "signal_handlers"},
+    {"plan", "arguments", "latch"},
     {"formats", "storage", "ranks", "handle"},
     {"options"},
     {"engine", "state"},
