@@ -44,7 +44,7 @@ build: $(ENGINE)  ## rebuild the extension in place when csrc/ changed
 
 test: build  ## run the tests; no GPU is needed
 	@echo "== test"
-	@tests/in_memory.sh $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests || { code=$$?; \
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests || { code=$$?; \
 	  [ $$code -lt 128 ] || echo "== test: ended by a signal in $$(cat build/running-test-*)"; \
 	  exit $$code; }
 
