@@ -330,6 +330,7 @@ def test_any_operation_may_be_the_last(memory: Path, is_over: bool) -> None:
     before.mkdir()
     if is_over:
         fastckpt.export(sample(1), before / "a", **options).result(WAIT_S)
+        wait_for_directories(str(before))
     seen: dict[int, int] = {}
     for count in itertools.count():
         shutil.copytree(before, live)

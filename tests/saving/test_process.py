@@ -252,7 +252,7 @@ import torch, fastckpt
 folder = sys.argv[1]
 for fence in ("call", "step"):
     for target in ("a", "b"):
-        fastckpt.save({"w": torch.ones(5 << 20)}, f"{folder}/{target}.pt", fence=fence)
+        last = fastckpt.save({"w": torch.ones(5 << 20)}, f"{folder}/{target}.pt", fence=fence)
 fastckpt.load(f"{folder}/a.pt")
 fastckpt.load(f"{folder}/a.pt", mmap=True)
 with open(f"{folder}/a.pt", "rb") as file:
@@ -263,6 +263,7 @@ try:
     fastckpt.save(torch.ones(9), f"{folder}/b.pt/a.pt").result(60)
 except fastckpt.StorageError:
     pass
+last.result(60)  # later it would replace what is damaged here
 with open(f"{folder}/b.pt", "r+b") as file:
     file.seek(8 << 20)
     file.write(b"damage")
