@@ -122,12 +122,13 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
     if os.path.exists(os.path.join(path, MANIFEST)):
         yield path, partial(_verify_step, _steps(parent), name, is_local)
         return
-    if NAME.match(name):
+    if NAME.match(name) and not _is_listed(path):
         why = f"{path!r} has no {MANIFEST}: this step was never committed, or is being saved"
         yield path, partial(_refuse, why)
         return
     steps = _steps(path)
-    incomplete = set(steps.incomplete())
+    # Exports are named as steps are.
+    incomplete = {name for name in steps.incomplete() if not _is_listed(os.path.join(path, name))}
     for name in sorted(incomplete):
         yield os.path.join(path, name), _mention
     found = [name for name in sorted(steps.names()) if name not in incomplete]
@@ -150,9 +151,13 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
         yield path, partial(_refuse, why)
 
 
+def _is_listed(path: str) -> bool:
+    return os.path.exists(os.path.join(path, file_list.NAME))
+
+
 def _of_frameworks(path: str) -> Iterator[tuple[str, Callable[[], int]]]:
     """Yields what a directory holds as one checkpoint of a framework, as _parts() does."""
-    if os.path.exists(os.path.join(path, file_list.NAME)):
+    if _is_listed(path):
         yield path, partial(_verify_listed, path)
     names = sorted(os.listdir(path))
     files = [name for name in names if name.endswith(_DISTCP)]

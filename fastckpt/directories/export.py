@@ -18,6 +18,9 @@ from fastckpt.arguments.checks import Fence, check_count, check_path, check_size
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import remove_directory, save_directory
 from fastckpt.directories.shared_files import SharedFiles, SharedTensor
+from fastckpt.directories.swap_place import names_in
+from fastckpt.directories.verify import list_of
+from fastckpt.errors import CheckpointError
 from fastckpt.formats import hugging_face, safetensors
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.step_names import step_name
@@ -32,7 +35,7 @@ from fastckpt.saving import pipeline
 from fastckpt.state.dtensors import PLAIN_TENSORS, Parts, is_sharded
 from fastckpt.state.fit import Fit, Rename
 from fastckpt.state.tree import Leaf, dotted, joined, tensors_in
-from fastckpt.storage.file_system import reported
+from fastckpt.storage.file_system import Storage, reported
 
 _FILE_BYTES_MAX = 1 << 30  # of what is copied beside the tensors
 
@@ -45,7 +48,8 @@ class HuggingFace:
         directory: the directory of the exports, each of which is named like its step, such as
             step-00001000.
         every: steps that are multiples of this are exported.
-        keep_last: how many of the exports committed last stay, at least 1; None: all.
+        keep_last: how many of the exports committed last stay, at least 1; None: all. The directory
+            is to belong to this run; what is no export, or has other files in it, stays.
         dtype, rename, only, shard_bytes, files: as fastckpt.export's.
 
     Raises:
@@ -172,19 +176,35 @@ def export_step(
     path, how = os.path.join(options.root, step_name(step)), (group, fence, durable, staging_bytes)
     retain = None
     if options.keep_last is not None:
-        retain = partial(_retain, options.root, options.keep_last)
+        retain = partial(_retain, options.root, options.keep_last, path)
     return _exported(state, path, options, *how, timeout_s, retain)
 
 
-def _retain(directory: str, keep_last: int) -> None:
-    """Removes the exports of a run but those that were committed last."""
+def _retain(directory: str, keep_last: int, committed: str) -> None:
+    """Removes the exports of a run that were committed before this one, but the last of them.
+
+    What has a later time stays: it was committed meanwhile, or the clock was wrong.
+    """
     storage, found = pipeline.current().storage, list[tuple[int, str]]()
+    own = storage.status(committed)
     for name in storage.directories(directory):
         status = storage.status(path := os.path.join(directory, name))
-        if STEP_NAME.match(name) and status is not None:
+        if own is None or status is None or not STEP_NAME.match(name):
+            continue
+        if status.st_mtime_ns < own.st_mtime_ns and _is_export(storage, path):
             found.append((status.st_mtime_ns, path))
-    for _time, path in sorted(found)[:-keep_last]:
+    for _time, path in sorted(found)[: max(0, len(found) + 1 - keep_last)]:
         remove_directory(path)
+
+
+def _is_export(storage: Storage, path: str) -> bool:
+    """Tells whether a directory holds the files of its list, and nothing else: what others have put
+    there, or a step of a Checkpointer, is not ours to remove.
+    """
+    try:
+        return {*names_in(storage, path, links=True)} == list_of(path, storage).keys() != set()
+    except CheckpointError:
+        return False
 
 
 def _exported(
@@ -314,7 +334,8 @@ def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
         raise TypeError(f"{key!r} is {kind}")
     local, shape = _plain(tensor), tuple(tensor.shape)
     if tensor.numel():
-        identity = (tensor.device, tensor.data_ptr(), shape, tensor.stride(), tensor.dtype)
+        sign = tensor.is_neg()  # of a view: then what it reads is not what lies there
+        identity = (tensor.device, tensor.data_ptr(), shape, tensor.stride(), tensor.dtype, sign)
     holders = (0,) if is_first_ranks else parts.everybody
     box = Box((0,) * len(shape), shape)
     return _Held(Leaf(key, local, shape, box, holders, "replicated"), identity)

@@ -26,10 +26,19 @@ from fastckpt.plan.boxes import Box
 from fastckpt.reading.verified import takes_bytes
 from fastckpt.saving import pipeline
 from fastckpt.state.dtensors import dtensor_part, identity_of, is_sharded
-from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected, refusal
+from fastckpt.state.fit import (
+    Differences,
+    Dtypes,
+    Fit,
+    Missing,
+    Rename,
+    Unexpected,
+    nothing_chosen,
+    refusal,
+)
 from fastckpt.state.template import check_target
 from fastckpt.state.tied import Tied
-from fastckpt.state.tree import joined, tensors_in
+from fastckpt.state.tree import is_stateful, joined, tensors_in
 
 log = logging.getLogger("fastckpt")
 
@@ -91,10 +100,13 @@ def load_into(
             tells all differences, and nothing has changed. Or it is of another version.
         CorruptCheckpoint, StorageError: it is damaged, or cannot be read; tensors may have been
             overwritten in part.
-        TypeError: a tensor cannot be filled (meta, overlapping, another layout).
+        TypeError: a tensor cannot be filled (meta, overlapping, another layout), or the state is
+            nothing that has tensors.
         CheckpointError, pickle.UnpicklingError, ValueError: as open().
     """
     fit = Fit(missing, unexpected, dtype, rename, only)
+    if not isinstance(state, dict | list | tuple | torch.Tensor) and not is_stateful(state):
+        raise TypeError(f"state is {type(state).__name__}, must be a dict, a list or stateful")
     current, checked = pipeline.current(), check_path("path", path)
     current.wait_for(os.path.realpath(checked))
     where, source = opened(current.storage, current.staging, checked)
@@ -111,6 +123,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     parts, missing, tied = list[_Part](), dict[str, torch.Tensor](), Tied()
     cast, misfits, used = list[str](), list[str](), set[str]()
     times: dict[str, int] = {}
+    was_asked = False
     for keys, tensor in tensors_in(state):
         name = joined(keys)
         times[name] = times.get(name, 0) + 1
@@ -118,6 +131,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
             name, keys = f"{name}#{times[name]}", (*keys[:-1], f"{keys[-1]}#{times[name]}")
         if not fit.asks_for(name):
             continue
+        was_asked = True
         if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
             raise TypeError(f"{name} has no shape (yet): nothing can be read into it")
         # Hugging Face and torch.distributed.checkpoint join keys by a dot.
@@ -151,6 +165,8 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     left = [new for new in unused if fit.asks_for(new) or fit.asks_for(new.replace(".", "/"))]
     if left and fit.unexpected == "raise":
         misfits.append(f"the checkpoint has {listed(left)}, which the state has not")
+    if fit.only is not None and not was_asked:
+        misfits.append(nothing_chosen(fit.only))
     if misfits := misfits or tied.conflicts(partial(_whole_part, source)):
         raise refusal(path, misfits)
     _read(source, parts)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 
 class SignalHandlers:
@@ -65,8 +66,17 @@ class SignalHandlers:
                 if os.getpid() == self._pid and signal.getsignal(number) == self._handle:
                     signal.signal(number, earlier)
 
+    def _before(self, number: signal.Signals) -> Any:
+        """Returns the handler before these and before others that were closed meanwhile."""
+        earlier = self._earlier[number]
+        while isinstance(owner := getattr(earlier, "__self__", None), SignalHandlers):
+            if not owner._is_closed:
+                break
+            earlier = owner._earlier[number]
+        return earlier
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        earlier = self._earlier[signal.Signals(number)]
+        earlier = self._before(signal.Signals(number))
         is_child = os.getpid() != self._pid
         is_told = not (self._is_closed or is_child)
         if is_told:

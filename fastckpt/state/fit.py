@@ -115,6 +115,11 @@ class Differences(NamedTuple):
     cast: tuple[str, ...]
 
 
+def nothing_chosen(only: str) -> str:
+    """Returns what is wrong with a glob that no name in the state is like."""
+    return f"the state has no value with a name like only={only!r} (keys are joined by '/')"
+
+
 def refusal(where: str, misfits: Sequence[str]) -> IncompatibleCheckpoint:
     """Returns the error that tells all that does not fit."""
     more = len(misfits) - _MISFITS_TOLD_MAX

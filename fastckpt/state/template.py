@@ -17,7 +17,7 @@ from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.plan.boxes import Box
 from fastckpt.state.dtensors import dtensor_part, is_sharded
-from fastckpt.state.fit import Differences, Fit, refusal, renamed
+from fastckpt.state.fit import Differences, Fit, nothing_chosen, refusal, renamed
 from fastckpt.state.targets import Place, Target
 from fastckpt.state.tied import Tied
 from fastckpt.state.tree import (
@@ -101,6 +101,7 @@ class Template:
         self._missing: list[str] = []
         self._cast: list[str] = []
         self._taken = 0  # values that are restored
+        self._was_asked = False  # for any value
         self._tied = Tied()
         self._renamed: dict[str, str] = {}
         if self._fit.rename is not None:
@@ -122,6 +123,8 @@ class Template:
         told = self._misfits
         if self._ignored and self._fit.unexpected == "raise":
             told = [*told, f"the checkpoint has {self.ignored}, which the state has not"]
+        if self._fit.only is not None and not self._was_asked:
+            told = [*told, nothing_chosen(self._fit.only)]
         if told:
             raise refusal(self._where, told)
 
@@ -147,9 +150,14 @@ class Template:
         unexpected = tuple(at.name for at in self._ignored)
         return Differences(tuple(self._missing), unexpected, self._renamed, tuple(self._cast))
 
+    def _asks(self, name: str) -> bool:
+        asked = self._fit.asks_for(name)
+        self._was_asked = self._was_asked or asked
+        return asked
+
     def _takes(self, saved: Any, at: _At) -> bool:
         """Returns whether a value of the state is restored; notes it if it was not saved."""
-        if not self._fit.asks_for(at.name):
+        if not self._asks(at.name):
             return False
         if saved is _ABSENT:
             if self._fit.missing == "raise":
@@ -223,7 +231,7 @@ class Template:
                 + (instead_of(missing, saved) or ": restore it into a state as it was saved")
             )
         others = [at.of(key) for key in saved if key not in value]
-        self._ignored += [other for other in others if self._fit.asks_for(other.name)]
+        self._ignored += [other for other in others if self._asks(other.name)]
         for key, item in value.items():
             new = self._visit(item, saved.get(key, _ABSENT), at.of(key), depth + 1)
             if new is not item:
@@ -305,7 +313,7 @@ class Template:
             raise self._misfit(f"{at} has a dict, in the checkpoint {_described(saved)}")
         if isinstance(value, torch.optim.Optimizer):
             own = _completed(value, own, saved)
-        unknown = [key for key in saved if key not in own and self._fit.asks_for(at.of(key).name)]
+        unknown = [key for key in saved if key not in own and self._asks(at.of(key).name)]
         own = _copied(own)  # it may be the very dict that the object keeps its state in
         if self._fit.unexpected is None:
             self._add_missing(own, saved, at, depth)
@@ -323,7 +331,8 @@ class Template:
         """Restores an optimizer as a whole or not at all: its parameters have no names but numbers,
         and it cannot go on with half of its state.
         """
-        if not (self._fit.asks_for(at.name) or self._fit.asks_for(f"{at.name}/")):
+        self._was_asked = True  # for a part of it, at least
+        if not (self._asks(at.name) or self._asks(f"{at.name}/")):
             return
         if saved is _ABSENT:
             self._takes(saved, at)
@@ -344,7 +353,7 @@ class Template:
         """Adds to a state_dict the keys it lacks: load_state_dict() decides whether they fit."""
         for key, item in saved.items():
             if key not in own:
-                if self._fit.asks_for(at.of(key).name):
+                if self._asks(at.of(key).name):
                     own[key] = None
             elif depth < DEPTH_MAX and isinstance(item, dict) and _is_filled_dict(own[key]):
                 self._add_missing(own[key], unescaped(item), at.of(key), depth + 1)

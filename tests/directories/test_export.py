@@ -7,6 +7,7 @@ test_directory_save.py does.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 import fastckpt
+from fastckpt.cli import main
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.verify import check
 from fastckpt.engine.staging import Allowance
@@ -278,10 +280,45 @@ def test_steps_are_exported(disk: Path, fence: Any) -> None:
             assert handle.result(WAIT_S).committed_s is not None
         assert checkpointer.exported is not None and checkpointer.exported.path.endswith("00000009")
     assert sorted(os.listdir(disk / "hf")) == ["step-00000006", "step-00000009"]
+    more = dataclasses.replace(how, keep_last=5)  # than there are
+    with fastckpt.Checkpointer(disk / "run", export=more) as checkpointer:
+        checkpointer.save(12, state).result(WAIT_S)
+    assert len(os.listdir(disk / "hf")) == 3
     for step in (6, 9):
         assert_holds(disk / "hf" / f"step-{step:08d}", weights[step], torch.bfloat16)
     with fastckpt.Checkpointer(disk / "run") as checkpointer:
-        assert checkpointer.restore(state) == 10
+        assert checkpointer.restore(state) == 12
+
+
+def test_a_negated_view_is_not_the_tensor_that_it_views(disk: Path) -> None:
+    numbers = torch.tensor([1 + 2j, 3 + 4j])
+    fastckpt.export({"a": numbers.imag, "b": numbers.conj().imag}, disk / "a").result(WAIT_S)
+    found = loaded(disk / "a")
+    assert (found["a"].tolist(), found["b"].tolist()) == ([2, 4], [-2, -4])
+
+
+def test_what_is_no_export_is_not_removed(disk: Path) -> None:
+    """Steps of another run, others' directories, and an export that something was added to."""
+    with fastckpt.Checkpointer(disk / "hf") as other:
+        other.save(1, {"a": torch.ones(3)})
+    (disk / "hf" / "step-00000002").mkdir()
+    (disk / "hf" / "step-00000003").mkdir()
+    (disk / "hf" / "step-00000003" / "thesis.txt").write_text("mine")
+    how = fastckpt.HuggingFace(disk / "hf", keep_last=1)
+    with fastckpt.Checkpointer(disk / "run", export=how) as checkpointer:
+        checkpointer.save(4, {"a": torch.ones(3)}).result(WAIT_S)
+        assert checkpointer.exported is not None
+        checkpointer.exported.result(WAIT_S)
+        (disk / "hf" / "step-00000004" / "eval.json").write_text("{}")
+        for step in (5, 6):
+            checkpointer.save(step, {"a": torch.ones(3)}).result(WAIT_S)
+            checkpointer.exported.result(WAIT_S)
+        wait_for_directories(str(disk / "hf"))
+        os.utime(disk / "hf" / "step-00000006", (2e9, 2e9))  # by a clock that was wrong
+        checkpointer.save(7, {"a": torch.ones(3)}).result(WAIT_S)
+    left = [path.name for path in sorted((disk / "hf").iterdir())]
+    assert left == [f"step-{step:08d}" for step in (1, 2, 3, 4, 6, 7)]
+    assert main(["verify", str(disk / "hf" / "step-00000006")]) == 0
 
 
 def test_an_export_that_fails_is_told_as_a_save_that_fails(disk: Path) -> None:

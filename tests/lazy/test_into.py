@@ -203,3 +203,12 @@ def test_each_rank_gets_its_part(nursery: Nursery, disk: Path) -> None:
     crew: Crew = nursery.lasting_crew(2)
     for outcome in crew(read_sharded, str(path)):
         assert outcome.error is None and outcome.value == []
+
+
+def test_what_holds_no_tensors_is_refused(disk: Path) -> None:
+    torch.save({"w": torch.ones(3)}, disk / "a.pt")
+    for wrong in (None, 5, "x", object(), torch.nn.Linear):
+        with pytest.raises(TypeError, match="must be a dict, a list or stateful"):
+            fastckpt.load_into(wrong, disk / "a.pt")
+    with pytest.raises(fastckpt.IncompatibleCheckpoint, match=r"no value .* like only='v\*'"):
+        fastckpt.load_into({"w": torch.ones(3)}, disk / "a.pt", only="v*")

@@ -277,6 +277,9 @@ def test_only_what_is_asked_for(restore: Restore) -> None:
     assert (found.missing, found.unexpected) == ((), ())
     with pytest.raises(IncompatibleCheckpoint, match=r"state\['new'\] is not in the checkpoint"):
         restore(saved, state, only="ne*")
+    for typo in ("modle/*", "model.*"):
+        with pytest.raises(IncompatibleCheckpoint, match=f"no value with a name like only='{typo}"):
+            restore(saved, state, only=typo)
 
 
 @pytest.mark.parametrize("count", [30, BIG])

@@ -118,6 +118,14 @@ two.close()
 signal.raise_signal(signal.SIGUSR1)
 assert heard == [signal.SIGUSR1] * 3
 
+# One that is closed first passes nothing on that the later one is told of.
+signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+older, newer = made("SIGUSR1"), made("SIGUSR1")
+older.close()
+signal.raise_signal(signal.SIGUSR1)
+assert newer.stop_requested()
+newer.close()
+
 # A worker that was forked ends by SIGTERM, as ever, and by nothing else.
 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 three = made("SIGUSR1", "SIGTERM")
