@@ -9,6 +9,7 @@ options of the interpreter, variables that are read at import, or the memory of 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import gc
 import json
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 from typing import Any
 
 from tests.paths import ROOT
@@ -30,6 +32,17 @@ _STATUS = struct.Struct("<ii")
 _LENGTH = struct.Struct("<I")
 _STREAMS = 3
 _FDS_MAX = 64
+
+
+def let_go(directory: Path) -> None:
+    """Waits until nobody holds a lock of a temporary below `directory`, whose writers have ended.
+
+    The last writes of io_uring may outlive a process that was killed, and its locks with them.
+    """
+    for path in directory.rglob(".*.tmp"):
+        fd = os.open(path, os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        os.close(fd)
 
 
 class Program:

@@ -38,6 +38,7 @@ from tests.crews.steps_states import TENSORS, content, numbers, same_bits
 from tests.cuda_stub import CudaStub
 from tests.directories.test_directory_save import through
 from tests.doubles import Crash, FailAt, PowerCut, Recorder, plant, visible
+from tests.interpreters import let_go
 from tests.storm import SUITE_SEED
 
 RANKS_IMPORT = "tests.crews.export_bodies"
@@ -505,5 +506,6 @@ def test_a_rank_that_dies_leaves_the_old_export(
         assert isinstance(outcomes[dying], RankDied)
         assert isinstance(outcomes[1 - dying].error, PeerFailed)
         assert loaded(disk / "a").keys() == {f"model.{key}" for key in TENSORS}
+    let_go(disk)
     crew(2)(bodies.export_arranged, str(disk / "a"), 1, {})
     assert os.listdir(disk) == ["a"], "the next one removes what the dead rank has left"

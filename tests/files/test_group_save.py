@@ -44,6 +44,7 @@ from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, attempt
 from tests.doubles import FailAt, Operation, Recorder
 from tests.files.test_faults import leave_free, mounted
+from tests.interpreters import let_go
 from tests.network_double import Cifs, RemembersAbsence
 from tests.noise import noise
 
@@ -1083,6 +1084,7 @@ def check_killed(crew: Crew, directory: Path, victim: int, name: str) -> None:
     else:
         assert loaded == "old"
     begin, end = (1, 3) if victim == 0 else (0, 2)
+    let_go(directory)
     all_saved(crew(save_as_survivors, path, begin, end, ranks=range(begin, end)))
     assert names_in(directory) == ["a.pt"] and fastckpt.load(path) == "next"
 

@@ -26,7 +26,7 @@ import torch
 import fastckpt
 from fastckpt.saving.pipeline import Pipeline
 from tests.doubles import Operation, Recorder, save_through
-from tests.interpreters import Program
+from tests.interpreters import Program, let_go
 from tests.storm import Storm
 
 WAIT_S = 60.0
@@ -238,6 +238,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
         first = 0 if found is None else found + 1
         run = started.run(path, first, after_s=after_s)
         assert run["exit"] == -signal.SIGKILL and run["begun"] is not None, (what, run)
+        let_go(disk)
         before, found = found, step_found(path)
         if run["committed"] is not None:
             assert found is not None and found >= run["committed"], (what, run, found)
@@ -264,6 +265,7 @@ def test_a_kill_at_any_operation_leaves_a_whole_checkpoint(disk: Path, started: 
         if run["exit"] == 0:
             break
         assert run["exit"] == -signal.SIGKILL, run
+        let_go(disk)
         found = step_found(path)
         assert found == 2 or (found == 1 and run["committed"] is None), (number, run, found)
         assert len(temporaries(disk)) <= 1, "the one before was not removed"

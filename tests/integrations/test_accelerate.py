@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from tests import jobs
+from tests.interpreters import let_go
 from tests.jobs import finish, logged
 from tests.paths import ROOT
 
@@ -344,6 +345,7 @@ def test_a_kill_in_mid_save_costs_no_more_than_that_checkpoint(disk: Path) -> No
         pytest.fail("no save was caught")
     numbers, before = there(), len(logged(run.parent))
     assert all(check(str(run / "checkpoints" / f"checkpoint_{number}")) for number in numbers)
+    let_go(run)
     after = finish(run_example(run.parent, *saving), run.parent)
     first = 3 * (numbers[-1] + 1)
     assert after[:before] == whole[:before]

@@ -1020,6 +1020,7 @@ def test_a_kill_in_an_overwrite_leaves_a_whole_checkpoint(tmp_path: Path) -> Non
         back = load(blank(expected[0]), tmp_path)
         assert any(is_same(back, its) for its in expected)
         assert is_same(load(blank(back), tmp_path, dcp.FileSystemReader), back)
+    interpreters.let_go(tmp_path)
     save(expected[0], checkpoint_id=tmp_path)
     pipeline.current().drain()
     assert len(os.listdir(tmp_path)) == 2  # what was killed has left nothing behind

@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.interpreters import let_go
 from tests.jobs import Job
 
 pytest.importorskip("lightning")
@@ -556,6 +557,7 @@ def test_a_killed_fit_goes_on_with_ddp_from_its_last_whole_checkpoint(disk: Path
         assert killed.poll() is None and time.monotonic() < deadline, (disk / "output").read_text()
         time.sleep(0.002)
     killed.kill()
+    let_go(run)
     steps = {path.name: fastckpt.load(path)["global_step"] for path in run.glob("*.ckpt")}
     first = steps.pop("last.ckpt")
     assert all(name == f"step={step}.ckpt" for name, step in steps.items())

@@ -29,6 +29,7 @@ from fastckpt import Checkpointer, PeerFailed
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.crews.steps_lives import BEGUN, BORN, COMMITTED, FAILED, RESTORED, Reports, live
 from tests.crews.steps_states import COLUMNS, ROWS, numbers
+from tests.interpreters import let_go
 from tests.storm import Storm
 
 LANES = 8  # jobs that run beside each other: most of the time they wait for somebody who is dead
@@ -92,6 +93,7 @@ class Lane:
 
     def look(self, what: str, reports: list[Reports]) -> set[int]:
         """Checks all that is in the root after a job has ended; returns which steps there are."""
+        let_go(self.root)
         begun = [report.last(BEGUN) or 0 for report in reports]
         committed = [report.last(COMMITTED) for report in reports]
         steps = steps_in(self.root, self.whole)
