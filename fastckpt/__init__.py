@@ -12,6 +12,7 @@ from fastckpt.errors import (
     IncompatibleCheckpoint,
     PeerFailed,
     RanksDisagree,
+    SaveCancelled,
     StagingConflict,
     StorageError,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "PeerFailed",
     "PerRank",
     "RanksDisagree",
+    "SaveCancelled",
     "SaveHandle",
     "SaveStats",
     "StagingConflict",

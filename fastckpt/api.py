@@ -27,11 +27,13 @@ from fastckpt.arguments.checks import (
     Fence,
     StagingWay,
     Stripe,
+    check_callable,
     check_choice,
     check_flag,
     check_path,
     check_seconds,
     check_size,
+    optional,
 )
 from fastckpt.arguments.quantities import shown_time, shown_transfer
 from fastckpt.errors import CheckpointError, RanksDisagree, StorageError
@@ -49,7 +51,7 @@ from fastckpt.ranks import per_group
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.reading.verified_file import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.saving import pipeline
-from fastckpt.saving.save import Save
+from fastckpt.saving.save import Save, Veto
 from fastckpt.steps.no_steps import hint_for_load
 from fastckpt.storage.atomic import check_directory, close_quietly, real_path
 from fastckpt.storage.file_system import (
@@ -83,6 +85,7 @@ def save(
     drain_rate: float | str | None = None,
     group: Any = None,
     timeout_s: float = TIMEOUT_S,
+    before_commit: Veto | None = None,
 ) -> SaveHandle:
     """Saves an object as torch.save does, but in the background, and commits the file atomically.
 
@@ -127,6 +130,11 @@ def save(
             in all). They talk over the job's store; no collective runs on the group. None: this
             process saves alone, whatever other ranks do.
         timeout_s: with group, how many seconds ranks wait for each other at most; default: 600.
+        before_commit: called on every rank, on the thread of the save, when all that the rank
+            writes has arrived, with the SaveStats so far and a digest of the rank's bytes: the
+            SHA-256, in hexadecimal digits, of the CRC-32s of its blocks, so equal bytes have equal
+            digests. If it raises on any rank, nothing is committed: result() raises CheckpointError
+            there, PeerFailed elsewhere. Not called if torch.save itself writes. Default: none.
 
     Returns:
         A SaveHandle; its result() returns the SaveStats when the checkpoint is committed. With
@@ -149,6 +157,7 @@ def save(
     started = time.perf_counter()
     check_choice("fence", fence, FENCES)
     check_seconds("timeout_s", timeout_s)
+    optional(check_callable, "before_commit", before_commit)
     pacing = Pacing(drain_rate, timeout_s=timeout_s)
     options = WriteOptions(backend, durable, staging_bytes, staging, stripe, pacing)
     target = _checked_path(f)
@@ -186,7 +195,8 @@ def save(
         agreed = None if group is None else shared
         place = FilePlace(current.storage, path, agreement, durable)
         plan = FilePlan(captured, obj, agreed, devices, agreement, place, options)
-        save = Save(handle, agreement, plan, place, options, fence=fence, lane=path)
+        parts = (handle, agreement, plan, place, options)
+        save = Save(*parts, fence=fence, lane=path, before_commit=before_commit)
     del captured
     return current.save(save)
 

@@ -23,6 +23,7 @@ from fastckpt.arguments.checks import (
     Fence,
     StagingWay,
     Stripe,
+    check_callable,
     check_choice,
     check_flag,
     check_integer,
@@ -42,7 +43,7 @@ from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.ranks.signal_handlers import SignalHandlers
 from fastckpt.ranks.stop import StopAgreement
 from fastckpt.saving import pipeline
-from fastckpt.saving.save import Save
+from fastckpt.saving.save import Save, Veto
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
 from fastckpt.state.targets import Target
 from fastckpt.state.template import Template, whole
@@ -131,6 +132,7 @@ class Checkpointer:
             arguments that delay writing do not concern exports. Default: none.
         on_commit: called on every rank with the step and its SaveStats when a step is committed, on
             the thread of the save; it should not take long. What it raises is logged.
+        before_commit: called before each commit, and able to refuse it: as fastckpt.save's.
         stop_signals: signals that ask the job to stop, such as ("SIGUSR1", "SIGTERM"), for
             stop_requested(). Until close() they no longer end the process; handlers that were there
             before are called, too. Needs the main thread. Default: none is handled.
@@ -172,11 +174,14 @@ class Checkpointer:
         log: bool = False,
         export: HuggingFace | None = None,
         on_commit: Callable[[int, SaveStats], None] | None = None,
+        before_commit: Veto | None = None,
         stop_signals: Collection[str | int] | None = None,
     ) -> None:
         check_choice("fence", fence, FENCES)
         check_flag("log", log)
         check_seconds("timeout_s", timeout_s)
+        optional(check_callable, "on_commit", on_commit)
+        optional(check_callable, "before_commit", before_commit)
         signals = optional(check_signals, "stop_signals", stop_signals)
         pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
         how = (backend, durable, staging_bytes, staging, stripe, pacing)
@@ -198,7 +203,7 @@ class Checkpointer:
         self._reader: StepReader | None = None  # of the restore that is running
         self._handles: list[SaveHandle] = []
         self._differing: frozenset[str] = frozenset()
-        self._logs, self._on_commit = log, on_commit
+        self._logs, self._on_commit, self._before_commit = log, on_commit, before_commit
         self._export = checked_export(export, self.root)
         self.exported: SaveHandle | None = None
         self._exports: list[SaveHandle] = []
@@ -266,7 +271,8 @@ class Checkpointer:
             )
             lent = (current.storage, self._pool, self._note_differing)
             plan = StepPlan(handle, agreement, step, content, place, options, *lent)
-            save = Save(handle, agreement, plan, place, options, fence=self._fence, lane=self.root)
+            parts, veto = (handle, agreement, plan, place, options), self._before_commit
+            save = Save(*parts, fence=self._fence, lane=self.root, before_commit=veto)
             self._tell_of(handle, step)
         del content, plan
         handle = current.save(save)
@@ -478,7 +484,7 @@ class Checkpointer:
             self._handlers.close()  # only now: a second signal must not end what was waited for
         self._ended = True
         handles = (*self._handles, *self._exports)
-        failed = [h for h in handles if h.failure() is not None and not h.reported]
+        failed = [h for h in handles if h.failure() is not None and not h.is_asked_for()]
         self._handles, self._exports = [], []
         for handle in failed[:1]:
             pipeline.raise_earlier(handle)

@@ -130,6 +130,21 @@ class PeerFailed(CheckpointError):
         return type(self), (str(self), self.ranks, self.visible)
 
 
+class SaveCancelled(CheckpointError):
+    """SaveHandle.cancel() was called, on this rank or another one. No rank committed anything.
+
+    Attributes:
+        ranks: the rank that was the first to cancel.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[SaveCancelled], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
+
+
 class RanksDisagree(CheckpointError):
     """Ranks that should hold the same state or file do not. Every rank raises this with the same
     message, which names the tensor and the ranks; nothing was committed.

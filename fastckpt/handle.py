@@ -15,7 +15,7 @@ from math import isnan, nan
 from typing import Any, NamedTuple
 
 from fastckpt.arguments.quantities import shown_share, shown_size, shown_time, shown_transfer
-from fastckpt.errors import CheckpointError
+from fastckpt.errors import CheckpointError, SaveCancelled
 from fastckpt.latch import Latch, SignalSafeFuture, TimedOut
 
 # Writes are counted by their size: of at most so many bytes, and more than the size before; the
@@ -235,8 +235,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
     """A save in flight: a concurrent.futures.Future whose result is its SaveStats.
 
     If nobody asks for a failure by result() or exception(), the next fastckpt.save raises it; at
-    exit it is reported on stderr. A save cannot be cancelled. If a signal handler raises in one of
-    the methods, the save goes on.
+    exit it is reported on stderr. If a signal handler raises in one of the methods, the save goes
+    on.
 
     Attributes:
         path: the final path, or "" for a file-like target.
@@ -253,6 +253,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._target = type(target).__name__
         self.stats = SaveStats()
         self.reported = False
+        self._is_cancelled = False
         self._started = started
         self._staged = Latch()
         self._queued = Latch()
@@ -274,6 +275,33 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
 
     def subject(self) -> str:
         return f"save to {self.path!r}"
+
+    def cancel(self) -> bool:
+        """Asks the save to end without a commit, on all ranks, and to remove what it has written.
+
+        Returns at once. Until the save has ended, for which exception() waits, it reads the object,
+        and its files are there. It ends with SaveCancelled on every rank, unless the first rank has
+        begun to publish before it hears of this: then it commits as if nobody had asked. Other
+        saves are not touched. Where cancel() was called, no later save raises that SaveCancelled;
+        on a rank where it was not, it is a failure like any other. With a local tier a step can be
+        cancelled until it is committed there.
+
+        asyncio.wait_for() calls this when its time is up; asyncio.shield() prevents that.
+
+        Returns:
+            False if the save had ended already, and was not cancelled. Else True: result() tells
+                whether the commit came first.
+        """
+        self._is_cancelled = True
+        return not self.done() or isinstance(self.failure(), SaveCancelled)
+
+    def is_cancelled(self) -> bool:
+        """Returns whether cancel() was called on this rank, whatever has become of the save."""
+        return self._is_cancelled
+
+    def is_asked_for(self) -> bool:
+        """Returns whether the failure of this save, if it has failed, need not be told any more."""
+        return self.reported or (self._is_cancelled and isinstance(self.failure(), SaveCancelled))
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Waits until the object may be changed: it has been copied, or the save has failed.

@@ -55,6 +55,13 @@ def check_flag(name: str, value: object) -> bool:
     return value
 
 
+def check_callable(name: str, value: object) -> object:
+    """Returns a function, or another object that can be called; raises TypeError for any other."""
+    if not callable(value):
+        raise TypeError(f"{name} is {_told(value)}, must be a function")
+    return value
+
+
 def check_integer(name: str, value: object) -> int:
     """Returns an integer, which may be one of numpy's or torch's."""
     try:

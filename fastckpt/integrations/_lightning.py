@@ -196,7 +196,7 @@ class BackgroundCheckpointIO:
         for removal in self._removals.values():
             removal.ended.wait()
         self._removals.clear()
-        failed = [h for h in self._handles if h.failure() is not None and not h.reported]
+        failed = [h for h in self._handles if h.failure() is not None and not h.is_asked_for()]
         for handle in failed[:1]:
             raise_earlier(handle)
 
@@ -247,7 +247,7 @@ def _local(path: str | os.PathLike[str]) -> str | None:
 
 def _is_settled(handle: SaveHandle) -> bool:
     """Whether a save is done, and has no error that is still to be raised."""
-    return handle.done() and (handle.reported or handle.failure() is None)
+    return handle.done() and (handle.is_asked_for() or handle.failure() is None)
 
 
 def _has_links(directory: str) -> bool:

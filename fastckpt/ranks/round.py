@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from fastckpt.errors import PeerFailed, is_visible
+from fastckpt.errors import PeerFailed, SaveCancelled, is_visible
 from fastckpt.ranks.round_numbers import RoundNumbers, name_of, numbers_in
 
 log = logging.getLogger("fastckpt")
 
 TIMEOUT_S, LINGER_S = 600.0, 5.0
+HEED_S = 0.5  # how often waits for anything but ranks look whether the caller has cancelled
 _LOOK_S, _GRACE_S = 1.0, 2.0  # how often to look where a missing rank is; its time to return
 _REJOIN_S, _REJOIN_POLL_S = 10.0, 0.05  # how long, how often a late rank looks for the others
 _RANKS_LOOKED_AT, _RANKS_IN_BATCH, _CAUSE_CHARS = 16, 256, 4000
@@ -53,13 +54,15 @@ class Round:
     """One agreement as this rank takes part in it, on one thread at a time.
 
     Every call but fail() and close() raises PeerFailed: for the first failure of any rank, for
-    ranks still missing when time is up, or for a store that is gone. All ranks that can be told
-    raise the same text, which says what is known of the checkpoint.
+    ranks still missing when time is up, or for a store that is gone. It raises SaveCancelled if a
+    rank has cancelled. All ranks that can be told raise the same text, which says what is known of
+    the checkpoint.
 
     Attributes: rank and world_size as the Coordinator's; label as given to begin(); name, the label
     with the number of earlier rounds of that label; operations, the number of operations of the
     store so far; may_be_visible, whether the checkpoint may be visible for all that this rank
-    knows, unless the round has failed.
+    knows, unless the round has failed; is_cancelled, which returns whether this rank's caller has
+    cancelled what the round is about.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Round:
         self._keys: list[str] = []
         self._end = b""  # how the round ended, once known: _DECIDED, or the failure
         self._joined = self._closed = self.may_be_visible = False
+        self.is_cancelled: Callable[[], bool] = lambda: False
 
     def _set_number(self, number: int) -> None:
         self._number, self.name = number, name_of(self.label, number)
@@ -120,10 +124,14 @@ class Round:
 
     def fail(self, error: BaseException) -> None:
         """Tells every rank that this one failed; has no effect after decide(). Never raises."""
-        if isinstance(error, PeerFailed) and (self.failed or self._coordinator.is_gone):
+        known = isinstance(error, PeerFailed | SaveCancelled)
+        if known and (self.failed or self._coordinator.is_gone):
             return  # all ranks know it, or none can be told
         try:
             self._join(0.0)
+            if isinstance(error, SaveCancelled):
+                self._cancel()
+                return
             self._post(f"rank {self.rank} failed: {type(error).__name__}: {error}", [self.rank])
         except Exception as unheard:
             log.warning("other ranks could not be told of %r: %s", error, unheard)
@@ -141,6 +149,7 @@ class Round:
     def decide(self) -> None:
         """Settles, before rank 0 commits, that later failures are void; raises an earlier one."""
         assert self.rank == 0, "rank 0 commits"
+        self.heed()
         # fail() sets the same key by compare-and-set, so exactly one of the two comes first.
         self._end = self._call("compare_set", self._at("end"), b"", _DECIDED)
         self.check()
@@ -163,8 +172,10 @@ class Round:
 
         Raises:
             PeerFailed: another rank failed or is missing; `visible` if rank 0's error is.
+            SaveCancelled: a rank cancelled before the first one began to publish.
             Exception: what publish() raises, on the first rank.
         """
+        self.heed()
         self.may_be_visible = self.rank != 0
         self.put("done", record)
         if self.rank != 0:
@@ -199,13 +210,29 @@ class Round:
         told = json.loads(self.get("outcome"))
         return PeerFailed(told[0], (0,), visible=told[1]) if told else None
 
+    def heed(self) -> None:
+        """Raises SaveCancelled if this rank's caller has cancelled. Says nothing to the store, so
+        any thread may call it, until this rank's record of conclude() is there.
+        """
+        if self.is_cancelled():
+            raise SaveCancelled(self._text(f"rank {self.rank} cancelled it"), (self.rank,))
+
+    def _cancel(self) -> None:
+        """Ends the round by a cancellation of this rank, unless it has ended."""
+        self._post(f"rank {self.rank} cancelled it", [self.rank], was_cancelled=True)
+
+    def _text(self, why: str) -> str:
+        return f"{self.label}: {why[:_CAUSE_CHARS]}; {self._consequence}"
+
     def check(self) -> None:
-        """Raises the failure of the round, if there is one."""
+        """Raises the failure of the round, if there is one; else cancels it, if the caller has."""
         if not self._end and self._call("check", [self._at("end")]):
             self._end = self._call("get", self._at("end"))
+        if not self._end and self.is_cancelled():
+            self._cancel()
         if self.failed:
-            text, ranks, _missing, _time_was_up = json.loads(self._end)
-            raise PeerFailed(text, tuple(ranks))
+            text, ranks, _missing, _time_was_up, was_cancelled = json.loads(self._end)
+            raise (SaveCancelled if was_cancelled else PeerFailed)(text, tuple(ranks))
 
     def close(self, linger_s: float = LINGER_S) -> None:
         """Leaves the round and frees its keys. Idempotent, never raises.
@@ -218,6 +245,7 @@ class Round:
         if self._closed:
             return
         self._closed = True
+        self.is_cancelled = lambda: False  # a round may be kept for long after its save
         self._session.end(self.label, self._number)
         try:
             if self.rank and not self.failed:
@@ -314,7 +342,7 @@ class Round:
             self._end = self._call("get", self._at("end"))
         if not self.failed:
             return False
-        _text, ranks, _missing, time_was_up = json.loads(self._end)
+        _text, ranks, _missing, time_was_up, _was_cancelled = json.loads(self._end)
         return self.rank in ranks or time_was_up
 
     def _later(self) -> int | None:
@@ -344,7 +372,7 @@ class Round:
         while not self._call("check", keys):
             try:
                 self.check()
-            except PeerFailed:
+            except (PeerFailed, SaveCancelled):
                 if not self._call("check", keys):  # records from before the failure still count
                     raise
             now = time.monotonic()
@@ -394,13 +422,13 @@ class Round:
         ranks: Sequence[int],
         missing: Sequence[int] = (),
         time_was_up: bool = False,
+        was_cancelled: bool = False,
     ) -> None:
         """Ends the round by a failure of these ranks, unless it has ended. Those of `missing` have
         not come to the round, and may never leave it.
         """
-        text = f"{self.label}: {why[:_CAUSE_CHARS]}; {self._consequence}"
-        failure = [text, [*ranks], [*missing], time_was_up]
-        self._end = self._call("compare_set", self._at("end"), b"", json.dumps(failure).encode())
+        end = [self._text(why), [*ranks], [*missing], time_was_up, was_cancelled]
+        self._end = self._call("compare_set", self._at("end"), b"", json.dumps(end).encode())
 
 
 def pause(since: float, until: float) -> None:

@@ -14,6 +14,7 @@ from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveHandle
+from fastckpt.ranks.round import HEED_S
 from fastckpt.saving.mutation_check import MutationCheck, WatchedTensors
 
 
@@ -25,6 +26,7 @@ class CopyCompletion:
         reads: the memory of the state that lies on devices.
         watched: the tensors that must not change before they have been copied.
         forget: drops references to what was copied; called once, when everything has been.
+        heed: raises SaveCancelled if the caller has cancelled the save.
 
     Attributes:
         transfers: the transfers that read the state; complete before watch().
@@ -38,12 +40,14 @@ class CopyCompletion:
         reads: DeviceSources,
         watched: Sequence[WatchedTensors],
         forget: Callable[[], None],
+        heed: Callable[[], None],
     ) -> None:
         self.transfers: list[ImageTransfer] = []
         self._handle = handle
         self._reads = reads
         self._verdict = MutationCheck(watched)
         self._forget = forget
+        self._heed = heed
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
         self._error: BaseException | None = None  # under _lock
@@ -69,6 +73,7 @@ class CopyCompletion:
 
         Raises:
             StorageError, DeviceError: a write or a copy failed. StagingConflict: a tensor changed.
+            SaveCancelled: the caller has cancelled the save.
         """
         with self._lock:
             if self._error is not None:
@@ -84,10 +89,12 @@ class CopyCompletion:
     def _wait(self) -> None:
         if self._reads.ranges:
             for transfer in self.transfers:
-                transfer.wait_queued()
+                while not transfer.queued(HEED_S):
+                    self._heed()
             self._handle.mark_queued(self._order)
         for transfer in self.transfers:
-            transfer.wait_staged()
+            while not transfer.staged(HEED_S):
+                self._heed()
             transfer.account(self._handle.stats)
         self._verdict.check(self._handle.path)
         if self.interrupted:
@@ -109,4 +116,5 @@ class CopyCompletion:
             self._watcher.join()
         self._verdict.forget()
         self.transfers.clear()
-        self._error, self._reads, self._forget = None, DeviceSources(), lambda: None
+        self._error, self._reads = None, DeviceSources()
+        self._forget = self._heed = lambda: None

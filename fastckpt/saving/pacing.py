@@ -16,7 +16,7 @@ from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveStats
 from fastckpt.options import Pacing
 from fastckpt.ranks import nodes
-from fastckpt.ranks.round import Round
+from fastckpt.ranks.round import HEED_S, Round
 
 _LOOK_S = 2.0  # how often a paced write looks whether another rank has failed
 _JITTER_LOOK_S = 1.0
@@ -162,8 +162,13 @@ class Pace:
         self._stats.paced_s += transfer.tokens_waited_s()
 
     def _watch(self, transfer: ImageTransfer) -> None:
-        while self._rate is not None and not transfer.written(_LOOK_S):
-            self._agreement.check()
+        looked = time.monotonic()
+        while not transfer.written(HEED_S):
+            self._agreement.heed()
+            # Without a limit it does not take long, and ranks spare the store.
+            if self._rate is not None and time.monotonic() - looked >= _LOOK_S:
+                looked = time.monotonic()
+                self._agreement.check()
         transfer.wait_written()
 
 

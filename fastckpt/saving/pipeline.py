@@ -140,10 +140,10 @@ class Pipeline:
         self._finish(job, error)
 
     def _take_slot(self, job: Job) -> bool:
-        """Waits for one of IN_FLIGHT_MAX slots. Returns False if the caller was interrupted: then
-        the save fails without one.
+        """Waits for one of IN_FLIGHT_MAX slots. Returns False if the caller was interrupted, or has
+        cancelled the save: then that fails without one.
         """
-        while not job.copying.interrupted:
+        while not job.copying.interrupted and not job.agreement.is_cancelled():
             try:
                 self._slots.get(timeout=_LOOK_S)
                 return True
@@ -221,7 +221,7 @@ class Pipeline:
     def unreported(self) -> list[SaveHandle]:
         """Returns the failed saves whose errors nobody has asked for."""
         for handle in self._failed.copy():
-            if handle.reported:
+            if handle.is_asked_for():
                 self._failed.pop(handle, None)
         return [*self._failed.copy()]
 
@@ -311,7 +311,7 @@ class Job:
         handle.stats.ranks = agreement.world_size
         handle.stats.captured_s = handle.elapsed_s()
         self.reads = reads
-        self.copying = CopyCompletion(handle, reads, watched, self.forget)
+        self.copying = CopyCompletion(handle, reads, watched, self.forget, agreement.heed)
         self.choice: Choice | None = None
         self.fence = fence
         self.lane = lane

@@ -7,7 +7,8 @@ method of Plan, Place or Output instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -15,7 +16,8 @@ from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds_trial import Choice
 from fastckpt.engine.staging import stager_count
 from fastckpt.engine.transfer import MemoryCopy
-from fastckpt.handle import Progress, SaveHandle
+from fastckpt.errors import CheckpointError
+from fastckpt.handle import Progress, SaveHandle, SaveStats
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES, block_count
 from fastckpt.ranks.round import Round
@@ -26,9 +28,13 @@ from fastckpt.saving.place import Place
 from fastckpt.saving.plan import Output, Plan
 from fastckpt.storage.file_system import Storage
 
+Veto = Callable[[SaveStats, str], object]
+
 
 class Save(Job):
-    """A save, as one rank runs it. The files of `plan` become visible in `place`; rest as Job's."""
+    """A save, as one rank runs it. The files of `plan` become visible in `place`; `before_commit`
+    is as fastckpt.save's; rest as Job's.
+    """
 
     def __init__(
         self,
@@ -40,11 +46,14 @@ class Save(Job):
         *,
         fence: str,
         lane: str,
+        before_commit: Veto | None = None,
     ) -> None:
         super().__init__(handle, agreement, plan.reads, plan.watched, fence=fence, lane=lane)
         plan.reads = DeviceSources()  # the job has them from now on, and lets go of them in the end
         self.plan: Plan | None = plan
         self.place = place
+        self.before_commit = before_commit
+        agreement.is_cancelled = handle.is_cancelled
         self.options = options
 
     def write(self, pipeline: Pipeline) -> None:
@@ -88,6 +97,7 @@ class Save(Job):
                 held = transfer.staged_bytes_max()
                 stats.staged_bytes_max = max(stats.staged_bytes_max, held)
             stats.synced_s = self.handle.elapsed_s()
+            self._ask(outputs)
             self.conclude(plan.record(), plan.publish)
 
     def _stage(
@@ -115,6 +125,20 @@ class Save(Job):
             output.file = ImageFile(pipeline, output.image, output.path, options, allowance, *how)
             self.copying.transfers.append(moving.enter_context(output.file).transfer)
         return fetch
+
+    def _ask(self, outputs: Sequence[Output]) -> None:
+        """Lets the caller's before_commit look, which may refuse the commit by raising."""
+        if self.before_commit is None:
+            return
+        crcs = [crc for output in outputs for crc in output.file.transfer.block_crcs()]
+        digest = hashlib.sha256(b"".join(crc.to_bytes(4, "little") for crc in crcs)).hexdigest()
+        try:
+            self.before_commit(self.handle.stats, digest)
+        except Exception as error:
+            raise CheckpointError(
+                f"before_commit refused the save to {self.handle.path!r} by "
+                f"{type(error).__name__}: {error}; nothing was committed"
+            ) from error
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

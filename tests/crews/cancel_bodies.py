@@ -1,0 +1,82 @@
+"""What each rank does in the tests of cancelled and refused saves.
+
+Responsible for saving, for cancelling on some ranks, and for telling what came of it. Must not know
+what should.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+import fastckpt
+from fastckpt import Checkpointer, PerRank
+from tests.crews.group_crew import Member, Outcome, attempt
+from tests.crews.steps_bodies import meet
+
+MIB = 1 << 20
+
+
+def cancel_step(
+    member: Member, root: str, cancelling: list[int]
+) -> tuple[Outcome, Outcome, list[str], int | None]:
+    """Some ranks cancel a step that is written slowly; then all save another one.
+
+    Returns what came of either, what was left of the first, and the step that is found in the end.
+    """
+    slow = {"drain_rate": 50e3 * member.world_size, "timeout_s": 600}
+    with Checkpointer(root, **slow) as checkpointer:
+        handle = checkpointer.save(1, {"own": PerRank(torch.ones(2 * MIB))})
+        meet(member)
+        if member.rank in cancelling:
+            assert handle.cancel()
+        cancelled = attempt(handle.result)
+        assert handle.cancel() is (type(cancelled.error) is fastckpt.SaveCancelled)
+        meet(member)
+        left = os.listdir(root)
+        meet(member)
+    with Checkpointer(root) as checkpointer:
+        after = attempt(checkpointer.save(2, {"own": PerRank(torch.ones(4))}).result)
+        return cancelled, after, left, checkpointer.latest()
+
+
+def cancel_file(member: Member, path: str, cancelling: list[int]) -> tuple[Outcome, Any]:
+    """Some ranks cancel the save of a file; returns what came of it, and what is under the path."""
+    state = {"same": torch.ones(2 * MIB)}
+    handle = fastckpt.save(state, path, group=member.group, drain_rate=50e3)
+    meet(member)
+    if member.rank in cancelling:
+        assert handle.cancel()
+    outcome = attempt(handle.result)
+    meet(member)
+    return outcome, fastckpt.load(path)
+
+
+def cancel_in_turn(member: Member, root: str) -> list[Outcome]:
+    """All ranks cancel the second of three steps in flight, each in its own time."""
+    with Checkpointer(root) as checkpointer:
+        handles = [checkpointer.save(step, {"own": PerRank(step)}) for step in (1, 2, 3)]
+        handles[1].cancel()
+        return [attempt(handle.result) for handle in handles]
+
+
+def refuse(member: Member, root: str, refusing: int) -> tuple[list[Outcome], list[str], int | None]:
+    """One rank refuses to commit a step; returns what came of it and of the step after it, the
+    digests that were seen, and the step that is found.
+    """
+    digests: list[str] = []
+
+    def look(stats: fastckpt.SaveStats, digest: str) -> None:
+        digests.append(digest)
+        assert stats.synced_s is not None and stats.committed_s is None
+        if member.rank == refusing and len(digests) == 2:
+            raise ValueError("loss is nan")
+
+    outcomes = []
+    with Checkpointer(root, before_commit=look) as checkpointer:
+        for step in (1, 2, 3):
+            state = {"own": PerRank(torch.full((100,), float(member.rank)))}
+            outcomes.append(attempt(checkpointer.save(step, state).result))
+        return outcomes, digests, checkpointer.latest()

@@ -1,0 +1,226 @@
+"""A save that is cancelled, or refused by before_commit, is not committed on any rank and leaves
+nothing; one that is cancelled too late commits as if nobody had asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt import Checkpointer, SaveCancelled
+from fastckpt.saving.pipeline import Pipeline
+from tests.crews import cancel_bodies as bodies
+from tests.crews.group_crew import Crew, Nursery
+from tests.doubles import Delay, save_through
+from tests.saving.test_handle import HeldTensor
+
+WAIT_S = 60.0
+SLOW = 1000.0  # bytes a second: such a save takes hours
+RANKS_IMPORT = "tests.crews.cancel_bodies"
+
+
+@pytest.fixture
+def crew(nursery: Nursery) -> Callable[[int], Crew]:
+    return nursery.lasting_crew
+
+
+@pytest.fixture
+def old(disk: Path) -> Iterator[Path]:
+    """A path with a checkpoint, under which nothing else may be in the end."""
+    path = disk / "a.pt"
+    fastckpt.save("old", path).result(WAIT_S)
+    yield path
+    assert fastckpt.load(path) == "old" and os.listdir(disk) == ["a.pt"]
+
+
+def cancelled(handle: fastckpt.SaveHandle) -> SaveCancelled:
+    error = handle.exception(WAIT_S)
+    assert type(error) is SaveCancelled, error
+    assert "rank 0 cancelled it; nothing was committed" in str(error) and error.ranks == (0,)
+    return error
+
+
+def test_while_it_copies(old: Path) -> None:
+    with HeldTensor() as held:
+        handle = fastckpt.save({"w": held.tensor}, old, fence="step")
+        held.wait_reached()
+        assert handle.cancel() and handle.is_cancelled()
+        assert not handle.done(), "its memory is still read"
+        held.release()
+        cancelled(handle)
+    assert handle.cancel(), "it has been"
+
+
+def test_while_it_writes(old: Path) -> None:
+    handle = fastckpt.save({"w": torch.ones(1 << 20)}, old, drain_rate=SLOW)
+    assert handle.cancel()
+    cancelled(handle)
+
+
+def test_while_memory_is_short(old: Path) -> None:
+    """What is left to be copied waits for writes that take hours."""
+    options = {"fence": "step", "staging_bytes": 8 << 20, "drain_rate": SLOW}
+    handle = fastckpt.save({"w": torch.ones(6 << 20)}, old, **options)
+    handle.cancel()
+    cancelled(handle)
+
+
+def test_while_an_earlier_save_is_in_flight(disk: Path) -> None:
+    """It loses its turn; the others keep theirs."""
+    go_on = threading.Event()
+    storage = Delay("sync", go_on)
+    pipeline = Pipeline(storage)
+    first, second, third = (save_through(pipeline, n, disk / "a.pt") for n in (1, 2, 3))
+    assert second.cancel()
+    go_on.set()
+    cancelled(second)
+    assert first.result(WAIT_S) and third.result(WAIT_S)
+    assert fastckpt.load(disk / "a.pt") == 3
+    pipeline.close()
+
+
+def test_too_late(disk: Path) -> None:
+    go_on = threading.Event()
+    storage = Delay("rename", go_on)
+    pipeline = Pipeline(storage)
+    handle = save_through(pipeline, "new", disk / "a.pt")
+    assert storage.reached.wait(WAIT_S)
+    assert handle.cancel(), "nobody knows yet"
+    go_on.set()
+    assert handle.result(WAIT_S).committed_s is not None
+    assert not handle.cancel()
+    assert fastckpt.load(disk / "a.pt") == "new"
+    pipeline.close()
+
+
+def test_nobody_is_told_of_what_he_cancelled(old: Path) -> None:
+    """Neither the next save nor the Checkpointer's close()."""
+    fastckpt.save({"w": torch.ones(1 << 20)}, old, drain_rate=SLOW).cancel()
+    fastckpt.save("old", old).result(WAIT_S)
+    with Checkpointer(old.parent / "run", drain_rate=SLOW) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(1 << 20)}).cancel()
+    with Checkpointer(old.parent / "run") as checkpointer:
+        assert checkpointer.steps() == []
+    os.rmdir(old.parent / "run")
+
+
+def test_a_task_that_waits_too_long_cancels(old: Path) -> None:
+    """As for any future; asyncio.shield prevents it."""
+    handle = fastckpt.save({"w": torch.ones(1 << 20)}, old, drain_rate=SLOW)
+
+    async def wait(shielded: bool) -> None:
+        future = asyncio.wrap_future(handle)
+        waited = asyncio.shield(future) if shielded else future
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(waited, 0.001)
+        future.add_done_callback(lambda its: its.cancelled() or its.exception())
+
+    asyncio.run(wait(True))
+    asyncio.run(wait(False))
+    assert handle.is_cancelled()
+    cancelled(handle)
+
+
+def test_a_step_in_the_local_tier_stays(disk: Path, memory: Path) -> None:
+    if os.stat(disk).st_dev == os.stat(memory).st_dev:
+        pytest.skip("there is only one file system here")
+    state = {"w": torch.ones(1 << 20)}
+    with Checkpointer(disk, local=memory, drain_rate=500e3) as checkpointer:
+        handle = checkpointer.save(1, state)
+        assert handle.wait_local(WAIT_S)
+        handle.cancel()
+        assert handle.result(WAIT_S).local_committed_s is not None
+        assert checkpointer.latest() == 1
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("cancelling", [[0], [2], [0, 1, 2]], ids=str)
+def test_all_ranks_agree(crew: Callable[[int], Crew], disk: Path, cancelling: list[int]) -> None:
+    texts = set()
+    for outcome, after, left, latest in crew(3)(bodies.cancel_step, str(disk), cancelling):
+        assert type(outcome.error) is SaveCancelled, outcome
+        assert outcome.error.ranks[0] in cancelling
+        assert outcome.took_s < 40.0, "it wrote to the end"
+        texts.add(str(outcome.error))
+        assert left == [] and after.error is None and latest == 2
+    assert len(texts) == 1 or len(cancelling) > 1, texts
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_save_one_file_agree(crew: Callable[[int], Crew], disk: Path) -> None:
+    fastckpt.save("old", disk / "a.pt").result(WAIT_S)
+    for outcome, found in crew(2)(bodies.cancel_file, str(disk / "a.pt"), [1]):
+        assert type(outcome.error) is SaveCancelled and outcome.error.ranks == (1,)
+        assert found == "old"
+    assert os.listdir(disk) == ["a.pt"]
+
+
+@pytest.mark.multiprocess
+def test_other_steps_are_not_touched(crew: Callable[[int], Crew], disk: Path) -> None:
+    """Whether the second one comes too late or not: all ranks tell the same."""
+    for number in range(4):
+        root = disk / str(number)
+        ranks = crew(2)(bodies.cancel_in_turn, str(root))
+        ends = {tuple(type(outcome.error) for outcome in outcomes) for outcomes in ranks}
+        assert len(ends) == 1
+        ((first, second, third),) = ends
+        assert first is third is type(None) and second in (type(None), SaveCancelled)
+        with Checkpointer(root) as checkpointer:
+            assert checkpointer.steps() == [1, 3] if second is SaveCancelled else [1, 2, 3]
+
+
+# before_commit
+
+
+def test_what_it_sees(disk: Path) -> None:
+    seen: list[Any] = []
+
+    def look(stats: fastckpt.SaveStats, digest: str) -> None:
+        seen.append((digest, stats.nbytes, os.listdir(disk / "x")))
+
+    (disk / "x").mkdir()
+    for number in (1, 1, 2):
+        state = {"w": torch.full((1 << 20,), float(number))}
+        fastckpt.save(state, disk / "x" / "a.pt", before_commit=look).result(WAIT_S)
+        os.remove(disk / "x" / "a.pt")
+    (one, nbytes, names), again, two = seen
+    assert again[0] == one != two[0] and len(one) == 64 and int(one, 16)
+    assert nbytes > 4 << 20 and "a.pt" not in names
+
+
+def test_it_refuses(old: Path) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("the loss is nan")
+
+    handle = fastckpt.save("new", old, before_commit=refuse)
+    with pytest.raises(fastckpt.CheckpointError, match="refused the save to") as e:
+        handle.result(WAIT_S)
+    assert type(e.value.__cause__) is ValueError
+
+
+def test_it_has_to_be_a_function(old: Path) -> None:
+    with pytest.raises(TypeError, match="before_commit is 5 of type int, must be"):
+        fastckpt.save("new", old, before_commit=5)  # type: ignore[arg-type]
+    for name in ("before_commit", "on_commit"):
+        with pytest.raises(TypeError, match=f"{name} is .no. of type str"):
+            Checkpointer(old.parent / "run", **{name: "no"})  # type: ignore[arg-type]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_one_rank_refuses_for_all(crew: Callable[[int], Crew], disk: Path, refusing: int) -> None:
+    for rank, (outcomes, digests, latest) in enumerate(crew(2)(bodies.refuse, str(disk), refusing)):
+        first, refused, third = (outcome.error for outcome in outcomes)
+        assert first is third is None and latest == 3
+        wanted = fastckpt.CheckpointError if rank == refusing else fastckpt.PeerFailed
+        assert type(refused) is wanted and "loss is nan" in str(refused)
+        assert len(set(digests)) == 1 and len(digests) == 3
+    assert sorted(os.listdir(disk)) == ["step-00000001", "step-00000003"]
