@@ -334,7 +334,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile(
         "fastckpt",
         derandomize=not is_torture,
-        max_examples=Chance.examples(40),
+        max_examples=Chance.examples(15),
         database=None,
         deadline=None,
     )

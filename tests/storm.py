@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 
 SUITE_SEED = 20261122
-_MORE_EXAMPLES = 30
+_MORE_EXAMPLES = 90
 
 
 class Storm:

@@ -275,7 +275,7 @@ def check_written(
 
 @pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
-@settings(relaxed, max_examples=Chance.examples(60))
+@settings(relaxed, max_examples=Chance.examples(20))
 @given(data=st.data(), blocks=st.integers(1, 6), stagers=st.sampled_from([1, 4]))
 def test_written_file_is_the_rendering(
     backend: Backend,
@@ -511,7 +511,7 @@ def test_write_that_never_advances_is_an_error() -> None:
         assert job.failure() == ("write", 0, errno.EIO)
 
 
-@settings(relaxed, max_examples=Chance.examples(40))
+@settings(relaxed, max_examples=Chance.examples(15))
 @given(data=st.data(), seed=st.integers(0, 2**32), direct=st.booleans())
 def test_short_and_interrupted_writes_are_resumed(
     data: st.DataObject, seed: int, direct: bool
@@ -562,7 +562,7 @@ def test_cancelled_job_stages_no_further_block() -> None:
         assert engine.arena_blocks_in_use() == 0
 
 
-@settings(relaxed, max_examples=Chance.examples(40))
+@settings(relaxed, max_examples=Chance.examples(15))
 @given(delay_us=st.integers(0, 300), blocks=st.integers(1, 4))
 def test_job_cancelled_at_any_moment_ends(backend: Backend, delay_us: int, blocks: int) -> None:
     with engine_of(blocks) as engine, opened(Path("/dev/null"), os.O_WRONLY) as fd:
@@ -753,7 +753,7 @@ def accesses(draw: st.DrawFn, nbytes: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
-@settings(relaxed, max_examples=Chance.examples(50))
+@settings(relaxed, max_examples=Chance.examples(18))
 @given(data=st.data(), blocks=st.integers(1, 6), window=st.integers(1, 8), verify=st.booleans())
 def test_reads_in_any_order_return_the_file(
     backend: Backend,
@@ -892,7 +892,7 @@ def test_error_of_a_read_is_the_streams() -> None:
         assert not stream.readinto(target, 0)  # a stream that failed stays failed
 
 
-@settings(relaxed, max_examples=Chance.examples(40))
+@settings(relaxed, max_examples=Chance.examples(15))
 @given(data=st.data(), seed=st.integers(0, 2**32))
 def test_short_and_interrupted_reads_are_resumed(data: st.DataObject, seed: int) -> None:
     chance = random.Random(seed)

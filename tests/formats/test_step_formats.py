@@ -63,7 +63,7 @@ from tests.storm import Chance
 MIB = 1 << 20
 NONCE = "0123456789abcdef"
 OTHER_NONCE = "fedcba9876543210"
-relaxed = settings(deadline=None, max_examples=Chance.examples(60))
+relaxed = settings(deadline=None, max_examples=Chance.examples(20))
 
 
 def bytes_of(image: Image) -> bytes:
@@ -1062,7 +1062,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return Box(tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds))
 
 
-@settings(deadline=None, max_examples=Chance.examples(70))
+@settings(deadline=None, max_examples=Chance.examples(25))
 @given(st.data(), st.lists(st.integers(1, 7), max_size=3).map(tuple))
 def test_a_writer_that_holds_something_is_never_left_out(
     data: st.DataObject, shape: tuple[int, ...]
@@ -1136,7 +1136,7 @@ def test_names_of_entries() -> None:
     assert entry_name("__metadata__", (4,), Box((0,), (4,))) == "__metadata__@"
 
 
-@settings(deadline=None, max_examples=Chance.examples(100))
+@settings(deadline=None, max_examples=Chance.examples(30))
 @given(st.data())
 def test_different_pieces_have_different_names(data: st.DataObject) -> None:
     keys = st.text("a@0,1", max_size=5) | st.sampled_from([PER_RANK, shard_format.METADATA])

@@ -96,7 +96,7 @@ def write(job: _engine.WriteJob, path: Path, backend: _engine.Backend) -> bytes:
 
 
 @pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
-@settings(relaxed, max_examples=Chance.examples(60))
+@settings(relaxed, max_examples=Chance.examples(20))
 @given(data=st.data(), blocks=st.integers(1, 6), stagers=st.sampled_from([1, 4]))
 def test_written_file_is_the_rendering(
     library: CudaStub,

@@ -92,7 +92,7 @@ def test_code_as_map_location_comes_through_the_host(cufile: CufileStub, disk: P
 
 
 @settings(
-    max_examples=Chance.examples(15),
+    max_examples=Chance.examples(6),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

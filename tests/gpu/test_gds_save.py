@@ -62,7 +62,7 @@ def test_the_file_is_the_same_either_way(cufile: CufileStub, disk: Path) -> None
 
 
 @settings(
-    max_examples=Chance.examples(15),
+    max_examples=Chance.examples(6),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

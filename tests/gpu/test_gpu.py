@@ -225,7 +225,7 @@ def test_call_fence_orders_streams_and_does_not_wait(gpu: CudaStub, disk: Path) 
 def test_every_save_has_what_the_state_was(
     gpu: CudaStub, runtime: Runtime, way: Callable[..., Way], fence: str, storm: Storm
 ) -> None:
-    """40 saves on each way with each fence (125 in torture), on one stream after the other; the
+    """20 saves on each way with each fence (125 in torture), on one stream after the other; the
     state is painted over as soon as the fence allows, before a copy has begun in every second one.
     """
     sizes = {"big": MIB + 12345, "middle": 100 * KIB + 1, "small": 40 * KIB + 3, "tiny": 1}
@@ -233,7 +233,7 @@ def test_every_save_has_what_the_state_was(
     optimizer = Kernels(list(state.values()), gpu, runtime)
     saves = way(fence)
     with gpu.streams(3) as others:
-        for number, _ in enumerate(storm.rounds(suite=40, torture=125)):
+        for number, _ in enumerate(storm.rounds(suite=20, torture=125)):
             runtime.stream = [0, *others][number % 4]
             painted = paint(state, number, gpu, runtime.stream)
             gpu.hold(number % 2 == 0)

@@ -100,7 +100,7 @@ def bucketed(draw: Any) -> tuple[dict[str, list[Piece]], dict[str, np.ndarray], 
     return arrays, {name: np.concatenate(held) for name, held in contents.items()}, tensors
 
 
-@settings(deadline=None, max_examples=Chance.examples(70))
+@settings(deadline=None, max_examples=Chance.examples(25))
 @given(bucketed(), st.data())
 def test_any_range_of_any_box_is_found(stored: Any, data: st.DataObject) -> None:
     arrays, contents, tensors = stored
@@ -200,7 +200,7 @@ def shard(key: str, rows: int, columns: int, at: int = 0, of: int = 1) -> Sharde
     return ShardedTensor.from_rank_offsets(key, torch.zeros(rows, columns), (0, at, of))
 
 
-@settings(deadline=None, max_examples=Chance.examples(20))
+@settings(deadline=None, max_examples=Chance.examples(8))
 @given(
     st.integers(1, 5),
     st.lists(st.tuples(st.integers(1, 700), st.integers(1, 700)), min_size=1, max_size=6),

@@ -101,7 +101,7 @@ near = st.builds(
 )
 
 
-@settings(max_examples=Chance.examples(20), deadline=None)
+@settings(max_examples=Chance.examples(8), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(12, 300), near), min_size=1, max_size=4),
     st.integers(1, 6),

@@ -263,7 +263,7 @@ def test_groups_of_digests_are_equal_on_every_rank() -> None:
     assert sorted(asked) == [0, 1, 2]
 
 
-@settings(max_examples=Chance.examples(25), deadline=None)
+@settings(max_examples=Chance.examples(10), deadline=None)
 @given(st.lists(st.sampled_from([b"", b"x", b"y", b"z"]), min_size=1, max_size=6))
 def test_groups_partition_the_ranks(digests: list[bytes]) -> None:
     coordinators = opened(dist.HashStore(), len(digests))
@@ -380,7 +380,7 @@ def test_decision_and_failure_exclude_each_other() -> None:
     assert ends <= {type(None), PeerFailed}
 
 
-@settings(max_examples=Chance.examples(30), deadline=None)
+@settings(max_examples=Chance.examples(10), deadline=None)
 @given(st.lists(st.sampled_from(["well", "slow", "fails", "fails late"]), min_size=2, max_size=5))
 def test_all_commit_or_none(fates: list[str]) -> None:
     def body(begun: Round) -> Any:

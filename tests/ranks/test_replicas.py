@@ -277,7 +277,7 @@ sizes_drawn = st.lists(
 )
 
 
-@settings(max_examples=Chance.examples(50), deadline=None)
+@settings(max_examples=Chance.examples(18), deadline=None)
 @given(sizes_drawn, st.sets(st.integers(0, 149)))
 def test_every_record_has_one_place(sizes: list[int], chosen: set[int]) -> None:
     contents = [storage(size) for size in sizes]
@@ -305,7 +305,7 @@ def with_copies(contents: list[torch.UntypedStorage], nbytes_max: int) -> list[C
     ]
 
 
-@settings(max_examples=Chance.examples(30), deadline=None)
+@settings(max_examples=Chance.examples(10), deadline=None)
 @given(sizes_drawn)
 def test_copies_are_placed_as_what_they_are_of(sizes: list[int]) -> None:
     contents = [storage(size) for size in sizes]

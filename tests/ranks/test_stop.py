@@ -200,7 +200,7 @@ def lives_in_turns(
     return [life.answers for life in lives]
 
 
-@settings(max_examples=Chance.examples(15), deadline=None)
+@settings(max_examples=Chance.examples(6), deadline=None)
 @given(st.lists(st.integers(0, CALLS_MAX), min_size=1, max_size=4), st.integers(0, 1 << 32))
 def test_all_ranks_answer_the_same_in_any_order(asked_at: list[int], seed: int) -> None:
     answers = lives_in_turns(asked_at, seed)

@@ -20,6 +20,7 @@ import fastckpt
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.state.fit import Fit, renamed
 from fastckpt.state.tree import flatten
+from tests.storm import Chance
 
 BIG = 300_000  # float32 elements: more than 1 MiB, which goes to the shards
 Restore = Callable[..., fastckpt.Differences]
@@ -339,7 +340,7 @@ NESTS = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=Chance.examples(60), deadline=None)
 @given(st.dictionaries(KEYS, NESTS, min_size=1, max_size=4))
 def test_names_that_were_changed_and_changed_back_are_the_same(state: dict[Any, Any]) -> None:
     objects = flatten(state, 0, 1).objects

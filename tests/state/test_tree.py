@@ -255,7 +255,7 @@ nests = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=Chance.examples(50))
+@settings(deadline=None, max_examples=Chance.examples(18))
 @given(nest=nests)
 def test_any_nest_comes_back(nest: Any) -> None:
     flat = taken_apart(nest)
