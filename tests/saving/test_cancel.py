@@ -133,7 +133,7 @@ def test_a_step_in_the_local_tier_stays(disk: Path, memory: Path) -> None:
     if os.stat(disk).st_dev == os.stat(memory).st_dev:
         pytest.skip("there is only one file system here")
     state = {"w": torch.ones(1 << 20)}
-    with Checkpointer(disk, local=memory, drain_rate=500e3) as checkpointer:
+    with Checkpointer(disk, local=memory, drain_rate=4e6) as checkpointer:
         handle = checkpointer.save(1, state)
         assert handle.wait_local(WAIT_S)
         handle.cancel()
