@@ -33,6 +33,7 @@ from fastckpt.directories.verify import check
 from fastckpt.engine.staging import Allowance
 from fastckpt.errors import CheckpointError, PeerFailed, RanksDisagree, StagingConflict
 from fastckpt.formats.file_list import File
+from fastckpt.handle import SaveHandle
 from fastckpt.plan.boxes import Box, Piece
 from fastckpt.state.tree import Leaf
 from fastckpt.storage.file_system import Storage
@@ -405,6 +406,28 @@ def test_an_export_that_fails_is_told_as_a_save_that_fails(disk: Path) -> None:
     with pytest.raises(CheckpointError, match="of no checkpoint"):
         checkpointer.close()
     assert checkpointer.steps() == [1]
+
+
+def test_an_export_that_fails_is_told_after_later_ones(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if it fails just before the next one begins."""
+
+    def ended(_state: Any, step: int, *_how: Any) -> SaveHandle:
+        handle = SaveHandle(f"hf/{step}", 0.0)
+        if step == 1:
+            handle.set_exception(CheckpointError("the disk has gone"))
+        else:
+            handle.set_result(handle.stats)
+        return handle
+
+    monkeypatch.setattr("fastckpt.checkpointer.export_step", ended)
+    how = fastckpt.HuggingFace(disk / "hf")
+    checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
+    for step in (1, 2):
+        checkpointer.save(step, {"a": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="'hf/1', failed: the disk has gone"):
+        checkpointer.close()
 
 
 def test_exports_of_a_checkpointer_are_checked(disk: Path) -> None:

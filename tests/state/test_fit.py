@@ -72,6 +72,16 @@ def test_what_was_not_saved_is_kept_and_named(restore: Restore) -> None:
     assert state["new"][1] == {"a": 5} and state["count"] == 3 and state["own"].value == 9
 
 
+def test_what_differed_is_forgotten_by_the_next_restore(disk: Path) -> None:
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, {"a": torch.ones(3)}).result(60)
+        checkpointer.restore({"a": torch.ones(3), "b": torch.ones(3)}, missing="keep")
+        assert checkpointer.differences.missing == ("b",) and checkpointer.restored_from
+        with pytest.raises(fastckpt.CheckpointError, match="step 2"):
+            checkpointer.restore({"a": torch.ones(3)}, step=2)
+        assert not any(checkpointer.differences) and not checkpointer.restored_from
+
+
 def test_all_shapes_that_differ_are_told_at_once(restore: Restore) -> None:
     saved = {
         "a": torch.ones(2),
