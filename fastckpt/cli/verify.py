@@ -49,7 +49,7 @@ def add_arguments(commands: Any) -> None:
         type=path_argument,
         metavar="PATH",
         help="a file of fastckpt.save, a step, a Checkpointer's root, a .distcp file, a checkpoint "
-        "of DCP, Transformers or Accelerate, or a directory of such",
+        "of DCP, Transformers or Accelerate, an export, or a directory of such",
     )
     parser.add_argument(
         "--local",
