@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import current_thread, main_thread
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -67,6 +68,7 @@ log = logging.getLogger("fastckpt")
 
 T = TypeVar("T")
 
+_NO_DIFFERENCES = Differences((), (), {}, ())
 _IGNORED = "%r holds %s, which the state to be restored does not ask for"
 
 
@@ -148,6 +150,7 @@ class Checkpointer:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
             group, the root is a file, `local` lies on the root's file system, exports are to go to
             the root, or stop_signals are given on another thread than the main one.
+        CheckpointError: no thread can be started, which stop_signals need.
     """
 
     def __init__(
@@ -183,39 +186,41 @@ class Checkpointer:
         optional(check_callable, "on_commit", on_commit)
         optional(check_callable, "before_commit", before_commit)
         signals = optional(check_signals, "stop_signals", stop_signals)
+        SignalHandlers.check(signals or ())
         pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
         how = (backend, durable, staging_bytes, staging, stripe, pacing)
         self._options = StepOptions(*how, codec, keep_last, keep_every)
         self._pool = SharedMemory()
         self.root = os.path.realpath(check_path("root", root))
+        self._export = checked_export(export, self.root)
         self.group = default_group() if group is None else group
-        self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
-        self._rank_of = ranks_within(self.group)
         self._fence = fence
         self._timeout_s = timeout_s
         self._steps = Steps(pipeline.current().storage, self.root)
         self._is_step = is_step(self.root)
-        self._tier = local_tier(
-            self._steps.storage, local, keep_local, self._steps, self._coordinator, pacing
-        )
         self.restored_from: dict[str, str] = {}
-        self.differences = Differences((), (), {}, ())
+        self.differences = _NO_DIFFERENCES
         self._reader: StepReader | None = None  # of the restore that is running
         self._handles: list[SaveHandle] = []
         self._differing: frozenset[str] = frozenset()
         self._logs, self._on_commit, self._before_commit = log, on_commit, before_commit
-        self._export = checked_export(export, self.root)
         self.exported: SaveHandle | None = None
         self._exports: list[SaveHandle] = []
         self._closed = self._ended = False
         self._stop: StopAgreement | None = None
-        if signals is not None:
-            self._stop = StopAgreement(self._coordinator, timeout_s)
-            try:
+        with ExitStack() as opened:  # what is open is closed if what comes after it fails
+            self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
+            opened.callback(self._coordinator.close)
+            self._rank_of = ranks_within(self.group)
+            with_root = (self._steps, self._coordinator, pacing)
+            self._tier = local_tier(self._steps.storage, local, keep_local, *with_root)
+            if self._tier is not None:
+                opened.callback(self._tier.close)
+            if signals is not None:
+                self._stop = StopAgreement(self._coordinator, timeout_s)
+                opened.callback(self._stop.close)
                 self._handlers = SignalHandlers(signals, self._stop.ask)
-            except ValueError:
-                self._stop.close()
-                raise
+            opened.pop_all()
 
     def save(self, step: int, state: Any) -> SaveHandle:
         """Begins to save a step. All ranks call it, with the same step.
@@ -246,7 +251,7 @@ class Checkpointer:
         if self._is_step:
             raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
         agreement = self._coordinator.begin(f"step {step}", self._timeout_s)
-        self._handles = [earlier for earlier in self._handles if not earlier.done()]
+        self._handles = [each for each in self._handles if _may_be_told(each)]
         options = self._options
         with ExitStack() as failing:
             failing.enter_context(agreement.failing())
@@ -259,7 +264,8 @@ class Checkpointer:
             place: StepPlace | NodePlace = StepPlace(self._steps, agreement, step, options)
             if self._tier is not None and draining is not None:
                 by_way_of = (self._tier, handle, agreement, draining)
-                place = NodePlace(*by_way_of, self._handles, step, options)
+                running = [each for each in self._handles if not each.done()]
+                place = NodePlace(*by_way_of, running, step, options)
             content = captured(
                 state,
                 self._coordinator.rank,
@@ -280,8 +286,7 @@ class Checkpointer:
         if self._export is not None and step % self._export.every == 0:
             how = (self.group, self._fence, options.durable, options.staging_bytes, self._timeout_s)
             self.exported = export_step(state, step, self._export, *how)
-            self._exports = [each for each in self._exports if not each.done()]
-            self._exports.append(self.exported)
+            self._exports = [*filter(_may_be_told, self._exports), self.exported]
         return handle
 
     def restore(
@@ -353,6 +358,7 @@ class Checkpointer:
         step = optional(check_integer, "step", step)
         check_flag("weights_only", weights_only)
         check_flag("required", required)
+        self.differences = _NO_DIFFERENCES
 
         def read(reader: StepReader, spread: Spread) -> Template:
             rank = self._coordinator.rank
@@ -466,7 +472,12 @@ class Checkpointer:
         return found[0].manifest.step if found else None
 
     def close(self) -> None:
-        """Waits for the saves in flight. Raises the first failure whose error nobody asked for."""
+        """Waits for the saves and exports in flight, and leaves the group. Idempotent.
+
+        Raises:
+            CheckpointError: one of them failed, and nobody asked for its error: that of the first.
+                Everything is closed, and a second call raises nothing.
+        """
         if self._ended:
             return
         self._closed = True
@@ -484,7 +495,7 @@ class Checkpointer:
             self._handlers.close()  # only now: a second signal must not end what was waited for
         self._ended = True
         handles = (*self._handles, *self._exports)
-        failed = [h for h in handles if h.failure() is not None and not h.is_asked_for()]
+        failed = [*filter(_may_be_told, handles)]
         self._handles, self._exports = [], []
         for handle in failed[:1]:
             pipeline.raise_earlier(handle)
@@ -517,8 +528,11 @@ class Checkpointer:
                 try:
                     if handle.failure() is None:
                         on_commit(step, handle.stats)
-                except BaseException:  # SystemExit, too: this is the thread of the save
+                except BaseException as error:  # SystemExit, too: this is the thread of the save
                     log.exception("on_commit raised, after step %d was committed", step)
+                    # Where no thread could be started it is the caller's, whom Ctrl-C is meant for.
+                    if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
+                        raise
 
             handle.add_done_callback(tell)
 
@@ -546,6 +560,7 @@ class Checkpointer:
     @contextmanager
     def _restoring(self) -> Iterator[Round]:
         """Begins a round of all ranks, once the saves of this process to the root have ended."""
+        self.restored_from = {}
         self._current().wait_for(self.root, ended=True)
         agreement = self._coordinator.begin("restore", self._timeout_s, "nothing was restored")
         try:
@@ -570,6 +585,11 @@ class Checkpointer:
             return first_whole(agreement, current, [self._steps], step, noting, required=required)
         options = self._options
         return first_whole_of_tiers(agreement, current, tier, options, step, noting, required)
+
+
+def _may_be_told(handle: SaveHandle) -> bool:
+    """Returns whether a save may still fail, or has failed and nobody has asked for its error."""
+    return not handle.done() or (handle.failure() is not None and not handle.is_asked_for())
 
 
 def _own(values: dict[str, Any] | None, name: str) -> PerRank:

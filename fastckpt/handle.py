@@ -58,7 +58,7 @@ class RankClocks(NamedTuple):
         return cls._make([stats.nbytes, *known, stats.writes])
 
     def to_bytes(self) -> bytes:
-        """Returns them as NBYTES bytes, for the first rank."""
+        """Returns them as CLOCKS_BYTES bytes, for the first rank."""
         return _CLOCKS.pack(*self[:-1], *self.writes)
 
     @classmethod
@@ -112,7 +112,8 @@ class SaveStats:
         memory_waited_s: how long nothing was copied because no staging memory was free, that is,
             because writing is slower; summed over the files.
         writes: how many writes this process made, by their size: at most 4 KiB, 64 KiB, 1 MiB,
-            4 MiB, and more. Indexes and the commit record are not among them.
+            4 MiB, and more. Indexes and the commit record are not among them. With a codec, and in
+            an export, it counts the blocks that are handed over, and not the writes made of them.
         staging: "host" if nothing lay on a GPU, else the kind of memory that was copied to,
             "pinned" or "pageable".
         staging_why: why it was that, in words.

@@ -49,7 +49,7 @@ def add_arguments(commands: Any) -> None:
         type=path_argument,
         metavar="PATH",
         help="a file of fastckpt.save, a step, a Checkpointer's root, a .distcp file, a checkpoint "
-        "of DCP, Transformers or Accelerate, or a directory of such",
+        "of DCP, Transformers or Accelerate, an export, or a directory of such",
     )
     parser.add_argument(
         "--local",
@@ -127,10 +127,12 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
         yield path, partial(_refuse, why)
         return
     steps = _steps(path)
+    incomplete = steps.incomplete()
     # Exports are named as steps are.
-    incomplete = {name for name in steps.incomplete() if not _is_listed(os.path.join(path, name))}
-    for name in sorted(incomplete):
-        yield os.path.join(path, name), _mention
+    exports = [each for name in incomplete if _is_listed(each := os.path.join(path, name))]
+    for name in incomplete:
+        if os.path.join(path, name) not in exports:
+            yield os.path.join(path, name), _mention
     found = [name for name in sorted(steps.names()) if name not in incomplete]
     for name in found:
         yield os.path.join(path, name), partial(_verify_step, steps, name, is_local)
@@ -142,8 +144,8 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
     if runs:
         return
     of_frameworks = [*_of_frameworks(path)]
-    if not found and not of_frameworks:  # they may lie one level further down
-        of_frameworks = [part for each in inner for part in _of_frameworks(each)]
+    below = exports if found or of_frameworks else inner  # they may lie one level further down
+    of_frameworks += [part for each in below for part in _of_frameworks(each)]
     yield from of_frameworks
     if not found and not of_frameworks:
         there = what_is_there(steps)

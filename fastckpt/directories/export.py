@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fastckpt.arguments.checks import Fence, check_count, check_path, check_size, optional
+from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import remove_directory, save_directory
 from fastckpt.directories.shared_files import SharedFiles, SharedTensor
 from fastckpt.directories.swap_place import names_in
 from fastckpt.directories.verify import list_of
 from fastckpt.errors import CheckpointError
-from fastckpt.formats import hugging_face, safetensors
+from fastckpt.formats import file_list, hugging_face, safetensors
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.step_names import step_name
 from fastckpt.formats.strict_json import check_text
@@ -29,7 +30,6 @@ from fastckpt.handle import SaveHandle
 from fastckpt.plan.boxes import Box
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import ranks_within
-from fastckpt.ranks.per_group import GroupMemo
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
 from fastckpt.state.dtensors import PLAIN_TENSORS, Parts, is_sharded
@@ -123,8 +123,9 @@ def export(
         rename: gives tensors other names: as load_into()'s, applied to the keys joined by "/".
         only: export what has names in the state like this glob, such as "model/*".
         shard_bytes: the most bytes of tensors in a file, as a number or a text such as "5GB".
-        files: files to copy into the directory, such as config.json and those of the tokenizer;
-            those that the first rank names count, and are read before this returns.
+        files: files to copy into the directory, such as config.json and those of the tokenizer, of
+            1 GiB each at most; those that the first rank names count, and are read before this
+            returns.
         group: a torch.distributed process group whose ranks all call this, with DTensors on these
             ranks, and the same plain tensors on each. Ranks talk over the job's store; no
             collective runs. None: this process alone.
@@ -137,8 +138,8 @@ def export(
     Raises:
         TypeError: tensors are none that safetensors files can hold (the message names all), or an
             argument has another type.
-        ValueError: two tensors get the same name, or none is left; two files have the same name; or
-            an argument is out of range.
+        ValueError: two tensors get the same name, or none is left; one of `files` has the name of
+            another file of the export, or more than 1 GiB; or an argument is out of range.
         CheckpointError: an earlier save failed, and nobody asked for its error.
         StorageError: one of `files` cannot be read, or the directory's parent cannot be made.
     """
@@ -203,7 +204,7 @@ def _is_export(storage: Storage, path: str) -> bool:
     """
     try:
         return {*names_in(storage, path, links=True)} == list_of(path, storage).keys() != set()
-    except CheckpointError:
+    except (CheckpointError, OSError):  # it cannot be read, or has just been removed
         return False
 
 
@@ -223,7 +224,9 @@ def _exported(
     copied = [check_path("files", file) for file in options.files]
 
     def fill(draft: Draft) -> None:
-        tensors = _named(state, options, draft, shared, rank_of)
+        # Read once: an earlier export, which still runs, may add to it meanwhile.
+        unequal, held = shared.unequal(), Parts(shared.coordinator.world_size, rank_of)
+        tensors = _named(state, options, draft, held, unequal)
         parts = hugging_face.divided([tensor.nbytes for tensor in tensors], shard_bytes)
         names = hugging_face.file_names(len(parts))
         contents = {
@@ -232,7 +235,7 @@ def _exported(
         if shared.coordinator.rank == 0:
             _add_others(draft, copied, contents)
         draft.add_shared(
-            SharedFiles(contents, hugging_face.METADATA, shared.unequal(), shared.note_unequal),
+            SharedFiles(contents, hugging_face.METADATA, unequal, shared.note_unequal),
             {tensor.name: tensor.leaf.local for tensor in tensors},
         )
 
@@ -263,11 +266,13 @@ def _named(
     state: Any,
     options: HuggingFace,
     draft: Draft,
-    shared: GroupMemo,
-    rank_of: dict[int, int] | None,
+    parts: Parts,
+    unequal: frozenset[str],
 ) -> list[SharedTensor]:
-    """Returns the tensors to export as this rank holds them, captured, in the state's order."""
-    parts, fit, dtype = Parts(shared.coordinator.world_size, rank_of), options.fit, options.dtype
+    """Returns the tensors to export as this rank holds them, captured, in the state's order; those
+    that are `unequal` are the first rank's.
+    """
+    fit, dtype = options.fit, options.dtype
     found: dict[str, SharedTensor] = {}
     old_of: dict[str, str] = {}
     seen: set[object] = set()
@@ -283,7 +288,7 @@ def _named(
         if not name:
             raise ValueError(f"nothing is left of the name {old!r}")
         try:
-            held = _held(old, tensor, parts, name in shared.unequal())
+            held = _held(old, tensor, parts, name in unequal)
         except TypeError as error:
             misfits.append(str(error))
             continue
@@ -317,8 +322,11 @@ class _Held(NamedTuple):
 def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
     """Returns this rank's part of a tensor; raises TypeError for what files cannot hold."""
     identity: object = object()
+    replicas = (0,) if is_first_ranks else parts.everybody
     if is_sharded(tensor):
         local, box, holders, placement, identity = parts.of(key, tensor)
+        if holders is parts.everybody:
+            holders = replicas
         shape = tuple(tensor.shape)
         return _Held(Leaf(key, _plain(local), shape, box, holders, placement), identity)
     kind = None
@@ -336,9 +344,8 @@ def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
     if tensor.numel():
         sign = tensor.is_neg()  # of a view: then what it reads is not what lies there
         identity = (tensor.device, tensor.data_ptr(), shape, tensor.stride(), tensor.dtype, sign)
-    holders = (0,) if is_first_ranks else parts.everybody
     box = Box((0,) * len(shape), shape)
-    return _Held(Leaf(key, local, shape, box, holders, "replicated"), identity)
+    return _Held(Leaf(key, local, shape, box, replicas, "replicated"), identity)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -349,17 +356,27 @@ def _add_others(
     draft: Draft, copied: Sequence[str], contents: Mapping[str, Sequence[SharedTensor]]
 ) -> None:
     """Adds the files that the first rank writes alone: the index, and what is copied."""
-    taken = {*contents}
+    # The first two are taken whether or not they are written: without an index, one that is copied
+    # would name files that are not there.
+    taken = {file_list.NAME, hugging_face.INDEX, *contents}
     if len(contents) > 1:
         file_of = {tensor.name: name for name, shard in contents.items() for tensor in shard}
         nbytes = sum(tensor.nbytes for shard in contents.values() for tensor in shard)
         draft.add_content(hugging_face.index(file_of, nbytes), hugging_face.INDEX)
-        taken.add(hugging_face.INDEX)
     storage = pipeline.current().storage
     for path in copied:
         name = os.path.basename(path)
         if name in taken:
-            raise ValueError(f"two files of the export would be named {name!r}: leave one out")
+            raise ValueError(
+                f"files has {path!r}, but {name!r} is the name of another file of the export: "
+                "leave it out"
+            )
         taken.add(name)
         with reported("read", path):
-            draft.add_content(storage.read_file(os.path.realpath(path), _FILE_BYTES_MAX), name)
+            content = storage.read_file(os.path.realpath(path), _FILE_BYTES_MAX + 1)
+        if len(content) > _FILE_BYTES_MAX:
+            raise ValueError(
+                f"files has {path!r}, which has more than {shown_size(_FILE_BYTES_MAX)}: files as "
+                "config.json are meant, which are read into memory; copy this one after the export"
+            )
+        draft.add_content(content, name)

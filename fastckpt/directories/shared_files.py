@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fastckpt.engine.staging import combine_crcs
+from fastckpt.errors import CheckpointError
 from fastckpt.formats import safetensors
 from fastckpt.formats.file_list import File
 from fastckpt.plan.boxes import Box, Held, Piece, copies, plan
@@ -150,12 +151,20 @@ class SharedFile:
         return PartWriter(storage, self.nbytes, self._elements)
 
     def joined(self, parts: Sequence[File]) -> File:
-        """Returns the size and CRC-32 of the file, given what PartWriter.part was on each rank."""
-        assert sum(part.nbytes for part in parts) == self.nbytes, "ranks wrote what was planned"
-        crc = crc_of_zeros(self.nbytes, combine_crcs)
+        """Returns the size and CRC-32 of the file, given what PartWriter.part was on each rank.
+
+        Raises:
+            CheckpointError: together they have not written the bytes of the file.
+        """
+        whole = File(0, crc_of_zeros(self.nbytes, combine_crcs))
         for part in parts:
-            crc ^= part.crc32
-        return File(self.nbytes, crc)
+            whole = _summed(whole, part)
+        if whole.nbytes != self.nbytes:  # no assert, for a wrong file must never be committed
+            raise CheckpointError(
+                f"ranks have written {whole.nbytes} bytes of {self.name!r}, which has "
+                f"{self.nbytes}: this is a bug of fastckpt, please report it"
+            )
+        return whole
 
 
 class PartWriter:
@@ -187,38 +196,44 @@ class PartWriter:
             OSError: they could not be written.
         """
         assert kind == "write"
-        end = offset + len(memory)
+        end, part = offset + len(memory), File(0, 0)
         number = bisect_right(self._begins, offset) - 1
         while number < len(self._elements) and self._begins[number] < end:
             each = self._elements[number]
             low, high = max(each.begin, offset), min(each.end, end)
             first = (low - each.begin) // each.held.itemsize
-            self._write(fd, each, memory[low - offset : high - offset], first)
+            part = _summed(part, self._write(fd, each, memory[low - offset : high - offset], first))
             number += 1
+        with self._lock:  # only now: if a write fails, the engine may try all of them once more
+            self.part = _summed(self.part, part)
         return len(memory)
 
-    def _write(self, fd: int, each: _Elements, memory: memoryview, first: int) -> None:
-        """Writes elements from the one with the number `first` on."""
-        held, stored = each.held.itemsize, each.stored.itemsize
+    def _write(self, fd: int, each: _Elements, memory: memoryview, first: int) -> File:
+        """Writes elements from the one with the number `first` on, and returns what they add."""
+        held, stored, part = each.held.itemsize, each.stored.itemsize, File(0, 0)
         if each.held == each.stored:
-            self._place(fd, each, memory, first)
-            return
+            return self._place(fd, each, memory, first)
         for begin in range(0, len(memory) // held, _CONVERTED_AT_ONCE):
             some = memory[begin * held : (begin + _CONVERTED_AT_ONCE) * held]
             content = bytearray(len(some) // held * stored)
             converted = torch.frombuffer(content, dtype=each.stored)
             converted.copy_(torch.frombuffer(some, dtype=each.held))
-            self._place(fd, each, memoryview(content), first + begin)
+            part = _summed(part, self._place(fd, each, memoryview(content), first + begin))
+        return part
 
-    def _place(self, fd: int, each: _Elements, content: memoryview, first: int) -> None:
+    def _place(self, fd: int, each: _Elements, content: memoryview, first: int) -> File:
         at, crc, itemsize = 0, 0, each.stored.itemsize
         for offset, count in each.runs(first, first + len(content) // itemsize):
             run = content[at : at + count * itemsize]
             patiently(self._storage, fd, partial(self._storage.write_at, fd, run, offset))
             crc ^= contribution(run, self._file_nbytes - offset - len(run), combine_crcs)
             at += len(run)
-        with self._lock:
-            self.part = File(self.part.nbytes + at, self.part.crc32 ^ crc)
+        return File(at, crc)
+
+
+def _summed(one: File, other: File) -> File:
+    """Returns what two parts of a file are together."""
+    return File(one.nbytes + other.nbytes, one.crc32 ^ other.crc32)
 
 
 class SharedFiles:
@@ -231,8 +246,8 @@ class SharedFiles:
         differing: called with the names of tensors whose contents differ between ranks.
 
     Attributes:
-        structure, contents: describe to the other ranks which tensors are where, and by samples
-            what is in those that all ranks hold.
+        structure, contents: describe to the other ranks which tensors are where and whose they are,
+            and by samples what is in those that all ranks hold.
     """
 
     def __init__(
@@ -251,8 +266,9 @@ class SharedFiles:
             for file, its in tensors.items()
             for tensor in its
         ]
-        self.structure = Description(texts)
-        self.contents = Description([], first_rank)
+        # By `first_rank`, too, ranks know which elements are whose.
+        self.structure = Description(texts, first_rank)
+        self.contents = Description([])
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Returns the storages that are copied."""

@@ -6,6 +6,7 @@ The module must not know which of these are fast, or what saves and loads choose
 from __future__ import annotations
 
 from array import array
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from fastckpt import _engine
@@ -48,13 +49,16 @@ class CellTrial:
             self._backend = make(cell.depth)
         except (_engine.BackendUnavailable, MemoryError, RuntimeError) as error:
             raise BackendUnavailable(f"{cell.backend!r} does not work here: {error}") from error
-        try:
-            arena_bytes, stagers = blocks * cell.block_bytes, max(2, stager_count())
-            self._engine = _engine.Engine(arena_bytes, cell.block_bytes, stagers)
-        except (MemoryError, RuntimeError) as error:
-            self._backend.close()
-            raise CheckpointError(f"no memory or threads for {cell}: {error}") from error
-        self._engine.prefault(0, arena_bytes, stagers)
+        with ExitStack() as opened:  # what is open is closed if what comes after it fails
+            opened.callback(self._backend.close)
+            try:
+                arena_bytes, stagers = blocks * cell.block_bytes, max(2, stager_count())
+                self._engine = _engine.Engine(arena_bytes, cell.block_bytes, stagers)
+                opened.callback(self._engine.close)
+                self._engine.prefault(0, arena_bytes, stagers)
+            except (MemoryError, RuntimeError) as error:
+                raise CheckpointError(f"no memory or threads for {cell}: {error}") from error
+            opened.pop_all()
 
     def __enter__(self) -> CellTrial:
         return self

@@ -36,7 +36,7 @@ class FilePlan(Plan):
 
     Args:
         captured, obj: the capture of the object, and the object.
-        shared: the Together of the group that saves; None where one rank saves alone.
+        shared: the GroupMemo of the group that saves; None where one rank saves alone.
         devices: the devices whose memory may be read.
         agreement, place, options: the save's.
 

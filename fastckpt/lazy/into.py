@@ -106,7 +106,8 @@ def load_into(
     """
     fit = Fit(missing, unexpected, dtype, rename, only)
     if not isinstance(state, dict | list | tuple | torch.Tensor) and not is_stateful(state):
-        raise TypeError(f"state is {type(state).__name__}, must be a dict, a list or stateful")
+        kind = type(state).__name__
+        raise TypeError(f"state is {kind}, must be a dict, list, tuple or tensor, or stateful")
     current, checked = pipeline.current(), check_path("path", path)
     current.wait_for(os.path.realpath(checked))
     where, source = opened(current.storage, current.staging, checked)

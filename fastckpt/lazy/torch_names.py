@@ -311,6 +311,11 @@ def _encoded(text: Any, encoding: Any = "latin1") -> Any:
     return text.encode("latin1")
 
 
+def _empty_bytes() -> bytes:
+    """Returns b"", which protocol 2 writes as a call without arguments."""
+    return b""
+
+
 def _without_state(_target: Any, _state: Any) -> None:
     """Passes attributes over, such as a state_dict's _metadata."""
 
@@ -339,6 +344,8 @@ _KNOWN: dict[tuple[str, str], Any] = {
     **{("torch._utils", name): callee for name, callee in _REBUILT.items()},
     **{("torch", name): dtype for name, dtype in (*_STORAGES.items(), *_DTYPES.items())},
     **_plain("torch", ("device",)),
+    ("builtins", "bytes"): Callee(_empty_bytes),
+    ("__builtin__", "bytes"): Callee(_empty_bytes),
     **_plain("builtins", _BUILTINS),
     **_globals("builtins", _SETS, Callee(_items)),
     **_plain("__builtin__", _BUILTINS),

@@ -35,24 +35,33 @@ class SignalHandlers:
     """
 
     def __init__(self, numbers: Sequence[signal.Signals], told: Callable[[], object]) -> None:
+        self.check(numbers)
         self._told = told
         self._pid = os.getpid()
         self._is_closed = False
+        self._earlier = {number: signal.getsignal(number) for number in numbers}
+        try:
+            for number in numbers:
+                signal.signal(number, self._handle)
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def check(numbers: Sequence[signal.Signals]) -> None:
+        """Raises ValueError unless this thread may install handlers of these signals."""
         here = threading.current_thread()
         if numbers and here is not threading.main_thread():
             raise ValueError(
                 f"signals {_names(numbers)} can be handled on the main thread alone, and this is "
                 f"thread {here.name!r}: do this on the main thread"
             )
-        self._earlier = {number: signal.getsignal(number) for number in numbers}
-        foreign = [number for number, earlier in self._earlier.items() if earlier is None]
+        foreign = [number for number in numbers if signal.getsignal(number) is None]
         if foreign:
             raise ValueError(
                 f"signals {_names(foreign)} have handlers that were not installed by Python, which "
                 "therefore cannot put them back: choose other signals"
             )
-        for number in numbers:
-            signal.signal(number, self._handle)
 
     def close(self) -> None:
         """Puts the handlers back that were there before. Idempotent.

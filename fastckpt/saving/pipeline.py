@@ -157,6 +157,8 @@ class Pipeline:
             self._failed[handle] = None
         self._telling.add(threading.get_ident())
         handle.mark_staged()
+        if handle.stats.stall_s is None:  # save() has yet to return; callbacks see how long it took
+            handle.stats.stall_s = handle.elapsed_s()
         try:
             try:
                 if error is None:

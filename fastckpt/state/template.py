@@ -7,7 +7,7 @@ lacks, and for putting values in place once all have been read. It must not know
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -150,15 +150,13 @@ class Template:
         unexpected = tuple(at.name for at in self._ignored)
         return Differences(tuple(self._missing), unexpected, self._renamed, tuple(self._cast))
 
-    def _asks(self, name: str) -> bool:
-        asked = self._fit.asks_for(name)
-        self._was_asked = self._was_asked or asked
-        return asked
-
     def _takes(self, saved: Any, at: _At) -> bool:
         """Returns whether a value of the state is restored; notes it if it was not saved."""
-        if not self._asks(at.name):
-            return False
+        return self._fit.asks_for(at.name) and self._has(saved, at)
+
+    def _has(self, saved: Any, at: _At) -> bool:
+        """Returns whether a value that is asked for was saved; notes it if it was not."""
+        self._was_asked = True
         if saved is _ABSENT:
             if self._fit.missing == "raise":
                 self._misfits.append(f"{at} is not in the checkpoint")
@@ -231,7 +229,7 @@ class Template:
                 + (instead_of(missing, saved) or ": restore it into a state as it was saved")
             )
         others = [at.of(key) for key in saved if key not in value]
-        self._ignored += [other for other in others if self._asks(other.name)]
+        self._ignored += [other for other in others if self._fit.asks_for(other.name)]
         for key, item in value.items():
             new = self._visit(item, saved.get(key, _ABSENT), at.of(key), depth + 1)
             if new is not item:
@@ -313,7 +311,7 @@ class Template:
             raise self._misfit(f"{at} has a dict, in the checkpoint {_described(saved)}")
         if isinstance(value, torch.optim.Optimizer):
             own = _completed(value, own, saved)
-        unknown = [key for key in saved if key not in own and self._asks(at.of(key).name)]
+        unknown = [key for key in saved if key not in own and self._fit.asks_for(at.of(key).name)]
         own = _copied(own)  # it may be the very dict that the object keeps its state in
         if self._fit.unexpected is None:
             self._add_missing(own, saved, at, depth)
@@ -331,11 +329,13 @@ class Template:
         """Restores an optimizer as a whole or not at all: its parameters have no names but numbers,
         and it cannot go on with half of its state.
         """
-        self._was_asked = True  # for a part of it, at least
-        if not (self._asks(at.name) or self._asks(f"{at.name}/")):
+        asks_for = self._fit.asks_for
+        if not (asks_for(at.name) or asks_for(f"{at.name}/")):
+            # Whoever asks for a part of it has not mistyped a name.
+            inside = _names_within(value.state_dict(), at)
+            self._was_asked = self._was_asked or any(map(asks_for, inside))
             return
-        if saved is _ABSENT:
-            self._takes(saved, at)
+        if not self._has(saved, at):
             return
         theirs = unescaped(saved)
         if not isinstance(theirs, dict) or _sizes(theirs) != _sizes(value.state_dict()):
@@ -353,7 +353,7 @@ class Template:
         """Adds to a state_dict the keys it lacks: load_state_dict() decides whether they fit."""
         for key, item in saved.items():
             if key not in own:
-                if self._asks(at.of(key).name):
+                if self._fit.asks_for(at.of(key).name):
                     own[key] = None
             elif depth < DEPTH_MAX and isinstance(item, dict) and _is_filled_dict(own[key]):
                 self._add_missing(own[key], unescaped(item), at.of(key), depth + 1)
@@ -381,6 +381,15 @@ class Template:
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     parts = zip(box.offsets, box.sizes, strict=True)
     return tensor[tuple(slice(offset, offset + size) for offset, size in parts)]
+
+
+def _names_within(value: Any, at: _At) -> Iterator[str]:
+    """Yields the names of the values in a nest."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        yield at.of(key).name
+        if isinstance(item, dict | list | tuple):
+            yield from _names_within(item, at.of(key))
 
 
 def _sizes(state: Mapping[str, Any]) -> list[int] | None:

@@ -9,13 +9,16 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
+from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.handle import SaveHandle
 from fastckpt.storage import atomic
-from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.file_system import Storage, from_the_path, reported
 
 log = logging.getLogger("fastckpt")
 
@@ -50,7 +53,7 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
     """Returns the entries of a log, or of the log in a directory, in order.
 
     A line that is no entry, since a machine crashed or a disk was full, is left out, with a
-    warning.
+    warning; and so is all but the last GiB of a log.
 
     Raises:
         CorruptCheckpoint: no line is an entry. StorageError: it cannot be read.
@@ -58,7 +61,7 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
     with reported("read", path):
         if storage.is_directory(path):
             path = os.path.join(path, NAME)
-        content = storage.read_file(path, _BYTES_MAX)
+        content = from_the_path(partial(_last_lines, storage, path))
     found: list[dict[str, Any]] = []
     wrong = ""
     for number, line in enumerate(content.split(b"\n"), 1):
@@ -74,6 +77,22 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
     if wrong and not found:
         raise CorruptCheckpoint(f"{path!r} is no log of saves")
     return found
+
+
+def _last_lines(storage: Storage, path: str) -> bytes:
+    """Returns the whole lines among the last _BYTES_MAX of a file."""
+    fd = storage.open_regular(path)
+    try:
+        begin = max(0, storage.size(fd) - _BYTES_MAX)
+        content = storage.read_at(fd, _BYTES_MAX, begin)
+    finally:
+        with suppress(OSError):  # it loses nothing of what was read; the first error counts
+            storage.close(fd)
+    if begin == 0:
+        return content
+    told = "%r is too large: only its last %s are read, and lines are counted from there"
+    log.warning(told, path, shown_size(_BYTES_MAX))
+    return content[content.find(b"\n") + 1 :]
 
 
 def _no_number(text: str) -> None:

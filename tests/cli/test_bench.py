@@ -150,6 +150,27 @@ def test_a_trial_tells_damage(disk: Path) -> None:
             trial.read(file.fileno(), crcs, target.data_ptr())
 
 
+def test_a_trial_without_memory_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    class Engine:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def prefault(self, *_: object) -> None:
+            raise MemoryError
+
+        def close(self) -> None:
+            closed.append("engine")
+
+    backend = SimpleNamespace(close=lambda: closed.append("backend"))
+    fake = SimpleNamespace(threads_backend=lambda _: backend, Engine=Engine)
+    monkeypatch.setattr("fastckpt.engine.cell_trial._engine", fake)
+    with pytest.raises(CheckpointError, match="no memory or threads for Cell"):
+        CellTrial(Cell("threads", MIB, 1, False), "file", MIB)
+    assert closed == ["engine", "backend"]
+
+
 def test_an_interrupted_trial_cancels_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 

@@ -404,6 +404,23 @@ def test_verify_reads_directories_by_their_list(
     assert status == 1 and re.match("damaged .*'one.pt' has", line)
 
 
+def test_verify_reads_exports_of_steps(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a directory of their own, and beside the steps of another run."""
+    for name in ("hf", "run"):
+        how = fastckpt.HuggingFace(saved / name)
+        with fastckpt.Checkpointer(saved / "exporting", export=how) as checkpointer:
+            for step in (7, 8):
+                checkpointer.save(step, state()).result()
+        steps = () if name == "hf" else (1, 2)
+        expected = [f"ok       {saved / name}/step-{step:08d}:" for step in (*steps, 7, 8)]
+        status, lines = verified(capsys, saved / name)
+        assert status == 0 and [line[: line.index(": ") + 1] for line in lines] == expected
+        flip(saved / name / "step-00000007" / "model.safetensors", 500)
+        status, lines = verified(capsys, saved / name)
+        damaged = [line for line in lines if not line.startswith("ok ")]
+        assert status == 1 and len(damaged) == 1 and "'model.safetensors' has" in damaged[0]
+
+
 def test_verify_names_every_damaged_file_of_a_step(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fastckpt
 from fastckpt.directories.save import wait_for_directories
+from fastckpt.ranks import per_group
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member, Outcome, attempt
@@ -70,7 +71,10 @@ def export_steps(member: Member, root: str, exports: str) -> int | None:
 def export_what_differs(member: Member, path: str, what: str) -> Outcome:
     """Exports a tensor that is another one on the last rank."""
     is_last = member.rank == member.world_size - 1
-    weight = numbers(1 if is_last and what == "content" else 0, 20_000).reshape(100, 200)
+    seed = int(is_last and what in ("content", "replica"))
+    weight = numbers(seed, 20_000).reshape(100, 200)
+    if what == "replica":
+        weight = spread(weight, ((member.world_size,), (Replicate(),)))
     if is_last and what == "shape":
         weight = weight.t()
     options: dict[str, Any] = {"group": member.group}
@@ -81,6 +85,22 @@ def export_what_differs(member: Member, path: str, what: str) -> Outcome:
         state["more"] = weight + 1
         options["shard_bytes"] = 1
     return attempt(lambda: exported(state, path, **options))
+
+
+def export_while_told_of_differences(member: Member, path: str) -> int:
+    """Exports two tensors. The first rank hears that the second one differs when it has looked at
+    what differs once, the second rank when it has done so twice.
+    """
+    shared, looks = per_group.together(member.group), 0
+
+    def unequal() -> frozenset[str]:
+        nonlocal looks
+        looks += 1
+        return frozenset("b" if looks > member.rank + 1 else "")
+
+    state = {name: numbers(0, 20_000).reshape(100, 200) for name in "ab"}
+    with mock.patch.object(shared, "unequal", unequal):
+        return exported(state, path, group=member.group)
 
 
 class _NoRoom(Recorder):

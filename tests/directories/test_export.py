@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,9 +28,14 @@ from torch import nn
 import fastckpt
 from fastckpt.cli import main
 from fastckpt.directories.save import wait_for_directories
+from fastckpt.directories.shared_files import SharedFile, SharedTensor
 from fastckpt.directories.verify import check
 from fastckpt.engine.staging import Allowance
 from fastckpt.errors import CheckpointError, PeerFailed, RanksDisagree, StagingConflict
+from fastckpt.formats.file_list import File
+from fastckpt.handle import SaveHandle
+from fastckpt.plan.boxes import Box, Piece
+from fastckpt.state.tree import Leaf
 from fastckpt.storage.file_system import Storage
 from tests.accelerator import KIND
 from tests.crews import export_bodies as bodies
@@ -42,6 +48,7 @@ from tests.interpreters import let_go
 from tests.storm import SUITE_SEED
 
 RANKS_IMPORT = "tests.crews.export_bodies"
+INDEX = "model.safetensors.index.json"
 WAIT_S = 60.0
 
 
@@ -62,7 +69,7 @@ def loaded(directory: Path) -> dict[str, torch.Tensor]:
             for name in [*file.keys()]:
                 assert name not in found
                 found[name] = file.get_tensor(name)
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.exists():
         told = json.loads(index.read_text())
         assert told["weight_map"].keys() == found.keys()
@@ -240,7 +247,9 @@ def test_what_files_cannot_hold_is_named(disk: Path) -> None:
         ({"a": torch.ones(1)}, {"rename": 3}, TypeError, "rename"),
         ({"a": torch.ones(1)}, {"files": "config.json"}, TypeError, "list of paths"),
         ({"a": torch.ones(1)}, {"files": ["x/config.json", "config.json"]}, OSError, "No such"),
-        ({"a": torch.ones(1)}, {"files": ["model.safetensors"]}, ValueError, "two files"),
+        ({"a": torch.ones(1)}, {"files": ["model.safetensors"]}, ValueError, "of another file"),
+        ({"a": torch.ones(1)}, {"files": ["x/fastckpt.json"]}, ValueError, "of another file"),
+        ({"a": torch.ones(1)}, {"files": [INDEX]}, ValueError, "of another file"),
     ],
     ids=lambda value: "",
 )
@@ -250,6 +259,52 @@ def test_what_cannot_be_exported_is_told_at_once(
     with pytest.raises(error, match=told):
         fastckpt.export(state, disk / "a", **options)
     assert os.listdir(disk) == []
+
+
+def test_a_file_that_is_too_large_is_not_cut(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastckpt.directories.export._FILE_BYTES_MAX", 1000)
+    config = disk / "config.json"
+    config.write_text("x" * 1000)
+    fastckpt.export({"a": torch.ones(1)}, disk / "a", files=[config]).result(WAIT_S)
+    assert (disk / "a" / "config.json").read_text() == "x" * 1000
+    config.write_text("x" * 1001)
+    with pytest.raises(ValueError, match=r"config.json', which has more than 1000 B:"):
+        fastckpt.export({"a": torch.ones(1)}, disk / "b", files=[config])
+    assert not (disk / "b").exists()
+
+
+def test_a_block_that_is_written_once_more_counts_once(disk: Path) -> None:
+    """As the engine does it when a write of the block has failed for the moment."""
+
+    class Busy(Storage):
+        """Refuses the second write, once."""
+
+        def write_at(self, fd: int, data: Any, offset: int) -> None:
+            offsets.append(offset)
+            if len(offsets) == 2:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            super().write_at(fd, data, offset)
+
+    offsets: list[int] = []
+    box = Box((0,), (10,))
+    its = [
+        SharedTensor(
+            name, torch.float32, Leaf(name, torch.randn(10), (10,), box, (0,), "replicated")
+        )
+        for name in "ab"
+    ]
+    shared = SharedFile("f", its, [Piece(0, box, 0), Piece(1, box, 0)], {}, is_first=True)
+    image = b"".join(source.numpy().tobytes() for source in shared.image.sources)
+    writer, path = shared.writer(Busy()), disk / "f"
+    with path.open("wb") as file:
+        with pytest.raises(BlockingIOError):
+            writer.transfer("write", file.fileno(), memoryview(image), 0)
+        assert writer.transfer("write", file.fileno(), memoryview(image), 0) == len(image)
+    assert len(offsets) == 5
+    found = path.read_bytes()
+    assert shared.joined([writer.part]) == File(len(found), zlib.crc32(found))
+    with pytest.raises(CheckpointError, match="ranks have written 7 bytes of 'f', which has"):
+        shared.joined([File(7, 0)])
 
 
 def test_what_is_not_an_export_is_not_replaced(disk: Path) -> None:
@@ -322,6 +377,26 @@ def test_what_is_no_export_is_not_removed(disk: Path) -> None:
     assert main(["verify", str(disk / "hf" / "step-00000006")]) == 0
 
 
+def test_what_cannot_be_read_is_not_removed(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not keep others from being removed."""
+    names = Storage.names
+
+    def refused(self: Storage, directory: str) -> list[str]:
+        if os.path.relpath(directory, disk) == "hf/step-00000001":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return names(self, directory)
+
+    monkeypatch.setattr(Storage, "names", refused)
+    how = fastckpt.HuggingFace(disk / "hf", keep_last=1)
+    with fastckpt.Checkpointer(disk / "run", export=how) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"a": torch.ones(3)}).result(WAIT_S)
+            assert checkpointer.exported is not None
+            checkpointer.exported.result(WAIT_S)
+    left = [path.name for path in sorted((disk / "hf").iterdir())]
+    assert left == ["step-00000001", "step-00000003"]
+
+
 def test_an_export_that_fails_is_told_as_a_save_that_fails(disk: Path) -> None:
     how = fastckpt.HuggingFace(disk / "hf")
     (disk / "hf" / "step-00000001").mkdir(parents=True)
@@ -331,6 +406,28 @@ def test_an_export_that_fails_is_told_as_a_save_that_fails(disk: Path) -> None:
     with pytest.raises(CheckpointError, match="of no checkpoint"):
         checkpointer.close()
     assert checkpointer.steps() == [1]
+
+
+def test_an_export_that_fails_is_told_after_later_ones(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if it fails just before the next one begins."""
+
+    def ended(_state: Any, step: int, *_how: Any) -> SaveHandle:
+        handle = SaveHandle(f"hf/{step}", 0.0)
+        if step == 1:
+            handle.set_exception(CheckpointError("the disk has gone"))
+        else:
+            handle.set_result(handle.stats)
+        return handle
+
+    monkeypatch.setattr("fastckpt.checkpointer.export_step", ended)
+    how = fastckpt.HuggingFace(disk / "hf")
+    checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
+    for step in (1, 2):
+        checkpointer.save(step, {"a": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="'hf/1', failed: the disk has gone"):
+        checkpointer.close()
 
 
 def test_exports_of_a_checkpointer_are_checked(disk: Path) -> None:
@@ -443,7 +540,7 @@ def test_ranks_write_what_they_hold(
         options = {"dtype": dtype, "shard_bytes": shard_bytes}
         written = crew(ranks)(bodies.export_arranged, str(disk / "a"), variation, options)
         assert_holds(disk / "a", state, dtype)
-        index = disk / "a" / "model.safetensors.index.json"
+        index = disk / "a" / INDEX
         size = sum(path.stat().st_size for path in disk.glob("a/*.safetensors"))
         size += index.stat().st_size if index.exists() else 0
         assert sum(written) == size and min(written) > size / ranks / 2, "each byte once"
@@ -479,6 +576,27 @@ def test_ranks_that_disagree_export_nothing(
         assert (outcome.error is None) == (what == "content"), "it is taken from the first rank"
     if what == "content":
         assert_holds(disk / "a", {"content": numbers(0, 20_000).reshape(100, 200)})
+
+
+@pytest.mark.multiprocess
+def test_replicas_that_differ_are_taken_from_the_first_rank(
+    crew: Callable[[int], Crew], disk: Path
+) -> None:
+    path, name = str(disk / "a"), "replica"
+    for outcome in crew(2)(bodies.export_what_differs, path, name):
+        assert isinstance(outcome.error, RanksDisagree)
+    for outcome in crew(2)(bodies.export_what_differs, path, name):
+        assert outcome.error is None
+    assert_holds(disk / "a", {name: numbers(0, 20_000).reshape(100, 200)})
+
+
+@pytest.mark.multiprocess
+def test_a_difference_that_becomes_known_meanwhile_is_of_the_next_export(
+    crew: Callable[[int], Crew], disk: Path
+) -> None:
+    """An earlier export may find it at any moment, on each rank at another one."""
+    crew(2)(bodies.export_while_told_of_differences, str(disk / "a"))
+    assert_holds(disk / "a", {name: numbers(0, 20_000).reshape(100, 200) for name in "ab"})
 
 
 @pytest.mark.multiprocess

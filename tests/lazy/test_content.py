@@ -187,10 +187,11 @@ def test_keys_that_are_objects_of_unknown_classes(disk: Path) -> None:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_of_pickle(protocol: int, disk: Path) -> None:
-    state = {"w": torch.randn(3, 4), "n": [torch.nn.Parameter(torch.ones(2))], "s": {1}}
+    state = {"w": torch.randn(3, 4), "n": [torch.nn.Parameter(torch.ones(2))], "s": {1}, "e": b""}
     torch.save(state, disk / "a.pt", pickle_protocol=protocol)
     with fastckpt.open(disk / "a.pt") as tensors:
         assert torch.equal(tensors["w"][...], state["w"]) and tensors["n/0"][1] == 1
+        assert not tensors.others
 
 
 def test_a_part_of_what_was_prefetched_does_not_keep_the_rest(disk: Path) -> None:

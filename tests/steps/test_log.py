@@ -17,8 +17,9 @@ import torch
 
 import fastckpt
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.handle import CLOCKS_BYTES, RankClocks, slowest_of
+from fastckpt.handle import CLOCKS_BYTES, RankClocks, SaveHandle, slowest_of
 from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.saving import pipeline
 from fastckpt.steps import log
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, attempt
@@ -243,6 +244,55 @@ def test_a_line_that_is_cut_is_left_out(disk: Path, caplog: pytest.LogCaptureFix
     assert "line 2 is no entry" in caplog.text
     logged(disk)  # goes on behind the line that was cut
     assert len(log.entries(Storage(), str(disk))) == 2
+
+
+def test_of_a_log_that_is_too_large_the_end_is_read(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fastckpt.Checkpointer(disk, log=True) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state()).result(60)
+    *_, second, third = (disk / "saves.jsonl").read_bytes().splitlines(keepends=True)
+    monkeypatch.setattr(log, "_BYTES_MAX", len(second) + len(third) - 1)
+    assert [entry["step"] for entry in log.entries(Storage(), str(disk))] == [3]
+    assert "saves.jsonl' is too large: only its last" in caplog.text
+    monkeypatch.setattr(log, "_BYTES_MAX", len(second) + len(third) + 1)
+    assert [entry["step"] for entry in log.entries(Storage(), str(disk))] == [2, 3]
+
+
+def test_a_commit_that_is_told_before_save_returns_has_all_clocks(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalls: list[float | None] = []
+    told, pass_fence = threading.Event(), SaveHandle.pass_fence
+
+    def tell(_step: int, stats: fastckpt.SaveStats) -> None:
+        stalls.append(stats.stall_s)
+        told.set()
+
+    def pass_late(self: SaveHandle) -> None:
+        assert told.wait(WAIT_S)
+        pass_fence(self)
+
+    monkeypatch.setattr(SaveHandle, "pass_fence", pass_late)
+    with fastckpt.Checkpointer(disk, on_commit=tell, log=True) as checkpointer:
+        stats = checkpointer.save(1, state()).result(WAIT_S)
+    (entry,) = log.entries(Storage(), str(disk))
+    assert stalls[0] is not None and stats.stall_s is not None
+    assert 0 < entry["stall_s"] <= stalls[0] <= stats.stall_s
+
+
+def test_ctrl_c_in_on_commit_is_the_callers_where_that_is_its_thread(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_step: int, _stats: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "start_thread", lambda *_: False)
+    with fastckpt.Checkpointer(disk, on_commit=interrupt) as checkpointer:
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(1, state())
+        assert checkpointer.steps() == [1]
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])

@@ -6,14 +6,21 @@ How ranks agree, in any order of their threads, is tests/ranks/test_stop.py's bu
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fastckpt import Checkpointer
+from fastckpt.errors import CheckpointError
+from fastckpt.ranks import stop
+from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.stop import StopAgreement
 from tests.crews import stop_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery
 from tests.interpreters import Program, run
@@ -190,6 +197,45 @@ def test_nothing_is_handled_unless_asked(disk: Path) -> None:
 def test_wrong_signals(disk: Path, given: object, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         Checkpointer(disk / "run", stop_signals=given)  # type: ignore[arg-type]
+
+
+def test_what_is_open_is_closed_where_no_thread_can_be_started(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = told_of_closing(monkeypatch)
+    monkeypatch.setattr(stop, "start_thread", lambda *_: False)
+    with pytest.raises(CheckpointError, match="no thread can be started"):
+        Checkpointer(disk / "run", stop_signals=("SIGUSR1",))
+    assert closed == [Coordinator]
+
+
+def test_what_is_open_is_closed_where_a_handler_is_refused(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, before, install = told_of_closing(monkeypatch), signal.getsignal(2), signal.signal
+
+    def refuse(number: int, handler: Any) -> Any:
+        if number == signal.SIGUSR2:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return install(number, handler)
+
+    monkeypatch.setattr(signal, "signal", refuse)
+    with pytest.raises(OSError, match="Invalid argument"):
+        Checkpointer(disk / "run", stop_signals=("SIGINT", "SIGUSR2"))
+    assert closed == [StopAgreement, Coordinator] and signal.getsignal(2) == before
+
+
+def told_of_closing(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """Returns a list that gets the kind of what is closed."""
+    closed: list[type] = []
+    for kind in (Coordinator, StopAgreement):
+
+        def close(self: Any, kind: Any = kind, real: Any = kind.close) -> None:
+            closed.append(kind)
+            real(self)
+
+        monkeypatch.setattr(kind, "close", close)
+    return closed
 
 
 def test_another_thread_is_told_of_the_main_one(disk: Path) -> None:
