@@ -503,7 +503,7 @@ FORGERIES: dict[str, Change] = {
     "keys of others": writer(keys="AAAAAA=="),
     "same files twice": second_writer(),
     "other rank's index": second_writer(rank=0),
-    "index newer": whole_index(version=2),
+    "index newer": whole_index(version=4),
     "index nested": index_as('"rank":' + "[" * 99_999),
     "index NaN": index_as('"rank":NaN'),
     "index long number": index_as(f'"rank":{"9" * 99_999}'),
