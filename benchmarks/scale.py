@@ -115,7 +115,7 @@ class Saved:
         planned = time.perf_counter()
         nbytes = shard.image.body_nbytes
         crcs = [*range(block_count(nbytes, BLOCK_BYTES))]
-        index = shard.index(nonce, shard_name(rank, None), crcs, None)
+        index = shard.index(nonce, shard_name(rank, None), crcs)
         content = index.to_bytes()
         record = Writer.of(index, index_name(rank), content).to_bytes()
         self.index_s.append(time.perf_counter() - planned)

@@ -15,6 +15,7 @@
 #include "check.h"
 #include "crc32/crc32.h"
 #include "engine/engine.h"
+#include "planes/planes.h"
 
 namespace py = pybind11;
 
@@ -126,6 +127,43 @@ void bind_crc(py::module_& m) {
         }
         return kernels;
     });
+}
+
+// Buffers of one byte for each of some items, and the addresses of their bytes.
+struct Planes {
+    Planes(const std::vector<py::buffer>& buffers, const py::buffer_info& items, bool writable) {
+        if (!has_planes(buffers.size())) throw py::value_error("planes must be 1, 2, 4 or 8");
+        for (const auto& buffer : buffers) {
+            held.push_back(buffer.request(writable));
+            const auto nbytes = held.back().size * held.back().itemsize;
+            if (nbytes * static_cast<ssize_t>(buffers.size()) != items.size * items.itemsize)
+                throw py::value_error("planes and items differ in their bytes");
+            bytes.push_back(static_cast<uint8_t*>(held.back().ptr));
+        }
+        count = static_cast<size_t>(held[0].size * held[0].itemsize);
+    }
+    std::vector<py::buffer_info> held;
+    std::vector<uint8_t*> bytes;
+    size_t count = 0;
+};
+
+void bind_planes(py::module_& m) {
+    m.def("split_planes",
+          [](const py::buffer& items, bool turned, const std::vector<py::buffer>& planes) {
+              const py::buffer_info from = items.request();
+              const Planes to(planes, from, /*writable=*/true);
+              py::gil_scoped_release nogil;
+              split_planes(static_cast<const uint8_t*>(from.ptr), to.count, to.bytes.size(), turned,
+                           to.bytes.data());
+          });
+    m.def("join_planes",
+          [](const std::vector<py::buffer>& planes, bool turned, const py::buffer& items) {
+              const py::buffer_info to = items.request(/*writable=*/true);
+              const Planes from(planes, to, /*writable=*/false);
+              py::gil_scoped_release nogil;
+              join_planes(from.bytes.data(), from.count, from.bytes.size(), turned,
+                          static_cast<uint8_t*>(to.ptr));
+          });
 }
 
 using Seconds = std::chrono::duration<double>;
@@ -304,6 +342,7 @@ PYBIND11_MODULE(_engine, m) {
     m.doc() = "fastckpt's engine: staging arena, block writes and verified block reads.";
     py::register_exception<BackendUnavailable>(m, "BackendUnavailable");
     bind_crc(m);
+    bind_planes(m);
     bind_jobs(m);
     bind_streams(m);
     bind_devices(m);

@@ -113,7 +113,10 @@ class Checkpointer:
         keep_local: how many steps stay on each node, at least 1; none is removed before the root
             has had it. The node needs room for one more. As many steps may wait to be drained; the
             save() after that waits. Default: 2.
-        codec: None, or "zstd": the shards are compressed, and `zstd -d` restores them.
+        codec: None: the shards are stored as they are. "planes": they are compressed, without loss,
+            split into bytes of equal significance, of which exponents compress and mantissas do
+            not. "zstd": they are compressed as they are, which gains less and takes longer, but
+            `zstd -d` restores them.
         staging, stripe, backend, durable: as fastckpt.save's.
         drain_rate: the most bytes per second that a node writes, as a number or a text such as
             "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. This and

@@ -24,7 +24,7 @@ _SHOWN_CHARS = 80  # a value that a message quotes is cut to these: it may be a 
 Fence = Literal["call", "step"]
 BackendName = Literal["auto", "io_uring", "threads"]
 StagingWay = Literal["host", "gds", "auto"]
-Codec = Literal["zstd"]
+Codec = Literal["zstd", "planes"]
 OnError = Literal["raise", "warn"]
 Stripe = Literal["auto", "keep"] | tuple[int, int | str]
 

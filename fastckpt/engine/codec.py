@@ -1,8 +1,9 @@
-"""Writes and reads blocks as zstd frames, for the engine to call instead of a system call.
+"""Writes and reads blocks in the form of a codec, for the engine to call instead of a system call.
 
-A compressed file has one frame for each block, with its content size, padded to whole pages by a
-skippable frame, in block order from offset 0: `zstd -d` gives the uncompressed file back. This
-module must not know what blocks contain, or their checksums.
+A compressed file has one frame for each block, padded to whole pages by a skippable frame of zstd,
+in block order from offset 0. With the codec "zstd", a frame is one of zstd's, with its content
+size, and `zstd -d` gives the uncompressed file back; "planes" is in engine/planes.py. This module
+must not know what blocks contain, or their checksums.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
+from typing import Protocol
 
 import zstandard
 
+from fastckpt.engine import planes
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.plan.image import PAGE_BYTES
+from fastckpt.plan.image import PAGE_BYTES, ItemRun
 from fastckpt.storage.file_system import Storage, reported
 
 # The limit of a block's wait until those before it are compressed, which were begun earlier.
@@ -37,7 +41,8 @@ def padding_nbytes(nbytes: int) -> int:
 def stored_nbytes_max(nbytes: int) -> int:
     """Returns the most bytes that a block of nbytes takes in the file, padding included."""
     # zstd's own bound, ZSTD_COMPRESSBOUND in zstd.h, is at most nbytes + nbytes / 256 + 64, and a
-    # stream adds the three bytes of an empty last block.
+    # stream adds the three bytes of an empty last block. Planes take no more than the block, but
+    # for their header, which has at most 40 bytes for each of the block's runs.
     frame = nbytes + nbytes // 256 + 128
     return frame + padding_nbytes(frame) + PAGE_BYTES
 
@@ -61,19 +66,54 @@ class _Blocks:
         return index
 
 
-class _Workspace:
-    """A compressor and the memory for its frames, which is aligned to pages for O_DIRECT."""
+class Encoder(Protocol):
+    """Makes frames of blocks, one at a time."""
 
-    def __init__(self, level: int, block_bytes: int) -> None:
+    def encode(self, block: memoryview, offset: int, target: memoryview) -> int:
+        """Fills target from the block at this offset of the image, mostly without the GIL.
+
+        Returns:
+            The size of the frame: with its padding at most stored_nbytes_max(), as target has.
+        """
+        ...
+
+
+class ZstdEncoder:
+    """Makes one frame of zstd of each block.
+
+    Args:
+        level: zstd's. Level 1 compresses the exponents of floating-point weights as well as any
+            other level; negative levels do not compress them.
+
+    Raises:
+        ValueError: zstd has no such level.
+    """
+
+    def __init__(self, level: int = 1) -> None:
         self._compressor = zstandard.ZstdCompressor(level=level)
+
+    def encode(self, block: memoryview, offset: int, target: memoryview) -> int:
+        with self._compressor.stream_reader(block, size=len(block)) as frame:
+            return frame.readinto(target)
+
+
+def encoder_of(codec: str, runs: Sequence[ItemRun], block_bytes: int) -> Callable[[], Encoder]:
+    """Returns what makes an encoder for a thread: of an image with these runs, in such blocks."""
+    return partial(planes.PlanesEncoder, runs, block_bytes) if codec == "planes" else ZstdEncoder
+
+
+class _Workspace:
+    """An encoder and the memory for its frames, which is aligned to pages for O_DIRECT."""
+
+    def __init__(self, encoder: Encoder, block_bytes: int) -> None:
+        self._encoder = encoder
         # Shared, so that a fork during a direct write copies none of its pages.
         self._memory = mmap.mmap(-1, stored_nbytes_max(block_bytes))
 
-    def stored(self, block: memoryview) -> memoryview:
-        """Compresses a block, without the GIL, and pads it. The bytes last until the next call."""
+    def stored(self, block: memoryview, offset: int) -> memoryview:
+        """Compresses a block, and pads it. The bytes last until the next call."""
         target = memoryview(self._memory)
-        with self._compressor.stream_reader(block, size=len(block)) as frame:
-            nbytes = frame.readinto(target)
+        nbytes = self._encoder.encode(block, offset, target)
         padding = padding_nbytes(nbytes)
         end = nbytes + padding
         assert end <= stored_nbytes_max(len(block))
@@ -88,10 +128,10 @@ class FrameWriter:
     """Compresses the blocks of one image and writes their frames, one after the other, to a file.
 
     Several threads may call transfer() at once, each with its own block and a workspace of a bit
-    more than a block. Compression and writes overlap; in between, a block waits until the stored
-    size of the one before it is known. Frames begin on a page and fill whole pages in aligned
-    memory, so the descriptor may have O_DIRECT; but the engine's job must not be direct, for it
-    would pad the last block.
+    more than a block, with planes of two. Compression and writes overlap; in between, a block waits
+    until the stored size of the one before it is known. Frames begin on a page and fill whole pages
+    in aligned memory, so the descriptor may have O_DIRECT; but the engine's job must not be direct,
+    for it would pad the last block.
 
     The first error ends the whole file: all other calls, even waiting ones, raise it too.
     """
@@ -103,8 +143,7 @@ class FrameWriter:
         path: str,
         nbytes: int,
         block_bytes: int,
-        *,
-        level: int = 1,
+        encoder: Callable[[], Encoder] = ZstdEncoder,
     ) -> None:
         """Writes nothing yet.
 
@@ -113,21 +152,17 @@ class FrameWriter:
             path: its path, for messages.
             nbytes: the size of the uncompressed image, at least 1.
             block_bytes: the size of its blocks, of which the last may be shorter.
-            level: zstd's. Level 1 compresses the exponents of floating-point weights as well as any
-                other level; negative levels do not compress them.
-
-        Raises:
-            ValueError: zstd has no such level.
+            encoder: makes the encoder of a workspace.
         """
         self._storage = storage
         self._fd = fd
         self._path = path
-        self._level = level
+        self._encoder = encoder
         self._blocks = _Blocks(nbytes, block_bytes)
         self._changed = threading.Condition()
         # State below is protected by _changed. Workspaces are not thread-local, since a thread of
         # the engine is a new one to Python at each call.
-        self._idle = [_Workspace(level, block_bytes)]
+        self._idle = [_Workspace(encoder(), block_bytes)]
         self._frames: list[int] = []
         self._end = 0  # of the frames whose size is known
         self._blocks_written = 0
@@ -150,7 +185,7 @@ class FrameWriter:
         index = self._blocks.index_of(memory, offset)
         try:
             workspace = self._take_workspace()
-            stored = workspace.stored(memory)
+            stored = workspace.stored(memory, offset)
             at = self._take_offset(index, len(stored))
             with reported("write", self._path, at):
                 self._storage.write_at(fd, stored, at)
@@ -182,7 +217,7 @@ class FrameWriter:
             if self._idle:
                 return self._idle.pop()
         with reported("allocate memory to compress", self._path):
-            return _Workspace(self._level, self._blocks.block_bytes)
+            return _Workspace(self._encoder(), self._blocks.block_bytes)
 
     def _take_offset(self, index: int, nbytes: int) -> int:
         """Waits until all blocks before this one have their offset; returns the block's own."""
@@ -222,7 +257,7 @@ class FrameReader:
     """Reads blocks of an image from the frames that a FrameWriter wrote.
 
     Several threads may call transfer(), for any blocks in any order. The caller has to verify the
-    bytes: a frame that cannot be decompressed gives zeros.
+    bytes: a frame that cannot be decoded gives zeros.
     """
 
     def __init__(
@@ -233,6 +268,7 @@ class FrameReader:
         nbytes: int,
         block_bytes: int,
         frames: Sequence[int],
+        codec: str = "zstd",
         *,
         kept: dict[int, bytes] | None = None,
     ) -> None:
@@ -244,6 +280,7 @@ class FrameReader:
             nbytes: the size of the uncompressed image, at least 1.
             block_bytes: the size of its blocks, of which the last may be shorter.
             frames: each block's stored size, as FrameWriter.frames() returned them.
+            codec: the one that the file was written with.
             kept: receives each block's frame as it is in the file, by block number.
 
         Raises:
@@ -266,6 +303,7 @@ class FrameReader:
                     f"multiple of {PAGE_BYTES}, at most {limit}: load another checkpoint"
                 )
         self._offsets = list(accumulate(frames, initial=0))
+        self._decode = planes.decode if codec == "planes" else _decompress
         self._kept = kept
 
     def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
@@ -290,7 +328,7 @@ class FrameReader:
             raise StorageError("read", self._path, errno.ENODATA, at + len(stored))
         if self._kept is not None:
             self._kept[index] = stored
-        if not _decompress(stored, memory):
+        if not self._decode(stored, memory):
             memory[:] = bytes(len(memory))
         return len(memory)
 

@@ -28,13 +28,15 @@ from fastckpt.formats.strict_json import (
 from fastckpt.plan.boxes import Box
 from fastckpt.plan.image import PAGE_BYTES, block_count
 
-FORMAT, VERSION = "fastckpt-index", 2
+FORMAT, VERSION = "fastckpt-index", 3
 INDEX_BYTES_MAX = 1 << 30
 PER_RANK = "fastckpt.per_rank"
 _PER_RANK_OF = f"{PER_RANK}~rank"
 _PADDING_BEFORE = "fastckpt.padding~rank"
-# Version 1 has no values of ranks other than the writer.
-_FIRST_VERSION = 1
+# Version 1 has neither the values of ranks other than the writer nor the codec "planes", version 2
+# not the codec: what older readers understand is written for them.
+_FIRST_VERSION, _GATHERED_VERSION, _PLANES_VERSION = 1, 2, 3
+_SUFFIXES = {None: "", "zstd": ".zst", "planes": ".planes"}  # of files, by their codec
 _CRC_DIGITS = 8
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}")
 _NONCE = re.compile("[0-9a-f]{16,64}")
@@ -67,7 +69,7 @@ class ShardIndex:
         nbytes: size of the uncompressed safetensors file.
         block_bytes: size of a block of it; the last may be shorter.
         block_crcs: CRC-32 of each block.
-        codec: None, or "zstd" if each block is stored as a frame.
+        codec: None, or "zstd" or "planes" if each block is stored as a frame of it.
         frames: with a codec, the stored bytes of each block's frame and its padding; else empty.
         pieces: the pieces of tensors.
         per_rank: begin and size in bytes of the entry PER_RANK, or None.
@@ -117,7 +119,7 @@ class ShardIndex:
         """Returns the content of the index's file. Raises ValueError as validate() does."""
         written = {
             "format": FORMAT,
-            "version": VERSION if any(map(is_per_rank, self.pieces)) else _FIRST_VERSION,
+            "version": _version(self.codec, any(map(is_per_rank, self.pieces))),
             "nonce": self.nonce,
             "rank": self.rank,
             "file": self.file,
@@ -218,12 +220,19 @@ def _check_frames(index: Any, blocks: int) -> None:
         if frames or file_nbytes != index["nbytes"]:
             raise ValueError("it has frames, or another size as stored, but no codec")
         return
-    if codec != "zstd":
-        raise ValueError(f"codec is {shown(codec)}, not null or zstd")
+    if codec not in _SUFFIXES:
+        raise ValueError(f"codec is {shown(codec)}, not null, zstd or planes")
     if not is_numbers(frames) or len(frames) != blocks:
         raise ValueError(f"frames are not {blocks} numbers, one for each block")
     if any(not frame or frame % PAGE_BYTES for frame in frames) or sum(frames) != file_nbytes:
         raise ValueError(f"frames are not multiples of {PAGE_BYTES} with the sum {file_nbytes}")
+
+
+def _version(codec: str | None, gathers: bool) -> int:
+    """Returns the first version that has this codec and, if it gathers, values of other ranks."""
+    if codec == "planes":
+        return _PLANES_VERSION
+    return _GATHERED_VERSION if gathers else _FIRST_VERSION
 
 
 _PIECE_KINDS: dict[str, type | tuple[type, ...]] = {
@@ -248,8 +257,9 @@ def _check_pieces(index: Any) -> None:
             raise ValueError(f"a piece of {shown(key)} is not inside its tensor")
         extents.append((piece["at"], nbytes, key))
     gathers = any(piece["key"].startswith(_PER_RANK_OF) for piece in index["pieces"])
-    if gathers != (index["version"] > _FIRST_VERSION):
-        raise ValueError("its version does not fit: only version 2 has values of other ranks")
+    if index["version"] != _version(index["codec"], gathers):
+        told = "2 is for values of other ranks, 3 for planes"
+        raise ValueError(f"its version {index['version']} does not fit: {told}")
     if index["per_rank"] is not None:
         if not is_numbers(index["per_rank"]) or len(index["per_rank"]) != 2:
             raise ValueError("per_rank is not a list of two numbers")
@@ -300,7 +310,7 @@ def lines(written: dict[str, Any]) -> bytes:
 
 
 def shard_name(rank: int, codec: str | None) -> str:
-    return f"rank-{rank:05d}.safetensors" + (".zst" if codec == "zstd" else "")
+    return f"rank-{rank:05d}.safetensors{_SUFFIXES[codec]}"
 
 
 def index_name(rank: int) -> str:

@@ -24,6 +24,14 @@ class Segment(NamedTuple):
     address: int
 
 
+class ItemRun(NamedTuple):
+    """Where items of so many bytes begin in an image; they go on to where the next run begins."""
+
+    begin: int
+    width: int
+    is_float: bool
+
+
 @dataclass
 class Image:
     """The bytes of one file: a body copied from memory, and a tail that depends on its checksums.

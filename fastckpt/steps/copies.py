@@ -163,7 +163,8 @@ class StepCopies:
 
         with self.opened(index.file, index.file_nbytes) as fd, ExitStack() as reading:
             if index.codec is not None:
-                reader = FrameReader(self._storage, fd, path, *sizes, index.frames, kept=frames)
+                coded = (index.frames, index.codec)
+                reader = FrameReader(self._storage, fd, path, *sizes, *coded, kept=frames)
                 route = reading.enter_context(self._staging.through(fd, reader.transfer))
             blocks = BlockChecksums(*sizes, index.block_crcs, b"")
             yield Body(self._staging, fd, path, blocks, damaged, OVERWRITTEN, route)

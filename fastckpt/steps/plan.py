@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
 
-from fastckpt.engine.codec import FrameWriter
+from fastckpt.engine.codec import FrameWriter, encoder_of
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import index_name, shard_name
@@ -54,7 +54,7 @@ class StepPlan(Plan):
         differing: Callable[[set[str]], None],
     ) -> None:
         super().__init__(content.reads, content.watched)
-        self.whole = options.codec is not None  # each block is compressed to one frame
+        self.whole = options.codec is not None  # a codec makes one frame of each block
         self._handle = handle
         self._agreement = agreement
         self._step = step
@@ -204,7 +204,9 @@ class _ShardOutput(Output):
         if isinstance(shard, Gathered):
             shard.announce(file.fd, file.route.direct)
         if codec is not None:
-            self._writer = FrameWriter(self._storage, file.fd, path, shard.nbytes, BLOCK_BYTES)
+            sizes = (shard.nbytes, BLOCK_BYTES)
+            encoder = encoder_of(codec, self.own.runs(), BLOCK_BYTES)
+            self._writer = FrameWriter(self._storage, file.fd, path, *sizes, encoder)
             file.through(self._writer.transfer)
 
     def fill_in(self) -> None:
@@ -223,8 +225,9 @@ class _ShardOutput(Output):
             shard.wait_written()
             index = shard.index(self.nonce, self._name)
         else:
-            frames = None if self._writer is None else self._writer.frames()
-            index = shard.index(self.nonce, self._name, file.transfer.block_crcs(), frames)
+            frames = () if self._writer is None else self._writer.frames()
+            coded = (self._options.codec, frames)
+            index = shard.index(self.nonce, self._name, file.transfer.block_crcs(), *coded)
         file.end(shard.nbytes)
         name, content = index_name(self._rank), index.to_bytes()
         step.write(name, content, file.fd, self._options.durable)

@@ -6,13 +6,14 @@ The module must not know files, other ranks' shards, or how anything is written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 
 from fastckpt.formats import safetensors
 from fastckpt.formats.shard_index import PER_RANK, Piece, ShardIndex, entry_name
 from fastckpt.plan.boxes import Held, plan
-from fastckpt.plan.image import BLOCK_BYTES, Image
+from fastckpt.plan.image import BLOCK_BYTES, Image, ItemRun
 from fastckpt.ranks.same_state import Sampled
 from fastckpt.state.tree import Leaf
 
@@ -65,15 +66,32 @@ class Shard:
         self.nbytes = self.image.body_nbytes
         self.head = Image.tailless()
 
+    def runs(self) -> list[ItemRun]:
+        """Returns where runs of equal items begin in the file, of which the header is the first."""
+        dtypes = [leaf.local.dtype for leaf, _box in self._pieces]
+        dtypes += [torch.uint8] * (len(self._offsets) - len(dtypes))  # of the per_rank values
+        found = [ItemRun(0, 1, False)]
+        for begin, dtype in sorted(zip(self._offsets, dtypes, strict=True), key=itemgetter(0)):
+            run = ItemRun(begin, dtype.itemsize, dtype.is_floating_point)
+            if run[1:] != found[-1][1:]:
+                found.append(run)
+        return found
+
     def index(
-        self, nonce: str, name: str, block_crcs: list[int], frames: tuple[int, ...] | None
+        self,
+        nonce: str,
+        name: str,
+        block_crcs: list[int],
+        codec: str | None = None,
+        frames: tuple[int, ...] = (),
     ) -> ShardIndex:
         pieces = [
             Piece(leaf.key, safetensors.NAMES[leaf.local.dtype], leaf.shape, box, begin)
             for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False)
         ]
         own = (self._offsets[-1], self._per_rank_nbytes) if self._per_rank_nbytes else None
-        return index_of(self._rank, self.nbytes, nonce, name, block_crcs, frames, pieces, own)
+        coded = (codec, frames)
+        return index_of(self._rank, self.nbytes, nonce, name, block_crcs, pieces, own, *coded)
 
 
 def index_of(
@@ -82,21 +100,22 @@ def index_of(
     nonce: str,
     name: str,
     block_crcs: list[int],
-    frames: tuple[int, ...] | None,
     pieces: Sequence[Piece],
     per_rank: tuple[int, int] | None,
+    codec: str | None = None,
+    frames: tuple[int, ...] = (),
 ) -> ShardIndex:
     """Returns the index of a file of so many bytes, uncompressed, once this rank has written it."""
     return ShardIndex(
         nonce=nonce,
         rank=rank,
         file=name,
-        file_nbytes=nbytes if frames is None else sum(frames),
+        file_nbytes=nbytes if codec is None else sum(frames),
         nbytes=nbytes,
         block_bytes=BLOCK_BYTES,
         block_crcs=tuple(block_crcs),
-        codec=None if frames is None else "zstd",
-        frames=frames or (),
+        codec=codec,
+        frames=frames,
         pieces=tuple(pieces),
         per_rank=per_rank,
     )

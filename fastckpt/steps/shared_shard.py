@@ -113,7 +113,7 @@ class Gathering:
             return
         storage, blocks = self._storage, block_count(shard.nbytes, BLOCK_BYTES)
         fd = self._pool.take(storage, self._handle)
-        index = shard.index(_NO_NONCE, "lent", [0] * blocks, None).to_bytes()
+        index = shard.index(_NO_NONCE, "lent", [0] * blocks).to_bytes()
         with reported("write", _WHAT):
             storage.write_at(fd, index, 0)
         header_nbytes = shard.image.segments[1]
@@ -226,7 +226,7 @@ class Gathered:
             else:
                 pieces.append(each.piece._replace(begin=self.begin + each.begin))
         rank = self._agreement.rank
-        return index_of(rank, self.nbytes, nonce, name, self._crcs, None, pieces, per_rank)
+        return index_of(rank, self.nbytes, nonce, name, self._crcs, pieces, per_rank)
 
 
 class Guest:

@@ -2,7 +2,8 @@
 stock zstd and by frames that were damaged on purpose.
 
 Knows fastckpt.engine.codec, the Storage below it and, at the end, the engine above it; must not
-know formats or steps. Blocks are small, so that there are many of them.
+know formats or steps. Blocks are small, so that there are many of them. Frames of planes are
+test_planes.py's business.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -32,7 +34,14 @@ from safetensors.torch import load_file, save_file
 
 from fastckpt import _engine
 from fastckpt.engine import codec
-from fastckpt.engine.codec import FrameReader, FrameWriter, padding_nbytes, stored_nbytes_max
+from fastckpt.engine.codec import (
+    Encoder,
+    FrameReader,
+    FrameWriter,
+    ZstdEncoder,
+    padding_nbytes,
+    stored_nbytes_max,
+)
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.plan.image import address_of
 from fastckpt.storage.file_system import Storage
@@ -92,10 +101,10 @@ def write(
     storage: Storage | None = None,
     threads: int = 4,
     seed: int = 0,
-    level: int = 1,
+    encoder: Callable[[], Encoder] = ZstdEncoder,
 ) -> tuple[int, ...]:
     """Writes content to an open file; returns the frames' sizes."""
-    writer = FrameWriter(storage or Storage(), fd, "a.zst", len(content), block_bytes, level=level)
+    writer = FrameWriter(storage or Storage(), fd, "a.zst", len(content), block_bytes, encoder)
     write_blocks(writer, fd, content, block_bytes, threads, seed)
     return writer.frames()
 
@@ -119,8 +128,9 @@ def read(
     *,
     threads: int = 4,
     seed: int = 0,
+    codec: str = "zstd",
 ) -> bytes:
-    reader = FrameReader(Storage(), fd, "a.zst", nbytes, block_bytes, frames)
+    reader = FrameReader(Storage(), fd, "a.zst", nbytes, block_bytes, frames, codec)
     target = bytearray(b"\xaa" * nbytes)
     blocks = split(target, block_bytes)
     with ThreadPoolExecutor(threads) as pool:
@@ -182,7 +192,8 @@ def test_round_trip(
     nbytes = max(1, whole * block_bytes + rest)
     content = CONTENTS[kind](nbytes, seed)
     with opened(tmp_path / "a.zst") as fd:
-        frames = write(fd, content, block_bytes, threads=threads, seed=seed, level=level)
+        encoder = partial(ZstdEncoder, level)
+        frames = write(fd, content, block_bytes, threads=threads, seed=seed, encoder=encoder)
         assert len(frames) == -(-nbytes // block_bytes)
         assert sum(frames) == os.fstat(fd).st_size
         at = 0
@@ -296,14 +307,14 @@ def count_workspaces(
     barrier = threading.Barrier(parties, timeout=WAIT_S)
 
     class Counted(codec._Workspace):
-        def __init__(self, level: int, block_bytes: int) -> None:
-            super().__init__(level, block_bytes)
+        def __init__(self, encoder: Encoder, block_bytes: int) -> None:
+            super().__init__(encoder, block_bytes)
             made.append(block_bytes)
             alive.add(self)
 
-        def stored(self, block: memoryview) -> memoryview:
+        def stored(self, block: memoryview, offset: int) -> memoryview:
             barrier.wait()
-            return super().stored(block)
+            return super().stored(block, offset)
 
     monkeypatch.setattr(codec, "_Workspace", Counted)
     return made, alive
@@ -428,7 +439,7 @@ def test_no_memory_for_another_workspace(fd: int, monkeypatch: pytest.MonkeyPatc
     storage = Held()
     writer = FrameWriter(storage, fd, "a.zst", len(content), BLOCK)
 
-    def refuse(level: int, block_bytes: int) -> None:
+    def refuse(encoder: Encoder, block_bytes: int) -> None:
         raise OSError(errno.ENOMEM, "no memory")
 
     monkeypatch.setattr(codec, "_Workspace", refuse)
@@ -448,7 +459,7 @@ def test_no_memory_for_another_workspace(fd: int, monkeypatch: pytest.MonkeyPatc
 
 def test_level_that_zstd_does_not_have(fd: int) -> None:
     with pytest.raises(ValueError, match="level"):
-        FrameWriter(Storage(), fd, "a.zst", 1, BLOCK, level=23)
+        FrameWriter(Storage(), fd, "a.zst", 1, BLOCK, partial(ZstdEncoder, 23))
 
 
 # ---- Damage ----

@@ -474,7 +474,7 @@ def indexes(draw: st.DrawFn) -> ShardIndex:
     count = -(-nbytes // block_bytes)
     crcs = draw(st.lists(st.integers(0, (1 << 32) - 1), min_size=count, max_size=count))
     frames: tuple[int, ...] = ()
-    codec = draw(st.sampled_from([None, "zstd"]))
+    codec = draw(st.sampled_from([None, "zstd", "planes"]))
     if codec:
         pages = draw(st.lists(st.integers(1, 99), min_size=count, max_size=count))
         frames = tuple(PAGE_BYTES * number for number in pages)
@@ -693,11 +693,11 @@ def test_a_name_twice_is_refused_even_if_the_values_agree() -> None:
 
 
 def test_a_newer_index_is_incompatible() -> None:
-    newer = GOLDEN_INDEX.replace(b'"version":1', b'"version":3,"new":{}')
-    with pytest.raises(IncompatibleCheckpoint, match="version 3"):
+    newer = GOLDEN_INDEX.replace(b'"version":1', b'"version":4,"new":{}')
+    with pytest.raises(IncompatibleCheckpoint, match="version 4"):
         ShardIndex.from_bytes(newer)
     writer = Writer.of(INDEX, "rank-00003.json", newer)
-    with pytest.raises(IncompatibleCheckpoint, match="version 3"):
+    with pytest.raises(IncompatibleCheckpoint, match="version 4"):
         writer.parse_index(newer, NONCE)
     with pytest.raises(CorruptCheckpoint):
         INDEX_WRITER.parse_index(newer, NONCE)
@@ -715,6 +715,16 @@ def test_values_of_other_ranks_make_an_index_of_version_2() -> None:
     for old, new, index in ((b"2", b"1", content), (b"1", b"2", GOLDEN_INDEX)):
         with pytest.raises(CorruptCheckpoint, match="values of other ranks"):
             ShardIndex.from_bytes(index.replace(b'"version":' + old, b'"version":' + new, 1))
+
+
+def test_planes_make_an_index_of_version_3() -> None:
+    """Older readers then say that they are too old, and not that the index is damaged."""
+    content = replace(INDEX, codec="planes").to_bytes()
+    assert b'"version":3' in content and ShardIndex.from_bytes(content).codec == "planes"
+    older = content.replace(b'"version":3', b'"version":1', 1)
+    for index in (older, GOLDEN_INDEX.replace(b'"version":1', b'"version":3', 1)):
+        with pytest.raises(CorruptCheckpoint, match="3 for planes"):
+            ShardIndex.from_bytes(index)
 
 
 @pytest.mark.parametrize("bomb", [b"[],", b"{},", b'"a",', b"999,"])
@@ -1123,6 +1133,7 @@ def test_writers_of_many_keys_are_left_out_by_span_alone() -> None:
 def test_names_of_files() -> None:
     assert shard_name(0, None) == "rank-00000.safetensors"
     assert shard_name(12, "zstd") == "rank-00012.safetensors.zst"
+    assert shard_name(12, "planes") == "rank-00012.safetensors.planes"
     assert shard_name(123_456, None) == "rank-123456.safetensors"
     assert index_name(7) == "rank-00007.json"
 

@@ -550,7 +550,7 @@ def test_the_step_fence_takes_tensors_without_a_version(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("fence", ["call", "step"])
-@pytest.mark.parametrize("codec", [None, "zstd"])
+@pytest.mark.parametrize("codec", [None, "zstd", "planes"])
 @pytest.mark.parametrize(
     "options",
     [

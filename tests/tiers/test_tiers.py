@@ -142,7 +142,7 @@ def test_wrong_settings_are_refused_with_the_reason(disk: Path, local: Path) -> 
 # ---- two commits ----
 
 
-@pytest.mark.parametrize("codec", [None, "zstd"])
+@pytest.mark.parametrize("codec", [None, "zstd", "planes"])
 def test_a_step_is_committed_in_both_tiers(disk: Path, local: Path, codec: str | None) -> None:
     root = disk / "run"
     with Checkpointer(root, local=local, codec=codec) as checkpointer:

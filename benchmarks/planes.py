@@ -1,0 +1,162 @@
+"""What codec="planes" gains beside "zstd", on the state of a model that was trained, not drawn.
+
+    python benchmarks/planes.py --steps 400 --rounds 5
+
+Trains the GPT of examples/train_gpt.py on the documents and sources of this repository, byte by
+byte, and stores its weights and the two moments of Adam. Speeds are bytes of the state for each
+second of CPU time of one thread. It must not know how a codec works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # an installed fastckpt comes first
+sys.path.append(str(ROOT / "examples"))
+
+import report  # noqa: E402
+import torch  # noqa: E402
+from rank_bars import surroundings  # noqa: E402
+from state import byte_view  # noqa: E402
+from train_gpt import Preset, make_batch, make_model, train_step  # noqa: E402
+
+from fastckpt.engine.codec import FrameReader, FrameWriter, encoder_of  # noqa: E402
+from fastckpt.plan.image import BLOCK_BYTES, ItemRun  # noqa: E402
+from fastckpt.storage.file_system import Storage  # noqa: E402
+
+CODECS = ("planes", "zstd")
+# The most that each kind may take with planes.
+BARS = {"fp32 weights": 0.86, "bf16 weights": 0.70, "exp_avg": 0.88, "exp_avg_sq": 0.80}
+ENCODE_BPS = 1e9
+
+
+class Frames(Storage):
+    """A file in memory, of which each frame is read as it was written."""
+
+    def __init__(self) -> None:
+        self.content: dict[int, bytes] = {}
+
+    def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+        self.content[offset] = bytes(data)
+
+    def read_at(self, fd: int, nbytes: int, offset: int) -> bytes:
+        return self.content[offset]
+
+
+class Nowhere(Storage):
+    """Writes nothing: what is left is the codec."""
+
+    def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+        return
+
+
+def own_text() -> torch.Tensor:
+    """Return the documents and the sources of this repository, one after the other."""
+    files = [*(ROOT / "docs").glob("*.md"), *(ROOT / "fastckpt").rglob("*.py")]
+    text = bytearray().join(file.read_bytes() for file in sorted(files))
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def trained(preset: Preset, steps: int, progress: Callable[[str], None]) -> dict[str, torch.Tensor]:
+    """Train; returns the bytes of each kind of tensor, joined, by the names of BARS."""
+    text = own_text()
+    model, optimizer = make_model(preset, seed=0, ballast_mib=0)
+    for step in range(steps):
+        loss = train_step(model, *make_batch(text, preset, 0, step))
+        optimizer.step()
+        if step % 50 == 0 or step == steps - 1:
+            progress(f"step {step}: loss {loss:.3f}")
+    weights = [tensor.detach() for tensor in model.parameters()]
+    moments = [optimizer.state[tensor] for tensor in model.parameters()]
+    return {
+        "fp32 weights": joined(weights),
+        "bf16 weights": joined([tensor.bfloat16() for tensor in weights]),
+        "exp_avg": joined([slot["exp_avg"] for slot in moments]),
+        "exp_avg_sq": joined([slot["exp_avg_sq"] for slot in moments]),
+    }
+
+
+def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of tensors as one row."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def measured(codec: str, tensor: torch.Tensor, rounds: int) -> tuple[float, float, float]:
+    """Return the stored size as a share of the tensor's, and the bytes a second of both ways."""
+    content = memoryview(byte_view(tensor).numpy())
+    runs = [ItemRun(0, tensor.element_size(), tensor.is_floating_point())]
+    encoder = encoder_of(codec, runs, BLOCK_BYTES)
+    kept = Frames()
+    sizes = (-1, "memory", len(content), BLOCK_BYTES)
+    writer = FrameWriter(kept, *sizes, encoder)
+    moved_s(writer.transfer, "write", content)
+    frames = writer.frames()
+    encode_s, decode_s = [], []
+    for _ in range(rounds):
+        timed = FrameWriter(Nowhere(), *sizes, encoder)
+        encode_s.append(moved_s(timed.transfer, "write", content))
+        reader = FrameReader(kept, *sizes, frames, codec)
+        decode_s.append(moved_s(reader.transfer, "read", content))
+    nbytes = len(content)
+    speeds = (nbytes / statistics.median(encode_s), nbytes / statistics.median(decode_s))
+    return sum(frames) / nbytes, *speeds
+
+
+def moved_s(move: Callable[..., int], kind: str, content: memoryview) -> float:
+    """Return the CPU seconds of moving all blocks by this thread; what is read has to be right."""
+    block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    spent = 0.0
+    for begin in range(0, len(content), BLOCK_BYTES):
+        wanted = content[begin : begin + BLOCK_BYTES]
+        taken = block[: len(wanted)]
+        taken[:] = wanted if kind == "write" else bytes(len(wanted))
+        started = time.thread_time()
+        move(kind, -1, taken, begin)
+        spent += time.thread_time() - started
+        assert taken == wanted, "other bytes came back"
+    return spent
+
+
+def main() -> None:
+    """Run what the command line asks for; exits with 1 when a size or a speed misses its bar."""
+    parser = argparse.ArgumentParser(description="Measure codecs on a state that was trained.")
+    parser.add_argument("--steps", type=int, default=400, help="of training")
+    parser.add_argument("--width", type=int, default=320, help="of the model")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=16, help="windows of 128 bytes in a step")
+    parser.add_argument("--rounds", type=int, default=5, help="over all blocks of a kind")
+    options = parser.parse_args()
+
+    def progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    environment = report.environment(ROOT, sys.argv[1:])
+    preset = Preset(options.width, options.layers, options.width // 64, 128, options.batch, 0.0)
+    kinds = trained(preset, options.steps, progress)
+    torch.set_num_threads(1)
+    rows, missed = [], False
+    for kind, tensor in kinds.items():
+        cells = [kind, f"{tensor.nbytes / 1e6:.1f} MB", f"<= {BARS[kind]:.2f}"]
+        for codec in CODECS:
+            share, encode_bps, decode_bps = measured(codec, tensor, options.rounds)
+            cells += [f"{share:.3f}", f"{encode_bps / 1e9:.2f}", f"{decode_bps / 1e9:.2f}"]
+            if codec == "planes":
+                missed |= share > BARS[kind] or encode_bps < ENCODE_BPS
+        rows.append(cells)
+    heads = ["kind", "size", "bar"]
+    heads += [
+        f"{codec}{what}" for codec in CODECS for what in ("", ", encode GB/s", ", decode GB/s")
+    ]
+    print(f"{surroundings(environment)}; {options.steps} steps\n\n{report.table(heads, rows)}")
+    sys.exit(missed)
+
+
+if __name__ == "__main__":
+    main()
