@@ -9,12 +9,15 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <string>
 
 #include "check.h"
 #include "crc32/crc32.h"
 #include "engine/engine.h"
+#include "polyval/polyval.h"
 
 namespace py = pybind11;
 
@@ -123,6 +126,52 @@ void bind_crc(py::module_& m) {
             const CrcFunction function = kernel->crc32;
             kernels[kernel->name] = py::cpp_function(
                 [function](const py::buffer& data) { return crc_of(function, data, 0); });
+        }
+        return kernels;
+    });
+}
+
+using PolyvalFunction = Polyval (*)(const Polyval&, const void*, size_t);
+
+// Returns the hashes of a buffer's chunks, one after the other.
+py::bytes polyval_of(PolyvalFunction function, const py::buffer& data, const std::string& key,
+                     size_t chunk_bytes) {
+    Polyval power;
+    if (key.size() != power.size()) throw py::value_error("the key has not 16 bytes");
+    if (chunk_bytes == 0) throw py::value_error("a chunk has no bytes");
+    std::memcpy(power.data(), key.data(), key.size());
+    const py::buffer_info info = data.request();
+    const auto* bytes = static_cast<const char*>(info.ptr);
+    const auto nbytes = static_cast<size_t>(info.size * info.itemsize);
+    std::string hashes;
+    {
+        py::gil_scoped_release nogil;
+        for (size_t at = 0; at < nbytes; at += chunk_bytes) {
+            const Polyval hash = function(power, bytes + at, std::min(chunk_bytes, nbytes - at));
+            hashes.append(hash.begin(), hash.end());
+        }
+    }
+    return py::bytes(hashes);
+}
+
+void bind_polyval(py::module_& m) {
+    m.def(
+        "polyval",
+        [](const py::buffer& data, const std::string& key, size_t chunk_bytes) {
+            return polyval_of(polyval, data, key, chunk_bytes);
+        },
+        py::arg("data"), py::arg("key"), py::arg("chunk_bytes"));
+    m.def("polyval_kernel", &polyval_kernel);
+    m.def("polyval_kernels", [] {
+        py::dict kernels;
+        for (const auto* kernel :
+             {&polyval_kernels::portable, &polyval_kernels::pclmul, &polyval_kernels::vpclmulqdq}) {
+            if (!kernel->supported()) continue;
+            const PolyvalFunction function = kernel->polyval;
+            kernels[kernel->name] =
+                py::cpp_function([function](const py::buffer& data, const std::string& key) {
+                    return polyval_of(function, data, key, SIZE_MAX);
+                });
         }
         return kernels;
     });
@@ -304,6 +353,7 @@ PYBIND11_MODULE(_engine, m) {
     m.doc() = "fastckpt's engine: staging arena, block writes and verified block reads.";
     py::register_exception<BackendUnavailable>(m, "BackendUnavailable");
     bind_crc(m);
+    bind_polyval(m);
     bind_jobs(m);
     bind_streams(m);
     bind_devices(m);
