@@ -21,6 +21,7 @@ from fastckpt.arguments.checks import (
     BackendName,
     Codec,
     Fence,
+    Reuse,
     StagingWay,
     Stripe,
     check_choice,
@@ -111,6 +112,12 @@ class Checkpointer:
             has had it. The node needs room for one more. As many steps may wait to be drained; the
             save() after that waits. Default: 2.
         codec: None, or "zstd": the shards are compressed, and `zstd -d` restores them.
+        reuse: None, or "auto": what a shard has in common with the same rank's shard of the last
+            step is not written again but shared with it on the disk, where the file system can
+            clone ranges of files (XFS, btrfs). Each step stays whole by itself, whatever becomes of
+            the files of others; but a bad sector is bad for all steps that share it. For steps of
+            which much does not change (frozen weights). Not with codec, writers_per_node or
+            staging="gds"; with `local`, in the local tier alone.
         staging, stripe, backend, durable: as fastckpt.save's.
         drain_rate: the most bytes per second that a node writes, as a number or a text such as
             "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. This and
@@ -160,6 +167,7 @@ class Checkpointer:
         fence: Fence = "call",
         staging_bytes: int | str | None = None,
         codec: Codec | None = None,
+        reuse: Reuse | None = None,
         staging: StagingWay = "host",
         stripe: Stripe = "auto",
         backend: BackendName = "auto",
@@ -180,7 +188,7 @@ class Checkpointer:
         signals = optional(check_signals, "stop_signals", stop_signals)
         pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
         how = (backend, durable, staging_bytes, staging, stripe, pacing)
-        self._options = StepOptions(*how, codec, keep_last, keep_every)
+        self._options = StepOptions(*how, codec, keep_last, keep_every, reuse)
         self._pool = SharedMemory()
         self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
