@@ -8,8 +8,6 @@ contain, which file the other one is, or the blocks' checksums.
 from __future__ import annotations
 
 import errno
-import logging
-import threading
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,8 +16,6 @@ from fastckpt.errors import StorageError
 from fastckpt.formats.shard_index import HASH_BYTES, ChunkHashes
 from fastckpt.plan.image import BLOCK_BYTES, block_count
 from fastckpt.storage.file_system import Storage, reported
-
-log = logging.getLogger("fastckpt")
 
 # What is cloned or written as a whole: a multiple of the blocks of all file systems that clone, and
 # small beside what changes together, so that little is written that has not changed.
@@ -70,6 +66,9 @@ class ReusingWriter:
         nbytes: the size of its content.
         key: the key of the hashes; it is `other`'s, if there is one.
         other: the file to clone from, which stays open; None if all is to be written.
+
+    Attributes:
+        refusal: the error after which everything was written, or None.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class ReusingWriter:
         self._values = bytearray(HASH_BYTES * block_count(nbytes, CHUNK_BYTES))
         self._old = b"" if other is None else _comparable(other, nbytes)
         self._cloned: dict[int, int] = {}  # bytes of each block, by its offset
-        self._lock = threading.Lock()
-        self._other = other  # protected by _lock; None once it cannot be cloned from
+        self._other = other
+        self.refusal: StorageError | None = None
 
     def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
         """Writes one whole block, or clones it in part or whole, and returns its size.
@@ -144,20 +143,17 @@ class ReusingWriter:
     def _clone(self, offset: int, nbytes: int) -> bool:
         """Clones a range from the other file; returns False if that does not work here."""
         other = self._other
-        if other is None:
+        if other is None or self.refusal is not None:
             return False
         try:
             with reported("clone", self._path, offset):
                 self._storage.clone_range(self._fd, other.fd, offset, nbytes)
-            return True
         except StorageError as error:
             if error.errno not in CANNOT_CLONE:
                 raise
-            with self._lock:
-                is_first, self._other = self._other is not None, None
-            if is_first:
-                log.warning("%s, from %r: it is written instead", error, other.path)
+            self.refusal = error
             return False
+        return True
 
 
 def _comparable(other: OtherFile, nbytes: int) -> bytes:

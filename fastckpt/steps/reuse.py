@@ -104,6 +104,8 @@ class Reuse:
                     f"{crcs[number]:08x}: its index is wrong, or memory or a processor is faulty; "
                     "nothing was committed, and the next save does not reuse this step"
                 )
+        if writer.refusal is not None:
+            log.warning("the rest is written, not reused: %s", writer.refusal)
         self._stats.reused_nbytes = writer.cloned_nbytes
         return writer.hashes
 
