@@ -287,8 +287,8 @@ class Delay(Recorder):
 
 
 class Cloning(Recorder):
-    """Clones ranges of files on any file system: by copies, and under the kernel's rules of what can
-    be cloned (generic_remap_file_range_prep() of Linux). Mixed into another double, it comes first.
+    """Clones ranges of files on any file system: by copies, and by the rules of the kernel for what
+    can be cloned (generic_remap_file_range_prep()). Mixed into another double, it comes first.
     """
 
     def clone_range(self, target: int, source: int, offset: int, nbytes: int) -> None:

@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fastckpt.engine.reuse import CHUNK_BYTES, OtherFile, ReusingWriter, can_clone
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
@@ -27,7 +27,8 @@ from fastckpt.storage.vanishing import Vanished
 log = logging.getLogger("fastckpt")
 
 
-class _LastShard(NamedTuple):
+@dataclass(frozen=True)
+class _LastShard:
     """A rank's shard in a committed step, by the name of that; its file is open for reading."""
 
     step: str

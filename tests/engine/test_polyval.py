@@ -45,7 +45,7 @@ def test_kernels() -> None:
 def test_the_examples_of_the_rfc(kernel: str) -> None:
     """Appendix A, and dot() of section 7."""
     key = bytes.fromhex("25629347589242761d31f826ba4b757b")
-    words = "4f4f95668c83dfb6401762bb2d01a262" "d1a24ddd2721d006bbe45f20d3c9f362"
+    words = "4f4f95668c83dfb6401762bb2d01a262d1a24ddd2721d006bbe45f20d3c9f362"
     wanted = "f7a3b47b846119fae5b7866cf5e5b77e"
     assert KERNELS[kernel](bytes.fromhex(words), key).hex() == wanted
     one, other = "66e94bd4ef8a2c3b884cfa59ca342b2e", "ff000000000000000000000000000000"

@@ -48,7 +48,6 @@ WAIT_S = 60.0
 SEED = 20261123
 MIB = 1 << 20
 SHARD = "rank-00000.safetensors"
-KEYS = ("frozen", "moving")
 RANKS_IMPORT = "tests.crews.steps_imports"
 T = TypeVar("T")
 
@@ -111,14 +110,9 @@ def index_of(root: Path, step: int) -> Any:
 
 def written(recorder: Recorder, step: int) -> int:
     """The bytes of a step's shard that were written and not cloned."""
-    counted = 0
-    for operation in recorder.log:
-        if operation.name in ("write", "write_at") and operation.path.endswith(
-            f"{name(step)}/{SHARD}"
-        ):
-            content, _offset = operation.args if operation.name == "write_at" else (b"", 0)
-            counted += len(content) if operation.name == "write_at" else operation.args[1]
-    return counted
+    shard = os.path.join(name(step), SHARD)
+    writes = (each for each in recorder.log if each.name == "write_at")
+    return sum(len(each.args[0]) for each in writes if each.path.endswith(shard))
 
 
 def chunks(path: Path) -> list[bytes]:
@@ -427,7 +421,7 @@ def test_a_bit_that_the_disk_has_flipped_is_found_in_the_new_step(memory: Path) 
         checkpointer.save(1, state(1)).result(WAIT_S)
         flip(memory / name(1) / SHARD, 3 * CHUNK_BYTES)
         assert checkpointer.save(2, state(2)).result(WAIT_S).reused_nbytes > 0
-        with pytest.raises(CorruptCheckpoint, match="CRC-32 mismatch .*'frozen'"):
+        with pytest.raises(CorruptCheckpoint, match=r"CRC-32 mismatch .*'frozen'"):
             checkpointer.load(2)
         # From now on this step is known to be damaged, and so is the one before.
         with pytest.raises(CorruptCheckpoint):
@@ -613,7 +607,8 @@ def test_in_a_local_tier_steps_are_reused_and_the_root_gets_all(
 
 
 def of_rows(step: int) -> dict[str, torch.Tensor]:
-    return {key: held.view(64, -1) for key, held in state(step, 4 * MIB, MIB).items() if key in KEYS}
+    held = state(step, 4 * MIB, MIB)
+    return {key: held[key].view(64, -1) for key in ("frozen", "moving")}
 
 
 def save_rows(member: Member, root: Path, steps: list[int]) -> None:
