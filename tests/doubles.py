@@ -300,7 +300,7 @@ class Cloning(Recorder):
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             os.pwrite(target, os.pread(source, nbytes, offset), offset)
 
-        self._route(Operation("clone_range", path_of(target), (offset, nbytes)), copy)
+        self._route(Operation("clone_range", path_of(target), (nbytes, offset)), copy)
 
 
 class PowerCut(BaseException):

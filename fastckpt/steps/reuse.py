@@ -72,7 +72,7 @@ class Reuse:
             log.info("nothing is reused for %r: the file system cannot clone ranges", path)
             return
         if last is None:
-            key, other = secrets.token_bytes(HASH_BYTES), None
+            key, other = bytes.fromhex(secrets.token_hex(HASH_BYTES)), None
         else:
             key, other = last.file.hashes.key, last.file
             with reported("truncate", path):

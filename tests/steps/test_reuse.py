@@ -511,7 +511,7 @@ class Refuses(Cloning):
         self.refused = 0
 
     def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-        is_clone = operation.name == "clone_range" and operation.args[1] > 0
+        is_clone = operation.name == "clone_range" and operation.args[0] > 0
         if is_clone and next(self._clones) >= self._first:
             self.refused += 1
             raise OSError(self._code, os.strerror(self._code))
@@ -565,7 +565,7 @@ class HeldAtTheFirstClone(Cloning):
         self.reached, self.go_on = threading.Event(), threading.Event()
 
     def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-        if operation.name == "clone_range" and operation.args[1] > 0:
+        if operation.name == "clone_range" and operation.args[0] > 0:
             self.reached.set()
             assert self.go_on.wait(WAIT_S)
         return real()
