@@ -7,7 +7,6 @@ contain, which file the other one is, or the blocks' checksums.
 
 from __future__ import annotations
 
-import errno
 from itertools import groupby
 from typing import NamedTuple
 
@@ -20,10 +19,6 @@ from fastckpt.storage.file_system import Storage, reported
 # What is cloned or written as a whole: a multiple of the blocks of all file systems that clone, and
 # small beside what changes together, so that little is written that has not changed.
 CHUNK_BYTES = 128 << 10
-# By these errors a file system, a kernel or a sandbox says that it clones no such range.
-CANNOT_CLONE = frozenset(
-    {errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ETXTBSY, errno.ENOSYS, errno.ENOTTY}
-)
 
 
 class OtherFile(NamedTuple):
@@ -37,20 +32,16 @@ class OtherFile(NamedTuple):
     hashes: ChunkHashes
 
 
-def can_clone(storage: Storage, fd: int, path: str) -> bool:
-    """Returns whether an open file, which nothing was written to yet, can share ranges with others.
-
-    Raises:
-        StorageError: neither is known.
+def refusal_to_clone(storage: Storage, fd: int, path: str) -> StorageError | None:
+    """Returns the error that says why an open file cannot share ranges with others; None if it can,
+    as far as a range of no bytes tells.
     """
     try:
         with reported("clone", path):
-            storage.clone_range(fd, fd, storage.size(fd), 0)  # nothing, from its own end on
+            storage.clone_range(fd, fd, storage.size(fd), 0)  # at its end, where there are none
     except StorageError as error:
-        if error.errno in CANNOT_CLONE:
-            return False
-        raise
-    return True
+        return error
+    return None
 
 
 class ReusingWriter:
@@ -68,7 +59,7 @@ class ReusingWriter:
         other: the file to clone from, which stays open; None if all is to be written.
 
     Attributes:
-        refusal: the error after which everything was written, or None.
+        refusal: the error of a clone after which everything was written, or None.
     """
 
     def __init__(
@@ -102,7 +93,7 @@ class ReusingWriter:
             offset: its offset in the file, a multiple of BLOCK_BYTES.
 
         Raises:
-            StorageError: it could not be written, or cloned for want of space.
+            StorageError: it could not be written.
         """
         assert kind == "write" and fd == self._fd and offset % BLOCK_BYTES == 0
         nbytes = min(len(memory), self._nbytes - offset)
@@ -141,7 +132,7 @@ class ReusingWriter:
         ]
 
     def _clone(self, offset: int, nbytes: int) -> bool:
-        """Clones a range from the other file; returns False if that does not work here."""
+        """Clones a range from the other file; returns False if it has to be written."""
         other = self._other
         if other is None or self.refusal is not None:
             return False
@@ -149,9 +140,7 @@ class ReusingWriter:
             with reported("clone", self._path, offset):
                 self._storage.clone_range(self._fd, other.fd, offset, nbytes)
         except StorageError as error:
-            if error.errno not in CANNOT_CLONE:
-                raise
-            self.refusal = error
+            self.refusal = error  # whatever it is: the bytes are in memory, and can be written
             return False
         return True
 

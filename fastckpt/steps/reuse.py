@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fastckpt.engine.reuse import CHUNK_BYTES, OtherFile, ReusingWriter, can_clone
+from fastckpt.engine.reuse import CHUNK_BYTES, OtherFile, ReusingWriter, refusal_to_clone
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
 from fastckpt.formats.manifest import Writer
 from fastckpt.formats.shard_index import HASH_BYTES, ChunkHashes, ShardIndex
@@ -68,8 +68,9 @@ class Reuse:
             last = _opened(steps, self._rank, others)
             make(allocates=last is None)  # what is shared needs no blocks of its own
             file.keep_open(others.pop_all())
-        if not can_clone(storage, file.fd, path):
-            log.info("nothing is reused for %r: the file system cannot clone ranges", path)
+        refusal = refusal_to_clone(storage, file.fd, path)
+        if refusal is not None:
+            log.info("everything is written, nothing is reused: %s", refusal)
             return
         if last is None:
             key, other = bytes.fromhex(secrets.token_hex(HASH_BYTES)), None
@@ -129,7 +130,7 @@ def _opened(steps: Steps, rank: int, files: ExitStack) -> _LastShard | None:
     except Vanished:
         return None  # retention was faster
     except (CheckpointError, OSError) as error:
-        log.warning("everything is written, nothing of the last step is reused: %s", error)
+        log.warning("everything is written, nothing is reused: %s", error)
     return None
 
 
