@@ -9,13 +9,16 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <string>
 
 #include "check.h"
 #include "crc32/crc32.h"
 #include "engine/engine.h"
 #include "planes/planes.h"
+#include "polyval/polyval.h"
 
 namespace py = pybind11;
 
@@ -164,6 +167,52 @@ void bind_planes(py::module_& m) {
               join_planes(from.bytes.data(), from.count, from.bytes.size(), turned,
                           static_cast<uint8_t*>(to.ptr));
           });
+}
+
+using PolyvalFunction = Polyval (*)(const Polyval&, const void*, size_t);
+
+// Returns the hashes of a buffer's chunks, one after the other.
+py::bytes polyval_of(PolyvalFunction function, const py::buffer& data, const std::string& key,
+                     size_t chunk_bytes) {
+    Polyval power;
+    if (key.size() != power.size()) throw py::value_error("the key has not 16 bytes");
+    if (chunk_bytes == 0) throw py::value_error("a chunk has no bytes");
+    std::memcpy(power.data(), key.data(), key.size());
+    const py::buffer_info info = data.request();
+    const auto* bytes = static_cast<const char*>(info.ptr);
+    const auto nbytes = static_cast<size_t>(info.size * info.itemsize);
+    std::string hashes;
+    {
+        py::gil_scoped_release nogil;
+        for (size_t at = 0; at < nbytes; at += chunk_bytes) {
+            const Polyval hash = function(power, bytes + at, std::min(chunk_bytes, nbytes - at));
+            hashes.append(hash.begin(), hash.end());
+        }
+    }
+    return py::bytes(hashes);
+}
+
+void bind_polyval(py::module_& m) {
+    m.def(
+        "polyval",
+        [](const py::buffer& data, const std::string& key, size_t chunk_bytes) {
+            return polyval_of(polyval, data, key, chunk_bytes);
+        },
+        py::arg("data"), py::arg("key"), py::arg("chunk_bytes"));
+    m.def("polyval_kernel", &polyval_kernel);
+    m.def("polyval_kernels", [] {
+        py::dict kernels;
+        for (const auto* kernel :
+             {&polyval_kernels::portable, &polyval_kernels::pclmul, &polyval_kernels::vpclmulqdq}) {
+            if (!kernel->supported()) continue;
+            const PolyvalFunction function = kernel->polyval;
+            kernels[kernel->name] =
+                py::cpp_function([function](const py::buffer& data, const std::string& key) {
+                    return polyval_of(function, data, key, SIZE_MAX);
+                });
+        }
+        return kernels;
+    });
 }
 
 using Seconds = std::chrono::duration<double>;
@@ -343,6 +392,7 @@ PYBIND11_MODULE(_engine, m) {
     py::register_exception<BackendUnavailable>(m, "BackendUnavailable");
     bind_crc(m);
     bind_planes(m);
+    bind_polyval(m);
     bind_jobs(m);
     bind_streams(m);
     bind_devices(m);

@@ -53,14 +53,13 @@ from fastckpt.reading.verified_file import OtherByteOrder, VerifiedFile, open_ve
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save, Veto
 from fastckpt.steps.no_steps import hint_for_load
-from fastckpt.storage.atomic import check_directory, close_quietly, real_path
-from fastckpt.storage.file_system import (
-    APPEARS_S,
-    Storage,
-    from_the_path,
+from fastckpt.storage.atomic import (
+    check_directory,
+    close_quietly,
     is_written_through,
-    reported,
+    real_path,
 )
+from fastckpt.storage.file_system import APPEARS_S, Storage, from_the_path, reported
 
 log = logging.getLogger("fastckpt")
 

@@ -22,6 +22,7 @@ from fastckpt.arguments.checks import (
     BackendName,
     Codec,
     Fence,
+    Reuse,
     StagingWay,
     Stripe,
     check_callable,
@@ -117,6 +118,12 @@ class Checkpointer:
             split into bytes of equal significance, of which exponents compress and mantissas do
             not. "zstd": they are compressed as they are, which gains less and takes longer, but
             `zstd -d` restores them.
+        reuse: None, or "auto": what a shard has in common with the same rank's shard of the last
+            step is not written again but shared with it on the disk, where the file system can
+            clone ranges of files (XFS, btrfs). Each step stays whole by itself, whatever becomes of
+            the files of others; but a bad sector is bad for all steps that share it. For steps of
+            which much does not change (frozen weights). Not with codec, writers_per_node or
+            staging="gds"; with `local`, in the local tier alone.
         staging, stripe, backend, durable: as fastckpt.save's.
         drain_rate: the most bytes per second that a node writes, as a number or a text such as
             "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. This and
@@ -168,6 +175,7 @@ class Checkpointer:
         fence: Fence = "call",
         staging_bytes: int | str | None = None,
         codec: Codec | None = None,
+        reuse: Reuse | None = None,
         staging: StagingWay = "host",
         stripe: Stripe = "auto",
         backend: BackendName = "auto",
@@ -192,7 +200,7 @@ class Checkpointer:
         SignalHandlers.check(signals or ())
         pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
         how = (backend, durable, staging_bytes, staging, stripe, pacing)
-        self._options = StepOptions(*how, codec, keep_last, keep_every)
+        self._options = StepOptions(*how, codec, keep_last, keep_every, reuse)
         self._pool = SharedMemory()
         self.root = os.path.realpath(check_path("root", root))
         self._export = checked_export(export, self.root)

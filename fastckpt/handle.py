@@ -30,6 +30,7 @@ class RankClocks(NamedTuple):
 
     Attributes:
         nbytes: the bytes that it wrote.
+        reused_nbytes: those of them that were shared with the last step instead, as in SaveStats.
         captured_s: when it had found what is to be saved, and pickled the objects.
         staged_s: when all tensors had been copied.
         opened_s: when its files were open, and it began to write.
@@ -41,6 +42,7 @@ class RankClocks(NamedTuple):
     """
 
     nbytes: int
+    reused_nbytes: int
     captured_s: float
     staged_s: float
     opened_s: float
@@ -53,9 +55,9 @@ class RankClocks(NamedTuple):
     @classmethod
     def of(cls, stats: SaveStats) -> RankClocks:
         """Returns those of this rank, so far."""
-        clocks = (getattr(stats, name) for name in cls._fields[1:-1])
+        clocks = (getattr(stats, name) for name in cls._fields[2:-1])
         known = (nan if clock is None else clock for clock in clocks)
-        return cls._make([stats.nbytes, *known, stats.writes])
+        return cls._make([stats.nbytes, stats.reused_nbytes, *known, stats.writes])
 
     def to_bytes(self) -> bytes:
         """Returns them as CLOCKS_BYTES bytes, for the first rank."""
@@ -77,7 +79,7 @@ class RankClocks(NamedTuple):
         }
 
 
-_CLOCKS = struct.Struct(f"<Q7f{len(WRITE_SIZES)}Q")
+_CLOCKS = struct.Struct(f"<2Q7f{len(WRITE_SIZES)}Q")
 CLOCKS_BYTES = _CLOCKS.size
 
 
@@ -100,6 +102,7 @@ class SaveStats:
         local_why: why the step went straight to the root past a local tier, in words; else "".
         nbytes: the bytes that this process writes, before a codec: the file, its part of it, or its
             files of a step. 0 if torch.save wrote to an object without a position, as a socket.
+        reused_nbytes: those of them that were not written, but shared with the last step (`reuse`).
         ranks: how many ranks save together.
         total_nbytes: the bytes that all ranks write; known on the first rank, when all are done.
         by_rank: the clocks of all ranks; known on the first rank, when all are done.
@@ -133,6 +136,7 @@ class SaveStats:
     local_committed_s: float | None = None
     local_why: str = ""
     nbytes: int = 0
+    reused_nbytes: int = 0
     ranks: int = 1
     total_nbytes: int | None = None
     by_rank: tuple[RankClocks, ...] = ()
@@ -161,6 +165,9 @@ class SaveStats:
             told = [f"{shown_size(nbytes)}{whose}, not committed"]
         else:
             told = [shown_transfer(nbytes, self.committed_s, whose)]
+        reused = sum(its.reused_nbytes for its in self.by_rank) or self.reused_nbytes
+        if reused:
+            told.append(f"{shown_size(reused)} of it reused")
         if self.local_committed_s is not None:
             told.append(f"on the node after {shown_time(self.local_committed_s)}")
         if self.stall_s is not None:

@@ -251,6 +251,13 @@ def committed() -> Callable[..., Any]:
     return save
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be read, or was gone, is tried again without a pause."""
+    monkeypatch.setattr("fastckpt.storage.file_system.REREAD_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("fastckpt.storage.vanishing.LISTING_PAUSES_S", (0.0,) * 20)
+
+
 @pytest.fixture(scope="session")
 def real_disk(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config

@@ -25,6 +25,7 @@ Fence = Literal["call", "step"]
 BackendName = Literal["auto", "io_uring", "threads"]
 StagingWay = Literal["host", "gds", "auto"]
 Codec = Literal["zstd", "planes"]
+Reuse = Literal["auto"]
 OnError = Literal["raise", "warn"]
 Stripe = Literal["auto", "keep"] | tuple[int, int | str]
 
@@ -32,6 +33,7 @@ FENCES: tuple[Fence, ...] = get_args(Fence)
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 STAGINGS: tuple[StagingWay, ...] = get_args(StagingWay)
 CODECS: tuple[Codec | None, ...] = (None, *get_args(Codec))
+REUSES: tuple[Reuse | None, ...] = (None, *get_args(Reuse))
 ON_ERROR: tuple[OnError, ...] = get_args(OnError)
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")

@@ -6,6 +6,7 @@ not know the manifest, files, or how tensors are split and moved.
 
 from __future__ import annotations
 
+import base64
 import re
 import struct
 from collections.abc import Sequence
@@ -33,14 +34,16 @@ INDEX_BYTES_MAX = 1 << 30
 PER_RANK = "fastckpt.per_rank"
 _PER_RANK_OF = f"{PER_RANK}~rank"
 _PADDING_BEFORE = "fastckpt.padding~rank"
-# Version 1 has neither the values of ranks other than the writer nor the codec "planes", version 2
-# not the codec: what older readers understand is written for them.
-_FIRST_VERSION, _GATHERED_VERSION, _PLANES_VERSION = 1, 2, 3
+# Version 1 has no values of ranks other than the writer, version 2 has; neither has the codec
+# "planes" or hashes. What older readers understand is written for them.
+_FIRST_VERSION, _GATHERED_VERSION = 1, 2
 _SUFFIXES = {None: "", "zstd": ".zst", "planes": ".planes"}  # of files, by their codec
 _CRC_DIGITS = 8
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}")
 _NONCE = re.compile("[0-9a-f]{16,64}")
 _HEX = re.compile("[0-9a-f]*")
+_KEY = re.compile("(?!0{32})[0-9a-f]{32}")  # under the key 0, all hashes are equal
+HASH_BYTES = 16
 
 
 class Piece(NamedTuple):
@@ -55,6 +58,20 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     box: Box
     begin: int
+
+
+class ChunkHashes(NamedTuple):
+    """The hashes by which the next step finds what it has in common with this one.
+
+    Attributes:
+        key: the key of POLYVAL (RFC 8452), HASH_BYTES.
+        chunk_bytes: size of a chunk; the last may be shorter.
+        values: POLYVAL of each chunk, one after the other, HASH_BYTES each.
+    """
+
+    key: bytes
+    chunk_bytes: int
+    values: bytes
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,7 @@ class ShardIndex:
         frames: with a codec, the stored bytes of each block's frame and its padding; else empty.
         pieces: the pieces of tensors.
         per_rank: begin and size in bytes of the entry PER_RANK, or None.
+        hashes: those of the file's chunks, or None if the next step is not to reuse any.
     """
 
     nonce: str
@@ -86,6 +104,7 @@ class ShardIndex:
     frames: tuple[int, ...]
     pieces: tuple[Piece, ...]
     per_rank: tuple[int, int] | None
+    hashes: ChunkHashes | None = None
 
     def values_of(self, rank: int) -> tuple[int, int] | None:
         """Returns begin and size, in bytes, of the values of the writer or of a rank whose shard
@@ -119,7 +138,9 @@ class ShardIndex:
         """Returns the content of the index's file. Raises ValueError as validate() does."""
         written = {
             "format": FORMAT,
-            "version": _version(self.codec, any(map(is_per_rank, self.pieces))),
+            "version": _version(
+                any(map(is_per_rank, self.pieces)), self.codec, self.hashes is not None
+            ),
             "nonce": self.nonce,
             "rank": self.rank,
             "file": self.file,
@@ -130,6 +151,7 @@ class ShardIndex:
             "codec": self.codec,
             "frames": [*self.frames],
             "per_rank": None if self.per_rank is None else [*self.per_rank],
+            **({} if self.hashes is None else {"hashes": _hashes_written(self.hashes)}),
             "pieces": [
                 {
                     "key": piece.key,
@@ -165,7 +187,7 @@ class ShardIndex:
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"the index is malformed: {error}") from None
         crcs = bytes.fromhex(written["crc32"])
-        per_rank = written["per_rank"]
+        per_rank, hashes = written["per_rank"], written.get("hashes")
         return cls(
             nonce=written["nonce"],
             rank=written["rank"],
@@ -187,6 +209,7 @@ class ShardIndex:
                 for piece in written["pieces"]
             ),
             per_rank=None if per_rank is None else (per_rank[0], per_rank[1]),
+            hashes=None if hashes is None else _hashes_read(hashes),
         )
 
 
@@ -199,6 +222,8 @@ def validate(index: Any) -> None:
         "codec": (str, type(None)),
         "per_rank": (list, type(None)),
     }
+    if type(index) is dict and "hashes" in index:
+        kinds["hashes"] = dict
     check_members(index, kinds, "it")
     if index["format"] != FORMAT or not _FIRST_VERSION <= index["version"] <= VERSION:
         raise ValueError(f"it is a {shown(index['format'])} of version {index['version']}")
@@ -211,6 +236,8 @@ def validate(index: Any) -> None:
     if blocks == 0 or len(digits) != _CRC_DIGITS * blocks or _HEX.fullmatch(digits) is None:
         raise ValueError(f"crc32 is not one CRC-32 of 8 hex digits for each of {blocks} blocks")
     _check_frames(index, blocks)
+    if "hashes" in index:
+        _check_hashes(index)
     _check_pieces(index)
 
 
@@ -228,10 +255,34 @@ def _check_frames(index: Any, blocks: int) -> None:
         raise ValueError(f"frames are not multiples of {PAGE_BYTES} with the sum {file_nbytes}")
 
 
-def _version(codec: str | None, gathers: bool) -> int:
-    """Returns the first version that has this codec and, if it gathers, values of other ranks."""
-    if codec == "planes":
-        return _PLANES_VERSION
+def _check_hashes(index: Any) -> None:
+    hashes = index["hashes"]
+    check_members(hashes, {"key": str, "chunk_bytes": int, "polyval": str}, "hashes")
+    if index["codec"] is not None or _KEY.fullmatch(hashes["key"]) is None:
+        raise ValueError("hashes have a codec, or a key that is 0 or not 32 hex digits")
+    check_block_bytes(hashes["chunk_bytes"])
+    chunks = block_count(index["nbytes"], hashes["chunk_bytes"])
+    values = base64.b64decode(hashes["polyval"])  # raises ValueError; what it skips is noticed here
+    if len(values) != HASH_BYTES * chunks or base64.b64encode(values) != hashes["polyval"].encode():
+        raise ValueError(f"hashes are not {HASH_BYTES} bytes in base64 for each of {chunks} chunks")
+
+
+def _hashes_written(hashes: ChunkHashes) -> dict[str, Any]:
+    values = base64.b64encode(hashes.values).decode()
+    return {"key": hashes.key.hex(), "chunk_bytes": hashes.chunk_bytes, "polyval": values}
+
+
+def _hashes_read(written: Any) -> ChunkHashes:
+    values = base64.b64decode(written["polyval"])
+    return ChunkHashes(bytes.fromhex(written["key"]), written["chunk_bytes"], values)
+
+
+def _version(gathers: bool, codec: str | None, has_hashes: bool) -> int:
+    """Returns the first version that has this codec and, if there are, hashes and values of other
+    ranks.
+    """
+    if codec == "planes" or has_hashes:
+        return VERSION
     return _GATHERED_VERSION if gathers else _FIRST_VERSION
 
 
@@ -257,8 +308,9 @@ def _check_pieces(index: Any) -> None:
             raise ValueError(f"a piece of {shown(key)} is not inside its tensor")
         extents.append((piece["at"], nbytes, key))
     gathers = any(piece["key"].startswith(_PER_RANK_OF) for piece in index["pieces"])
-    if index["version"] != _version(index["codec"], gathers):
-        told = "2 is for values of other ranks, 3 for planes"
+    has_hashes = "hashes" in index
+    if index["version"] != _version(gathers, index["codec"], has_hashes):
+        told = "2 has values of other ranks, 3 has planes or hashes"
         raise ValueError(f"its version {index['version']} does not fit: {told}")
     if index["per_rank"] is not None:
         if not is_numbers(index["per_rank"]) or len(index["per_rank"]) != 2:

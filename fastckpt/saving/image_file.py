@@ -174,9 +174,16 @@ class ImageFile:
         if stats is not None:
             stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
 
-    def through(self, transfer: Transfer) -> None:
-        """Hands blocks to a function that writes them, as Staging.through() does."""
-        self.route = self._through(self.fd, transfer)
+    def through(self, transfer: Transfer, *, as_routed: bool = False) -> None:
+        """Hands blocks to a function that writes them, as Staging.through() does; if `as_routed`,
+        it writes as the file's route says, with O_DIRECT or without.
+        """
+        route = self._through(self.fd, transfer)
+        self.route = self.route._replace(backend=route.backend) if as_routed else route
+
+    def keep_open(self, files: ExitStack) -> None:
+        """Keeps other files open until nothing is in flight to this one any more."""
+        self._files.push(files)
 
     def _through(self, fd: int, transfer: Transfer) -> Route:
         return self._files.enter_context(self._pipeline.staging.through(fd, transfer))

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastckpt.arguments.checks import CODECS, Codec, check_choice, check_count, optional
+from fastckpt.arguments.checks import (
+    CODECS,
+    REUSES,
+    Codec,
+    Reuse,
+    check_choice,
+    check_count,
+    optional,
+)
 from fastckpt.options import WriteOptions
 
 
@@ -19,6 +27,7 @@ class StepOptions(WriteOptions):
     codec: Codec | None = None
     keep_last: int | None = None
     keep_every: int | None = None
+    reuse: Reuse | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -30,3 +39,14 @@ class StepOptions(WriteOptions):
             raise ValueError("keep_every without keep_last: all steps are kept anyway")
         if self.codec is not None and self.pacing.writers_per_node is not None:
             raise ValueError("writers_per_node with codec: each compressed shard has its own file")
+        check_choice("reuse", self.reuse, REUSES)
+        if self.reuse is not None:
+            self._check_reuse()
+
+    def _check_reuse(self) -> None:
+        if self.codec is not None:
+            raise ValueError("reuse with codec: compressed blocks have no fixed place in a file")
+        if self.pacing.writers_per_node is not None:
+            raise ValueError("reuse with writers_per_node: each rank reuses a file of its own")
+        if self.staging == "gds":
+            raise ValueError('reuse with staging="gds": what is hashed has to be in host memory')

@@ -25,6 +25,7 @@ from fastckpt.saving.plan import Output, Plan, WholeFile
 from fastckpt.steps.capture import Content
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import AnyStepPlace
+from fastckpt.steps.reuse import Reuse
 from fastckpt.steps.shard import Shard, comparable
 from fastckpt.steps.shared_shard import AnyShard, Gathered, Gathering, Guest, SharedMemory, is_small
 from fastckpt.steps.shared_shard_layout import part_of
@@ -54,7 +55,8 @@ class StepPlan(Plan):
         differing: Callable[[set[str]], None],
     ) -> None:
         super().__init__(content.reads, content.watched)
-        self.whole = options.codec is not None  # a codec makes one frame of each block
+        # A codec makes one frame of each block, or it is compared with the last step's.
+        self.whole = options.codec is not None or options.reuse is not None
         self._handle = handle
         self._agreement = agreement
         self._step = step
@@ -72,7 +74,10 @@ class StepPlan(Plan):
     def lay_out(self, pace: Pace) -> list[Output]:
         content, agreement = self._content, self._agreement
         assert content is not None
-        own = Shard(content.leaves, content.per_rank, agreement.rank)
+        reuse = None
+        if self._options.reuse is not None:
+            reuse = Reuse(agreement.rank, self._handle.stats)
+        own = Shard(content.leaves, content.per_rank, agreement.rank, by_size=reuse is not None)
         if pace.gathers:
             self._gathering = Gathering(self._pool, self._storage, agreement, self._handle)
         if self.whole or pace.gathers:
@@ -81,7 +86,7 @@ class StepPlan(Plan):
         content.description.sample(compared, zlib.crc32(agreement.label.encode()))
         part = part_of(own.image) if pace.gathers and is_small(own) else own.image
         path, how = self._handle.path, (self._place, self._options)
-        self._shard = _ShardOutput(own, part, path, agreement, self._storage, *how)
+        self._shard = _ShardOutput(own, part, path, agreement, self._storage, *how, reuse)
         captured, content.objects = content.objects, None
         if captured is None:
             return [self._shard]
@@ -170,6 +175,7 @@ class _ShardOutput(Output):
         storage: Storage,
         place: AnyStepPlace,
         options: StepOptions,
+        reuse: Reuse | None,
     ) -> None:
         super().__init__(part, path)
         self.own = own
@@ -178,6 +184,7 @@ class _ShardOutput(Output):
         self._storage = storage
         self._place = place
         self._options = options
+        self._reuse = reuse
         self._rank = agreement.rank
         self._name = shard_name(agreement.rank, options.codec)
         self._writer: FrameWriter | None = None
@@ -198,6 +205,10 @@ class _ShardOutput(Output):
             return
         path, make = step.path(self._name), partial(step.made, self._name)
         purpose = Purpose(shard.nbytes, 1, self._options.striping, self._place.directory)
+        if self._reuse is not None:
+            make_file = partial(file.make, make, purpose, path)
+            self._reuse.open(step.steps, file, path, shard.nbytes, make_file)
+            return
         timed = codec is None and isinstance(shard, Shard) and not self._options.pacing
         file.make(make, purpose, path, allocates=codec is None, timed=timed)
         self.begin = shard.begin
@@ -226,8 +237,10 @@ class _ShardOutput(Output):
             index = shard.index(self.nonce, self._name)
         else:
             frames = () if self._writer is None else self._writer.frames()
+            crcs = file.transfer.block_crcs()
+            hashes = None if self._reuse is None else self._reuse.hashes(crcs)
             coded = (self._options.codec, frames)
-            index = shard.index(self.nonce, self._name, file.transfer.block_crcs(), *coded)
+            index = shard.index(self.nonce, self._name, crcs, *coded, hashes)
         file.end(shard.nbytes)
         name, content = index_name(self._rank), index.to_bytes()
         step.write(name, content, file.fd, self._options.durable)

@@ -11,7 +11,7 @@ from operator import itemgetter
 import torch
 
 from fastckpt.formats import safetensors
-from fastckpt.formats.shard_index import PER_RANK, Piece, ShardIndex, entry_name
+from fastckpt.formats.shard_index import PER_RANK, ChunkHashes, Piece, ShardIndex, entry_name
 from fastckpt.plan.boxes import Held, plan
 from fastckpt.plan.image import BLOCK_BYTES, Image, ItemRun
 from fastckpt.ranks.same_state import Sampled
@@ -24,6 +24,8 @@ class Shard:
     Args:
         leaves, per_rank: as in Content.
         rank: this rank.
+        by_size: whether small pieces lie behind large ones. So what is trained beside large weights
+            that do not change lies together, and they are whole chunks for the next step to reuse.
 
     Attributes:
         image: the file's; empty if the shard is.
@@ -33,7 +35,9 @@ class Shard:
 
     begin = 0
 
-    def __init__(self, leaves: Sequence[Leaf], per_rank: bytes, rank: int) -> None:
+    def __init__(
+        self, leaves: Sequence[Leaf], per_rank: bytes, rank: int, *, by_size: bool = False
+    ) -> None:
         self._rank = rank
         entries: list[safetensors.Entry] = []
         owners: list[object] = []
@@ -43,6 +47,8 @@ class Shard:
             if is_holder.setdefault(id(leaf.holders), rank in leaf.holders):
                 held.append(leaf)
         pieces = plan([held_of(leaf) for leaf in held], rank)
+        if by_size:
+            pieces.sort(key=lambda piece: -piece.box.numel)  # layout() sorts by itemsize before
         for piece in pieces:
             leaf = held[piece.held]
             local = leaf.local
@@ -84,14 +90,15 @@ class Shard:
         block_crcs: list[int],
         codec: str | None = None,
         frames: tuple[int, ...] = (),
+        hashes: ChunkHashes | None = None,
     ) -> ShardIndex:
         pieces = [
             Piece(leaf.key, safetensors.NAMES[leaf.local.dtype], leaf.shape, box, begin)
             for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False)
         ]
         own = (self._offsets[-1], self._per_rank_nbytes) if self._per_rank_nbytes else None
-        coded = (codec, frames)
-        return index_of(self._rank, self.nbytes, nonce, name, block_crcs, pieces, own, *coded)
+        how = (nonce, name, block_crcs, pieces, own, codec, frames, hashes)
+        return index_of(self._rank, self.nbytes, *how)
 
 
 def index_of(
@@ -104,6 +111,7 @@ def index_of(
     per_rank: tuple[int, int] | None,
     codec: str | None = None,
     frames: tuple[int, ...] = (),
+    hashes: ChunkHashes | None = None,
 ) -> ShardIndex:
     """Returns the index of a file of so many bytes, uncompressed, once this rank has written it."""
     return ShardIndex(
@@ -118,6 +126,7 @@ def index_of(
         frames=frames,
         pieces=tuple(pieces),
         per_rank=per_rank,
+        hashes=hashes,
     )
 
 

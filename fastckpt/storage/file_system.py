@@ -12,6 +12,7 @@ import mmap
 import os
 import shutil
 import stat
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from fastckpt.storage.lustre_layout import Layout, Purpose
 from fastckpt.storage.policies import LINGERING, REFUSALS, Policy
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+_FICLONERANGE = 0x4020940D  # of ioctl_ficlonerange(2)
 T = TypeVar("T")
 
 
@@ -411,6 +413,12 @@ class Storage:
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
+    def clone_range(self, target: int, source: int, offset: int, nbytes: int) -> None:
+        """Has a range of `target` share its blocks with the same range of `source`, until either is
+        written to (ioctl_ficlonerange(2)). If the range ends off the blocks, it ends both files.
+        """
+        fcntl.ioctl(target, _FICLONERANGE, struct.pack("=4Q", source, offset, nbytes, offset))
+
     def sync(self, fd: int) -> None:
         """Makes the file's data and size durable; reports write errors met since the last call."""
         (os.fsync if _policy(fd)[1].syncs_all else os.fdatasync)(fd)
@@ -585,16 +593,3 @@ def _locked(fd: int, how: int) -> bool:
             return True
         raise
     return True
-
-
-def is_written_through(path: str) -> bool:
-    """Whether a path must be written to and cannot be replaced: a device, FIFO or socket, or what a
-    descriptor names (/dev/fd, /proc/self/fd).
-    """
-    try:
-        mode = os.stat(path).st_mode
-    except OSError:
-        return False  # opening it will tell
-    if os.path.realpath(os.path.dirname(os.path.abspath(path))).startswith("/proc/"):
-        return True
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)

@@ -49,6 +49,7 @@ from fastckpt.formats.safetensors import DTYPES, Entry, layout, parse, supported
 from fastckpt.formats.shard_index import (
     INDEX_BYTES_MAX,
     PER_RANK,
+    ChunkHashes,
     Piece,
     ShardIndex,
     entry_name,
@@ -478,7 +479,11 @@ def indexes(draw: st.DrawFn) -> ShardIndex:
     if codec:
         pages = draw(st.lists(st.integers(1, 99), min_size=count, max_size=count))
         frames = tuple(PAGE_BYTES * number for number in pages)
-    rank = draw(st.integers(0, 99_999))
+    rank, hashes = draw(st.integers(0, 99_999)), None
+    if codec is None and draw(st.booleans()):
+        sizes = {"min_size": 16, "max_size": 16}
+        values = draw(st.binary(**sizes)) * -(-nbytes // 4096)
+        hashes = ChunkHashes(draw(st.binary(**sizes).filter(any)), 4096, values)
     return ShardIndex(
         nonce=draw(st.text("0123456789abcdef", min_size=16, max_size=64)),
         rank=rank,
@@ -491,6 +496,7 @@ def indexes(draw: st.DrawFn) -> ShardIndex:
         frames=frames,
         pieces=tuple(draw(st.permutations(pieces))),
         per_rank=per_rank,
+        hashes=hashes,
     )
 
 
@@ -723,8 +729,65 @@ def test_planes_make_an_index_of_version_3() -> None:
     assert b'"version":3' in content and ShardIndex.from_bytes(content).codec == "planes"
     older = content.replace(b'"version":3', b'"version":1', 1)
     for index in (older, GOLDEN_INDEX.replace(b'"version":1', b'"version":3', 1)):
-        with pytest.raises(CorruptCheckpoint, match="3 for planes"):
+        with pytest.raises(CorruptCheckpoint, match="3 has planes"):
             ShardIndex.from_bytes(index)
+
+
+HASHED = replace(
+    INDEX,
+    file="rank-00003.safetensors",
+    file_nbytes=INDEX.nbytes,
+    codec=None,
+    frames=(),
+    hashes=ChunkHashes(bytes(range(16)), 4096, bytes(range(32))),
+)
+HASHES = (
+    b'"hashes":{"key":"000102030405060708090a0b0c0d0e0f","chunk_bytes":4096,'
+    b'"polyval":"AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="},'
+)
+
+
+def test_hashes_make_an_index_of_version_3() -> None:
+    """And they alone do: what older readers understand is written for them."""
+    content = HASHED.to_bytes()
+    assert b'"version":3' in content and b'"per_rank":[4160,20],' + HASHES + b'"pieces"' in content
+    assert ShardIndex.from_bytes(content) == HASHED
+    for old, new, index in ((b"3", b"1", content), (b"1", b"3", GOLDEN_INDEX)):
+        with pytest.raises(CorruptCheckpoint, match="3 has planes or hashes"):
+            ShardIndex.from_bytes(index.replace(b'"version":' + old, b'"version":' + new, 1))
+    shared = Piece(per_rank_key(7), "U8", (3,), Box((0,), (3,)), INDEX.nbytes - 3)
+    both = replace(HASHED, pieces=(shared,), per_rank=None)
+    assert ShardIndex.from_bytes(both.to_bytes()) == both
+
+
+HOSTILE_HASHES: list[tuple[Change, str]] = [
+    (put("hashes", None), "the hashes None"),
+    (put("hashes", {}), "hashes lacks"),
+    (put("hashes", "more", 1), "unknown.*'more'"),
+    *[(put("hashes", "chunk_bytes", value), "the chunk_bytes") for value in HOSTILE_NUMBERS],
+    (put("hashes", "chunk_bytes", 0), "block_bytes is 0"),
+    (put("hashes", "chunk_bytes", 8192), "for each of 1 chunks"),
+    (put("hashes", "chunk_bytes", 1 << 30), "block_bytes is 1073741824"),
+    (put("hashes", "key", "0" * 32), "key"),
+    (put("hashes", "key", "1" * 31), "key"),
+    (put("hashes", "key", "A" * 32), "key"),
+    (put("hashes", "key", 1), "the key 1"),
+    (put("hashes", "polyval", ""), "for each of 2 chunks"),
+    (put("hashes", "polyval", "AAECAwQFBgcICQoLDA0ODw=="), "for each of 2 chunks"),
+    (put("hashes", "polyval", "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh9="), "in base64"),
+    (put("hashes", "polyval", "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwd\nHh8="), "in base64"),
+    (put("hashes", "polyval", "AAEC"), "for each of 2 chunks"),
+    (put("hashes", "polyval", "é"), "malformed"),
+    (put("hashes", "polyval", [1]), "the polyval"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), HOSTILE_HASHES, ids=range(len(HOSTILE_HASHES)))
+def test_hostile_hashes(change: Change, message: str) -> None:
+    written = json.loads(HASHED.to_bytes())
+    change(written)
+    with pytest.raises(CorruptCheckpoint, match=message):
+        ShardIndex.from_bytes(json.dumps(written).encode())
 
 
 @pytest.mark.parametrize("bomb", [b"[],", b"{},", b'"a",', b"999,"])

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from fastckpt.storage import policies
 from fastckpt.storage.lustre_layout import Layout, Purpose
 from fastckpt.storage.policies import Policy
-from tests.doubles import TRANSFERS, Operation, Recorder
+from tests.doubles import TRANSFERS, Cloning, Operation
 
 T = TypeVar("T")
 OTHER_DEVICE = 1 << 40  # added to the number of the device that a local tier lies on
@@ -41,7 +41,7 @@ _SILENT |= {"open_directory", "open_of", "scratch", "identity", "free_bytes"}
 _TEMPORARY = re.compile(r"\.[^./]*-(?P<pid>\d+)-\d+-\d+\.tmp")
 
 
-class StageStorage(Recorder):
+class StageStorage(Cloning):
     """A file system as it is wanted for a scene, and a log of what is done to it.
 
     Args:
@@ -230,7 +230,7 @@ def _line(operation: Operation, result: str) -> str:
         shown = f"{args[1]} bytes at {args[0]}"
     elif name in ("write_at", "patch"):
         shown = f"{memoryview(args[0]).nbytes} bytes at {args[1]}"
-    elif name in ("read_at",):
+    elif name in ("read_at", "clone_range"):
         shown = f"{args[0]} bytes at {args[1]}"
     else:
         shown = " ".join(filter(None, map(_argument_text, args)))

@@ -209,6 +209,15 @@ def keep_last(stage: Stage) -> None:
         saving.save(3, state_of_ranks(stage, 3)).result(WAIT_S)
 
 
+def reuse(stage: Stage) -> None:
+    """The second step shares with the first what has not changed."""
+    first = state_of_ranks(stage, 1)
+    with stage.unrecorded(), checkpointer(stage, reuse="auto") as saving:
+        saving.save(1, first).result(WAIT_S)
+    with stage.recorded(), checkpointer(stage, reuse="auto") as saving:
+        saving.save(2, first | {"all": octets(3 * MIB, 2)}).result(WAIT_S)
+
+
 def keep_local(stage: Stage) -> None:
     """The third step removes the first from the local tier."""
     with stage.unrecorded(), checkpointer(stage, local=stage.local, keep_local=2) as saving:
@@ -416,6 +425,7 @@ def _loads() -> dict[str, Cast]:
 CASTS: dict[str, Cast] = {
     **_saves(),
     "save-step-and-remove": Cast(keep_last, 1),
+    "save-step-reused": Cast(reuse, 1),
     "save-tiered-and-remove": Cast(keep_local, 1),
     "save-tiered-past": Cast(past_the_tier, 1),
     "save-tiered-past-by-2": Cast(past_the_tier, 2),

@@ -822,13 +822,6 @@ def test_a_root_that_may_only_be_read() -> None:
 # ---- what cannot be read, and what is gone when its turn comes ----
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be read, or was gone, is tried again without a pause."""
-    monkeypatch.setattr("fastckpt.storage.file_system.REREAD_PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr("fastckpt.storage.vanishing.LISTING_PAUSES_S", (0.0,) * 20)
-
-
 class Unreadable(Recorder):
     """What asks for something below a directory fails, `count` times."""
 

@@ -1,0 +1,157 @@
+"""The benchmark of `reuse`: a state like one of LoRA, saved step after step on XFS or btrfs.
+
+    python benchmarks/reuse.py --dir /mnt/xfs --layers 32 --saves 20
+
+Two Checkpointers, with `reuse` and without, save in turns. In "lora" steps the adapters and their
+Adam state change; in "all" steps everything does, and hashing is for nothing. The bytes written are
+those that the disk has counted, its file system's own among them. It must not know how anything is
+saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # an installed fastckpt comes first
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate  # noqa: E402
+
+from fastckpt import Checkpointer  # noqa: E402
+from fastckpt.saving import pipeline  # noqa: E402
+from fastckpt.storage import policies  # noqa: E402
+
+WAYS: dict[str, dict[str, Any]] = {"written": {}, "reused": {"reuse": "auto"}}
+CLOCKS = ("stall_s", "committed_s")
+WIDTH, RANK, SECTOR_BYTES = 2048, 8, 512
+WARM_UPS = 2  # saves of each way
+
+
+class Lora:
+    """Frozen square matrices, two adapters beside each, and the adapters' Adam state.
+
+    Args:
+        layers: how many matrices.
+        dtype: of the matrices; adapters and Adam state are fp32.
+        sharded: whether tensors are DTensors, which lie in the shards however small they are.
+    """
+
+    def __init__(self, layers: int, dtype: torch.dtype, sharded: bool) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        self.frozen: list[torch.Tensor] = []
+        self.trained: list[torch.Tensor] = []
+        model: dict[str, Any] = {}
+        moments: dict[str, Any] = {}
+
+        def held(tensor: torch.Tensor) -> torch.Tensor:
+            return DTensor.from_local(tensor, mesh, [Replicate()]) if sharded else tensor
+
+        for layer in range(layers):
+            self.frozen.append(torch.randn(WIDTH, WIDTH).to(dtype))
+            model[f"{layer}.weight"] = held(self.frozen[-1])
+            for name, shape in (("a", (RANK, WIDTH)), ("b", (WIDTH, RANK))):
+                of_one = [torch.randn(shape) for _ in range(3)]
+                self.trained += of_one
+                model[f"{layer}.lora_{name}"] = held(of_one[0])
+                keys = ("exp_avg", "exp_avg_sq")
+                moments[f"{layer}.lora_{name}"] = dict(
+                    zip(keys, map(held, of_one[1:]), strict=True)
+                )
+        self.state = {"model": model, "optimizer": moments}
+
+    def change(self, *, everything: bool) -> int:
+        """Takes a training step, and returns how many bytes it has changed."""
+        changed = [*self.trained, *(self.frozen if everything else ())]
+        for tensor in changed:
+            tensor.add_(0.01)
+        return sum(tensor.nbytes for tensor in changed)
+
+
+def sectors(directory: Path) -> int:
+    """The sectors that were written to the disk of a directory, as the kernel counts them."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        mount = policies.mount_of(fd)
+    finally:
+        os.close(fd)
+    assert mount is not None
+    os.sync()
+    return int(Path("/sys/class/block", Path(mount.source).name, "stat").read_text().split()[6])
+
+
+def rounds(root: Path, lora: Lora, saves: int, everything: bool) -> list[dict[str, Any]]:
+    """A row for each save of each way, the first ones left out."""
+    ways = {name: Checkpointer(root / name, keep_last=1, **how) for name, how in WAYS.items()}
+    rows = []
+    for number in range(saves + WARM_UPS):
+        changed = lora.change(everything=everything)
+        for name in [*ways] if number % 2 else [*reversed(ways)]:
+            before = sectors(root)
+            stats = ways[name].save(number, lora.state).result()
+            row = {clock: getattr(stats, clock) for clock in CLOCKS}
+            nbytes = SECTOR_BYTES * (sectors(root) - before)
+            pipeline.current().drain()  # the step before has been removed
+            if number >= WARM_UPS:
+                row |= {"way": name, "changed": changed, "nbytes": stats.nbytes}
+                rows.append(row | {"reused": stats.reused_nbytes, "disk": nbytes})
+    for checkpointer in ways.values():
+        checkpointer.close()
+    return rows
+
+
+def told(rows: list[dict[str, Any]], what: str) -> None:
+    """Prints medians, and those of the ratios of pairs."""
+    by_way = {name: [row for row in rows if row["way"] == name] for name in WAYS}
+
+    def median(name: str, key: str) -> float:
+        return statistics.median(row[key] for row in by_way[name])
+
+    for name in WAYS:
+        clocks = ", ".join(f"{clock} {1e3 * median(name, clock):.1f} ms" for clock in CLOCKS)
+        print(
+            f"{what}, {name}: {median(name, 'disk') / 1e6:.2f} MB on the disk for "
+            f"{median(name, 'nbytes') / 1e6:.2f} MB, of which {median(name, 'changed') / 1e6:.2f} "
+            f"changed and {median(name, 'reused') / 1e6:.2f} were reused; {clocks}"
+        )
+    pairs = [*zip(by_way["reused"], by_way["written"], strict=True)]
+    for clock in CLOCKS:
+        ratio = statistics.median(one[clock] / other[clock] for one, other in pairs)
+        print(f"{what}, {clock} with reuse: {ratio:.3f} x")
+    print(
+        f"{what}, written: {median('reused', 'disk') / median('reused', 'changed'):.4f} x changed"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, required=True, help="on XFS or btrfs")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--saves", type=int, default=20, help="of each way")
+    parser.add_argument("--dtype", default="float32", help="of the frozen weights")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for sharded in (False, True):
+        lora = Lora(arguments.layers, getattr(torch, arguments.dtype), sharded)
+        for everything in (False, True):
+            what = f"{'all' if everything else 'lora'}{', sharded' if sharded else ''}"
+            root = Path(tempfile.mkdtemp(prefix="reuse-", dir=arguments.dir))
+            try:
+                told(rounds(root, lora, arguments.saves, everything), what)
+            finally:
+                shutil.rmtree(root)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

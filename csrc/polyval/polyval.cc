@@ -1,0 +1,270 @@
+// The POLYVAL kernels and the choice between them. See polyval.h.
+//
+// dot(a, b) is the RFC's product a * b * x^-128 modulo x^128 + x^127 + x^126 + x^121 + 1, and the
+// hash is S_j = dot(S_j-1 + X_j, key). Unrolled, S_j+n = dot(S_j + X_j+1, key^n) + dot(X_j+2,
+// key^n-1) + ... + dot(X_j+n, key), where powers are by dot(). So the folding kernels add the plain
+// products of a step up and reduce them once.
+#include "polyval/polyval.h"
+
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace fastckpt {
+
+namespace {
+
+constexpr size_t kWord = 16;  // bytes
+
+// ---- Portable kernel: four bits at a time ----
+
+// The coefficient of x^i is bit i of `low`, or bit i - 64 of `high`.
+struct Element {
+    uint64_t low;
+    uint64_t high;
+};
+
+constexpr Element sum(Element a, Element b) { return {a.low ^ b.low, a.high ^ b.high}; }
+
+constexpr Element times_x(Element a) {
+    const uint64_t carry = -(a.high >> 63);
+    return {(a.low << 1) ^ (carry & 1),
+            (a.high << 1 | a.low >> 63) ^ (carry & 0xC200000000000000u)};
+}
+
+constexpr Element over_x(Element a) {
+    const uint64_t carry = -(a.low & 1);
+    return {a.low >> 1 | a.high << 63, (a.high >> 1) ^ (carry & 0xE100000000000000u)};
+}
+
+// kOverflow[n] is n * x^128.
+constexpr std::array<Element, 16> make_overflow() {
+    std::array<Element, 16> overflow{};
+    for (uint64_t n = 0; n < 16; ++n) {
+        overflow[n] = {0, n << 60};
+        for (int i = 0; i < 4; ++i) overflow[n] = times_x(overflow[n]);
+    }
+    return overflow;
+}
+
+constexpr std::array<Element, 16> kOverflow = make_overflow();
+
+uint64_t little_endian(uint64_t value) {
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    return __builtin_bswap64(value);
+#else
+    return value;
+#endif
+}
+
+Element load(const uint8_t* bytes) {
+    uint64_t halves[2];
+    std::memcpy(halves, bytes, kWord);
+    return {little_endian(halves[0]), little_endian(halves[1])};
+}
+
+Polyval stored(Element a) {
+    const uint64_t halves[2] = {little_endian(a.low), little_endian(a.high)};
+    Polyval bytes;
+    std::memcpy(bytes.data(), halves, kWord);
+    return bytes;
+}
+
+Polyval polyval_portable(const Polyval& key, const void* data, size_t n) {
+    Element factor = load(key.data());
+    for (int i = 0; i < 128; ++i) factor = over_x(factor);
+    std::array<Element, 16> table{};  // table[k] is k * factor
+    table[1] = factor;
+    for (size_t k = 2; k < 16; ++k)
+        table[k] = k % 2 == 0 ? times_x(table[k / 2]) : sum(table[k - 1], factor);
+    const auto* source = static_cast<const uint8_t*>(data);
+    Element state{};
+    while (n > 0) {
+        uint8_t word[kWord] = {};
+        const size_t taken = n < kWord ? n : kWord;
+        std::memcpy(word, source, taken);
+        const Element left = sum(state, load(word));
+        state = {};
+        for (const uint64_t half : {left.high, left.low}) {
+            for (int shift = 60; shift >= 0; shift -= 4) {
+                const Element carry = kOverflow[state.high >> 60];
+                state = {state.low << 4, state.high << 4 | state.low >> 60};
+                state = sum(sum(state, carry), table[half >> shift & 15]);
+            }
+        }
+        source += taken;
+        n -= taken;
+    }
+    return stored(state);
+}
+
+#if defined(__x86_64__)
+
+// ---- Folding kernels ----
+
+#define FASTCKPT_SSE __attribute__((target("pclmul,sse4.1")))
+#define FASTCKPT_AVX512 __attribute__((target("pclmul,sse4.1,avx512f,vpclmulqdq")))
+#define FASTCKPT_INLINE inline __attribute__((always_inline))
+
+// A sum of products that is not reduced yet: low + middle * x^64 + high * x^128.
+struct Products {
+    __m128i low;
+    __m128i middle;
+    __m128i high;
+};
+
+FASTCKPT_SSE FASTCKPT_INLINE Products none() {
+    return {_mm_setzero_si128(), _mm_setzero_si128(), _mm_setzero_si128()};
+}
+
+FASTCKPT_SSE FASTCKPT_INLINE void add_product(Products& products, __m128i a, __m128i b) {
+    const __m128i cross =
+        _mm_xor_si128(_mm_clmulepi64_si128(a, b, 0x01), _mm_clmulepi64_si128(a, b, 0x10));
+    products.low = _mm_xor_si128(products.low, _mm_clmulepi64_si128(a, b, 0x00));
+    products.middle = _mm_xor_si128(products.middle, cross);
+    products.high = _mm_xor_si128(products.high, _mm_clmulepi64_si128(a, b, 0x11));
+}
+
+// Returns products * x^-128. By Montgomery's method: a multiple of the polynomial is added that
+// clears the low 64 bits, which can then be dropped; twice.
+FASTCKPT_SSE FASTCKPT_INLINE __m128i reduced(const Products& products) {
+    const __m128i polynomial = _mm_set_epi64x(static_cast<int64_t>(0xC200000000000000u), 1);
+    __m128i low = _mm_xor_si128(products.low, _mm_slli_si128(products.middle, 8));
+    const __m128i high = _mm_xor_si128(products.high, _mm_srli_si128(products.middle, 8));
+    for (int i = 0; i < 2; ++i) {
+        const __m128i cleared = _mm_clmulepi64_si128(low, polynomial, 0x10);
+        low = _mm_xor_si128(_mm_shuffle_epi32(low, 0x4E), cleared);
+    }
+    return _mm_xor_si128(low, high);
+}
+
+FASTCKPT_SSE FASTCKPT_INLINE __m128i dot(__m128i a, __m128i b) {
+    Products products = none();
+    add_product(products, a, b);
+    return reduced(products);
+}
+
+FASTCKPT_SSE FASTCKPT_INLINE __m128i word_at(const uint8_t* source) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+}
+
+// Fills powers[i] with key^(count - i).
+FASTCKPT_SSE FASTCKPT_INLINE void fill_powers(const Polyval& key, __m128i* powers, size_t count) {
+    powers[count - 1] = word_at(key.data());
+    for (size_t i = count - 1; i > 0; --i) powers[i - 1] = dot(powers[i], powers[count - 1]);
+}
+
+constexpr size_t kWords = 8;  // in a step of the kernel without AVX-512
+
+// Hashes the remaining bytes into `state`; `powers` are kWords, from key^kWords to key.
+FASTCKPT_SSE FASTCKPT_INLINE Polyval finish(__m128i state, const __m128i* powers,
+                                            const uint8_t* source, size_t n) {
+    for (; n >= kWords * kWord; n -= kWords * kWord, source += kWords * kWord) {
+        Products products = none();
+        add_product(products, _mm_xor_si128(state, word_at(source)), powers[0]);
+        for (size_t i = 1; i < kWords; ++i)
+            add_product(products, word_at(source + i * kWord), powers[i]);
+        state = reduced(products);
+    }
+    const __m128i key = powers[kWords - 1];
+    for (; n >= kWord; n -= kWord, source += kWord)
+        state = dot(_mm_xor_si128(state, word_at(source)), key);
+    if (n > 0) {
+        uint8_t word[kWord] = {};
+        std::memcpy(word, source, n);
+        state = dot(_mm_xor_si128(state, word_at(word)), key);
+    }
+    Polyval hash;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(hash.data()), state);
+    return hash;
+}
+
+FASTCKPT_SSE Polyval polyval_pclmul(const Polyval& key, const void* data, size_t n) {
+    __m128i powers[kWords];
+    fill_powers(key, powers, kWords);
+    return finish(_mm_setzero_si128(), powers, static_cast<const uint8_t*>(data), n);
+}
+
+FASTCKPT_AVX512 FASTCKPT_INLINE __m128i sum_of_lanes(__m512i lanes) {
+    alignas(64) __m128i words[4];
+    _mm512_store_si512(words, lanes);
+    return _mm_xor_si128(_mm_xor_si128(words[0], words[1]), _mm_xor_si128(words[2], words[3]));
+}
+
+FASTCKPT_AVX512 Polyval polyval_vpclmulqdq(const Polyval& key, const void* data, size_t n) {
+    constexpr size_t kLine = 64, kLines = 8, kStep = kLines * kLine;
+    constexpr int kXor3 = 0x96;
+    if (n < 4 * kStep) return polyval_pclmul(key, data, n);  // so many powers would not pay
+    alignas(64) __m128i powers[kStep / kWord];
+    fill_powers(key, powers, kStep / kWord);
+    const auto* source = static_cast<const uint8_t*>(data);
+    __m128i state = _mm_setzero_si128();
+    for (; n >= kStep; n -= kStep, source += kStep) {
+        __m512i low = _mm512_setzero_si512(), middle = low, high = low;
+        for (size_t i = 0; i < kLines; ++i) {
+            __m512i line = _mm512_loadu_si512(source + i * kLine);
+            if (i == 0) line = _mm512_xor_si512(line, _mm512_zextsi128_si512(state));
+            const __m512i by = _mm512_load_si512(&powers[i * kLine / kWord]);
+            low = _mm512_xor_si512(low, _mm512_clmulepi64_epi128(line, by, 0x00));
+            middle = _mm512_ternarylogic_epi64(middle, _mm512_clmulepi64_epi128(line, by, 0x01),
+                                               _mm512_clmulepi64_epi128(line, by, 0x10), kXor3);
+            high = _mm512_xor_si512(high, _mm512_clmulepi64_epi128(line, by, 0x11));
+        }
+        state = reduced({sum_of_lanes(low), sum_of_lanes(middle), sum_of_lanes(high)});
+    }
+    return finish(state, powers + kStep / kWord - kWords, source, n);
+}
+
+bool has_pclmul() {
+    __builtin_cpu_init();  // a constructor of another unit may come first
+    return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+}
+
+bool has_vpclmulqdq() {
+    return has_pclmul() && __builtin_cpu_supports("avx512f") &&
+           __builtin_cpu_supports("vpclmulqdq");
+}
+
+#endif  // defined(__x86_64__)
+
+bool always() { return true; }
+
+}  // namespace
+
+namespace polyval_kernels {
+
+// constexpr definitions of the header's externs: initialised before any code runs.
+constexpr Kernel portable = {"portable", always, polyval_portable};
+#if defined(__x86_64__)
+constexpr Kernel pclmul = {"pclmul", has_pclmul, polyval_pclmul};
+constexpr Kernel vpclmulqdq = {"vpclmulqdq", has_vpclmulqdq, polyval_vpclmulqdq};
+#else
+static bool never() { return false; }
+constexpr Kernel pclmul = {"pclmul", never, nullptr};
+constexpr Kernel vpclmulqdq = {"vpclmulqdq", never, nullptr};
+#endif
+
+}  // namespace polyval_kernels
+
+namespace {
+
+const polyval_kernels::Kernel& chosen() {
+    static const polyval_kernels::Kernel* const kernel = [] {
+        for (const auto* candidate : {&polyval_kernels::vpclmulqdq, &polyval_kernels::pclmul})
+            if (candidate->supported()) return candidate;
+        return &polyval_kernels::portable;
+    }();
+    return *kernel;
+}
+
+}  // namespace
+
+Polyval polyval(const Polyval& key, const void* data, size_t n) {
+    return chosen().polyval(key, data, n);
+}
+
+const char* polyval_kernel() { return chosen().name; }
+
+}  // namespace fastckpt

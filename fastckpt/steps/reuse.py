@@ -1,0 +1,158 @@
+"""Reuse: a rank's shard shares with that of the last step, on the disk, what both have in common.
+
+The module finds the last step's shard, opens it, and decides whether what was shared may be
+committed. It must not know how anything is compared or cloned.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from fastckpt.engine.reuse import CHUNK_BYTES, OtherFile, ReusingWriter, refusal_to_clone
+from fastckpt.errors import CheckpointError, CorruptCheckpoint
+from fastckpt.formats.manifest import Writer
+from fastckpt.formats.shard_index import HASH_BYTES, ChunkHashes, ShardIndex
+from fastckpt.handle import SaveStats
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.reading.verified import opened_regular
+from fastckpt.saving.image_file import ImageFile
+from fastckpt.steps.root import Committed, Steps
+from fastckpt.storage.file_system import naming, reported
+from fastckpt.storage.vanishing import Vanished
+
+log = logging.getLogger("fastckpt")
+
+
+@dataclass(frozen=True)
+class _LastShard:
+    """A rank's shard in a committed step, by the name of that; its file is open for reading."""
+
+    step: str
+    index: ShardIndex
+    file: OtherFile
+
+
+class Reuse:
+    """The reuse of the last step's shard by a rank's next one.
+
+    Args:
+        rank: this rank.
+        stats: the save's numbers, which get the bytes that were reused.
+    """
+
+    def __init__(self, rank: int, stats: SaveStats) -> None:
+        self._rank = rank
+        self._stats = stats
+        self._steps: Steps | None = None
+        self._last: _LastShard | None = None
+        self._writer: ReusingWriter | None = None
+
+    def open(
+        self, steps: Steps, file: ImageFile, path: str, nbytes: int, make: Callable[..., str]
+    ) -> None:
+        """Makes the new shard's file, whose blocks are compared with the last shard's from now on
+        if the file system can clone ranges.
+
+        Args:
+            steps: the steps among which the last one is looked for.
+            file, path, nbytes: the new shard's.
+            make: makes the file, as ImageFile.make(), whose `allocates` it takes.
+        """
+        self._steps, self._last, self._writer = steps, None, None
+        storage = steps.storage
+        with ExitStack() as others:
+            last = _opened(steps, self._rank, others)
+            make(allocates=last is None)  # what is shared needs no blocks of its own
+            file.keep_open(others.pop_all())
+        refusal = refusal_to_clone(storage, file.fd, path)
+        if refusal is not None:
+            log.info("everything is written, nothing is reused: %s", refusal)
+            return
+        if last is None:
+            key, other = bytes.fromhex(secrets.token_hex(HASH_BYTES)), None
+        else:
+            key, other = last.file.hashes.key, last.file
+            with reported("truncate", path):
+                storage.truncate(file.fd, nbytes)
+        self._last = last
+        self._writer = ReusingWriter(storage, file.fd, path, nbytes, key, other)
+        file.through(self._writer.transfer, as_routed=True)
+
+    def hashes(self, crcs: list[int]) -> ChunkHashes | None:
+        """Returns the hashes for the new shard's index, once all has been written; None if none
+        were computed.
+
+        Args:
+            crcs: the CRC-32 of each block, from memory.
+
+        Raises:
+            CorruptCheckpoint: a block that the last shard has as well, by its hashes, has another
+                CRC-32 there. The next save does not compare with that step.
+        """
+        last, writer, steps = self._last, self._writer, self._steps
+        if writer is None:
+            return None
+        for number in writer.cloned_blocks():
+            assert last is not None and steps is not None
+            if crcs[number] != last.index.block_crcs[number]:
+                steps.note_damaged(last.step)
+                raise CorruptCheckpoint(
+                    f"block {number} of {last.file.path!r} has the hash of what was to be saved, "
+                    f"but the CRC-32 {last.index.block_crcs[number]:08x} instead of "
+                    f"{crcs[number]:08x}: its index is wrong, or memory or a processor is faulty; "
+                    "nothing was committed, and the next save does not reuse this step"
+                )
+        if writer.refusal is not None:
+            log.warning("the rest is written, not reused: %s", writer.refusal)
+        self._stats.reused_nbytes = writer.cloned_nbytes
+        return writer.hashes
+
+
+def _opened(steps: Steps, rank: int, files: ExitStack) -> _LastShard | None:
+    """Opens the shard of a rank in the step that was committed last, of those not known to be
+    damaged. Returns None if it has none with hashes; or if it cannot be read, which is logged.
+
+    Args:
+        files: keeps the shard's file open.
+    """
+    try:
+        found, _faults = steps.committed(afresh=False)
+        for item in found:
+            if not (steps.is_damaged(item) or steps.is_unread(item)):
+                # Held until the file is open: that outlives its name, so retention need not wait
+                # for this save.
+                with steps.hold(item.name):
+                    return _opened_of(steps, item, rank, files)
+    except Vanished:
+        return None  # retention was faster
+    except (CheckpointError, OSError) as error:
+        log.warning("everything is written, nothing is reused: %s", error)
+    return None
+
+
+def _opened_of(steps: Steps, item: Committed, rank: int, files: ExitStack) -> _LastShard | None:
+    writer = next((each for each in item.manifest.writers if each.rank == rank), None)
+    if writer is None:
+        return None
+    index = _index(steps, item, writer)
+    hashes = index.hashes
+    if hashes is None or (hashes.chunk_bytes, index.block_bytes) != (CHUNK_BYTES, BLOCK_BYTES):
+        return None
+    path = steps.path(item.name, index.file)
+    fd = files.enter_context(opened_regular(steps.storage, path))
+    with reported("open", path):
+        nbytes = steps.storage.size(fd)
+    if nbytes != index.nbytes:
+        raise CorruptCheckpoint(f"{path!r} has {nbytes} bytes, must have {index.nbytes}")
+    return _LastShard(item.name, index, OtherFile(fd, path, nbytes, hashes))
+
+
+def _index(steps: Steps, item: Committed, writer: Writer) -> ShardIndex:
+    path = steps.path(item.name, writer.index)
+    with reported("read", path), naming(path):
+        content = steps.storage.read_file(path, writer.index_nbytes + 1)
+        return writer.parse_index(content, item.manifest.nonce)

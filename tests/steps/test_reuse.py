@@ -1,0 +1,736 @@
+"""Steps that share blocks with the one before: what is written, what comes back, and that no harm
+to an older step, no wrong hash and no crash ever shows in a newer one.
+
+Most tests clone by copies (doubles.Cloning), under the kernel's rules, so that they run anywhere;
+those of one disk's blocks in two files need a file system that clones, and mount it.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import fcntl
+import itertools
+import json
+import logging
+import os
+import random
+import shutil
+import struct
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from fastckpt import Checkpointer, PerRank
+from fastckpt.engine.reuse import CHUNK_BYTES
+from fastckpt.errors import CorruptCheckpoint, StorageError
+from fastckpt.formats.shard_index import HASH_BYTES
+from fastckpt.handle import SaveStats
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.steps import log as save_log
+from fastckpt.storage.file_system import Storage
+from tests.crews.group_crew import Member, Nursery
+from tests.crews.steps_states import spread_by_group
+from tests.doubles import Cloning, Crash, FailAt, Operation, Recorder, dead_pid, plant
+from tests.files.test_faults import MKFS_OPTIONS, mounted, run_as_root
+from tests.noise import noise
+from tests.steps.test_checkpointer import process_on
+from tests.steps.test_step_fuzz import Forgery
+from tests.storm import Storm
+
+WAIT_S = 60.0
+SEED = 20261123
+MIB = 1 << 20
+SHARD = "rank-00000.safetensors"
+RANKS_IMPORT = "tests.crews.steps_imports"
+T = TypeVar("T")
+
+
+class CloningCrash(Cloning, Crash):
+    """A crash where ranges can be cloned."""
+
+
+class CloningFailAt(Cloning, FailAt):
+    """A failing operation where ranges can be cloned."""
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_are_in_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastckpt.state.tree.SMALL_BYTES", 1)
+
+
+def state(step: int, frozen_bytes: int = 5 * CHUNK_BYTES, moving_bytes: int = CHUNK_BYTES) -> Any:
+    """A state of which one part is the same in each step."""
+    return {
+        "frozen": noise(frozen_bytes, 1),
+        "moving": noise(moving_bytes, 100 + step),
+        "own": PerRank(("rank", step)),
+        "name": f"step {step}",
+    }
+
+
+def assert_holds(found: Any, expected: Any) -> None:
+    """That a state was loaded bit for bit."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            same = found[name].dtype == value.dtype and torch.equal(found[name], value)
+            assert same and found[name].shape == value.shape, name
+        elif isinstance(value, PerRank):
+            assert found[name].value == value.value
+        else:
+            assert found[name] == value
+
+
+def saved(root: Path, *steps: int, **options: Any) -> list[SaveStats]:
+    with Checkpointer(root, reuse="auto", **options) as checkpointer:
+        return [checkpointer.save(step, state(step)).result(WAIT_S) for step in steps]
+
+
+def check(root: Path, *steps: int) -> None:
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.steps() == sorted(steps)
+        for step in steps:
+            assert_holds(checkpointer.load(step), state(step))
+
+
+def name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def index_of(root: Path, step: int) -> Any:
+    return json.loads((root / name(step) / "rank-00000.json").read_bytes())
+
+
+def written(recorder: Recorder, step: int) -> int:
+    """The bytes of a step's shard that were written and not cloned."""
+    shard = os.path.join(name(step), SHARD)
+    writes = (each for each in recorder.log if each.name == "write_at")
+    return sum(len(each.args[0]) for each in writes if each.path.endswith(shard))
+
+
+def chunks(path: Path) -> list[bytes]:
+    content = path.read_bytes()
+    return [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
+
+
+def common_nbytes(one: Path, other: Path) -> int:
+    """The bytes of the chunks that two files have in the same place."""
+    pairs = zip(chunks(one), chunks(other), strict=False)
+    return sum(len(a) for a, b in pairs if a == b)
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (value,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([value ^ 1]))
+
+
+@contextmanager
+def place_of(kind: str, disk: Path, memory: Path) -> Iterator[Path]:
+    """A directory where ranges can be cloned: by the file system of this kind, or by a double."""
+    if kind == "copies":
+        with process_on(Cloning()):
+            yield memory
+        return
+    with mounted(kind, disk) as mount:
+        yield mount
+
+
+KINDS = pytest.mark.parametrize(
+    "kind",
+    ["copies", *(pytest.param(each, marks=pytest.mark.filesystem) for each in ("xfs", "btrfs"))],
+)
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reuse": "always"}, "reuse is 'always', must be one of"),
+        ({"reuse": True}, "reuse is True"),
+        ({"reuse": "auto", "codec": "zstd"}, "reuse with codec: compressed blocks"),
+        ({"reuse": "auto", "writers_per_node": 1}, "reuse with writers_per_node: each rank"),
+        ({"reuse": "auto", "staging": "gds"}, 'reuse with staging="gds": what is hashed'),
+    ],
+)
+def test_arguments_are_checked(disk: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Checkpointer(disk, **options)
+
+
+# ---- what is written ----
+
+
+def test_what_has_not_changed_is_not_written(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Cloning()
+    with process_on(recorder), caplog.at_level(logging.INFO, "fastckpt"):
+        first, second, third = saved(memory, 1, 2, 3)
+    assert first.reused_nbytes == 0 and "reused" not in str(first)
+    nbytes = (memory / name(2) / SHARD).stat().st_size
+    for step, stats in ((2, second), (3, third)):
+        common = common_nbytes(memory / name(step - 1) / SHARD, memory / name(step) / SHARD)
+        assert stats.reused_nbytes == common == nbytes - written(recorder, step)
+        assert common >= 4 * CHUNK_BYTES
+        assert "640 KiB of it reused" in str(stats)
+    assert written(recorder, 1) == nbytes
+    lines = [text for text in caplog.messages if text.startswith("saved")]
+    assert ["reused" in text for text in lines] == [False, True, True]
+    check(memory, 1, 2, 3)
+    keys = {index_of(memory, step)["hashes"]["key"] for step in (1, 2, 3)}
+    assert len(keys) == 1
+
+
+def test_without_reuse_nothing_is_hashed_or_cloned(memory: Path) -> None:
+    recorder = Cloning()
+    with process_on(recorder):
+        saved(memory, 1)
+        number = len(recorder.log)
+        with Checkpointer(memory) as checkpointer:
+            checkpointer.save(2, state(2)).result(WAIT_S)
+        assert "clone_range" not in recorder.names_logged()[number:]
+        assert "hashes" not in index_of(memory, 2) and index_of(memory, 2)["version"] == 1
+        stats = saved(memory, 3)  # the last step has no hashes
+    assert stats[0].reused_nbytes == 0 and index_of(memory, 3)["version"] == 3
+    check(memory, 1, 2, 3)
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOTTY])
+def test_where_nothing_can_be_cloned_everything_is_written(
+    disk: Path, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            if operation.name == "clone_range":
+                raise OSError(code, os.strerror(code))
+            return real()
+
+    recorder = Refusing(by_engine=True)
+    with process_on(recorder), caplog.at_level(logging.INFO, "fastckpt"):
+        stats = saved(disk, 1, 2)
+    assert [each.reused_nbytes for each in stats] == [0, 0]
+    lines = [text for text in caplog.messages if "nothing is reused" in text]
+    assert len(lines) == 2 and f"[{errno.errorcode[code]}]" in lines[0]
+    assert recorder.names_logged().count("allocate") == 4  # two files of each step
+    assert "hashes" not in index_of(disk, 2)
+    check(disk, 1, 2)
+
+
+@pytest.mark.filesystem
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_file_systems_that_clone_nothing(disk: Path, kind: str) -> None:
+    with mounted(kind, disk) as mount:
+        assert [stats.reused_nbytes for stats in saved(mount / "run", 1, 2)] == [0, 0]
+        check(mount / "run", 1, 2)
+
+
+def test_small_tensors_that_change_lie_together(memory: Path) -> None:
+    """As adapters between frozen weights: not much more is written than changes."""
+
+    def layers(step: int) -> dict[str, torch.Tensor]:
+        held = {}
+        for layer in range(16):
+            held[f"{layer}.weight"] = noise(3 * CHUNK_BYTES, layer)
+            held |= {
+                f"{layer}.{part}": noise(16 << 10, 1000 * step + 10 * layer + number)
+                for number, part in enumerate("ab")
+            }
+        return held
+
+    with process_on(Cloning()), Checkpointer(memory, reuse="auto") as checkpointer:
+        for step in (1, 2):
+            stats = checkpointer.save(step, layers(step)).result(WAIT_S)
+        assert_holds(checkpointer.load(2), layers(2))
+    shard = memory / name(2) / SHARD
+    changed = 16 * 2 * (16 << 10)
+    assert shard.stat().st_size - stats.reused_nbytes < changed + CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"staging_bytes": BLOCK_BYTES},
+        {"drain_rate": "1GB/s"},
+        {"fence": "step", "backend": "threads", "durable": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_every_option_brings_back_the_same(memory: Path, options: dict[str, Any]) -> None:
+    def large(step: int) -> Any:
+        return state(step, 20 * MIB + 12_345, 3 * MIB)
+
+    with process_on(Cloning()), Checkpointer(memory, reuse="auto", **options) as checkpointer:
+        for step in (1, 2, 3):
+            stats = checkpointer.save(step, large(step)).result(WAIT_S)
+            assert_holds(checkpointer.load(step), large(step))
+    assert stats.reused_nbytes > 19 * MIB
+
+
+def test_the_last_chunk_is_shared_only_if_both_files_end_there(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shorter chunk has the same hash as one with zeros behind it."""
+    with process_on(Cloning()), Checkpointer(memory, reuse="auto") as checkpointer:
+        for step, nbytes in enumerate([1000, 2000, 2000, 1000]):
+            zeros = {"zeros": torch.zeros(5 * CHUNK_BYTES + nbytes, dtype=torch.uint8)}
+            stats = checkpointer.save(step, zeros).result(WAIT_S)
+            whole = 5 * CHUNK_BYTES + 4096 + nbytes  # the header's chunk tells the shape
+            assert stats.reused_nbytes == (0, 4 * CHUNK_BYTES, whole, 4 * CHUNK_BYTES)[step]
+            assert_holds(checkpointer.load(step), zeros)
+    assert not [text for text in caplog.messages if "the rest is written" in text]
+
+
+def test_a_job_goes_on_with_the_newest_step_of_the_last_one(memory: Path) -> None:
+    with process_on(Cloning()):
+        assert saved(memory, 1)[0].reused_nbytes == 0
+        assert saved(memory, 2)[0].reused_nbytes > 0
+        shutil.rmtree(memory / name(2))
+        assert saved(memory, 3)[0].reused_nbytes > 0  # of step 1
+        check(memory, 1, 3)
+
+
+# ---- histories ----
+
+
+class History:
+    """A state that changes by chance from step to step, and what it was at each."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._seeds = itertools.count(rng.randrange(1000) * 1000)
+        self.tensors: dict[str, torch.Tensor] = {}
+        for number in range(rng.randint(2, 6)):
+            self.tensors[f"t{number}"] = self._fresh()
+
+    def _fresh(self) -> torch.Tensor:
+        nbytes = self._rng.choice([0, 1, 4095, 40_000, CHUNK_BYTES, 700_001, 3 * MIB, 9 * MIB])
+        return noise(nbytes, next(self._seeds))
+
+    def change(self) -> None:
+        rng = self._rng
+        for key in [*self.tensors]:
+            tensor, what = self.tensors[key], rng.randrange(8)
+            if what == 0:
+                self.tensors[key] = self._fresh()
+            elif what == 1 and len(tensor):
+                begin = rng.randrange(len(tensor))
+                end = min(len(tensor), begin + rng.choice([1, 5000, 400_000]))
+                self.tensors[key] = tensor.clone()
+                self.tensors[key][begin:end] ^= 1 + rng.randrange(255)
+            elif what == 2 and len(tensor) % 2 == 0:
+                self.tensors[key] = tensor.reshape(2, -1).flatten()
+            elif what == 3 and rng.random() < 0.3:
+                self.tensors[key] = self.tensors.pop(key)  # goes to the end
+        if rng.random() < 0.2:
+            self.tensors[f"t{len(self.tensors) + 90}"] = self._fresh()
+
+    def now(self) -> dict[str, Any]:
+        return {**self.tensors, "own": PerRank(self._rng.randrange(2))}
+
+
+def harm(rng: random.Random, directory: Path) -> None:
+    """Does something to an older step, by its names."""
+    shard, what = directory / SHARD, rng.randrange(4)
+    if what == 0:
+        shutil.rmtree(directory)
+    elif what == 1:
+        flip(shard, rng.randrange(shard.stat().st_size))
+    elif what == 2:
+        os.truncate(shard, rng.randrange(shard.stat().st_size))
+    else:
+        shard.write_bytes(b"something else")
+
+
+@KINDS
+def test_each_step_is_what_was_saved_whatever_becomes_of_older_ones(
+    kind: str, disk: Path, memory: Path, storm: Storm
+) -> None:
+    reused = 0
+    with place_of(kind, disk, memory) as place:
+        for rng in storm.rounds(8, 100):
+            history, states, root = History(rng), list[Any](), place / "run"
+            checkpointer = Checkpointer(root, reuse="auto", keep_last=rng.choice([None, 2, 3]))
+            for step in range(rng.randint(3, 6)):
+                if rng.random() < 0.3:  # the job is started again
+                    checkpointer.close()
+                    checkpointer = Checkpointer(root, reuse="auto")
+                states.append(history.now())
+                stats = checkpointer.save(step, states[-1]).result(WAIT_S)
+                last, shard = root / name(step - 1) / SHARD, root / name(step) / SHARD
+                if last.exists():
+                    whole = common_nbytes(last, shard)
+                    ends = last.stat().st_size == shard.stat().st_size
+                    assert stats.reused_nbytes == whole or not ends
+                    assert stats.reused_nbytes <= whole
+                reused += stats.reused_nbytes
+                history.change()
+            checkpointer.close()
+            there = sorted(int(path.name[5:]) for path in root.glob("step-*"))
+            for older, newer in itertools.pairwise(there):
+                harm(rng, root / name(older))
+                with Checkpointer(root) as reading:
+                    for step in there[there.index(newer) :]:
+                        assert_holds(reading.load(step), states[step])
+            shutil.rmtree(root)
+    assert reused > 0
+
+
+@pytest.mark.filesystem
+@pytest.mark.parametrize("kind", ["xfs", "btrfs"])
+def test_what_is_shared_takes_no_room(disk: Path, kind: str) -> None:
+    """Nor is there room for it a second time."""
+    with mounted(kind, disk) as mount:
+        with Checkpointer(mount / "run", reuse="auto") as checkpointer:
+            for step in range(4):
+                held = state(step, 140 * MIB, MIB)  # twice as much does not fit
+                stats = checkpointer.save(step, held).result(WAIT_S)
+            assert stats.reused_nbytes == 140 * MIB
+        shutil.rmtree(mount / "run" / name(0))
+        with Checkpointer(mount / "run") as checkpointer:
+            assert_holds(checkpointer.load(3), held)
+
+
+@pytest.mark.filesystem
+def test_what_is_shared_is_durable_when_the_step_is_committed(disk: Path) -> None:
+    """The file system stops at once, without writing its log, and is mounted again."""
+    go_down, without_log = 0x8004587D, 2  # XFS_IOC_GOINGDOWN, XFS_FSOP_GOING_FLAGS_NOLOGFLUSH
+    image, mount = disk / "xfs.img", disk / "mount"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(320 * MIB)
+    run_as_root("mkfs.xfs", *MKFS_OPTIONS["xfs"], str(image))
+    try:
+        run_as_root("mount", "-o", "loop", str(image), str(mount))
+        stats = saved(mount / "run", 1, 2)[1]
+        fd = os.open(mount, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, go_down, struct.pack("=I", without_log))
+        finally:
+            os.close(fd)
+        subprocess.run(["umount", str(mount)], check=True)
+        run_as_root("mount", "-o", "loop", str(image), str(mount))
+        assert stats.reused_nbytes > 0
+        check(mount / "run", 1, 2)
+    finally:
+        subprocess.run(["umount", str(mount)], check=False)
+        image.unlink()
+
+
+# ---- damage ----
+
+
+def test_a_bit_that_the_disk_has_flipped_is_found_in_the_new_step(memory: Path) -> None:
+    with process_on(Cloning()), Checkpointer(memory, reuse="auto") as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        flip(memory / name(1) / SHARD, 3 * CHUNK_BYTES)
+        assert checkpointer.save(2, state(2)).result(WAIT_S).reused_nbytes > 0
+        with pytest.raises(CorruptCheckpoint, match=r"CRC-32 mismatch .*'frozen'"):
+            checkpointer.load(2)
+        # From now on this step is known to be damaged, and so is the one before.
+        with pytest.raises(CorruptCheckpoint):
+            checkpointer.load(1)
+        assert checkpointer.save(3, state(3)).result(WAIT_S).reused_nbytes == 0
+        assert_holds(checkpointer.load(), state(3))
+
+
+@pytest.mark.parametrize("file", ["rank-00000.json", SHARD, "manifest.json"])
+@pytest.mark.parametrize("what", ["cut", "gone"])
+def test_a_last_step_that_cannot_be_read_is_not_reused(
+    memory: Path, file: str, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with process_on(Cloning()):
+        saved(memory, 1)
+        path = memory / name(1) / file
+        os.truncate(path, 5000) if what == "cut" else path.unlink()
+        assert saved(memory, 2)[0].reused_nbytes == 0
+        lines = [text for text in caplog.messages if "nothing is reused" in text]
+        assert len(lines) == (file != "manifest.json")
+        with Checkpointer(memory) as checkpointer:
+            assert_holds(checkpointer.load(2), state(2))
+
+
+def put_hashes(root: Path, step: int, hashes: bytes) -> None:
+    """Gives an index other hashes, and every digest as it should be."""
+    polyval = base64.b64encode(hashes).decode()
+    Forgery(root / name(step)).index(lambda index: index["hashes"].update(polyval=polyval))
+
+
+def hashes_of(root: Path, step: int) -> bytes:
+    return base64.b64decode(index_of(root, step)["hashes"]["polyval"])
+
+
+def test_a_wrong_hash_in_the_index(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If chance has changed it, the index counts as damaged; signed anew, its chunk is written."""
+    with process_on(Cloning()):
+        saved(memory, 1)
+        path = memory / name(1) / "rank-00000.json"
+        content, hashes = path.read_bytes(), hashes_of(memory, 1)
+        flip(path, content.index(b'"polyval":"') + 20)
+        assert saved(memory, 2)[0].reused_nbytes == 0
+        assert len([text for text in caplog.messages if "the index is damaged" in text]) == 1
+        path.write_bytes(content)
+        shutil.rmtree(memory / name(2))
+        put_hashes(memory, 1, bytes([hashes[0] ^ 1]) + hashes[1:])
+        assert saved(memory, 3)[0].reused_nbytes == 4 * CHUNK_BYTES
+        check(memory, 1, 3)
+
+
+@pytest.mark.parametrize("in_all", [True, False])
+def test_a_hash_that_is_equal_though_the_bytes_are_not(memory: Path, in_all: bool) -> None:
+    """If it makes a whole block equal, its CRC-32 tells, and nothing is committed; else whoever
+    reads the step is told.
+    """
+    with process_on(Cloning()):
+        saved(memory, 1, 2)
+        old, new = hashes_of(memory, 1), hashes_of(memory, 2)
+        shutil.rmtree(memory / name(2))
+        equal = len(new) if in_all else len(new) - HASH_BYTES
+        assert old[:equal] != new[:equal]
+        put_hashes(memory, 1, new[:equal] + old[equal:])
+        with Checkpointer(memory, reuse="auto") as checkpointer:
+            error = checkpointer.save(2, state(2)).exception(WAIT_S)
+            if in_all:
+                assert isinstance(error, CorruptCheckpoint)
+                assert "has the hash of what was to be saved, but the CRC-32" in str(error)
+                assert checkpointer.steps() == [1]
+                assert checkpointer.save(3, state(3)).result(WAIT_S).reused_nbytes == 0
+                assert_holds(checkpointer.load(3), state(3))
+            else:
+                assert error is None
+                with pytest.raises(CorruptCheckpoint, match="CRC-32 mismatch"):
+                    checkpointer.load(2)
+
+
+# ---- clones that fail ----
+
+
+class Refuses(Cloning):
+    """From the k-th clone on that has bytes, they fail."""
+
+    def __init__(self, first: int, code: int) -> None:
+        super().__init__()
+        self._clones = itertools.count()
+        self._first, self._code = first, code
+        self.refused = 0
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        is_clone = operation.name == "clone_range" and operation.args[0] > 0
+        if is_clone and next(self._clones) >= self._first:
+            self.refused += 1
+            raise OSError(self._code, os.strerror(self._code))
+        return real()
+
+
+def large(step: int) -> Any:
+    return state(step, 30 * MIB)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EXDEV, errno.ETXTBSY, errno.ENOSPC])
+def test_after_the_first_refusal_everything_is_written(
+    memory: Path, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = Refuses(1, code)
+    with process_on(storage), Checkpointer(memory, reuse="auto") as checkpointer:
+        checkpointer.save(1, large(1)).result(WAIT_S)
+        stats = checkpointer.save(2, large(2)).result(WAIT_S)
+        assert_holds(checkpointer.load(2), large(2))
+    assert 1 <= storage.refused <= 4  # as many as threads that wrote at this moment
+    assert 0 < stats.reused_nbytes <= BLOCK_BYTES
+    lines = [text for text in caplog.messages if "the rest is written" in text]
+    assert len(lines) == 1 and f"[{errno.errorcode[code]}]" in lines[0]
+
+
+# ---- beside others ----
+
+
+def test_retention_beside_reuse(memory: Path) -> None:
+    with process_on(Cloning()):
+        stats = saved(memory, 1, 2, 3, 4, keep_last=1)
+        assert all(each.reused_nbytes > 0 for each in stats[1:])
+        check(memory, 4)
+
+
+class HeldAtTheFirstClone(Cloning):
+    """The first clone that has bytes waits for an event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == "clone_range" and operation.args[0] > 0:
+            self.reached.set()
+            assert self.go_on.wait(WAIT_S)
+        return real()
+
+
+def test_a_step_that_is_removed_while_it_is_reused(memory: Path) -> None:
+    storage = HeldAtTheFirstClone()
+    with process_on(storage), Checkpointer(memory, reuse="auto") as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        handle = checkpointer.save(2, state(2))
+        assert storage.reached.wait(WAIT_S)
+        # Nobody holds it: retention, of another process too, need not wait for a save.
+        assert checkpointer._steps.remove_unread(name(1))
+        assert os.listdir(memory) == [name(2)]
+        storage.go_on.set()
+        assert handle.result(WAIT_S).reused_nbytes > 0
+        check(memory, 2)
+
+
+def test_in_a_local_tier_steps_are_reused_and_the_root_gets_all(
+    disk: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if not os.access("/dev/shm", os.W_OK) or os.stat("/dev/shm").st_dev == os.stat(disk).st_dev:
+        pytest.skip("there is no second file system")
+    local = Path("/dev/shm") / f"fastckpt-reuse-{os.getpid()}"
+    try:
+        with process_on(Cloning()):
+            stats = saved(disk, 1, 2, local=local)
+            assert stats[1].reused_nbytes > 0 and stats[1].local_committed_s is not None
+            check(disk, 1, 2)
+            (tier,) = [path for path in local.iterdir() if path.is_dir()]
+            shard = f"{name(2)}/{SHARD}"
+            assert (tier / shard).read_bytes() == (disk / shard).read_bytes()
+            # The root's steps have their hashes, too: past the tier they are reused from there.
+            assert saved(disk, 3)[0].reused_nbytes > 0
+            check(disk, 1, 2, 3)
+    finally:
+        shutil.rmtree(local, ignore_errors=True)
+
+
+def of_rows(step: int) -> dict[str, torch.Tensor]:
+    held = state(step, 4 * MIB, MIB)
+    return {key: held[key].view(64, -1) for key in ("frozen", "moving")}
+
+
+def save_rows(member: Member, root: Path, steps: list[int]) -> None:
+    """Saves steps whose tensors are distributed over the ranks by their rows."""
+    with Checkpointer(root, group=member.group, reuse="auto", log=True) as checkpointer:
+        for step in steps:
+            rows = {key: spread_by_group(member, held) for key, held in of_rows(step).items()}
+            checkpointer.save(step, rows).result(WAIT_S)
+
+
+@pytest.mark.filesystem
+@pytest.mark.multiprocess
+def test_ranks_reuse_their_own_shards(nursery: Nursery, disk: Path) -> None:
+    """Another number of ranks has other shards: what is not found in them is written."""
+    with mounted("xfs", disk) as mount:
+        for ranks, steps in ((2, [1, 2]), (1, [3, 4]), (2, [5, 6])):
+            nursery.lasting_crew(ranks)(save_rows, mount, steps)
+        with Checkpointer(mount) as checkpointer:
+            for step in range(1, 7):
+                assert_holds(checkpointer.load(step), of_rows(step))
+        entries = save_log.entries(Storage(), str(mount))
+    reused = [entry["by_rank"]["reused_nbytes"] for entry in entries]
+    assert reused[0] == [0, 0] and [len(each) for each in reused] == [2, 2, 1, 1, 2, 2]
+    for number in (1, 3, 5):
+        assert sum(reused[number]) >= 4 * MIB - len(reused[number]) * CHUNK_BYTES
+
+
+# ---- failures and the last operation ----
+
+
+def prepared(live: Path) -> Path:
+    """A root with step 1, for a save of step 2."""
+    with process_on(Cloning()):
+        saved(live / "run", 1, durable=False)
+    return live / "run"
+
+
+def save_second(root: Path, storage: Storage) -> BaseException | None:
+    with process_on(storage):
+        checkpointer = Checkpointer(root, reuse="auto", keep_last=1)
+        handle = checkpointer.save(2, state(2))
+        error = handle.exception(WAIT_S)
+        with nullcontext() if error is None else pytest.raises(BaseException):
+            checkpointer.close()
+            handle.result()
+    return error
+
+
+def content_of(root: Path) -> int | None:
+    """Which step a restore takes, every value of which was looked at, as of all others."""
+    with Checkpointer(root) as checkpointer:
+        for step in checkpointer.steps():
+            assert_holds(checkpointer.load(step), state(step))
+        return checkpointer.latest()
+
+
+def go_on(root: Path) -> None:
+    """The next job saves step 3, reusing whatever there is."""
+    with process_on(Cloning()):
+        saved(root, 3, durable=False, keep_last=1)
+    check(root, 3)
+
+
+# A save does without these: it then writes everything, or they are of retention.
+DISPENSABLE = {"lock", "lock_shared", "is_removed", "close", "names", "directories", "status"} | {
+    *("is_directory", "open", "open_known", "open_regular", "read_file", "read_at", "size"),
+    "clone_range",
+}
+
+
+def test_every_operation_may_fail(memory: Path, at_once: None) -> None:
+    failed = set()
+    for number in itertools.count():
+        root = prepared(memory / str(number))
+        storage = CloningFailAt(number, errno.EIO)
+        error = save_second(root, storage)
+        if number >= len(storage.log):
+            break
+        operation, names = storage.log[number], storage.names_logged()
+        failed.add(operation.name)
+        what = f"operation {number}, {operation}, failed"
+        if error is None:
+            is_late = "rename" in names and number > names.index("rename")
+            assert is_late or operation.name in DISPENSABLE, f"{what}: swallowed"
+        else:
+            assert isinstance(error, StorageError) and error.errno == errno.EIO, what
+        assert content_of(root) == (2 if error is None or error.visible else 1), what
+        go_on(root)
+        shutil.rmtree(memory / str(number))
+    assert {"clone_range", "truncate", "write_at", "open_regular", "sync", "rename"} <= failed
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_any_operation_may_be_the_last(memory: Path) -> None:
+    owner, told = dead_pid(), set()
+    seen: dict[int, int | None] = {}
+    for count in itertools.count():
+        live = memory / "live"
+        root = prepared(live)
+        storage = CloningCrash(live, count)
+        with process_on(storage):
+            Checkpointer(root, reuse="auto", keep_last=1).save(2, state(2)).exception(WAIT_S)
+        if count > len(storage.log):
+            break
+        names = storage.names_logged()
+        renamed = names.index("rename") if "rename" in names else len(names)
+        for label, image in storage.images(SEED + count):
+            key = hash(tuple(image.items()))
+            if key not in seen:
+                plant(image, memory / "after", owner)
+                seen[key] = content_of(memory / "after" / "run")
+                if len(seen) % 5 == 0:
+                    go_on(memory / "after" / "run")
+                shutil.rmtree(memory / "after")
+            told.add(seen[key])
+            assert seen[key] == 1 or count > renamed, f"{count} operations, {label}"
+            assert seen[key] in (1, 2), f"{count} operations, {label}"
+        shutil.rmtree(live)
+    assert told == {1, 2} and len(seen) > 20
