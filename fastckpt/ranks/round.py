@@ -23,6 +23,7 @@ log = logging.getLogger("fastckpt")
 
 TIMEOUT_S, LINGER_S = 600.0, 5.0
 HEED_S = 0.5  # how often waits for anything but ranks look whether the caller has cancelled
+_BEHIND_S = 3.0  # how far rank 0 may be behind the others, however short the timeout
 _LOOK_S, _GRACE_S = 1.0, 2.0  # how often to look where a missing rank is; its time to return
 _REJOIN_S, _REJOIN_POLL_S = 10.0, 0.05  # how long, how often a late rank looks for the others
 _RANKS_LOOKED_AT, _RANKS_IN_BATCH, _CAUSE_CHARS = 16, 256, 4000
@@ -73,7 +74,9 @@ class Round:
         self._coordinator, self._session = coordinator, coordinator.session
         self._timeout_s, self._consequence = timeout_s, consequence
         # The others wait a little longer: rank 0 knows best who is missing, and is to say so first.
-        self._patience_s = timeout_s + (min(60.0, timeout_s / 10) if self.rank else 0.0)
+        # Its wait begins later than theirs where it had more to do, or a busy processor.
+        longer_s = min(60.0, _BEHIND_S + timeout_s / 10)
+        self._patience_s = timeout_s + (longer_s if self.rank else 0.0)
         self._set_number(self._session.begin(label))
         self._keys: list[str] = []
         self._end = b""  # how the round ended, once known: _DECIDED, or the failure
