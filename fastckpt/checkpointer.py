@@ -223,8 +223,9 @@ class Checkpointer:
             self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
             opened.callback(self._coordinator.close)
             self._rank_of = ranks_within(self.group)
-            with_root = (self._steps, self._coordinator, pacing)
-            self._tier = local_tier(self._steps.storage, local, keep_local, *with_root)
+            self._tier = local_tier(
+                self._steps.storage, local, keep_local, self._steps, self._coordinator, pacing
+            )
             if self._tier is not None:
                 opened.callback(self._tier.close)
             if signals is not None:

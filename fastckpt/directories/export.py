@@ -377,6 +377,6 @@ def _add_others(
         if len(content) > _FILE_BYTES_MAX:
             raise ValueError(
                 f"files has {path!r}, which has more than {shown_size(_FILE_BYTES_MAX)}: files as "
-                "config.json are meant, which are read into memory; copy this one after the export"
+                "config.json are meant, which are read into memory: leave it out"
             )
         draft.add_content(content, name)
