@@ -32,8 +32,7 @@ from fastckpt.arguments.checks import (
     optional,
 )
 from fastckpt.arguments.quantities import shown_share, shown_transfer
-from fastckpt.directories.export import HuggingFace, checked_export, export_step
-from fastckpt.errors import CheckpointError
+from fastckpt.directories.export import HuggingFace, Writing, checked_export, export_step
 from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.options import Pacing
@@ -127,13 +126,16 @@ class Checkpointer:
             ranks, to `saves.jsonl` in the root, for `fastckpt report`.
         export: a HuggingFace, which says where steps are exported to, and which ones. save() begins
             the export behind the save of the step, with the same fence, and so copies its tensors
-            once more. An export that fails is told as a save that fails, and its step stays. The
-            arguments that delay writing do not concern exports. Default: none.
+            once more. An export that fails, or cannot begin, is told as a save that fails: by
+            `exported`, by the next save or by close(); its step stays. The arguments that delay
+            writing do not concern exports. Default: none.
         on_commit: called on every rank with the step and its SaveStats when a step is committed, on
             the thread of the save; it should not take long. What it raises is logged.
         stop_signals: signals that ask the job to stop, such as ("SIGUSR1", "SIGTERM"), for
-            stop_requested(). Until close() they no longer end the process; handlers that were there
-            before are called, too. Needs the main thread. Default: none is handled.
+            stop_requested(): names, with or without SIG, signal.Signals or their numbers. Until
+            close() they no longer end the process; handlers that were there before are called, too.
+            Needs the main thread. (): none is handled on this rank, which still stops with the
+            others. Default: none is handled, and stop_requested() raises.
 
     Attributes:
         restored_from: for each file that the last restore() or load() needed on this rank, by its
@@ -145,7 +147,9 @@ class Checkpointer:
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
             group, the root is a file, `local` lies on the root's file system, exports are to go to
-            the root, or stop_signals are given on another thread than the main one.
+            the root, one of its files is a directory, or stop_signals are given on another thread
+            than the main one.
+        StorageError: a file that exports are to have is missing.
     """
 
     def __init__(
@@ -185,6 +189,7 @@ class Checkpointer:
         self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
         self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
+        self._export = checked_export(export, self.root, self._coordinator.rank == 0)
         self._rank_of = ranks_within(self.group)
         self._fence = fence
         self._timeout_s = timeout_s
@@ -199,7 +204,6 @@ class Checkpointer:
         self._handles: list[SaveHandle] = []
         self._differing: frozenset[str] = frozenset()
         self._logs, self._on_commit = log, on_commit
-        self._export = checked_export(export, self.root)
         self.exported: SaveHandle | None = None
         self._exports: list[SaveHandle] = []
         self._closed = self._ended = False
@@ -229,11 +233,12 @@ class Checkpointer:
         Raises:
             Exception: what torch.save raises for an object that cannot be pickled.
             CheckpointError: an earlier save failed and nobody asked for its error. This save was
-                not begun.
+                not begun. The error of an export that could not begin has its own class.
             TypeError, ValueError: a DTensor has a placement or dtype that cannot be saved, or is
-                inside of an object; a key is no Unicode text; the state is nested too deeply; the
-                step is below 0; the root is a step itself; the Checkpointer is closed, or several
-                ranks made it before init_process_group().
+                inside of an object; a tensor's storage was resized to nothing; a key is no Unicode
+                text; the state is nested too deeply; the step is below 0; the root is a step
+                itself; the Checkpointer is closed, or several ranks made it before
+                init_process_group().
         """
         started = time.perf_counter()
         step = check_integer("step", step)
@@ -272,8 +277,9 @@ class Checkpointer:
         handle = current.save(save)
         self._handles = [*self._handles, handle]
         if self._export is not None and step % self._export.every == 0:
-            how = (self.group, self._fence, options.durable, options.staging_bytes, self._timeout_s)
-            self.exported = export_step(state, step, self._export, *how)
+            writing = (options.durable, options.staging_bytes, self._timeout_s)
+            how = Writing(self.group, self._fence, *writing)
+            self.exported = export_step(state, step, self._export, how)
             self._exports = [each for each in self._exports if not each.done()]
             self._exports.append(self.exported)
         return handle
@@ -494,7 +500,7 @@ class Checkpointer:
     ) -> None:
         try:
             self.close()
-        except CheckpointError as failure:
+        except Exception as failure:
             if error is None:
                 raise
             log.warning("a save failed too: %s", failure)  # the body's own error is raised

@@ -25,7 +25,7 @@ from fastckpt.reading.verified import Body, opened_regular
 from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline
 from fastckpt.steps.copies import StepCopies
-from fastckpt.steps.no_steps import what_is_there
+from fastckpt.steps.no_steps import is_export, what_is_there
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import persistently, reported
 from fastckpt.storage.vanishing import Vanished
@@ -127,8 +127,7 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
         yield path, partial(_refuse, why)
         return
     steps = _steps(path)
-    # Exports are named as steps are.
-    incomplete = {name for name in steps.incomplete() if not _is_listed(os.path.join(path, name))}
+    incomplete = {name for name in steps.incomplete() if not is_export(steps, name)}
     for name in sorted(incomplete):
         yield os.path.join(path, name), _mention
     found = [name for name in sorted(steps.names()) if name not in incomplete]

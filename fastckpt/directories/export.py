@@ -6,7 +6,9 @@ must not know how a file is written, or how a directory becomes visible.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +18,7 @@ import torch
 
 from fastckpt.arguments.checks import Fence, check_count, check_path, check_size, optional
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.save import remove_directory, save_directory
+from fastckpt.directories.save import Told, remove_directory, save_directory
 from fastckpt.directories.shared_files import SharedFiles, SharedTensor
 from fastckpt.directories.swap_place import names_in
 from fastckpt.directories.verify import list_of
@@ -32,8 +34,9 @@ from fastckpt.ranks.coordinator import ranks_within
 from fastckpt.ranks.per_group import GroupMemo
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
-from fastckpt.state.dtensors import PLAIN_TENSORS, Parts, is_sharded
+from fastckpt.state.dtensors import PLAIN_TENSORS, OtherRanks, Parts, is_sharded
 from fastckpt.state.fit import Fit, Rename
+from fastckpt.state.identity import NO_MEMORY, memory_of
 from fastckpt.state.tree import Leaf, dotted, joined, tensors_in
 from fastckpt.storage.file_system import Storage, reported
 
@@ -50,7 +53,8 @@ class HuggingFace:
         every: steps that are multiples of this are exported.
         keep_last: how many of the exports committed last stay, at least 1; None: all. The directory
             is to belong to this run; what is no export, or has other files in it, stays.
-        dtype, rename, only, shard_bytes, files: as fastckpt.export's.
+        dtype, rename, only, shard_bytes, files: as fastckpt.export's. The first rank also looks for
+            the files when the Checkpointer is made.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or of another type.
@@ -89,6 +93,22 @@ class HuggingFace:
         """The directory of the exports, without symbolic links."""
         return os.path.realpath(check_path("directory", self.directory))
 
+    def check_files(self) -> None:
+        """Raises unless each of the files can be copied: as fastckpt.export does."""
+        storage = pipeline.current().storage
+        for file in self.files:
+            _check_file(storage, check_path("files", file))
+
+
+class Writing(NamedTuple):
+    """How an export is written: as the arguments of fastckpt.export with these names."""
+
+    group: Any
+    fence: Fence
+    durable: bool
+    staging_bytes: int | str | None
+    timeout_s: float
+
 
 def export(
     state: Any,
@@ -123,8 +143,9 @@ def export(
         rename: gives tensors other names: as load_into()'s, applied to the keys joined by "/".
         only: export what has names in the state like this glob, such as "model/*".
         shard_bytes: the most bytes of tensors in a file, as a number or a text such as "5GB".
-        files: files to copy into the directory, such as config.json and those of the tokenizer;
-            those that the first rank names count, and are read before this returns.
+        files: files to copy into the directory: config.json, without which from_pretrained opens
+            nothing, and those of the tokenizer, say. Those that the first rank names count, and are
+            read before this returns.
         group: a torch.distributed process group whose ranks all call this, with DTensors on these
             ranks, and the same plain tensors on each. Ranks talk over the job's store; no
             collective runs. None: this process alone.
@@ -135,23 +156,24 @@ def export(
         With group it may raise RanksDisagree or PeerFailed, as fastckpt.save's.
 
     Raises:
-        TypeError: tensors are none that safetensors files can hold (the message names all), or an
-            argument has another type.
-        ValueError: two tensors get the same name, or none is left; two files have the same name; or
-            an argument is out of range.
+        TypeError: tensors are none that safetensors files can hold (the message names all);
+            DTensors are spread over other ranks than the group's; or an argument has another type.
+        ValueError: two tensors get the same name, or none is left; two files have the same name, or
+            one is a directory; or an argument is out of range.
         CheckpointError: an earlier save failed, and nobody asked for its error.
         StorageError: one of `files` cannot be read, or the directory's parent cannot be made.
     """
     options = HuggingFace(directory, 1, None, dtype, rename, only, shard_bytes, files)
-    how = (group, fence, durable, staging_bytes, timeout_s)
-    return _exported(state, check_path("directory", directory), options, *how)
+    how = Writing(group, fence, durable, staging_bytes, timeout_s)
+    return _exported(state, check_path("directory", directory), options, how)
 
 
-def checked_export(options: object, root: str) -> HuggingFace | None:
+def checked_export(options: object, root: str, is_first_rank: bool) -> HuggingFace | None:
     """Returns a Checkpointer's `export`, given its root.
 
     Raises:
         ValueError, TypeError: it is something else, or exports would go to the root.
+        StorageError, ValueError: on the first rank, one of the files cannot be copied.
     """
     if options is None:
         return None
@@ -159,25 +181,19 @@ def checked_export(options: object, root: str) -> HuggingFace | None:
         raise TypeError(f"export is {type(options).__name__}, must be a fastckpt.HuggingFace")
     if options.root == root:
         raise ValueError(f"export: {root!r} is the root of the steps: export to another directory")
+    if is_first_rank:
+        options.check_files()
     return options
 
 
-def export_step(
-    state: Any,
-    step: int,
-    options: HuggingFace,
-    group: Any,
-    fence: Fence,
-    durable: bool,
-    staging_bytes: int | str | None,
-    timeout_s: float,
-) -> SaveHandle:
-    """Exports a step of a run, and removes older exports after the commit; rest as export()."""
-    path, how = os.path.join(options.root, step_name(step)), (group, fence, durable, staging_bytes)
-    retain = None
+def export_step(state: Any, step: int, options: HuggingFace, how: Writing) -> SaveHandle:
+    """Exports a step of a run, and removes older exports after the commit. Raises nothing: what
+    export() would raise, the handle has, and the next save raises it if nobody asks for it.
+    """
+    path, retain = os.path.join(options.root, step_name(step)), None
     if options.keep_last is not None:
         retain = partial(_retain, options.root, options.keep_last, path)
-    return _exported(state, path, options, *how, timeout_s, retain)
+    return _exported(state, path, options, how, on_error="keep", retain=retain)
 
 
 def _retain(directory: str, keep_last: int, committed: str) -> None:
@@ -211,14 +227,11 @@ def _exported(
     state: Any,
     path: str,
     options: HuggingFace,
-    group: Any,
-    fence: Fence,
-    durable: bool,
-    staging_bytes: int | str | None,
-    timeout_s: float,
+    how: Writing,
+    on_error: Told = "raise",
     retain: Callable[[], None] | None = None,
 ) -> SaveHandle:
-    shared, rank_of = per_group.together(group), ranks_within(group)
+    shared, rank_of = per_group.together(how.group), ranks_within(how.group)
     shard_bytes = check_size("shard_bytes", options.shard_bytes)
     copied = [check_path("files", file) for file in options.files]
 
@@ -231,21 +244,14 @@ def _exported(
         }
         if shared.coordinator.rank == 0:
             _add_others(draft, copied, contents)
+        alike = [("the argument shard_bytes", str(shard_bytes))]
+        remembered = shared.unequal(), shared.note_unequal
         draft.add_shared(
-            SharedFiles(contents, hugging_face.METADATA, shared.unequal(), shared.note_unequal),
+            SharedFiles(contents, hugging_face.METADATA, alike, *remembered),
             {tensor.name: tensor.leaf.local for tensor in tensors},
         )
 
-    return save_directory(
-        path,
-        fill,
-        group=group,
-        fence=fence,
-        durable=durable,
-        staging_bytes=staging_bytes,
-        timeout_s=timeout_s,
-        retain=retain,
-    )
+    return save_directory(path, fill, on_error=on_error, retain=retain, **how._asdict())
 
 
 def _check_dtype(dtype: object) -> None:
@@ -284,6 +290,8 @@ def _named(
             raise ValueError(f"nothing is left of the name {old!r}")
         try:
             held = _held(old, tensor, parts, name in shared.unequal())
+        except OtherRanks:  # as all DTensors are, so one name is enough
+            raise
         except TypeError as error:
             misfits.append(str(error))
             continue
@@ -316,7 +324,6 @@ class _Held(NamedTuple):
 
 def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
     """Returns this rank's part of a tensor; raises TypeError for what files cannot hold."""
-    identity: object = object()
     if is_sharded(tensor):
         local, box, holders, placement, identity = parts.of(key, tensor)
         shape = tuple(tensor.shape)
@@ -330,15 +337,15 @@ def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
         kind = "on the meta device"
     elif tensor.is_quantized or not safetensors.supported(tensor.dtype):
         kind = f"of {tensor.dtype}"
+    elif tensor.numel() and memory_of(tensor) is None:
+        kind = NO_MEMORY
     if kind is not None:
         raise TypeError(f"{key!r} is {kind}")
     local, shape = _plain(tensor), tuple(tensor.shape)
-    if tensor.numel():
-        sign = tensor.is_neg()  # of a view: then what it reads is not what lies there
-        identity = (tensor.device, tensor.data_ptr(), shape, tensor.stride(), tensor.dtype, sign)
     holders = (0,) if is_first_ranks else parts.everybody
     box = Box((0,) * len(shape), shape)
-    return _Held(Leaf(key, local, shape, box, holders, "replicated"), identity)
+    leaf = Leaf(key, local, shape, box, holders, "replicated")
+    return _Held(leaf, memory_of(tensor) or object())
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -361,5 +368,17 @@ def _add_others(
         if name in taken:
             raise ValueError(f"two files of the export would be named {name!r}: leave one out")
         taken.add(name)
+        _check_file(storage, path)
         with reported("read", path):
             draft.add_content(storage.read_file(os.path.realpath(path), _FILE_BYTES_MAX), name)
+
+
+def _check_file(storage: Storage, path: str) -> None:
+    """Raises ValueError or StorageError unless there is a file to copy."""
+    with reported("read", path):
+        status = storage.status(path)
+        if status is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+        raise ValueError(f"files has {path!r}, which is {kind}: give the path of each file")

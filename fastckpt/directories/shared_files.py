@@ -227,6 +227,7 @@ class SharedFiles:
     Args:
         tensors: those of each file, by its name; alike on all ranks, and in the same order.
         metadata: as safetensors.layout()'s.
+        alike: names and values of what else all ranks must have alike.
         first_rank: the names of tensors of which only the first rank's copy counts.
         differing: called with the names of tensors whose contents differ between ranks.
 
@@ -239,6 +240,7 @@ class SharedFiles:
         self,
         tensors: Mapping[str, Sequence[SharedTensor]],
         metadata: Mapping[str, str],
+        alike: Sequence[tuple[str, str]],
         first_rank: Iterable[str],
         differing: Callable[[set[str]], None],
     ) -> None:
@@ -251,7 +253,7 @@ class SharedFiles:
             for file, its in tensors.items()
             for tensor in its
         ]
-        self.structure = Description(texts)
+        self.structure = Description([*alike, *texts])
         self.contents = Description([], first_rank)
 
     def storages(self) -> list[torch.UntypedStorage]:

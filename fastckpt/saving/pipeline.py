@@ -209,6 +209,13 @@ class Pipeline:
             if save is not None:
                 save.gone.wait(max(0.0, until - time.monotonic()))
 
+    def refuse(self, handle: SaveHandle, error: Exception) -> None:
+        """Ends a save that could not begin, with an error that result() or the next save raises."""
+        traceback.clear_frames(error.__traceback__)  # they hold the state
+        self._failed[handle] = None
+        handle.mark_staged()
+        handle.set_exception(error)
+
     def raise_unreported(self, path: str) -> None:
         """Raises the first error of an earlier save that nobody has asked for, if there is one.
 
