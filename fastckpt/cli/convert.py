@@ -394,9 +394,11 @@ def _to_hugging_face(
 
 def _save_directory(path: str, fill: Callable[[Draft], None]) -> None:
     """Saves a directory, and waits until nothing else of it is left."""
-    with _replacing_nothing(path):
-        save_directory(path, fill, replaces=False).result()
-    wait_for_directories(os.path.dirname(path))
+    try:
+        with _replacing_nothing(path):
+            save_directory(path, fill, replaces=False).result()
+    finally:
+        wait_for_directories(os.path.dirname(path))
 
 
 @contextmanager

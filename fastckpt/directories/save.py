@@ -97,7 +97,6 @@ def save_directory(
     except Exception as error:
         if on_error == "raise":
             raise
-        del fill  # the error keeps this frame, and would keep the state
         handle.reported = on_error == "warn"
         pipeline.current().refuse(handle, error)
         if on_error == "warn":

@@ -211,7 +211,10 @@ class Pipeline:
 
     def refuse(self, handle: SaveHandle, error: Exception) -> None:
         """Ends a save that could not begin, with an error that result() or the next save raises."""
-        traceback.clear_frames(error.__traceback__)  # they hold the state
+        link: BaseException | None = error
+        while link is not None:  # frames hold the state, also those of the caller, which still run
+            link.__traceback__ = None
+            link = link.__cause__ or link.__context__
         self._failed[handle] = None
         handle.mark_staged()
         handle.set_exception(error)

@@ -24,8 +24,8 @@ Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str]
 
 _MISFITS_TOLD_MAX = 50
 _ADVICE = (
-    ' (pass missing="keep" to leave what the checkpoint has not as it is, or rename= if it has that '
-    "under other names)"
+    ' (pass missing="keep" to leave what the checkpoint has not as it is, or rename= if it has '
+    "that under other names)"
 )
 _WILD = re.compile(r"[*?\[]")
 # A dict that stands in a file many times has leaves without end; each takes its depth.

@@ -67,6 +67,11 @@ def export_steps(member: Member, root: str, exports: str) -> int | None:
         return checkpointer.restore(state)
 
 
+def export_alone(member: Member, path: str) -> Outcome:
+    """Exports DTensors without naming the group."""
+    return attempt(lambda: exported(arranged(member, 0), path))
+
+
 def export_what_differs(member: Member, path: str, what: str) -> Outcome:
     """Exports a tensor that is another one on the last rank."""
     is_last = member.rank == member.world_size - 1
@@ -76,6 +81,8 @@ def export_what_differs(member: Member, path: str, what: str) -> Outcome:
     options: dict[str, Any] = {"group": member.group}
     if is_last and what == "dtype":
         options["dtype"] = torch.bfloat16
+    if is_last and what == "shard_bytes":
+        options["shard_bytes"] = 1000
     state = {what: weight}
     if is_last and what == "names":
         state["more"] = weight + 1
