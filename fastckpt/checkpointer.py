@@ -147,8 +147,8 @@ class Checkpointer:
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
             group, the root is a file, `local` lies on the root's file system, exports are to go to
-            the root, one of its files is a directory, or stop_signals are given on another thread
-            than the main one.
+            the root or to have a directory among their files, or stop_signals are given on another
+            thread than the main one.
         StorageError: a file that exports are to have is missing.
     """
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastckpt.arguments.checks import Fence, check_count, check_path, check_size, optional
+from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import Told, remove_directory, save_directory
 from fastckpt.directories.shared_files import SharedFiles, SharedTensor
@@ -93,12 +94,6 @@ class HuggingFace:
         """The directory of the exports, without symbolic links."""
         return os.path.realpath(check_path("directory", self.directory))
 
-    def check_files(self) -> None:
-        """Raises unless each of the files can be copied: as fastckpt.export does."""
-        storage = pipeline.current().storage
-        for file in self.files:
-            _check_file(storage, check_path("files", file))
-
 
 class Writing(NamedTuple):
     """How an export is written: as the arguments of fastckpt.export with these names."""
@@ -159,7 +154,7 @@ def export(
         TypeError: tensors are none that safetensors files can hold (the message names all);
             DTensors are spread over other ranks than the group's; or an argument has another type.
         ValueError: two tensors get the same name, or none is left; two files have the same name, or
-            one is a directory; or an argument is out of range.
+            one is a directory or above 1 GiB; or an argument is out of range.
         CheckpointError: an earlier save failed, and nobody asked for its error.
         StorageError: one of `files` cannot be read, or the directory's parent cannot be made.
     """
@@ -173,7 +168,7 @@ def checked_export(options: object, root: str, is_first_rank: bool) -> HuggingFa
 
     Raises:
         ValueError, TypeError: it is something else, or exports would go to the root.
-        StorageError, ValueError: on the first rank, one of the files cannot be copied.
+        StorageError, ValueError: on the first rank, a file cannot be copied.
     """
     if options is None:
         return None
@@ -181,14 +176,14 @@ def checked_export(options: object, root: str, is_first_rank: bool) -> HuggingFa
         raise TypeError(f"export is {type(options).__name__}, must be a fastckpt.HuggingFace")
     if options.root == root:
         raise ValueError(f"export: {root!r} is the root of the steps: export to another directory")
-    if is_first_rank:
-        options.check_files()
+    for file in options.files if is_first_rank else ():
+        _check_file(pipeline.current().storage, check_path("files", file))
     return options
 
 
 def export_step(state: Any, step: int, options: HuggingFace, how: Writing) -> SaveHandle:
-    """Exports a step of a run, and removes older exports after the commit. Raises nothing: what
-    export() would raise, the handle has, and the next save raises it if nobody asks for it.
+    """Exports a step of a run, and removes older exports after the commit. What export() would
+    raise, the handle has, and the next save raises it if nobody asks for it.
     """
     path, retain = os.path.join(options.root, step_name(step)), None
     if options.keep_last is not None:
@@ -382,3 +377,6 @@ def _check_file(storage: Storage, path: str) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
         raise ValueError(f"files has {path!r}, which is {kind}: give the path of each file")
+    if status.st_size > _FILE_BYTES_MAX:
+        most, nbytes = shown_size(_FILE_BYTES_MAX), shown_size(status.st_size)
+        raise ValueError(f"files has {path!r} of {nbytes}, must have small files, below {most}")

@@ -204,7 +204,7 @@ def _check_local(key: str, tensor: Any, local: torch.Tensor, box: Box) -> None:
 
 def _check_storable(key: str, local: torch.Tensor) -> None:
     """Raises TypeError unless shards can hold the elements."""
-    kind = None
+    kind, advice = None, "convert it first, for example by view_as_real() if it is complex"
     if not safetensors.supported(local.dtype):
         kind = f"of {local.dtype}"
     elif local.layout != torch.strided:
@@ -212,12 +212,9 @@ def _check_storable(key: str, local: torch.Tensor) -> None:
     elif local.device.type == "meta":
         kind = "on the meta device"
     elif local.numel() and memory_of(local) is None:
-        kind = NO_MEMORY
+        kind, advice = NO_MEMORY, "gather it first"
     if kind is not None:
-        raise TypeError(
-            f"{key!r} is a DTensor {kind}, which shards cannot hold: convert it first, for example "
-            "by view_as_real() if it is complex"
-        )
+        raise TypeError(f"{key!r} is a DTensor {kind}, which shards cannot hold: {advice}")
 
 
 def _chunks(size: int, ranks: int) -> set[int]:

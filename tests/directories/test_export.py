@@ -408,8 +408,11 @@ def test_a_save_that_fails_at_once_does_not_fail_the_export(disk: Path) -> None:
 
 
 def test_files_are_looked_for_before_the_first_export(disk: Path) -> None:
+    with open(disk / "large", "wb") as large:
+        large.truncate((1 << 30) + 1)
     for file, error, told in (
         ("missing.json", fastckpt.StorageError, "missing.json' failed: No such file"),
+        ("large", ValueError, "large' of 1.00 GiB, must have small files, below 1.00 GiB"),
         (".", ValueError, "which is a directory: give the path of each file"),
     ):
         how = fastckpt.HuggingFace(disk / "hf", files=[disk / file])
@@ -539,6 +542,14 @@ def test_steps_of_ranks_are_exported(crew: Callable[[int], Crew], disk: Path) ->
     assert crew(2)(bodies.export_steps, str(disk / "run"), str(disk / "hf")) == [4, 4]
     assert os.listdir(disk / "hf") == ["step-00000004"]
     assert_holds(disk / "hf" / "step-00000004", {key: content(key) for key in TENSORS})
+
+
+@pytest.mark.multiprocess
+def test_an_export_that_one_rank_cannot_begin(crew: Callable[[int], Crew], disk: Path) -> None:
+    """The step is saved all the same, and each rank has its handle."""
+    told = crew(2)(bodies.export_without_a_file, str(disk / "run"), str(disk / "hf"))
+    assert told == [[True, "StorageError"], [True, "PeerFailed"]]
+    assert os.listdir(disk / "hf") == []
 
 
 @pytest.mark.multiprocess
