@@ -35,8 +35,7 @@ from fastckpt.arguments.checks import (
     optional,
 )
 from fastckpt.arguments.quantities import shown_share, shown_transfer
-from fastckpt.directories.export import HuggingFace, checked_export, export_step
-from fastckpt.errors import CheckpointError
+from fastckpt.directories.export import HuggingFace, Writing, checked_export, export_step
 from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.options import Pacing
@@ -140,14 +139,17 @@ class Checkpointer:
             ranks, to `saves.jsonl` in the root, for `fastckpt report`.
         export: a HuggingFace, which says where steps are exported to, and which ones. save() begins
             the export behind the save of the step, with the same fence, and so copies its tensors
-            once more. An export that fails is told as a save that fails, and its step stays. The
-            arguments that delay writing do not concern exports. Default: none.
+            once more. An export that fails, or cannot begin, is told as a save that fails: by
+            `exported`, by the next save or by close(); its step stays. The arguments that delay
+            writing do not concern exports. Default: none.
         on_commit: called on every rank with the step and its SaveStats when a step is committed, on
             the thread of the save; it should not take long. What it raises is logged.
         before_commit: called before each commit, and able to refuse it: as fastckpt.save's.
         stop_signals: signals that ask the job to stop, such as ("SIGUSR1", "SIGTERM"), for
-            stop_requested(). Until close() they no longer end the process; handlers that were there
-            before are called, too. Needs the main thread. Default: none is handled.
+            stop_requested(): names, with or without SIG, signal.Signals or their numbers. Until
+            close() they no longer end the process; handlers that were there before are called, too.
+            Needs the main thread. (): none is handled on this rank, which still stops with the
+            others. Default: none is handled, and stop_requested() raises.
 
     Attributes:
         restored_from: for each file that the last restore() or load() needed on this rank, by its
@@ -159,7 +161,9 @@ class Checkpointer:
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
             group, the root is a file, `local` lies on the root's file system, exports are to go to
-            the root, or stop_signals are given on another thread than the main one.
+            the root or to have a directory among their files, or stop_signals are given on another
+            thread than the main one.
+        StorageError: a file that exports are to have is missing.
         CheckpointError: no thread can be started, which stop_signals need.
     """
 
@@ -203,7 +207,6 @@ class Checkpointer:
         self._options = StepOptions(*how, codec, keep_last, keep_every, reuse)
         self._pool = SharedMemory()
         self.root = os.path.realpath(check_path("root", root))
-        self._export = checked_export(export, self.root)
         self.group = default_group() if group is None else group
         self._fence = fence
         self._timeout_s = timeout_s
@@ -222,6 +225,7 @@ class Checkpointer:
         with ExitStack() as opened:  # what is open is closed if what comes after it fails
             self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
             opened.callback(self._coordinator.close)
+            self._export = checked_export(export, self.root, self._coordinator.rank == 0)
             self._rank_of = ranks_within(self.group)
             self._tier = local_tier(
                 self._steps.storage, local, keep_local, self._steps, self._coordinator, pacing
@@ -251,11 +255,12 @@ class Checkpointer:
         Raises:
             Exception: what torch.save raises for an object that cannot be pickled.
             CheckpointError: an earlier save failed and nobody asked for its error. This save was
-                not begun.
+                not begun. The error of an export that could not begin has its own class.
             TypeError, ValueError: a DTensor has a placement or dtype that cannot be saved, or is
-                inside of an object; a key is no Unicode text; the state is nested too deeply; the
-                step is below 0; the root is a step itself; the Checkpointer is closed, or several
-                ranks made it before init_process_group().
+                inside of an object; a tensor's storage was resized to nothing; a key is no Unicode
+                text; the state is nested too deeply; the step is below 0; the root is a step
+                itself; the Checkpointer is closed, or several ranks made it before
+                init_process_group().
         """
         started = time.perf_counter()
         step = check_integer("step", step)
@@ -296,8 +301,9 @@ class Checkpointer:
         handle = current.save(save)
         self._handles = [*self._handles, handle]
         if self._export is not None and step % self._export.every == 0:
-            how = (self.group, self._fence, options.durable, options.staging_bytes, self._timeout_s)
-            self.exported = export_step(state, step, self._export, *how)
+            writing = (options.durable, options.staging_bytes, self._timeout_s)
+            how = Writing(self.group, self._fence, *writing)
+            self.exported = export_step(state, step, self._export, how)
             self._exports = [*filter(_may_be_told, self._exports), self.exported]
         return handle
 
@@ -523,7 +529,7 @@ class Checkpointer:
     ) -> None:
         try:
             self.close()
-        except CheckpointError as failure:
+        except Exception as failure:
             if error is None:
                 raise
             log.warning("a save failed too: %s", failure)  # the body's own error is raised

@@ -55,8 +55,7 @@ ssize_t write_buffered(int fd, std::byte* data, size_t nbytes, uint64_t offset) 
 
 class ThreadsBackend final : public Backend {
   public:
-    ThreadsBackend(unsigned threads, Transfer transfer, const char* name)
-        : transfer_(std::move(transfer)), name_(name) {
+    ThreadsBackend(unsigned threads, Transfer transfer) : transfer_(std::move(transfer)) {
         CHECK(threads > 0);
         try {
             for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
@@ -86,7 +85,7 @@ class ThreadsBackend final : public Backend {
         for (auto& thread : threads_) thread.join();
     }
 
-    const char* name() const override { return name_; }
+    const char* name() const override { return "threads"; }
 
   private:
     void run() {
@@ -107,7 +106,6 @@ class ThreadsBackend final : public Backend {
     }
 
     const Transfer transfer_;
-    const char* const name_;
     std::vector<std::thread> threads_;
     std::mutex mu_;
     // State below is protected by mu_.
@@ -192,11 +190,11 @@ Progress advance(Op& op, ssize_t result) {
 }
 
 std::shared_ptr<Backend> threads_backend(unsigned threads) {
-    return std::make_shared<ThreadsBackend>(threads, transfer_by_syscall, "threads");
+    return std::make_shared<ThreadsBackend>(threads, transfer_by_syscall);
 }
 
 std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads) {
-    return std::make_shared<ThreadsBackend>(threads, std::move(transfer), "callback");
+    return std::make_shared<ThreadsBackend>(threads, std::move(transfer));
 }
 
 }  // namespace fastckpt

@@ -36,6 +36,14 @@ CODECS: tuple[Codec | None, ...] = (None, *get_args(Codec))
 REUSES: tuple[Reuse | None, ...] = (None, *get_args(Reuse))
 ON_ERROR: tuple[OnError, ...] = get_args(OnError)
 
+_UNHANDLED = {
+    **dict.fromkeys((signal.SIGKILL, signal.SIGSTOP), "which no process can handle"),
+    **dict.fromkeys(
+        (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
+        "which tells of a fault that has to end the process",
+    ),
+    signal.SIGCHLD: "which tells that a child process has ended",
+}
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 # pathlib makes one slash of two: Path("s3://bucket/a") is "s3:/bucket/a".
 _COLLAPSED_URL = re.compile(
@@ -156,20 +164,31 @@ def check_path(name: str, value: object) -> str:
 
 
 def check_signals(name: str, value: object) -> tuple[signal.Signals, ...]:
-    """Returns signals, which are given by their names or numbers; each once."""
+    """Returns signals, each once, which are given by their names, with or without SIG, or numbers;
+    there may be none. Those that cannot be requests to stop are refused.
+    """
     example = 'names of signals, such as ("SIGTERM", "SIGUSR1")'
     if not isinstance(value, tuple | list | set | frozenset):
         raise TypeError(f"{name} is {_told(value)}, must be a tuple of {example}")
     found: dict[signal.Signals, None] = {}
     for each in value:
-        try:
-            number = signal.Signals[each] if isinstance(each, str) else signal.Signals(each)
-        except (KeyError, ValueError):
-            raise ValueError(f"{name} has {shown(each)}, must have {example}") from None
-        if number in (signal.SIGKILL, signal.SIGSTOP):
-            raise ValueError(f"{name} has {number.name}, which no process can handle")
+        number = _signal(each)
+        if number is None:
+            raise ValueError(f"{name} has {shown(each)}, must have {example}")
+        if number in _UNHANDLED:
+            raise ValueError(f"{name} has {number.name}, {_UNHANDLED[number]}: choose another")
         found[number] = None
     return (*found,)
+
+
+def _signal(value: Any) -> signal.Signals | None:
+    if isinstance(value, str):
+        names = signal.Signals.__members__
+        return names.get(value) or names.get(f"SIG{value}")
+    try:
+        return None if isinstance(value, bool) else signal.Signals(value)
+    except ValueError:
+        return None
 
 
 class _Short(reprlib.Repr):

@@ -33,7 +33,7 @@ from fastckpt.cli.paths import add_json, path_argument, shown_name, shown_others
 from fastckpt.cli.progress import progress
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
-from fastckpt.errors import CheckpointError, IncompatibleCheckpoint
+from fastckpt.errors import CheckpointError, IncompatibleCheckpoint, StorageError
 from fastckpt.formats import hugging_face, safetensors
 from fastckpt.formats.file_list import File
 from fastckpt.formats.step_names import NAME as STEP_NAME
@@ -154,6 +154,29 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_absent(target: str, is_step: bool) -> None:
     if os.path.lexists(target) and not (is_step and os.path.isdir(target)):
         raise CheckpointError(f"{target!r} exists, and convert replaces nothing: remove it first")
+
+
+def _publish(storage: Storage, fd: int, name: str, path: str) -> None:
+    """Gives a file, all of which is durable, its final name, which nothing has."""
+    directory = os.path.dirname(path)
+    with (
+        _replacing_nothing(path),
+        atomic.naming_in(storage, [directory], path) as make_durable,
+    ):
+        with reported("rename", path):
+            patiently(storage, fd, lambda: atomic.rename_to_free_name(storage, name, path))
+        make_durable()
+
+
+@contextmanager
+def _replacing_nothing(target: str) -> Iterator[None]:
+    """Says what is wrong if the body's error is that something has got the target's name since."""
+    try:
+        yield
+    except StorageError as error:
+        if not error.visible:
+            _check_absent(target, False)
+        raise
 
 
 def _check_room(directory: str, nbytes: int) -> None:
@@ -342,8 +365,7 @@ def _to_safetensors(path: str, tensors: fastckpt.LazyTensors, copies: Sequence[C
     with atomic.temporary(storage, path) as (fd, name):
         _write(_Output(storage, fd, path), tensors, copies)
         atomic.settle(storage, fd, path, True)
-        _check_absent(path, False)
-        atomic.publish(storage, name, path, True, fd)
+        _publish(storage, fd, name, path)
 
 
 def _to_hugging_face(
@@ -372,13 +394,11 @@ def _to_hugging_face(
 
 def _save_directory(path: str, fill: Callable[[Draft], None]) -> None:
     """Saves a directory, and waits until nothing else of it is left."""
-
-    def fill_and_look(draft: Draft) -> None:
-        fill(draft)
-        _check_absent(path, False)  # a save would replace what was made meanwhile
-
-    save_directory(path, fill_and_look).result()
-    wait_for_directories(os.path.dirname(path))
+    try:
+        with _replacing_nothing(path):
+            save_directory(path, fill, replaces=False).result()
+    finally:
+        wait_for_directories(os.path.dirname(path))
 
 
 @contextmanager
@@ -434,7 +454,10 @@ def _in_file(
 
 
 def _to_file(path: str, nest: dict[str, Any], _step: int) -> None:
-    fastckpt.save(nest, path, staging_bytes=_STAGING_BYTES).result()
+    storage = pipeline.current().storage
+    with atomic.temporary(storage, path) as (fd, name):  # a save replaces what has its path
+        fastckpt.save(nest, name, staging_bytes=_STAGING_BYTES).result()
+        _publish(storage, fd, name, path)
 
 
 def _to_dcp(path: str, nest: dict[str, Any], _step: int) -> None:

@@ -1,4 +1,4 @@
-"""`fastckpt ls`: lists the steps under a Checkpointer's root, and reads none of them.
+"""`fastckpt ls`: lists the steps or the exports of a Checkpointer, and reads none of them.
 
 The module must not know how a step is read.
 """
@@ -18,7 +18,7 @@ from fastckpt.cli.paths import add_json, path_argument
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline
-from fastckpt.steps.no_steps import what_is_there
+from fastckpt.steps.no_steps import is_export, what_is_there
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import reported
 
@@ -29,9 +29,11 @@ def add_arguments(commands: Any) -> None:
         help="list the steps under a root",
         description="Lists the steps of a Checkpointer's root, the one committed last first: size, "
         "age, ranks, and whether all their files are there with the right sizes (`verify` reads "
-        "them, too). The exit status is 0, or 1 if a step is damaged or there is none.",
+        "them, too); or the names of its exports. The exit status is 0, or 1 if a step is damaged "
+        "or there is nothing.",
     )
-    parser.add_argument("root", type=path_argument, metavar="ROOT", help="a Checkpointer's root")
+    help_of_root = "a Checkpointer's root, or the directory of its exports"
+    parser.add_argument("root", type=path_argument, metavar="ROOT", help=help_of_root)
     parser.add_argument(
         "--local",
         action="append",
@@ -82,7 +84,8 @@ def _rows(steps: Steps, *, is_local: bool) -> Iterator[dict[str, Any]]:
         state = "unreadable" if isinstance(fault.error, StorageError) else "damaged"
         yield {**_row(steps, fault.name, is_local), "state": state, "why": str(fault.error)}
     for name in steps.incomplete():
-        yield {**_row(steps, name, is_local), "state": "not committed", "why": ""}
+        state = "export" if is_export(steps, name) else "not committed"
+        yield {**_row(steps, name, is_local), "state": state, "why": ""}
 
 
 def _row(steps: Steps, name: str, is_local: bool) -> dict[str, Any]:

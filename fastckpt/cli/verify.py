@@ -25,7 +25,7 @@ from fastckpt.reading.verified import Body, opened_regular
 from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline
 from fastckpt.steps.copies import StepCopies
-from fastckpt.steps.no_steps import what_is_there
+from fastckpt.steps.no_steps import is_export, what_is_there
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import persistently, reported
 from fastckpt.storage.vanishing import Vanished
@@ -129,7 +129,7 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
     steps = _steps(path)
     incomplete = steps.incomplete()
     # Exports are named as steps are.
-    exports = [each for name in incomplete if _is_listed(each := os.path.join(path, name))]
+    exports = [os.path.join(path, name) for name in incomplete if is_export(steps, name)]
     for name in incomplete:
         if os.path.join(path, name) not in exports:
             yield os.path.join(path, name), _mention

@@ -6,7 +6,9 @@ must not know how a file is written, or how a directory becomes visible.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +19,7 @@ import torch
 from fastckpt.arguments.checks import Fence, check_count, check_path, check_size, optional
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.save import remove_directory, save_directory
+from fastckpt.directories.save import Told, remove_directory, save_directory
 from fastckpt.directories.shared_files import SharedFiles, SharedTensor
 from fastckpt.directories.swap_place import names_in
 from fastckpt.directories.verify import list_of
@@ -32,8 +34,9 @@ from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import ranks_within
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
-from fastckpt.state.dtensors import PLAIN_TENSORS, Parts, is_sharded
+from fastckpt.state.dtensors import PLAIN_TENSORS, OtherRanks, Parts, is_sharded
 from fastckpt.state.fit import Fit, Rename
+from fastckpt.state.identity import NO_MEMORY, memory_of
 from fastckpt.state.tree import Leaf, dotted, joined, tensors_in
 from fastckpt.storage.file_system import Storage, reported
 
@@ -50,7 +53,8 @@ class HuggingFace:
         every: steps that are multiples of this are exported.
         keep_last: how many of the exports committed last stay, at least 1; None: all. The directory
             is to belong to this run; what is no export, or has other files in it, stays.
-        dtype, rename, only, shard_bytes, files: as fastckpt.export's.
+        dtype, rename, only, shard_bytes, files: as fastckpt.export's. The first rank also looks for
+            the files when the Checkpointer is made.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or of another type.
@@ -90,6 +94,16 @@ class HuggingFace:
         return os.path.realpath(check_path("directory", self.directory))
 
 
+class Writing(NamedTuple):
+    """How an export is written: as the arguments of fastckpt.export with these names."""
+
+    group: Any
+    fence: Fence
+    durable: bool
+    staging_bytes: int | str | None
+    timeout_s: float
+
+
 def export(
     state: Any,
     directory: str | os.PathLike[str],
@@ -123,9 +137,9 @@ def export(
         rename: gives tensors other names: as load_into()'s, applied to the keys joined by "/".
         only: export what has names in the state like this glob, such as "model/*".
         shard_bytes: the most bytes of tensors in a file, as a number or a text such as "5GB".
-        files: files to copy into the directory, such as config.json and those of the tokenizer, of
-            1 GiB each at most; those that the first rank names count, and are read before this
-            returns.
+        files: files to copy into the directory, of 1 GiB each at most: config.json, without which
+            from_pretrained opens nothing, and those of the tokenizer, say. Those that the first
+            rank names count, and are read before this returns.
         group: a torch.distributed process group whose ranks all call this, with DTensors on these
             ranks, and the same plain tensors on each. Ranks talk over the job's store; no
             collective runs. None: this process alone.
@@ -136,23 +150,25 @@ def export(
         With group it may raise RanksDisagree or PeerFailed, as fastckpt.save's.
 
     Raises:
-        TypeError: tensors are none that safetensors files can hold (the message names all), or an
-            argument has another type.
+        TypeError: tensors are none that safetensors files can hold (the message names all);
+            DTensors are spread over other ranks than the group's; or an argument has another type.
         ValueError: two tensors get the same name, or none is left; one of `files` has the name of
-            another file of the export, or more than 1 GiB; or an argument is out of range.
+            another file of the export, is a directory, or has more than 1 GiB; or an argument is
+            out of range.
         CheckpointError: an earlier save failed, and nobody asked for its error.
         StorageError: one of `files` cannot be read, or the directory's parent cannot be made.
     """
     options = HuggingFace(directory, 1, None, dtype, rename, only, shard_bytes, files)
-    how = (group, fence, durable, staging_bytes, timeout_s)
-    return _exported(state, check_path("directory", directory), options, *how)
+    how = Writing(group, fence, durable, staging_bytes, timeout_s)
+    return _exported(state, check_path("directory", directory), options, how)
 
 
-def checked_export(options: object, root: str) -> HuggingFace | None:
+def checked_export(options: object, root: str, is_first_rank: bool) -> HuggingFace | None:
     """Returns a Checkpointer's `export`, given its root.
 
     Raises:
         ValueError, TypeError: it is something else, or exports would go to the root.
+        StorageError, ValueError: on the first rank, a file cannot be copied.
     """
     if options is None:
         return None
@@ -160,25 +176,19 @@ def checked_export(options: object, root: str) -> HuggingFace | None:
         raise TypeError(f"export is {type(options).__name__}, must be a fastckpt.HuggingFace")
     if options.root == root:
         raise ValueError(f"export: {root!r} is the root of the steps: export to another directory")
+    for file in options.files if is_first_rank else ():
+        _check_file(pipeline.current().storage, check_path("files", file))
     return options
 
 
-def export_step(
-    state: Any,
-    step: int,
-    options: HuggingFace,
-    group: Any,
-    fence: Fence,
-    durable: bool,
-    staging_bytes: int | str | None,
-    timeout_s: float,
-) -> SaveHandle:
-    """Exports a step of a run, and removes older exports after the commit; rest as export()."""
-    path, how = os.path.join(options.root, step_name(step)), (group, fence, durable, staging_bytes)
-    retain = None
+def export_step(state: Any, step: int, options: HuggingFace, how: Writing) -> SaveHandle:
+    """Exports a step of a run, and removes older exports after the commit. What export() would
+    raise, the handle has, and the next save raises it if nobody asks for it.
+    """
+    path, retain = os.path.join(options.root, step_name(step)), None
     if options.keep_last is not None:
         retain = partial(_retain, options.root, options.keep_last, path)
-    return _exported(state, path, options, *how, timeout_s, retain)
+    return _exported(state, path, options, how, on_error="keep", retain=retain)
 
 
 def _retain(directory: str, keep_last: int, committed: str) -> None:
@@ -212,14 +222,11 @@ def _exported(
     state: Any,
     path: str,
     options: HuggingFace,
-    group: Any,
-    fence: Fence,
-    durable: bool,
-    staging_bytes: int | str | None,
-    timeout_s: float,
+    how: Writing,
+    on_error: Told = "raise",
     retain: Callable[[], None] | None = None,
 ) -> SaveHandle:
-    shared, rank_of = per_group.together(group), ranks_within(group)
+    shared, rank_of = per_group.together(how.group), ranks_within(how.group)
     shard_bytes = check_size("shard_bytes", options.shard_bytes)
     copied = [check_path("files", file) for file in options.files]
 
@@ -234,21 +241,13 @@ def _exported(
         }
         if shared.coordinator.rank == 0:
             _add_others(draft, copied, contents)
+        alike = [("the argument shard_bytes", str(shard_bytes))]
         draft.add_shared(
-            SharedFiles(contents, hugging_face.METADATA, unequal, shared.note_unequal),
+            SharedFiles(contents, hugging_face.METADATA, alike, unequal, shared.note_unequal),
             {tensor.name: tensor.leaf.local for tensor in tensors},
         )
 
-    return save_directory(
-        path,
-        fill,
-        group=group,
-        fence=fence,
-        durable=durable,
-        staging_bytes=staging_bytes,
-        timeout_s=timeout_s,
-        retain=retain,
-    )
+    return save_directory(path, fill, on_error=on_error, retain=retain, **how._asdict())
 
 
 def _check_dtype(dtype: object) -> None:
@@ -289,6 +288,8 @@ def _named(
             raise ValueError(f"nothing is left of the name {old!r}")
         try:
             held = _held(old, tensor, parts, name in unequal)
+        except OtherRanks:  # as all DTensors are, so one name is enough
+            raise
         except TypeError as error:
             misfits.append(str(error))
             continue
@@ -321,7 +322,6 @@ class _Held(NamedTuple):
 
 def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
     """Returns this rank's part of a tensor; raises TypeError for what files cannot hold."""
-    identity: object = object()
     replicas = (0,) if is_first_ranks else parts.everybody
     if is_sharded(tensor):
         local, box, holders, placement, identity = parts.of(key, tensor)
@@ -338,14 +338,13 @@ def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
         kind = "on the meta device"
     elif tensor.is_quantized or not safetensors.supported(tensor.dtype):
         kind = f"of {tensor.dtype}"
+    elif tensor.numel() and memory_of(tensor) is None:
+        kind = NO_MEMORY
     if kind is not None:
         raise TypeError(f"{key!r} is {kind}")
     local, shape = _plain(tensor), tuple(tensor.shape)
-    if tensor.numel():
-        sign = tensor.is_neg()  # of a view: then what it reads is not what lies there
-        identity = (tensor.device, tensor.data_ptr(), shape, tensor.stride(), tensor.dtype, sign)
-    box = Box((0,) * len(shape), shape)
-    return _Held(Leaf(key, local, shape, box, replicas, "replicated"), identity)
+    leaf = Leaf(key, local, shape, Box((0,) * len(shape), shape), replicas, "replicated")
+    return _Held(leaf, memory_of(tensor) or object())
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -372,11 +371,22 @@ def _add_others(
                 "leave it out"
             )
         taken.add(name)
+        _check_file(storage, path)
         with reported("read", path):
-            content = storage.read_file(os.path.realpath(path), _FILE_BYTES_MAX + 1)
-        if len(content) > _FILE_BYTES_MAX:
-            raise ValueError(
-                f"files has {path!r}, which has more than {shown_size(_FILE_BYTES_MAX)}: files as "
-                "config.json are meant, which are read into memory: leave it out"
-            )
-        draft.add_content(content, name)
+            draft.add_content(storage.read_file(os.path.realpath(path), _FILE_BYTES_MAX), name)
+
+
+def _check_file(storage: Storage, path: str) -> None:
+    """Raises ValueError or StorageError unless there is a file to copy."""
+    with reported("read", path):
+        status = storage.status(path)
+        if status is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+        raise ValueError(f"files has {path!r}, which is {kind}: give the path of each file")
+    if status.st_size > _FILE_BYTES_MAX:
+        raise ValueError(
+            f"files has {path!r}, which has more than {shown_size(_FILE_BYTES_MAX)}: files as "
+            "config.json are meant, which are read into memory: leave it out"
+        )

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from fastckpt.arguments.checks import (
     FENCES,
@@ -37,6 +37,8 @@ from fastckpt.storage.file_system import reported
 
 log = logging.getLogger("fastckpt")
 
+Told = OnError | Literal["keep"]  # how the error of a save of a directory is told
+
 
 def save_directory(
     path: str,
@@ -48,9 +50,10 @@ def save_directory(
     backend: BackendName = "auto",
     durable: bool = True,
     staging_bytes: int | str | None = None,
-    on_error: OnError = "raise",
+    on_error: Told = "raise",
     timeout_s: float = TIMEOUT_S,
     retain: Callable[[], None] | None = None,
+    replaces: bool = True,
 ) -> SaveHandle:
     """Saves a directory in the background and commits it atomically.
 
@@ -68,9 +71,11 @@ def save_directory(
             hidden name; None: the parent of path.
         fence, backend, durable, staging_bytes, timeout_s: as fastckpt.save's.
         on_error: "raise": an error before this returns is raised here, a later one by result() or
-            by the next save. "warn": errors are logged, and kept in the handle.
+            by the next save. "keep": any error is raised so later. "warn": errors are logged, and
+            kept in the handle.
         retain: called in the background on the first rank, after the commit, to remove directories
             that are no longer needed.
+        replaces: whether an old directory is replaced; if not, and there is one, the save fails.
 
     Returns:
         A SaveHandle; result() returns its SaveStats when the directory is committed on all ranks.
@@ -82,19 +87,20 @@ def save_directory(
         Exception: fill() raised it (on_error="raise").
     """
     check_choice("fence", fence, FENCES)
-    check_choice("on_error", on_error, ON_ERROR)
+    check_choice("on_error", on_error, (*ON_ERROR, "keep"))
     options = WriteOptions(backend, durable, staging_bytes)
     path = os.path.realpath(check_path("path", path))
     handle = SaveHandle(path, time.perf_counter())
     agreement = per_group.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
     try:
-        job = _begun(handle, agreement, fill, beside, fence, options, on_error, retain)
+        job = _begun(handle, agreement, fill, beside, fence, options, on_error, retain, replaces)
     except Exception as error:
         if on_error == "raise":
             raise
-        handle.mark_staged()
-        handle.set_exception(error)
-        _warn(handle)
+        handle.reported = on_error == "warn"
+        pipeline.current().refuse(handle, error)
+        if on_error == "warn":
+            _warn(handle)
         return handle
     if on_error == "warn":
         handle.add_done_callback(lambda _future: _warn(handle))
@@ -110,6 +116,7 @@ def _begun(
     options: WriteOptions,
     on_error: str,
     retain: Callable[[], None] | None,
+    replaces: bool,
 ) -> Save:
     """Captures the state before the caller may go on to change it, and returns the save."""
     with agreement.failing():
@@ -122,7 +129,8 @@ def _begun(
             if not current.storage.is_directory(draft.directory):
                 raise CheckpointError(f"fill() has put nothing into {draft.directory!r}")
             path = handle.path
-            place = SwapPlace(current.storage, path, agreement, draft, options.durable, retain)
+            how = (options.durable, retain, replaces)
+            place = SwapPlace(current.storage, path, agreement, draft, *how)
             plan = SwapPlan(handle, agreement, draft, place, options)
             lane = os.path.dirname(path)
             return Save(handle, agreement, plan, place, options, fence=fence, lane=lane)

@@ -242,6 +242,7 @@ class SharedFiles:
     Args:
         tensors: those of each file, by its name; alike on all ranks, and in the same order.
         metadata: as safetensors.layout()'s.
+        alike: names and values of what else all ranks must have alike.
         first_rank: the names of tensors of which only the first rank's copy counts.
         differing: called with the names of tensors whose contents differ between ranks.
 
@@ -254,6 +255,7 @@ class SharedFiles:
         self,
         tensors: Mapping[str, Sequence[SharedTensor]],
         metadata: Mapping[str, str],
+        alike: Sequence[tuple[str, str]],
         first_rank: Iterable[str],
         differing: Callable[[set[str]], None],
     ) -> None:
@@ -267,7 +269,7 @@ class SharedFiles:
             for tensor in its
         ]
         # By `first_rank`, too, ranks know which elements are whose.
-        self.structure = Description(texts, first_rank)
+        self.structure = Description([*alike, *texts], first_rank)
         self.contents = Description([])
 
     def storages(self) -> list[torch.UntypedStorage]:

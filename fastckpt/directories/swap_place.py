@@ -37,7 +37,7 @@ class SwapPlace(Place):
         agreement: the save's round.
         draft: the files of this rank.
         durable: whether the directory is to outlast a crash of the machine.
-        retain: as save_directory's.
+        retain, replaces: as save_directory's.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class SwapPlace(Place):
         draft: Draft,
         durable: bool,
         retain: Callable[[], None] | None,
+        replaces: bool = True,
     ) -> None:
         self.storage = storage
         self.directory = draft.beside
@@ -56,6 +57,7 @@ class SwapPlace(Place):
         self._draft = draft
         self._durable = durable
         self._retain = retain
+        self._replaces = replaces
         self._is_committed = False
         self._shared = ""  # the first rank's draft, once its shared files are there
 
@@ -150,16 +152,19 @@ class SwapPlace(Place):
                 close_quietly(storage, fd)
         if self._durable:  # before the rename, which must not name what a crash can still take
             atomic.sync_directories(storage, directory)
-        self._refuse_others(merged)
+        if self._replaces:
+            self._refuse_others(merged)
         changed = {os.path.dirname(path), self._draft.beside, *self._draft.grown}
         with atomic.naming_in(storage, changed if self._durable else (), path) as make_durable:
             with reported("rename", path):
-                aside, lock = self._draft.root, self._draft.lock
+                aside, lock, replaces = self._draft.root, self._draft.lock, self._replaces
                 assert lock is not None, "the draft has not been discarded"
                 # The times of directories are to be in the order of their commits.
                 patiently(storage, lock, lambda: storage.touch(directory))
                 try:
-                    atomic.publish_directory(storage, directory, path, aside, lock)
+                    atomic.publish_directory(
+                        storage, directory, path, aside, lock, replaces=replaces
+                    )
                 except OSError:
                     self._draft.is_kept = True
                     with suppress(OSError):  # the old directory may have got its name back

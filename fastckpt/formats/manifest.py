@@ -38,6 +38,7 @@ WRITER_BYTES_MAX = 1024
 KEYS_MAX = 128
 SEQUENCE_MAX = 1 << 62  # half of what fits: whatever a step claims, numbers are left for later ones
 
+_BEGINNING = f'{{"format":"{FORMAT}",'.encode()  # of each version
 _CRC = re.compile("[0-9a-f]{8}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _CREATED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d{1,6})?(Z|\+00:00)", re.ASCII)
@@ -301,6 +302,11 @@ def _check_time(created: str) -> None:
     if match is None:
         raise ValueError(f"created is {shown(created)}, not a time such as 2026-01-31T12:00:00Z")
     datetime.fromisoformat(match[1])
+
+
+def is_manifest(content: bytes) -> bool:
+    """Returns whether a file begins as manifests do: others have files of that name, too."""
+    return content.startswith(_BEGINNING)
 
 
 def key_hash(key: str) -> int:

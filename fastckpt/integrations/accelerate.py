@@ -17,7 +17,14 @@ from collections import OrderedDict
 from functools import partial
 from typing import Any
 
-from fastckpt.arguments.checks import BackendName, Fence, OnError, check_path
+from fastckpt.arguments.checks import (
+    ON_ERROR,
+    BackendName,
+    Fence,
+    OnError,
+    check_choice,
+    check_path,
+)
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
 from fastckpt.directories.verify import newest_whole
@@ -83,6 +90,7 @@ def save_state(
             processes; output_dir is missing, or the automatic one exists; an option is refused.
         CheckpointError: with on_error="raise", an earlier save failed, and nobody asked for why.
     """
+    check_choice("on_error", on_error, ON_ERROR)
     _refuse_others(accelerator)
     project = accelerator.project_configuration
     path, beside = _place(accelerator, output_dir)

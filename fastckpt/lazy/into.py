@@ -25,7 +25,7 @@ from fastckpt.lazy.source import Source, Stored, Wanted
 from fastckpt.plan.boxes import Box
 from fastckpt.reading.verified import takes_bytes
 from fastckpt.saving import pipeline
-from fastckpt.state.dtensors import dtensor_part, identity_of, is_sharded
+from fastckpt.state.dtensors import dtensor_identity, dtensor_part, is_sharded
 from fastckpt.state.fit import (
     Differences,
     Dtypes,
@@ -36,6 +36,7 @@ from fastckpt.state.fit import (
     nothing_chosen,
     refusal,
 )
+from fastckpt.state.identity import memory_of
 from fastckpt.state.template import check_target
 from fastckpt.state.tied import Tied
 from fastckpt.state.tree import is_stateful, joined, tensors_in
@@ -159,7 +160,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     if missing:  # of weights that are tied, a checkpoint may hold one name
         filled = {_identity(part.tensor) for part in parts}
         missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
-    if missing and fit.missing == "raise":
+    if is_missing := bool(missing) and fit.missing == "raise":
         there = instead_of([*missing], by_name)
         misfits.append(f"the state has {listed(missing)}, which the checkpoint has not{there}")
     unused = (new for new, old in by_name.items() if old not in used)
@@ -169,18 +170,14 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     if fit.only is not None and not was_asked:
         misfits.append(nothing_chosen(fit.only))
     if misfits := misfits or tied.conflicts(partial(_whole_part, source)):
-        raise refusal(path, misfits)
+        raise refusal(path, misfits, is_missing=is_missing)
     _read(source, parts)
     return Differences(tuple(missing), tuple(left), renamed, tuple(cast))
 
 
 def _identity(tensor: torch.Tensor) -> object:
     """Returns what tensors that are the same elements in memory have in common."""
-    if is_sharded(tensor):
-        return identity_of(tensor)
-    if tensor.is_meta or not tensor.numel():
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return dtensor_identity(tensor) if is_sharded(tensor) else memory_of(tensor) or id(tensor)
 
 
 def _by_new_name(

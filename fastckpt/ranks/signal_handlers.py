@@ -64,16 +64,17 @@ class SignalHandlers:
             )
 
     def close(self) -> None:
-        """Puts the handlers back that were there before. Idempotent.
+        """Puts the handlers back that were there before, without those of this class that were
+        closed meanwhile. Idempotent.
 
         On another thread than the main one, and where somebody has replaced a handler meanwhile,
         the handler stays, but only does what the one before it does.
         """
         self._is_closed = True
-        for number, earlier in self._earlier.items():
+        for number in self._earlier:
             with suppress(ValueError):  # this is not the main thread
                 if os.getpid() == self._pid and signal.getsignal(number) == self._handle:
-                    signal.signal(number, earlier)
+                    signal.signal(number, self._before(number))
 
     def _before(self, number: signal.Signals) -> Any:
         """Returns the handler before these and before others that were closed meanwhile."""

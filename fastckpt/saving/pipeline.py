@@ -211,6 +211,16 @@ class Pipeline:
             if save is not None:
                 save.gone.wait(max(0.0, until - time.monotonic()))
 
+    def refuse(self, handle: SaveHandle, error: Exception) -> None:
+        """Ends a save that could not begin, with an error that result() or the next save raises."""
+        link: BaseException | None = error
+        while link is not None:  # frames hold the state, also those of the caller, which still run
+            link.__traceback__ = None
+            link = link.__cause__ or link.__context__
+        self._failed[handle] = None
+        handle.mark_staged()
+        handle.set_exception(error)
+
     def raise_unreported(self, path: str) -> None:
         """Raises the first error of an earlier save that nobody has asked for, if there is one.
 

@@ -14,6 +14,7 @@ import torch
 
 from fastckpt.formats import safetensors
 from fastckpt.plan.boxes import Box, mesh_holders, shard_box
+from fastckpt.state.identity import NO_MEMORY, memory_of
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
@@ -28,6 +29,10 @@ def is_of_several_ranks(value: object) -> bool:
     if type(value) in PLAIN_TENSORS or not isinstance(value, torch.Tensor):
         return False
     return is_sharded(value) or hasattr(value, "local_shards")
+
+
+class OtherRanks(TypeError):
+    """A DTensor is spread over other ranks than those that save it."""
 
 
 class Part(NamedTuple):
@@ -73,8 +78,8 @@ class Parts:
         """Returns this rank's part of a DTensor that messages call `key`.
 
         Raises:
-            TypeError: as dtensor_part(); or shards cannot hold its elements; or its mesh has other
-                ranks than the group.
+            TypeError: as dtensor_part(); or shards cannot hold its elements.
+            OtherRanks: its mesh has other ranks than the group.
         """
         self._kept.append(tensor)
         mesh, placements, shape = tensor.device_mesh, tuple(tensor.placements), tensor.shape
@@ -85,11 +90,9 @@ class Parts:
         local = _local(tensor)
         _check_local(key, tensor, local, spread.box)
         _check_storable(key, local)
-        if spread.is_empty_somewhere:
-            identity: tuple[Any, ...] = (id(tensor),)  # some ranks have no memory to tell them by
-        else:
-            memory = (local.data_ptr(), local.shape, local.stride(), local.dtype, local.is_neg())
-            identity = (memory, spread_by)
+        # Where some ranks have no memory to tell tensors by, none does.
+        memory = None if spread.is_empty_somewhere else memory_of(local)
+        identity = (id(tensor),) if memory is None else (memory, spread_by)
         return Part(local, spread.box, spread.holders, spread.placement, identity)
 
     def _spread(self, key: str, tensor: Any) -> _Spread:
@@ -100,10 +103,16 @@ class Parts:
             if self._rank_of is not None:
                 ranks = [self._rank_of.get(rank, -1) for rank in ranks]
             if sorted(ranks) != list(self.everybody):
-                raise TypeError(
-                    f"{key!r} is spread over a mesh of {len(ranks)} ranks that are not the "
-                    f"{len(self.everybody)} ranks of the group which saves it: distribute it over "
-                    "all dimensions of the mesh, as Replicate where ranks hold the same"
+                over = f"{key!r} is spread over a mesh of {len(ranks)} ranks"
+                if len(self.everybody) == 1:
+                    raise OtherRanks(
+                        f"{over}, and this process saves alone: pass group=, such as "
+                        "torch.distributed.group.WORLD, on all of these ranks"
+                    )
+                raise OtherRanks(
+                    f"{over} that are not the {len(self.everybody)} ranks of the group which saves "
+                    "it: distribute it over all dimensions of the mesh, as Replicate where ranks "
+                    "hold the same"
                 )
             self._ranks[mesh] = tuple(ranks)
         sizes = tuple(mesh.mesh.shape)
@@ -129,7 +138,7 @@ def _is_empty_somewhere(
     return any(0 in found for found in ends)
 
 
-def identity_of(tensor: Any) -> object:
+def dtensor_identity(tensor: Any) -> object:
     """Returns what DTensors that are the same elements in memory have in common, while they live;
     all ranks find the same ones equal.
     """
@@ -139,11 +148,10 @@ def identity_of(tensor: Any) -> object:
         dims, order = _dims("it", tensor, sizes)
     except TypeError:  # such tensors cannot be filled, and need not be told apart
         return id(tensor)
-    if _is_empty_somewhere(shape, dims, order, sizes):
-        return id(tensor)  # some ranks have no memory to tell them by
-    local = _local(tensor)
-    memory = local.device, local.data_ptr(), local.shape, local.stride(), local.dtype
-    return memory, mesh, placements, shape
+    # As in Parts.of().
+    is_told = not _is_empty_somewhere(shape, dims, order, sizes)
+    memory = memory_of(_local(tensor)) if is_told else None
+    return id(tensor) if memory is None else (memory, mesh, placements, shape)
 
 
 def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:
@@ -196,18 +204,17 @@ def _check_local(key: str, tensor: Any, local: torch.Tensor, box: Box) -> None:
 
 def _check_storable(key: str, local: torch.Tensor) -> None:
     """Raises TypeError unless shards can hold the elements."""
-    kind = None
+    kind, advice = None, "convert it first, for example by view_as_real() if it is complex"
     if not safetensors.supported(local.dtype):
         kind = f"of {local.dtype}"
     elif local.layout != torch.strided:
         kind = f"of layout {local.layout}"
     elif local.device.type == "meta":
         kind = "on the meta device"
+    elif local.numel() and memory_of(local) is None:
+        kind, advice = NO_MEMORY, "gather it first"
     if kind is not None:
-        raise TypeError(
-            f"{key!r} is a DTensor {kind}, which shards cannot hold: convert it first, for example "
-            "by view_as_real() if it is complex"
-        )
+        raise TypeError(f"{key!r} is a DTensor {kind}, which shards cannot hold: {advice}")
 
 
 def _chunks(size: int, ranks: int) -> set[int]:

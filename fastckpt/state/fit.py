@@ -23,6 +23,10 @@ Dtypes = Literal["cast", "raise"]
 Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str]
 
 _MISFITS_TOLD_MAX = 50
+_ADVICE = (
+    ' (pass missing="keep" to leave what the checkpoint has not as it is, or rename= if it has '
+    "that under other names)"
+)
 _WILD = re.compile(r"[*?\[]")
 # A dict that stands in a file many times has leaves without end; each takes its depth.
 _STEPS_MAX = 1 << 21
@@ -120,11 +124,16 @@ def nothing_chosen(only: str) -> str:
     return f"the state has no value with a name like only={only!r} (keys are joined by '/')"
 
 
-def refusal(where: str, misfits: Sequence[str]) -> IncompatibleCheckpoint:
-    """Returns the error that tells all that does not fit."""
+def refusal(
+    where: str, misfits: Sequence[str], *, is_missing: bool = False
+) -> IncompatibleCheckpoint:
+    """Returns the error that tells all that does not fit; `is_missing`: the checkpoint lacks values
+    of the state, among others.
+    """
     more = len(misfits) - _MISFITS_TOLD_MAX
     told = [*misfits[:_MISFITS_TOLD_MAX], *([f"and {more} more"] if more > 0 else [])]
-    return IncompatibleCheckpoint(f"{where!r} does not fit: {'; '.join(told)}")
+    advice = _ADVICE if is_missing else ""
+    return IncompatibleCheckpoint(f"{where!r} does not fit: {'; '.join(told)}{advice}")
 
 
 def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str]]:

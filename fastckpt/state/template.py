@@ -99,6 +99,7 @@ class Template:
         self._ignored: list[_At] = []
         self._misfits: list[str] = []
         self._missing: list[str] = []
+        self._is_missing = False  # whether values that have to be there were not saved
         self._cast: list[str] = []
         self._taken = 0  # values that are restored
         self._was_asked = False  # for any value
@@ -126,7 +127,7 @@ class Template:
         if self._fit.only is not None and not self._was_asked:
             told = [*told, nothing_chosen(self._fit.only)]
         if told:
-            raise refusal(self._where, told)
+            raise refusal(self._where, told, is_missing=self._is_missing)
 
     def check_tied(self, read: Callable[[Sequence[Target]], object]) -> None:
         """Raises IncompatibleCheckpoint if tensors that share memory would get different values.
@@ -160,6 +161,7 @@ class Template:
         if saved is _ABSENT:
             if self._fit.missing == "raise":
                 self._misfits.append(f"{at} is not in the checkpoint")
+                self._is_missing = True
             else:
                 self._missing.append(at.name)
             return False
@@ -222,12 +224,12 @@ class Template:
             raise self._misfit(f"{at} is a dict, in the checkpoint {_described(saved)}")
         missing = [key for key in value if key not in saved]
         if missing and self._fit.missing == "raise" and self._fit.only is None:
-            raise self._misfit(
+            told = (
                 f"{at} has {missing[0]!r}"
                 + (f" and {len(missing) - 1} more keys" if len(missing) > 1 else "")
-                + ", which the checkpoint has not"
-                + (instead_of(missing, saved) or ": restore it into a state as it was saved")
+                + f", which the checkpoint has not{instead_of(missing, saved)}"
             )
+            raise refusal(self._where, [told], is_missing=True)
         others = [at.of(key) for key in saved if key not in value]
         self._ignored += [other for other in others if self._fit.asks_for(other.name)]
         for key, item in value.items():

@@ -13,6 +13,7 @@ import torch
 
 from fastckpt.plan.boxes import Box
 from fastckpt.state.dtensors import PLAIN_TENSORS
+from fastckpt.state.identity import memory_of
 
 _PART_BYTES = 64 << 20  # of each value that is compared at a time
 _ITEM_BYTES = 16  # of the largest dtype
@@ -48,9 +49,8 @@ class Tied:
             source: equal for names that get the same stored value.
             stored: given to the reader of conflicts().
         """
-        plain = type(memory) in PLAIN_TENSORS and memory.layout is torch.strided
-        if plain and memory.numel() and not (memory.is_meta or memory.is_quantized):
-            place = memory.device, memory.data_ptr(), memory.shape, memory.stride(), memory.dtype
+        place = memory_of(memory) if type(memory) in PLAIN_TENSORS else None
+        if place is not None:
             taker = _Taker(name, memory, box, source, stored)
             self._by_memory.setdefault(place, []).append(taker)
 

@@ -21,6 +21,7 @@ from fastckpt.formats.strict_json import check_text
 from fastckpt.formats.torch_pickle import pickles
 from fastckpt.plan.boxes import Box
 from fastckpt.state.dtensors import PLAIN_TENSORS, Parts, is_of_several_ranks, is_sharded
+from fastckpt.state.identity import NO_MEMORY, memory_of
 
 TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.escaped"
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})
@@ -175,8 +176,9 @@ def flatten(
         rank_of: the rank in the group of each global rank; None where they are the same.
 
     Raises:
-        TypeError: it holds a ShardedTensor, or a DTensor that cannot be saved: for its placement or
-            dtype, for a mesh of other ranks than the group's, or inside a pickled object.
+        TypeError: it holds a ShardedTensor; a DTensor that cannot be saved: for its placement or
+            dtype, for a mesh of other ranks than the group's, or inside a pickled object; or a
+            tensor without memory.
         ValueError: it is nested too deeply, or contains itself; or a path in it is not Unicode.
     """
     return _Flattening(rank, world_size, first_rank, rank_of).run(state)
@@ -230,7 +232,7 @@ class _Flattening:
         if type(value) is _Small:
             if id(value) in moved:
                 return _placeholder(self._leaf(value.tensor, value.path))
-            return _apart(value.tensor)
+            return _apart(value)
         if type(value) is dict:
             return {k: self.settled(v, moved) for k, v in value.items()}
         if type(value) is list:
@@ -303,7 +305,10 @@ class _Flattening:
         else:
             local, box, placement = tensor, Box((0,) * len(shape), shape), "replicated"
             holders = everybody
-            identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            memory = memory_of(tensor)
+            if memory is None:
+                raise _no_memory(path)
+            identity = memory
         if identity in self.leaf_of:
             return self.leaf_of[identity]
         key = self._unique(path)
@@ -319,11 +324,16 @@ class _Flattening:
 _WITHOUT_TENSORS = ATOMS | {complex, type, torch.dtype, torch.device, torch.Size}
 
 
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
+def _apart(small: _Small) -> torch.Tensor:
     """Returns a small tensor, copied if its storage is large, since pickle writes all of that."""
-    if tensor.untyped_storage().nbytes() < SMALL_BYTES:
-        return tensor
-    return tensor.detach().clone()
+    nbytes = small.tensor.untyped_storage().nbytes()
+    if not nbytes:  # no reader could make a tensor of what would be pickled
+        raise _no_memory(small.path)
+    return small.tensor if nbytes < SMALL_BYTES else small.tensor.detach().clone()
+
+
+def _no_memory(path: Sequence[str]) -> TypeError:
+    return TypeError(f"{joined(path)!r} is {NO_MEMORY}: gather it before it is saved")
 
 
 def joined(path: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.load import StepReader
-from fastckpt.steps.no_steps import warn_once, what_is_there
+from fastckpt.steps.no_steps import is_export, warn_once, what_is_there
 from fastckpt.steps.root import Steps, in_order
 from fastckpt.storage.file_system import persistently
 from fastckpt.storage.vanishing import Vanished, listed_anew
@@ -273,7 +273,8 @@ def candidates(
         if warn:
             log.warning("skipping a step: %s", fault.error)
     for name in persistently(steps.incomplete, steps.root) if warn else ():
-        if steps.is_being_written(name):  # by a drain: it is read from the local tier
+        # A drain writes it, and it is read from the local tier; or it is no save of a step.
+        if steps.is_being_written(name) or is_export(steps, name):
             continue
         log.warning("skipping %s: its save was not committed", steps.path(name))
     if faults and not found:

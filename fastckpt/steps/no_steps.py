@@ -1,7 +1,8 @@
 """Texts about a directory that is not what the caller took it for; its path may be mistyped.
 
 They say what a root without committed steps holds, and what a directory is that was given as a
-file, or a step that was given as a root. The module must not know who asked for a step.
+file, or a step or the exports of a run that were given as a root. The module must not know who
+asked for a step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import logging
 import os
 
 from fastckpt.errors import StorageError
-from fastckpt.formats.manifest import MANIFEST
+from fastckpt.formats import file_list
+from fastckpt.formats.manifest import MANIFEST, is_manifest
 from fastckpt.formats.step_names import NAME
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage, reported
@@ -19,6 +21,7 @@ log = logging.getLogger("fastckpt")
 
 _METADATA = ".metadata"  # a file in each checkpoint of torch.distributed.checkpoint
 _NAMES_TOLD = 3  # entries of a directory that one message names
+_HEAD_BYTES = 64  # of a manifest, which tell that it is one
 _ENTRIES_TRIED = 50  # entries of a directory without steps that are searched for steps
 
 
@@ -31,9 +34,14 @@ def what_is_there(steps: Steps) -> str:
         if storage.status(root) is None:
             return "there is no such directory"
         entries = sorted(storage.names(root))
-    if MANIFEST in entries:
+    if MANIFEST in entries and is_step(root):
         return it_is_a_step(root)
     saves = [name for name in entries if NAME.match(name)]
+    if exports := [name for name in saves if is_export(steps, name)]:
+        return (
+            "there are exports in the format of Hugging Face, each of which fastckpt.open and "
+            f"load_into take: {_listed(exports)}"
+        )
     if saves:
         return f"there are only saves that were not committed: {_listed(saves)}"
     if not entries:
@@ -53,12 +61,21 @@ def it_is_a_step(root: str) -> str:
 def is_step(root: str) -> bool:
     """Returns whether the root is a step itself. Raises ValueError if it is no directory."""
     try:
-        os.stat(os.path.join(root, MANIFEST))
-        return True
+        return is_manifest(Storage().read_file(os.path.join(root, MANIFEST), _HEAD_BYTES))
     except NotADirectoryError:
         why = "which is no directory: there is a file at this path or above it"
         raise ValueError(f"root is {root!r}, {why}") from None
     except OSError:  # the root does not exist yet, or a save or restore will raise this again
+        return False
+
+
+def is_export(steps: Steps, name: str) -> bool:
+    """Returns whether a directory without a manifest is an export of a Checkpointer, which is named
+    as the step: then it has a list of its files.
+    """
+    try:
+        return steps.storage.status(steps.path(name, file_list.NAME)) is not None
+    except OSError:  # it cannot be looked at, and is told as what has no manifest
         return False
 
 

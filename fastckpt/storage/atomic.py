@@ -24,7 +24,8 @@ from fastckpt.storage.lustre_layout import Purpose
 log = logging.getLogger("fastckpt")
 
 _NAME_BYTES_MAX = 150  # leaves room for the suffix below within the 255 bytes of a directory entry
-_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+# Where a file system cannot exchange two names, or give a file another one.
+_NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 _SUFFIX = re.compile(r"\.(?P<host>[^.]*)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z")
 _numbers = itertools.count()
 # The name that a directory which is being replaced has meanwhile, inside a hidden directory.
@@ -347,6 +348,20 @@ def publish(
     return replaced
 
 
+def rename_to_free_name(storage: Storage, temporary: str, path: str) -> None:
+    """Renames a file, but raises OSError if something has the name. Only where no file can have two
+    names is that replaced which gets it at this very moment.
+    """
+    try:
+        storage.link(temporary, path)
+        with suppress(OSError):  # the file has its name; what stays is removed as debris
+            storage.remove(temporary)
+    except OSError as error:
+        if error.errno not in _NOT_HERE or storage.status(path) is not None:
+            raise
+        storage.rename(temporary, path)
+
+
 def _kept(storage: Storage, fd: int, path: str) -> int | None:
     """Returns a descriptor of the file that fd's file is about to replace, on local file systems.
 
@@ -476,7 +491,9 @@ def remove_files(storage: Storage, paths: Sequence[str]) -> None:
             log.warning("%r could not be removed: %s", path, error)
 
 
-def publish_directory(storage: Storage, directory: str, path: str, aside: str, fd: int) -> None:
+def publish_directory(
+    storage: Storage, directory: str, path: str, aside: str, fd: int, *, replaces: bool = True
+) -> None:
     """THE commit of a directory, whose content is already durable: gives it its final name.
 
     A directory that had the name gets the new one's in exchange. Where the file system cannot
@@ -488,6 +505,7 @@ def publish_directory(storage: Storage, directory: str, path: str, aside: str, f
         directory, path: the new directory's present and final path.
         aside: a temporary_path() of path; it need not exist.
         fd: any file open on that file system, for patiently().
+        replaces: whether a directory may have the name; if not, that is an error.
     """
 
     def exchange() -> bool:
@@ -495,7 +513,7 @@ def publish_directory(storage: Storage, directory: str, path: str, aside: str, f
         try:
             storage.exchange(directory, path)
         except OSError as error:
-            if error.errno in _NO_EXCHANGE:
+            if error.errno in _NOT_HERE:
                 return False
             raise
         return True
@@ -505,6 +523,8 @@ def publish_directory(storage: Storage, directory: str, path: str, aside: str, f
 
     if patiently(storage, fd, lambda: storage.status(path)) is None:
         rename(directory, path)
+    elif not replaces:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     elif not patiently(storage, fd, exchange):
         storage.make_directories(aside)
         replaced = os.path.join(aside, REPLACED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,9 @@ import torch.distributed.checkpoint as dcp
 
 import fastckpt
 from fastckpt.cli import convert, main
+from fastckpt.directories.save import wait_for_directories
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import Storage
 from tests.interpreters import Program
 from tests.lazy.test_open import by_safetensors, by_torch, dcp_by_torch, flat, same, steps
 
@@ -230,6 +234,49 @@ def test_what_was_made_meanwhile_is_not_replaced(
     assert sorted(os.listdir(disk)) == ["1.pt", "2.pt", "out"]
 
 
+@pytest.mark.parametrize("to", ["pt", "safetensors", "hf", "dcp"])
+def test_what_was_made_at_the_last_moment_is_not_replaced(
+    to: str, disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, target, other = by_torch({"w": torch.ones(3)}, disk), disk / "out", disk / "other"
+    assert main(["convert", str(path), str(other), "--to", to]) == 0
+    number = other.stat().st_ino
+    late(target, lambda: other.rename(target), monkeypatch)
+    assert main(["convert", str(path), str(target), "--to", to]) == 1
+    assert "out' exists, and convert replaces nothing" in capsys.readouterr().err
+    assert target.stat().st_ino == number and {*READERS[to](target)} == {"w"}
+    wait_for_directories(str(disk))
+    assert sorted(os.listdir(disk)) == sorted([path.name, "out"])
+
+
+@pytest.mark.parametrize("to", ["pt", "safetensors"])
+def test_where_no_file_has_two_names(
+    to: str, disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_names: str) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Storage, "link", refuse)
+    path, target = by_torch({"w": torch.ones(3)}, disk), disk / "late"
+    assert main(["convert", str(path), str(disk / "out"), "--to", to]) == 0
+    assert READERS[to](disk / "out")["w"].sum() == 3
+    late(target, lambda: target.write_text("mine"), monkeypatch)
+    assert main(["convert", str(path), str(target), "--to", to]) == 1
+    assert "late' exists" in capsys.readouterr().err and target.read_text() == "mine"
+
+
+def late(target: Path, make: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has something made when the target is about to get its name."""
+    naming_in = atomic.naming_in
+
+    def overtaken(storage: Storage, directories: Any, path: str) -> Any:
+        if path == str(target):
+            make()
+        return naming_in(storage, directories, path)
+
+    monkeypatch.setattr(atomic, "naming_in", overtaken)
+
+
 KILLED = """
 import os, signal, sys
 from fastckpt.cli import convert, main
@@ -253,8 +300,8 @@ main(["convert", sys.argv[1], sys.argv[2], "--to", sys.argv[3]])
 def test_a_kill_leaves_no_half_result(to: str, write: int, disk: Path) -> None:
     (disk / "in").mkdir()
     path = by_safetensors({"w": torch.randn(2 << 20)}, disk / "in")
-    program = Program(KILLED, path, disk / "out" / "x", to, write)
     (disk / "out").mkdir()
+    program = Program(KILLED, path, disk / "out" / "x", to, write)
     assert program.wait(60) == -signal.SIGKILL
     assert [name for name in os.listdir(disk / "out") if not name.startswith(".")] == []
     assert main(["repair", str(disk / "out"), "--yes"]) == 0

@@ -48,6 +48,17 @@ def test_steps_are_listed_the_last_first(disk: Path, capsys: pytest.CaptureFixtu
     assert line.startswith("step-00000020  root  2.30 MiB  ") and line.endswith("1 rank  whole")
 
 
+def test_exports_are_called_so(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exports = fastckpt.HuggingFace(disk / "hf")
+    with fastckpt.Checkpointer(disk / "run", export=exports) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3)})
+    (disk / "hf" / "step-00000002").mkdir()
+    rows = listed(capsys, str(disk / "hf"))
+    assert [row["state"] for row in rows] == ["export", "not committed"]
+    assert main(["ls", str(disk / "hf")]) == 0
+    assert capsys.readouterr().out.startswith("step-00000001  root  export\n")
+
+
 def test_damage_that_sizes_tell(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = disk / "run"
     saved(root, 1, 2, 3, 4)

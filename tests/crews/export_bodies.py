@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -68,6 +69,30 @@ def export_steps(member: Member, root: str, exports: str) -> int | None:
         return checkpointer.restore(state)
 
 
+def export_alone(member: Member, path: str) -> Outcome:
+    """Exports DTensors without naming the group."""
+    return attempt(lambda: exported(arranged(member, 0), path))
+
+
+def export_without_a_file(member: Member, root: str, exports: str) -> list[Any]:
+    """Saves a step that is to be exported with a file that is gone by then. Returns whether the
+    step was committed, and the kind of the export's error.
+    """
+    config = f"{root}.json"
+    if member.rank == 0:
+        Path(config).touch()
+    how = fastckpt.HuggingFace(exports, files=[config])
+    with fastckpt.Checkpointer(root, group=member.group, export=how) as checkpointer:
+        if member.rank == 0:
+            os.remove(config)
+        handle = checkpointer.save(1, {"m": arranged(member, 0)})
+        committed_s, exported = handle.result(WAIT_S).committed_s, checkpointer.exported
+        assert exported is not None
+        error = type(exported.exception(WAIT_S)).__name__
+    wait_for_directories(exports)
+    return [committed_s is not None, error]
+
+
 def export_what_differs(member: Member, path: str, what: str) -> Outcome:
     """Exports a tensor that is another one on the last rank."""
     is_last = member.rank == member.world_size - 1
@@ -80,6 +105,8 @@ def export_what_differs(member: Member, path: str, what: str) -> Outcome:
     options: dict[str, Any] = {"group": member.group}
     if is_last and what == "dtype":
         options["dtype"] = torch.bfloat16
+    if is_last and what == "shard_bytes":
+        options["shard_bytes"] = 1000
     state = {what: weight}
     if is_last and what == "names":
         state["more"] = weight + 1

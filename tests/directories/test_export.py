@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -250,6 +251,8 @@ def test_what_files_cannot_hold_is_named(disk: Path) -> None:
         ({"a": torch.ones(1)}, {"files": ["model.safetensors"]}, ValueError, "of another file"),
         ({"a": torch.ones(1)}, {"files": ["x/fastckpt.json"]}, ValueError, "of another file"),
         ({"a": torch.ones(1)}, {"files": [INDEX]}, ValueError, "of another file"),
+        ({"a": torch.ones(1)}, {"files": ["/tmp"]}, ValueError, "'/tmp', which is a directory: g"),
+        ({"a": torch.ones(1)}, {"files": ["/dev/null"]}, ValueError, "which is no regular file"),
     ],
     ids=lambda value: "",
 )
@@ -353,6 +356,11 @@ def test_a_negated_view_is_not_the_tensor_that_it_views(disk: Path) -> None:
     assert (found["a"].tolist(), found["b"].tolist()) == ([2, 4], [-2, -4])
 
 
+def test_the_stats_name_a_backend(disk: Path) -> None:
+    stats = fastckpt.export({"a": torch.ones(3)}, disk / "a").result(WAIT_S)
+    assert stats.backend == "threads" and str(stats).endswith("; threads")
+
+
 def test_what_is_no_export_is_not_removed(disk: Path) -> None:
     """Steps of another run, others' directories, and an export that something was added to."""
     with fastckpt.Checkpointer(disk / "hf") as other:
@@ -429,6 +437,86 @@ def test_an_export_that_fails_is_told_after_later_ones(
         checkpointer.save(step, {"a": torch.ones(3)})
     with pytest.raises(CheckpointError, match="'hf/1', failed: the disk has gone"):
         checkpointer.close()
+
+
+@pytest.mark.parametrize("told_by", ["save", "close", "handle", "block"])
+def test_an_export_that_cannot_begin_is_told_so_too(disk: Path, told_by: str) -> None:
+    weight = torch.ones(3, dtype=torch.complex64)
+    checkpointer = fastckpt.Checkpointer(disk / "run", export=fastckpt.HuggingFace(disk / "hf"))
+    assert checkpointer.save(1, {"a": weight}).result(WAIT_S).committed_s is not None
+    exported = checkpointer.exported
+    assert exported is not None and exported.path == str(disk / "hf" / "step-00000001")
+    assert not exported.reported
+    with pytest.raises(TypeError, match=r"'a' is of torch\.complex64"):
+        if told_by == "save":
+            checkpointer.save(2, {"a": 1})
+        elif told_by == "close":
+            checkpointer.close()
+        elif told_by == "handle":
+            exported.result(WAIT_S)
+        else:
+            with checkpointer:
+                assert checkpointer.steps() == [1]
+    checkpointer.close()
+    assert checkpointer.steps() == [1] and not (disk / "hf" / "step-00000001").exists()
+
+
+def test_the_errors_of_a_block_and_of_an_export_that_cannot_begin(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    how = fastckpt.HuggingFace(disk / "hf", only="nothing")
+    with (
+        pytest.raises(KeyError, match="mine"),
+        fastckpt.Checkpointer(disk / "run", export=how) as checkpointer,
+    ):
+        checkpointer.save(1, {"a": torch.ones(3)})
+        raise KeyError("mine")
+    assert "a save failed too: an earlier save" in caplog.text and "no tensor" in caplog.text
+
+
+def test_an_export_that_cannot_begin_keeps_no_state(disk: Path) -> None:
+    for what, error in (
+        ({"dtype": torch.complex64}, TypeError),
+        ({}, fastckpt.StorageError),  # it has a cause
+    ):
+        how = fastckpt.HuggingFace(disk / "hf", files=[disk / "config.json"])
+        (disk / "config.json").write_text("{}")
+        with fastckpt.Checkpointer(disk / "run", export=how) as checkpointer:
+            (disk / "config.json").unlink()
+            weight = torch.ones(300, **what)
+            alive = weakref.ref(weight)
+            checkpointer.save(1, {"a": weight}).result(WAIT_S)
+            del weight
+            assert checkpointer.exported is not None
+            assert isinstance(checkpointer.exported.exception(WAIT_S), error)
+            assert alive() is None
+
+
+def test_a_save_that_fails_at_once_does_not_fail_the_export(disk: Path) -> None:
+    """Each is told by itself."""
+    (disk / "run").symlink_to(disk / "nowhere" / "deep")
+    how = fastckpt.HuggingFace(disk / "hf")
+    checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
+    (disk / "nowhere").write_text("in the way")
+    handle = checkpointer.save(1, {"a": torch.ones(3)})
+    assert isinstance(handle.exception(WAIT_S), fastckpt.StorageError)
+    assert checkpointer.exported is not None
+    checkpointer.exported.result(WAIT_S)
+    checkpointer.close()
+    assert loaded(disk / "hf" / "step-00000001").keys() == {"a"}
+
+
+def test_files_are_looked_for_before_the_first_export(disk: Path) -> None:
+    with open(disk / "large", "wb") as large:
+        large.truncate((1 << 30) + 1)
+    for file, error, told in (
+        ("missing.json", fastckpt.StorageError, "missing.json' failed: No such file"),
+        ("large", ValueError, "large', which has more than 1.00 GiB"),
+        (".", ValueError, "which is a directory: give the path of each file"),
+    ):
+        how = fastckpt.HuggingFace(disk / "hf", files=[disk / file])
+        with pytest.raises(error, match=told):
+            fastckpt.Checkpointer(disk / "run", export=how)
 
 
 def test_exports_of_a_checkpointer_are_checked(disk: Path) -> None:
@@ -556,6 +644,14 @@ def test_steps_of_ranks_are_exported(crew: Callable[[int], Crew], disk: Path) ->
 
 
 @pytest.mark.multiprocess
+def test_an_export_that_one_rank_cannot_begin(crew: Callable[[int], Crew], disk: Path) -> None:
+    """The step is saved all the same, and each rank has its handle."""
+    told = crew(2)(bodies.export_without_a_file, str(disk / "run"), str(disk / "hf"))
+    assert told == [[True, "StorageError"], [True, "PeerFailed"]]
+    assert os.listdir(disk / "hf") == []
+
+
+@pytest.mark.multiprocess
 def test_replicas_and_tied_shards_are_written_once(crew: Callable[[int], Crew], disk: Path) -> None:
     written = crew(2)(bodies.export_tied, str(disk / "a"))
     whole = numbers(0, 6000).reshape(60, 100)
@@ -564,14 +660,27 @@ def test_replicas_and_tied_shards_are_written_once(crew: Callable[[int], Crew], 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("what", ["shape", "dtype", "names", "content"])
+def test_dtensors_need_the_group(crew: Callable[[int], Crew], disk: Path) -> None:
+    for outcome in crew(2)(bodies.export_alone, str(disk / "a")):
+        assert isinstance(outcome.error, TypeError)
+        told = "is spread over a mesh of 2 ranks, and this process saves alone: pass group=, such"
+        assert str(outcome.error).count(told) == 1, "of many tensors, one is enough"
+    assert os.listdir(disk) == []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("what", ["shape", "dtype", "names", "shard_bytes", "content"])
 def test_ranks_that_disagree_export_nothing(
     crew: Callable[[int], Crew], disk: Path, what: str
 ) -> None:
     path = str(disk / "a")
     for outcome in crew(2)(bodies.export_what_differs, path, what):
         assert isinstance(outcome.error, RanksDisagree)
-        assert {"names": "more is on rank 1"}.get(what, what) in str(outcome.error)
+        told = {
+            "names": "more is on rank 1",
+            "shard_bytes": "the argument shard_bytes is 1000 on rank 1 but 5000000000 on rank 0",
+        }
+        assert told.get(what, what) in str(outcome.error)
     assert os.listdir(disk) == []
     for outcome in crew(2)(bodies.export_what_differs, path, what):
         assert (outcome.error is None) == (what == "content"), "it is taken from the first rank"

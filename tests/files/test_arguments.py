@@ -163,6 +163,11 @@ def test_a_root_is_a_directory_and_no_step(disk: Path) -> None:
     ):
         checkpointer.save(3, {"a": 1})
     assert sorted(step.iterdir()) == inside
+    (disk / "app").mkdir()
+    (disk / "app" / "manifest.json").write_text('{"format": "of others"}')
+    with fastckpt.Checkpointer(disk / "app") as checkpointer:
+        checkpointer.save(4, {"a": 1}).result(60)
+        assert checkpointer.steps() == [4]
 
 
 def test_keep_last_says_how_to_keep_all(disk: Path) -> None:

@@ -78,6 +78,10 @@ def test_what_does_not_fit_changes_nothing(disk: Path, caplog: pytest.LogCapture
         fastckpt.load_into(state, path)
     for text in ("a has shape [4], in the checkpoint [3]; b has shape", "has d, which the check"):
         assert text in str(caught.value)
+    assert str(caught.value).endswith("or rename= if it has that under other names)")
+    with pytest.raises(IncompatibleCheckpoint) as caught:
+        fastckpt.load_into(state, path, missing="keep")
+    assert "rename=" not in str(caught.value)
     assert not any(tensor.any() for tensor in state.values())
     with pytest.raises(IncompatibleCheckpoint, match="the checkpoint has a, b, which the state"):
         fastckpt.load_into({"c": state["c"]}, path, unexpected="raise")
@@ -123,6 +127,21 @@ def test_tied_weights_of_which_both_names_were_saved(
     rounded = {"in": weight, "out": weight.bfloat16()}
     assert fastckpt.load_into(half, save(rounded, disk)).cast == ("in",)
     assert torch.equal(half["out"], weight.bfloat16())
+
+
+def test_views_that_read_one_memory_differently(disk: Path) -> None:
+    numbers, into = (torch.randn(5, dtype=torch.complex64) for _ in range(2))
+    path = by_torch({name: tensor.clone() for name, tensor in viewed(numbers).items()}, disk)
+    assert not any(fastckpt.load_into(viewed(into), path))
+    assert torch.equal(into, numbers)
+    path = by_torch({"a": numbers.imag.clone()}, disk)
+    with pytest.raises(IncompatibleCheckpoint, match="the state has b, which"):
+        fastckpt.load_into({"a": into.imag, "b": into.conj().imag}, path)
+
+
+def viewed(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+    conjugate = numbers.conj()
+    return {"a": numbers.imag, "b": conjugate.imag, "z": numbers, "conj": conjugate}
 
 
 def test_keys_of_one_name(disk: Path) -> None:

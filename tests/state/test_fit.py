@@ -287,7 +287,8 @@ def test_only_what_is_asked_for(restore: Restore) -> None:
     assert torch.equal(state["model"][1].weight, last)
     assert state["other"].loads == 0 and state["own"].value == 2 and not state["x"].any()
     assert (found.missing, found.unexpected) == ((), ())
-    with pytest.raises(IncompatibleCheckpoint, match=r"state\['new'\] is not in the checkpoint"):
+    told = r"state\['new'\] is not in the checkpoint \(pass missing=.keep. .*or rename="
+    with pytest.raises(IncompatibleCheckpoint, match=told):
         restore(saved, state, only="ne*")
 
 
@@ -324,6 +325,17 @@ def test_tied_weights_get_one_value(count: int, restore: Restore, disk: Path) ->
     assert shared.eq(2).all()
     assert not any(restore({"in": {"w": both[1]}, "out": [both[1]]}, state))
     assert torch.equal(shared, both[1])
+
+
+@pytest.mark.parametrize("count", [30, BIG])
+def test_a_negated_view_is_not_tied_to_what_it_views(count: int, restore: Restore) -> None:
+    def viewed(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"a": numbers.imag, "b": numbers.conj().imag}
+
+    numbers = torch.randn(count, dtype=torch.complex64)
+    into = torch.zeros(count, dtype=torch.complex64)
+    assert not any(restore(viewed(numbers), viewed(into)))
+    assert torch.equal(into.imag, numbers.imag)
 
 
 def test_dtypes(restore: Restore) -> None:

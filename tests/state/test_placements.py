@@ -154,14 +154,20 @@ def test_another_order_of_the_mesh_is_refused() -> None:
     on_ranks(4, work)
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: torch.zeros(2, 3, dtype=torch.complex64),
         lambda: torch.zeros(2, 3, device="meta"),
         lambda: torch.zeros(2, 3).to(torch.float8_e4m3fnuz),
+        lambda: freed(torch.zeros(2, 3)),
     ],
-    ids=["complex", "meta", "fnuz"],
+    ids=["complex", "meta", "fnuz", "freed"],
 )
 def test_what_shards_cannot_hold_is_refused_by_name(make: Callable[[], torch.Tensor]) -> None:
     def work(rank: int) -> None:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from fastckpt import Checkpointer
+from fastckpt import Checkpointer, export
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats.step_names import STEP_MAX, step_name
 from fastckpt.saving import pipeline
@@ -1090,10 +1090,13 @@ def test_a_root_without_steps_is_told_once(disk: Path, caplog: pytest.LogCapture
     (disk / "other").mkdir()
     (disk / "other" / "notes.txt").touch()
     (disk / "debris" / name(7)).mkdir(parents=True)
+    export({"w": torch.ones(3)}, disk / "hf" / name(3)).result(60)
+    (disk / "other" / "manifest.json").write_text('{"name": "an app"}')
     for path, told in (
         (disk / "nowhere", "there is no such directory"),
         (disk / "empty", "the directory is empty"),
-        (disk / "other", "there is no step, but 'notes.txt'"),
+        (disk / "other", "there is no step, but 'manifest.json', 'notes.txt'"),
+        (disk / "hf", "there are exports in the format of Hugging Face, each of which fastckpt.op"),
         (disk / "debris", f"there are only saves that were not committed: {name(7)!r}"),
         (disk / "runs", "there are steps further down, in 'one'"),
         (disk / "runs" / "one" / name(1), f"it is a step itself: give {str(disk / 'runs/one')!r}"),

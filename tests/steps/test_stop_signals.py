@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from fastckpt import Checkpointer
+from fastckpt.arguments.checks import check_signals
 from fastckpt.errors import CheckpointError
 from fastckpt.ranks import stop
 from fastckpt.ranks.coordinator import Coordinator
@@ -132,6 +133,7 @@ older.close()
 signal.raise_signal(signal.SIGUSR1)
 assert newer.stop_requested()
 newer.close()
+assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 # A worker that was forked ends by SIGTERM, as ever, and by nothing else.
 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
@@ -191,7 +193,15 @@ def test_nothing_is_handled_unless_asked(disk: Path) -> None:
         (15, TypeError, "must be a tuple of names of signals, such as"),
         (("SIGTERN",), ValueError, "stop_signals has 'SIGTERN', must have names of signals"),
         ((4711,), ValueError, "stop_signals has 4711"),
+        ((True,), ValueError, "stop_signals has True, must have names of signals"),
+        ((None,), ValueError, "stop_signals has None"),
         (("SIGKILL",), ValueError, "SIGKILL, which no process can handle"),
+        (("STOP",), ValueError, "SIGSTOP, which no process can handle"),
+        ((signal.SIGSEGV,), ValueError, "SIGSEGV, which tells of a fault"),
+        ((int(signal.SIGFPE),), ValueError, "SIGFPE, which tells of a fault"),
+        (("SIGBUS",), ValueError, "SIGBUS, which tells of a fault"),
+        (("ILL",), ValueError, "SIGILL, which tells of a fault"),
+        (("SIGCHLD",), ValueError, "SIGCHLD, which tells that a child process has ended"),
     ],
 )
 def test_wrong_signals(disk: Path, given: object, error: type[Exception], text: str) -> None:
@@ -236,6 +246,18 @@ def told_of_closing(monkeypatch: pytest.MonkeyPatch) -> list[type]:
 
         monkeypatch.setattr(kind, "close", close)
     return closed
+
+
+def test_signals_by_their_names_and_numbers() -> None:
+    given = ["USR1", "SIGUSR1", signal.SIGUSR1, int(signal.SIGTERM), "TERM", "HUP"]
+    assert check_signals("stop_signals", given) == (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
+
+
+def test_a_rank_may_handle_none(disk: Path) -> None:
+    before = [signal.getsignal(number) for number in signal.valid_signals()]
+    with Checkpointer(disk / "run", stop_signals=()) as checkpointer:
+        assert [signal.getsignal(number) for number in signal.valid_signals()] == before
+        assert not checkpointer.stop_requested()
 
 
 def test_another_thread_is_told_of_the_main_one(disk: Path) -> None:

@@ -1,0 +1,28 @@
+"""The identity of tensors: which of them are the same elements of the same memory.
+
+It must not know where in a state a tensor stands, nor what becomes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+# Of a tensor with elements that has none, in words that follow "is".
+NO_MEMORY = "without memory, as FSDP's parameters are while they are not gathered"
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Hashable, ...] | None:
+    """Returns what tensors have in common that are the same elements, while they live: where these
+    lie in memory, and how they are read there. Returns None of a tensor without memory to tell it
+    by: of no elements, of another layout, on the meta device, or of a storage that was resized to
+    nothing.
+    """
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return None
+    if not (tensor.numel() and tensor.untyped_storage().nbytes() and tensor.data_ptr()):
+        return None
+    # A view may read its memory negated or conjugated: other elements than those that lie there.
+    reads_as = tensor.dtype, tensor.is_neg(), tensor.is_conj()
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), *reads_as
