@@ -39,7 +39,7 @@ def what_is_there(steps: Steps) -> str:
     saves = [name for name in entries if NAME.match(name)]
     if exports := [name for name in saves if is_export(steps, name)]:
         return (
-            "there are exports in the format of Hugging Face, each of which fastckpt.open and "
+            "there are exports further down, Hugging Face directories that fastckpt.open and "
             f"load_into take: {_listed(exports)}"
         )
     if saves:

@@ -1096,7 +1096,7 @@ def test_a_root_without_steps_is_told_once(disk: Path, caplog: pytest.LogCapture
         (disk / "nowhere", "there is no such directory"),
         (disk / "empty", "the directory is empty"),
         (disk / "other", "there is no step, but 'manifest.json', 'notes.txt'"),
-        (disk / "hf", "there are exports in the format of Hugging Face, each of which fastckpt.op"),
+        (disk / "hf", "there are exports further down, Hugging Face directories that fastckpt.ope"),
         (disk / "debris", f"there are only saves that were not committed: {name(7)!r}"),
         (disk / "runs", "there are steps further down, in 'one'"),
         (disk / "runs" / "one" / name(1), f"it is a step itself: give {str(disk / 'runs/one')!r}"),
