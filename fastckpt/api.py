@@ -53,13 +53,9 @@ from fastckpt.reading.verified_file import OtherByteOrder, VerifiedFile, open_ve
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save, Veto
 from fastckpt.steps.no_steps import hint_for_load
-from fastckpt.storage.atomic import (
-    check_directory,
-    close_quietly,
-    is_written_through,
-    real_path,
-)
+from fastckpt.storage.atomic import check_directory, close_quietly, real_path
 from fastckpt.storage.file_system import APPEARS_S, Storage, from_the_path, reported
+from fastckpt.storage.policies import is_written_through
 
 log = logging.getLogger("fastckpt")
 
@@ -194,9 +190,9 @@ def save(
         agreed = None if group is None else shared
         place = FilePlace(current.storage, path, agreement, durable)
         plan = FilePlan(captured, obj, agreed, devices, agreement, place, options)
-        parts = (handle, agreement, plan, place, options)
-        save = Save(*parts, fence=fence, lane=path, before_commit=before_commit)
-    del captured
+        parts = (handle, agreement, plan, place, options, before_commit)
+        save = Save(*parts, fence=fence, lane=path)
+    del captured, parts
     return current.save(save)
 
 

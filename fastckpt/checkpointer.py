@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from threading import current_thread, main_thread
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -113,16 +112,14 @@ class Checkpointer:
         keep_local: how many steps stay on each node, at least 1; none is removed before the root
             has had it. The node needs room for one more. As many steps may wait to be drained; the
             save() after that waits. Default: 2.
-        codec: None: the shards are stored as they are. "planes": they are compressed, without loss,
-            split into bytes of equal significance, of which exponents compress and mantissas do
-            not. "zstd": they are compressed as they are, which gains less and takes longer, but
-            `zstd -d` restores them.
+        codec: None: shards are stored as they are. "planes": compressed without loss, split into
+            bytes of equal significance, of which exponents compress and mantissas do not. "zstd":
+            compressed as they are: this gains less and takes longer, but `zstd -d` restores them.
         reuse: None, or "auto": what a shard has in common with the same rank's shard of the last
-            step is not written again but shared with it on the disk, where the file system can
-            clone ranges of files (XFS, btrfs). Each step stays whole by itself, whatever becomes of
-            the files of others; but a bad sector is bad for all steps that share it. For steps of
-            which much does not change (frozen weights). Not with codec, writers_per_node or
-            staging="gds"; with `local`, in the local tier alone.
+            step is shared with it on the disk, and not written again, where the file system can
+            clone ranges (XFS, btrfs): for frozen weights. Each step stays whole whatever becomes of
+            others; but a bad sector is bad for all that share it. Not with codec, writers_per_node
+            or staging="gds"; with `local`, only there.
         staging, stripe, backend, durable: as fastckpt.save's.
         drain_rate: the most bytes per second that a node writes, as a number or a text such as
             "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. This and
@@ -219,7 +216,7 @@ class Checkpointer:
         self._differing: frozenset[str] = frozenset()
         self._logs, self._on_commit, self._before_commit = log, on_commit, before_commit
         self.exported: SaveHandle | None = None
-        self._exports: list[SaveHandle] = []
+        self._exports = list[SaveHandle]()
         self._closed = self._ended = False
         self._stop: StopAgreement | None = None
         with ExitStack() as opened:  # what is open is closed if what comes after it fails
@@ -258,18 +255,16 @@ class Checkpointer:
                 not begun. The error of an export that could not begin has its own class.
             TypeError, ValueError: a DTensor has a placement or dtype that cannot be saved, or is
                 inside of an object; a tensor's storage was resized to nothing; a key is no Unicode
-                text; the state is nested too deeply; the step is below 0; the root is a step
-                itself; the Checkpointer is closed, or several ranks made it before
-                init_process_group().
+                text; the state is nested too deeply; the step is below 0; the root is a step; the
+                Checkpointer is closed, or was made by several ranks before init_process_group().
         """
         started = time.perf_counter()
         step = check_integer("step", step)
         current = self._current()
         if self._is_step:
             raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
-        agreement = self._coordinator.begin(f"step {step}", self._timeout_s)
+        agreement, options = self._coordinator.begin(f"step {step}", self._timeout_s), self._options
         self._handles = [each for each in self._handles if _may_be_told(each)]
-        options = self._options
         with ExitStack() as failing:
             failing.enter_context(agreement.failing())
             draining = None
@@ -294,16 +289,15 @@ class Checkpointer:
             )
             lent = (current.storage, self._pool, self._note_differing)
             plan = StepPlan(handle, agreement, step, content, place, options, *lent)
-            parts, veto = (handle, agreement, plan, place, options), self._before_commit
-            save = Save(*parts, fence=self._fence, lane=self.root, before_commit=veto)
+            parts = (handle, agreement, plan, place, options, self._before_commit)
+            save = Save(*parts, fence=self._fence, lane=self.root)
             self._tell_of(handle, step)
-        del content, plan
+        del content, plan, parts
         handle = current.save(save)
         self._handles = [*self._handles, handle]
         if self._export is not None and step % self._export.every == 0:
-            writing = (options.durable, options.staging_bytes, self._timeout_s)
-            how = Writing(self.group, self._fence, *writing)
-            self.exported = export_step(state, step, self._export, how)
+            ways = (self._fence, options.durable, options.staging_bytes, self._timeout_s)
+            self.exported = export_step(state, step, self._export, Writing(self.group, *ways))
             self._exports = [*filter(_may_be_told, self._exports), self.exported]
         return handle
 
@@ -536,23 +530,11 @@ class Checkpointer:
 
     def _tell_of(self, handle: SaveHandle, step: int) -> None:
         """Has the end of a save noted in the log, and told to on_commit."""
-        on_commit = self._on_commit
         if self._logs and self._coordinator.rank == 0:
             path = os.path.join(self.root, save_log.NAME)
             handle.add_done_callback(save_log.noting(path, step))
-        if on_commit is not None:
-
-            def tell(_future: Any) -> None:
-                try:
-                    if handle.failure() is None:
-                        on_commit(step, handle.stats)
-                except BaseException as error:  # SystemExit, too: this is the thread of the save
-                    log.exception("on_commit raised, after step %d was committed", step)
-                    # Where no thread could be started it is the caller's, whom Ctrl-C is meant for.
-                    if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
-                        raise
-
-            handle.add_done_callback(tell)
+        if self._on_commit is not None:
+            handle.add_done_callback(save_log.telling(self._on_commit, step))
 
     def _current(self) -> pipeline.Pipeline:
         if self._closed:

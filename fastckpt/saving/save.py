@@ -43,10 +43,10 @@ class Save(Job):
         plan: Plan,
         place: Place,
         options: WriteOptions,
+        before_commit: Veto | None = None,
         *,
         fence: str,
         lane: str,
-        before_commit: Veto | None = None,
     ) -> None:
         super().__init__(handle, agreement, plan.reads, plan.watched, fence=fence, lane=lane)
         plan.reads = DeviceSources()  # the job has them from now on, and lets go of them in the end

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
+from threading import current_thread, main_thread
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CorruptCheckpoint
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, from_the_path, reported
 
@@ -47,6 +48,22 @@ def noting(path: str, step: int) -> Callable[[Any], None]:
             log.warning("step %d is not in the log: %s", step, error)
 
     return note
+
+
+def telling(on_commit: Callable[[int, SaveStats], None], step: int) -> Callable[[Any], None]:
+    """Returns a callback for a SaveHandle, which tells on_commit of the commit of a step."""
+
+    def tell(handle: SaveHandle) -> None:
+        try:
+            if handle.failure() is None:
+                on_commit(step, handle.stats)
+        except BaseException as error:  # SystemExit, too: this is the thread of the save
+            log.exception("on_commit raised, after step %d was committed", step)
+            # Where no thread could be started it is the caller's, whom Ctrl-C is meant for.
+            if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
+                raise
+
+    return tell
 
 
 def entries(storage: Storage, path: str) -> list[dict[str, Any]]:

@@ -252,19 +252,6 @@ def cut(storage: Storage, fd: int, path: str, nbytes: int) -> None:
         patiently(storage, fd, lambda: storage.truncate(fd, nbytes))
 
 
-def is_written_through(path: str) -> bool:
-    """Whether a path must be written to and cannot be replaced: a device, FIFO or socket, or what a
-    descriptor names (/dev/fd, /proc/self/fd).
-    """
-    try:
-        mode = os.stat(path).st_mode
-    except OSError:
-        return False  # opening it will tell
-    if os.path.realpath(os.path.dirname(os.path.abspath(path))).startswith("/proc/"):
-        return True
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
-
-
 def real_path(path: str) -> str:
     """Returns the path without symbolic links; a separator at its end stays."""
     real = os.path.realpath(path)

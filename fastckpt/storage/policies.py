@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import re
+import stat
 import struct
 from typing import NamedTuple
 
@@ -214,3 +215,16 @@ LINGERING = re.compile(r"\.nfs[0-9a-fA-F]{8,}|\.__smb[0-9a-fA-F]+|\.fuse_hidden[
 
 # Errors by which a server refuses calls that it would accept with valid credentials.
 REFUSALS = frozenset({errno.EACCES, errno.EPERM, errno.EKEYEXPIRED, errno.ESTALE})
+
+
+def is_written_through(path: str) -> bool:
+    """Whether a path must be written to and cannot be replaced: a device, FIFO or socket, or what a
+    descriptor names (/dev/fd, /proc/self/fd).
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False  # opening it will tell
+    if os.path.realpath(os.path.dirname(os.path.abspath(path))).startswith("/proc/"):
+        return True
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
