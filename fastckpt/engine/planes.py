@@ -28,7 +28,10 @@ _WIDTHS = {kind: kind % _TURNED for kind in (1, 2, 4, 8, 2 + _TURNED, 4 + _TURNE
 _OCTETS = 1
 _WIDTH_MAX = 8
 _LEVEL = 1
-_HASH_LOG = 6  # of planes: where what repeats is chance, fewer finds are smaller and faster
+# For planes: their short repeats are chance, and take more room than the codes of their bytes. With
+# the level's own 14, bf16 weights of a normal distribution take 0.68 of their size, and not 0.66,
+# at less than half the speed.
+_HASH_LOG = 6
 _SAMPLES, _SAMPLE_BYTES = 8, 2048
 _GAIN_MIN = 1 / 32  # of the sample, for a plane to be compressed
 
