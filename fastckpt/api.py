@@ -127,9 +127,10 @@ def save(
         timeout_s: with group, how many seconds ranks wait for each other at most; default: 600.
         before_commit: called on every rank, on the thread of the save, when all that the rank
             writes has arrived, with the SaveStats so far and a digest of the rank's bytes: the
-            SHA-256, in hexadecimal digits, of the CRC-32s of its blocks, so equal bytes have equal
-            digests. If it raises on any rank, nothing is committed: result() raises CheckpointError
-            there, PeerFailed elsewhere. Not called if torch.save itself writes. Default: none.
+            SHA-256, in hexadecimal digits, of the CRC-32s of its blocks, so equal tensors have
+            equal digests (with group, of tensors from 1 MiB on alone). If it raises on any rank,
+            nothing is committed: result() raises CheckpointError there, PeerFailed elsewhere. Not
+            called if torch.save itself writes. Default: none.
 
     Returns:
         A SaveHandle; its result() returns the SaveStats when the checkpoint is committed. With

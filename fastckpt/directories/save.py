@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -92,13 +93,14 @@ def save_directory(
     path = os.path.realpath(check_path("path", path))
     handle = SaveHandle(path, time.perf_counter())
     agreement = per_group.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
+    handled = sys.exc_info()[1]
     try:
         job = _begun(handle, agreement, fill, beside, fence, options, on_error, retain, replaces)
     except Exception as error:
         if on_error == "raise":
             raise
         handle.reported = on_error == "warn"
-        pipeline.current().refuse(handle, error)
+        pipeline.current().refuse(handle, error, handled)
         if on_error == "warn":
             _warn(handle)
         return handle

@@ -149,8 +149,8 @@ def _comparable(other: OtherFile, nbytes: int) -> bytes:
     """Returns the hashes of those chunks of the other file that a file of nbytes can share: whole
     ones, and the last one if both end at the same byte.
     """
-    values = other.hashes.values
-    return values if other.nbytes == nbytes else values[: other.nbytes // CHUNK_BYTES * HASH_BYTES]
+    values, whole = other.hashes.values, min(other.nbytes, nbytes) // CHUNK_BYTES
+    return values if other.nbytes == nbytes else values[: whole * HASH_BYTES]
 
 
 def _runs(values: bytes, old: bytes) -> list[tuple[int, int, bool]]:

@@ -20,16 +20,20 @@ class TokenBuckets:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._buckets: dict[str, _engine.TokenBucket] = {}
+        self._whole: set[str] = set()
 
     def bucket(self, owner: str, bytes_per_s: float, *, whole: bool = False) -> _engine.TokenBucket:
         """Returns the owner's bucket, which has this rate from now on.
 
         Args:
             bytes_per_s: the rate, above 0.
-            whole: whether blocks are written whole, because their backend cannot take parts.
+            whole: whether blocks are written whole, because their backend cannot take parts. They
+                are from then on, since the owner's saves and drains overlap.
         """
-        grain = BLOCK_BYTES if whole else grain_bytes(bytes_per_s)
         with self._lock:
+            if whole:
+                self._whole.add(owner)
+            grain = BLOCK_BYTES if owner in self._whole else grain_bytes(bytes_per_s)
             if owner not in self._buckets:
                 self._buckets[owner] = _engine.TokenBucket(bytes_per_s, grain)
             self._buckets[owner].set(bytes_per_s, grain)

@@ -71,6 +71,7 @@ class Tag:
     ) -> None:
         self.handle = SaveHandle(os.path.join(directory, name), time.perf_counter())
         self.handle.stats.ranks = agreement.world_size
+        agreement.is_cancelled = self.handle.is_cancelled
         self._directory, self._agreement, self._options = directory, agreement, options
         self._durable: bool = options["durable"]
         self._latest = name if is_latest else None

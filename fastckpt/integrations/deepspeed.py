@@ -294,7 +294,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _tell_failure(self, raising: Callable[[SaveHandle], object]) -> None:
         """Says once that the last tag failed, by on_error: calls `raising`, or logs the error."""
         handle = self.handle
-        if handle is None or handle.reported or handle.failure() is None:
+        if handle is None or handle.is_asked_for() or handle.failure() is None:
             return
         if self._on_error == "raise":
             raising(handle)

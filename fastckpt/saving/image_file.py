@@ -181,6 +181,11 @@ class ImageFile:
         route = self._through(self.fd, transfer)
         self.route = self.route._replace(backend=route.backend) if as_routed else route
 
+    def allocate(self, nbytes: int) -> None:
+        """Takes room for a file that was made without. Raises StorageError if that is too little."""
+        with reported("allocate", self._path):
+            self._pipeline.allocate(self.fd, nbytes, self._path)
+
     def keep_open(self, files: ExitStack) -> None:
         """Keeps other files open until nothing is in flight to this one any more."""
         self._files.push(files)

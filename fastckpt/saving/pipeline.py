@@ -211,11 +211,17 @@ class Pipeline:
             if save is not None:
                 save.gone.wait(max(0.0, until - time.monotonic()))
 
-    def refuse(self, handle: SaveHandle, error: Exception) -> None:
-        """Ends a save that could not begin, with an error that result() or the next save raises."""
+    def refuse(self, handle: SaveHandle, error: Exception, handled: BaseException | None) -> None:
+        """Ends a save that could not begin, with an error that result() or the next save raises.
+
+        Args:
+            handled: what the caller was handling when it called, which stays as it is.
+        """
         link: BaseException | None = error
         while link is not None:  # frames hold the state, also those of the caller, which still run
             link.__traceback__ = None
+            if link.__context__ is handled:
+                link.__context__ = None
             link = link.__cause__ or link.__context__
         self._failed[handle] = None
         handle.mark_staged()

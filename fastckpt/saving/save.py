@@ -59,7 +59,9 @@ class Save(Job):
     def write(self, pipeline: Pipeline) -> None:
         plan, place, stats = self.plan, self.place, self.handle.stats
         assert plan is not None
+        self.agreement.heed()
         place.admit(self.previous, pipeline)
+        self.agreement.heed()
         pacing, rates = place.pacing(self.options.pacing), pipeline.rates
         pace = Pace(pacing, self.agreement, rates, self.lane, stats, whole=plan.whole)
         outputs = plan.lay_out(pace)

@@ -71,6 +71,8 @@ class Reuse:
         refusal = refusal_to_clone(storage, file.fd, path)
         if refusal is not None:
             log.info("everything is written, nothing is reused: %s", refusal)
+            if last is not None:
+                file.allocate(nbytes)
             return
         if last is None:
             key, other = bytes.fromhex(secrets.token_hex(HASH_BYTES)), None

@@ -492,6 +492,18 @@ def test_an_export_that_cannot_begin_keeps_no_state(disk: Path) -> None:
             assert alive() is None
 
 
+def test_an_error_that_is_being_handled_stays_as_it_is(disk: Path) -> None:
+    how = fastckpt.HuggingFace(disk / "hf", only="nothing")
+    checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
+    try:
+        raise KeyError("mine")
+    except KeyError as error:
+        checkpointer.save(1, {"a": torch.ones(3)})
+        assert error.__traceback__ is not None
+    assert checkpointer.exported is not None and checkpointer.exported.exception(WAIT_S)
+    checkpointer.close()
+
+
 def test_a_save_that_fails_at_once_does_not_fail_the_export(disk: Path) -> None:
     """Each is told by itself."""
     (disk / "run").symlink_to(disk / "nowhere" / "deep")

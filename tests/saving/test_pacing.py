@@ -23,7 +23,7 @@ import torch
 
 import fastckpt
 from fastckpt import Checkpointer, _engine
-from fastckpt.engine.token_buckets import grain_bytes
+from fastckpt.engine.token_buckets import TokenBuckets, grain_bytes
 from fastckpt.options import Pacing
 from fastckpt.plan.image import BLOCK_BYTES, address_of
 from fastckpt.saving.pacing import chain_of, turns_before
@@ -91,6 +91,24 @@ def test_turns(size: int, writers: int) -> None:
     for rank in range(size):
         counts[chain_of(rank, size, writers)] += 1
     assert max(counts) - min(counts) <= 1
+
+
+def test_a_drain_leaves_whole_blocks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the bucket of the saves beside it, and could write parts of blocks itself."""
+    grains: list[int] = []
+
+    class Bucket:
+        def __init__(self, _rate: float, _grain: int) -> None:
+            pass
+
+        def set(self, _rate: float, grain: int) -> None:
+            grains.append(grain)
+
+    monkeypatch.setattr(_engine, "TokenBucket", Bucket)
+    buckets = TokenBuckets()
+    assert buckets.bucket("run", 1e6, whole=True) is buckets.bucket("run", 1e6)
+    buckets.bucket("other", 1e6)
+    assert grains == [BLOCK_BYTES, BLOCK_BYTES, grain_bytes(1e6)]
 
 
 @pytest.mark.parametrize("rate", [1.0, 1e6, 30e6, 123456789.0, 1e9, 1e12])

@@ -22,6 +22,8 @@ import fastckpt
 from fastckpt import Checkpointer
 from fastckpt.cli import main
 from fastckpt.errors import CorruptCheckpoint
+from fastckpt.formats.shard_index import shard_name
+from fastckpt.formats.step_names import OURS
 from tests.engine.test_codec import relaxed
 from tests.engine.test_planes import block_of, header_of
 from tests.state.test_tree import EVERY_DTYPE, bits, random_bits
@@ -182,3 +184,18 @@ def test_a_header_that_asks_for_much_memory(disk: Path) -> None:
         (directory / SHARD).write_bytes(forged)
         with little_memory():
             assert "CRC-32 mismatch" in damaged(disk / "run"), word
+
+
+def test_old_steps_and_what_was_cancelled_go(disk: Path, state: dict[str, torch.Tensor]) -> None:
+    with Checkpointer(disk / "run", codec="planes", keep_last=1) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state).result(60)
+    assert os.listdir(disk / "run") == ["step-00000003"]
+    with Checkpointer(disk / "run", codec="planes", drain_rate=1000.0) as checkpointer:
+        checkpointer.save(4, {"w": torch.ones(1 << 20)}).cancel()
+    assert os.listdir(disk / "run") == ["step-00000003"]
+
+
+@pytest.mark.parametrize("codec", [None, "zstd", "planes"])
+def test_every_shard_is_known_as_ours(codec: str | None) -> None:
+    assert OURS.fullmatch(shard_name(12, codec))

@@ -28,9 +28,9 @@ import pytest
 import torch
 
 from fastckpt import Checkpointer, PerRank
-from fastckpt.engine.reuse import CHUNK_BYTES
+from fastckpt.engine.reuse import CHUNK_BYTES, OtherFile, _comparable
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.formats.shard_index import HASH_BYTES
+from fastckpt.formats.shard_index import HASH_BYTES, ChunkHashes
 from fastckpt.handle import SaveStats
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.steps import log as save_log
@@ -734,3 +734,18 @@ def test_any_operation_may_be_the_last(memory: Path) -> None:
             assert seen[key] in (1, 2), f"{count} operations, {label}"
         shutil.rmtree(live)
     assert told == {1, 2} and len(seen) > 20
+
+
+def test_a_chunk_is_compared_with_one_that_ends_at_the_same_byte() -> None:
+    """Hashes do not tell how many zeros come first."""
+    hashes = ChunkHashes(
+        b"k" * 16, CHUNK_BYTES, b"".join(bytes([n]) * HASH_BYTES for n in range(3))
+    )
+    for nbytes, other, chunks in (
+        (3 * CHUNK_BYTES, 3 * CHUNK_BYTES, 3),
+        (3 * CHUNK_BYTES - 5, 3 * CHUNK_BYTES - 5, 3),
+        (2 * CHUNK_BYTES + 4096, 3 * CHUNK_BYTES, 2),
+        (3 * CHUNK_BYTES, 2 * CHUNK_BYTES + 4096, 2),
+    ):
+        comparable = _comparable(OtherFile(-1, "", other, hashes), nbytes)
+        assert comparable == hashes.values[: chunks * HASH_BYTES]

@@ -298,7 +298,7 @@ class _Conclusion:
 
 def _warn(shared: _Shared, handle: SaveHandle) -> None:
     error = handle.failure()
-    if error is not None:
+    if error is not None and not handle.is_asked_for():
         handle.reported = True
         shared.failed = handle
         log.warning("the checkpoint %r FAILED and %s: %s", handle.path, fate(error), error)

@@ -59,7 +59,7 @@ class Saves:
         """
         handles = self._wait()
         for handle in handles:
-            if not handle.reported and handle.failure() is not None:
+            if not handle.is_asked_for() and handle.failure() is not None:
                 raise_earlier(handle)
 
     def _wait(self) -> list[SaveHandle]:
