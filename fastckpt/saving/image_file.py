@@ -182,7 +182,7 @@ class ImageFile:
         self.route = self.route._replace(backend=route.backend) if as_routed else route
 
     def allocate(self, nbytes: int) -> None:
-        """Takes room for a file that was made without. Raises StorageError if that is too little."""
+        """Takes room for a file that was made without; raises StorageError if it is too little."""
         with reported("allocate", self._path):
             self._pipeline.allocate(self.fd, nbytes, self._path)
 
