@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar
 
 log = logging.getLogger("fastckpt")
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 _FINISHED = "FINISHED"  # of concurrent.futures
@@ -37,6 +38,19 @@ else:
 
     class TimedOut(TimeoutError, futures.TimeoutError):
         """The builtin TimeoutError, which concurrent.futures' was not before Python 3.11."""
+
+
+def items_of(shared: dict[K, T]) -> list[tuple[K, T]]:
+    """Returns the items of a dict that other threads change meanwhile.
+
+    dict.copy() is not one operation: garbage may be collected in the midst of it, and so another
+    thread run. A copy that has more keys than it knows of then raises RuntimeError.
+    """
+    while True:
+        try:
+            return [*shared.copy().items()]
+        except RuntimeError:
+            continue
 
 
 class Latch:

@@ -308,7 +308,9 @@ def descriptors_below(directory: Path) -> list[str]:
 
 def saving_threads() -> list[str]:
     """Python threads of the library that are still doing something for a save."""
-    return [thread.name for thread in threading.enumerate() if "fastckpt" in thread.name]
+    names = [thread.name for thread in threading.enumerate()]
+    # A connection to a store that is dead may be tried for minutes, by a daemon.
+    return [name for name in names if "fastckpt" in name and name != "fastckpt-store"]
 
 
 @pytest.fixture(autouse=True)

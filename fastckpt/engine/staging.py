@@ -22,6 +22,7 @@ from fastckpt.engine.gds import BLOCKS, Gds, GdsDevice
 from fastckpt.engine.read_stream import EngineReadStream
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.handle import SaveHandle
+from fastckpt.latch import items_of
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.file_system import PATIENCE_S, Storage, reported
 
@@ -358,7 +359,7 @@ class Staging:
     def fence_next_step(self, handle: SaveHandle) -> None:
         """Makes steps of all torch optimizers in this process pass the handle's fence first."""
         # This takes no lock, since a signal handler may raise here, or save.
-        for earlier in self._unstaged.copy():
+        for earlier, _ in items_of(self._unstaged):
             if earlier.done():
                 self._unstaged.pop(earlier, None)
         self._unstaged[handle] = None
@@ -369,7 +370,7 @@ class Staging:
 
     def _wait_before_step(self, *_: object) -> None:
         # Handles stay until they are staged: other optimizers may step on other threads.
-        for handle in self._unstaged.copy():
+        for handle, _none in items_of(self._unstaged):
             begin_s = handle.elapsed_s()
             handle.pass_fence()
             if handle.stats.stall_s is not None:

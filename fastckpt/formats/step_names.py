@@ -8,7 +8,8 @@ STEP_MAX = 10**15
 NAME = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?\Z", re.ASCII)
 # The files that a save puts into a step's directory: a removal takes no others out of it.
 OURS = re.compile(
-    r"rank-\d{5,}\.(json|safetensors(\.(zst|planes))?)|objects\.pt|\.?manifest\.json(\..+\.tmp)?|drained",
+    r"rank-\d{5,}\.(json|safetensors(\.(zst|planes))?)|objects\.pt|"
+    r"\.?manifest\.json(\..+\.tmp)?|drained",
     re.ASCII,
 )
 

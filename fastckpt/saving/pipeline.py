@@ -27,7 +27,7 @@ from fastckpt.engine.staging import Staging
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.errors import CheckpointError, fate, retold
 from fastckpt.handle import CLOCKS_BYTES, RankClocks, SaveHandle
-from fastckpt.latch import Latch, start_thread
+from fastckpt.latch import Latch, items_of, start_thread
 from fastckpt.ranks.round import Round
 from fastckpt.saving.copy_completion import CopyCompletion
 from fastckpt.saving.mutation_check import WatchedTensors
@@ -121,17 +121,19 @@ class Pipeline:
         """Runs a save from its beginning to its end."""
         if not job.claim():
             return
-        slot = not on_caller and self._take_slot(job)
+        slot = False
         try:
-            # It enters first and looks then, so that saves that begin at once agree on their order.
-            self._in_flight[job.handle] = InFlight(job.lane, Latch())
-            job.previous = self._pending(job.lane, before=job.handle)
-        finally:
-            job.begun.set()
-        if job.fence == "step" and not on_caller:
-            # Laying out an image holds the GIL, and the caller waits for nothing else.
-            time.sleep(_HEAD_START_S)
-        try:
+            slot = not on_caller and self._take_slot(job)
+            try:
+                # It enters first and looks then, so that saves that begin at once agree on their
+                # order.
+                self._in_flight[job.handle] = InFlight(job.lane, Latch())
+                job.previous = self._pending(job.lane, before=job.handle)
+            finally:
+                job.begun.set()
+            if job.fence == "step" and not on_caller:
+                # Laying out an image holds the GIL, and the caller waits for nothing else.
+                time.sleep(_HEAD_START_S)
             error = job.run(self)
         except BaseException as unforeseen:  # else whoever waits would wait for ever
             error = unforeseen
@@ -185,7 +187,7 @@ class Pipeline:
 
     def _pending(self, lane: str, before: SaveHandle | None = None) -> list[SaveHandle]:
         pending = []
-        for handle, save in self._in_flight.copy().items():
+        for handle, save in items_of(self._in_flight):
             if handle is before:
                 break
             if save.lane == lane:
@@ -238,10 +240,10 @@ class Pipeline:
 
     def unreported(self) -> list[SaveHandle]:
         """Returns the failed saves whose errors nobody has asked for."""
-        for handle in self._failed.copy():
+        for handle, _ in items_of(self._failed):
             if handle.is_asked_for():
                 self._failed.pop(handle, None)
-        return [*self._failed.copy()]
+        return [handle for handle, _ in items_of(self._failed)]
 
     def allocate(self, fd: int, nbytes: int, path: str) -> None:
         """Allocates space; where it is short, first waits for committed saves to free what they
@@ -250,12 +252,12 @@ class Pipeline:
         Raises:
             StorageError: there is too little room; it says how much. OSError: any other refusal.
         """
-        others = self._in_flight.copy()  # noted first: a save that ends meanwhile frees space, too
+        others = items_of(self._in_flight)  # first: a save that ends meanwhile frees space, too
         with shortage_told(self.storage, fd, path, nbytes):
             try:
                 self.storage.allocate(fd, nbytes)
             except OSError as error:
-                freeing = [handle for handle in others if handle.done()]
+                freeing = [handle for handle, _ in others if handle.done()]
                 if error.errno != errno.ENOSPC or not freeing:
                     raise
                 self._wait_gone(freeing)
@@ -275,7 +277,7 @@ class Pipeline:
     def drain(self) -> None:
         """Waits for every save in flight, and for what it does after its commit."""
         while self._in_flight:
-            for save in self._in_flight.copy().values():
+            for _, save in items_of(self._in_flight):
                 save.gone.wait()
 
     def close(self) -> None:

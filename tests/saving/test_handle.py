@@ -33,6 +33,7 @@ import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
+from fastckpt.latch import items_of
 from tests.saving.test_process import run_python
 
 BLOCK = 8 << 20
@@ -946,3 +947,28 @@ def test_one_line_is_logged_for_a_commit(disk: Path, caplog: pytest.LogCaptureFi
         fastckpt.saving.pipeline.current().drain()
     told = [line for line in caplog.messages if line.startswith("saved")]
     assert told == [f"saved {h.path!r}: {h.stats}" for h in (handle, legacy)]
+
+
+def test_a_dict_that_changes_in_the_midst_of_a_copy() -> None:
+    """As by another thread, which runs if garbage is collected there."""
+    shared: dict[int, None] = {}
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            if len(shared) > 4:
+                del shared[max(shared)]
+
+    thresholds, taken, changed = gc.get_threshold(), [], 0
+    for _ in range(100):
+        shared.update(dict.fromkeys(range(8)))
+        Garbage()
+        taken.append([{} for _ in range(90)])  # the dicts that Python had in reserve
+        gc.set_threshold(1)
+        items = items_of(shared)
+        gc.set_threshold(*thresholds)
+        assert [key for key, _ in items] == [*range(len(items))]
+        changed += len(items) < 8
+    assert changed, "nothing was collected meanwhile"
