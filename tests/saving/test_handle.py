@@ -171,7 +171,9 @@ def temporaries(directory: Path) -> list[str]:
 
 
 def saving_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "fastckpt" in thread.name]
+    names = [thread.name for thread in threading.enumerate()]
+    # A connection to a store that is dead may be tried for minutes, by a daemon.
+    return [name for name in names if "fastckpt" in name and name != "fastckpt-store"]
 
 
 @pytest.fixture(autouse=True)
