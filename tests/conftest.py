@@ -26,6 +26,8 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt.saving import pipeline
+from fastckpt.storage.file_system import Storage
 from tests import accelerator, cuda_stub, cufile_stub
 from tests.accelerator import Runtime
 from tests.crews.group_crew import Nursery
@@ -323,6 +325,18 @@ def only_torch_is_safe() -> None:
     torch.serialization.add_safe_globals(
         [each for each in there if getattr(each, "__module__", "").split(".")[0] == "torch"]
     )
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was() -> Iterator[None]:
+    """Tests give back the process's own pipeline, with a storage whose methods are its class's: in
+    another test a change of the class would be without effect.
+    """
+    yield
+    here = pipeline._current
+    if here is not None:
+        assert type(here.storage) is Storage, here.storage
+        assert not [name for name in vars(here.storage) if hasattr(Storage, name)]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,9 +18,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer
@@ -108,13 +109,11 @@ def held_up(here: bool) -> Iterator[None]:
         gate.wait()
         real(fd)
 
-    if here:
-        storage.sync = sync  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        gate.set()
-        storage.sync = real  # type: ignore[method-assign]
+    with patch.object(storage, "sync", sync if here else real):
+        try:
+            yield
+        finally:
+            gate.set()
 
 
 @contextmanager
@@ -194,10 +193,13 @@ def read_at_once(member: Member, root: str) -> tuple[str | None, list[str]]:
     """Loads right after a save that takes its time on the other rank."""
     engine, _saving = installed(2)
     train(engine, 0, 1)
-    with held_up(False):
-        storage, real = pipeline.current().storage, pipeline.current().storage.sync
-        if member.rank == 1:
-            storage.sync = lambda fd: (time.sleep(0.3), real(fd))[1]  # type: ignore[method-assign]
+    storage, real = pipeline.current().storage, pipeline.current().storage.sync
+
+    def late(fd: int) -> None:
+        time.sleep(0.3)
+        real(fd)
+
+    with patch.object(storage, "sync", late if member.rank == 1 else real):
         engine.save_checkpoint(root)
         path, _client = engine.load_checkpoint(root)
     losses = train(engine, 1, 1)
@@ -303,31 +305,25 @@ def save_again(member: Member, root: str, way: str) -> list[str]:
     """
     engine, saving = installed(2)
     storage = pipeline.current().storage
-    real = {name: getattr(storage, name) for name in ("exchange", "status", "link")}
+    real = storage.status
 
     def refuse(*_paths: str) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     def status(path: str) -> Any:
         drafted = ".tmp/" in path and "rank_1" in path
-        return None if drafted else real["status"](path)
+        return None if drafted else real(path)
 
-    try:
+    double = {"own disk": {"status": status}, "all": {}}.get(way, {way[3:]: refuse})
+    with patch.multiple(storage, **double) if double else nullcontext():
         for step in range(2):
             train(engine, step, 1)
-            if way in ("no exchange", "no link"):
-                setattr(storage, way[3:], refuse)
-            elif way == "own disk":
-                storage.status = status  # type: ignore[method-assign]
             engine.save_checkpoint(root, "a")
             saving.wait()
             if member.rank == 0:
                 Path(root, "a", "deep").mkdir(exist_ok=True)
                 Path(root, "a", "deep", "mine.txt").write_text("mine")
             dist.barrier()
-    finally:
-        for name, method in real.items():
-            setattr(storage, name, method)
     engine.destroy()
     return visible(Path(root) / "a")
 

@@ -25,6 +25,7 @@ from fastckpt.formats.zip_records import Entry
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.plan.runs import blocks_of
 from fastckpt.saving import pipeline
+from fastckpt.storage.file_system import Storage
 from tests.accelerator import KIND, Runtime, installed
 from tests.cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
 from tests.cufile_stub import FILE_SYSTEM, CufileStub
@@ -309,10 +310,10 @@ def test_a_directory_that_cannot_be_looked_at(
 ) -> None:
     saved(disk / "a.pt", w=20 * MIB)
 
-    def status(_path: str) -> None:
+    def status(_storage: Storage, _path: str) -> None:
         raise OSError(EIO, "input/output error")
 
-    monkeypatch.setattr(pipeline.current().storage, "status", status)
+    monkeypatch.setattr(Storage, "status", status)
     with pytest.raises(errors.StorageError, match="stat"):
         fastckpt.load(disk / "a.pt", KIND, staging="gds")
 

@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -142,12 +143,11 @@ def held_up() -> Iterator[Callable[[], None]]:
         gate.wait()
         real(fd)
 
-    storage.sync = sync  # type: ignore[method-assign]
-    try:
-        yield gate.set
-    finally:
-        gate.set()
-        storage.sync = real  # type: ignore[method-assign]
+    with patch.object(storage, "sync", sync):
+        try:
+            yield gate.set
+        finally:
+            gate.set()
 
 
 @contextmanager
