@@ -289,7 +289,9 @@ class Aftermath:
 
 
 @ROUTES
-@pytest.mark.parametrize("overwriting", [False, True], ids=["new", "over"])
+@pytest.mark.parametrize(
+    "overwriting", [pytest.param(False, marks=pytest.mark.torture), True], ids=["new", "over"]
+)
 def test_any_operation_may_be_the_last(
     disk: Path,
     original: bytes,

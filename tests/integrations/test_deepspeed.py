@@ -288,7 +288,7 @@ def step_of(run: Path) -> int | None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("tag", ["a", "b", "new/er/b"])
+@pytest.mark.parametrize("tag", ["a", pytest.param("b", marks=pytest.mark.torture), "new/er/b"])
 def test_any_operation_of_a_commit_may_be_the_last(memory: Path, tag: str) -> None:
     """`latest` leads to the tag before or to the new one, whole on all ranks; so does it if the tag
     is saved again, with what others keep there.

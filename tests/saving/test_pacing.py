@@ -299,7 +299,12 @@ def test_rate_that_takes_longer_than_ranks_wait(crew: Callable[[int], Crew], dis
 @multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"max_writers": 1, "drain_rate": 4e6}, {"drain_rate": 4e6}], ids=str
+    "options",
+    [
+        {"max_writers": 1, "drain_rate": 4e6},
+        pytest.param({"drain_rate": 4e6}, marks=pytest.mark.torture),
+    ],
+    ids=str,
 )
 def test_a_killed_rank_holds_nobody_up(
     nursery: Nursery, crew: Callable[[int], Crew], disk: Path, options: dict[str, Any]

@@ -135,7 +135,7 @@ if order == "after":
     ("order", "fence", "used"),
     [
         ("before", "call", False),
-        ("before", "step", True),
+        pytest.param("before", "step", True, marks=pytest.mark.torture),
         ("after", "call", True),
         ("after", "step", False),
     ],

@@ -200,7 +200,7 @@ def test_a_rank_that_comes_when_the_save_has_failed(
         pytest.param(2, "before it lends", marks=pytest.mark.torture),
         (0, "before it makes the file"),
         (2, "before it writes"),
-        (2, "when it has written"),
+        pytest.param(2, "when it has written", marks=pytest.mark.torture),
         pytest.param(0, "when it has written", marks=pytest.mark.torture),
     ],
 )

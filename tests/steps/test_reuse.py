@@ -359,7 +359,7 @@ def test_each_step_is_what_was_saved_whatever_becomes_of_older_ones(
 ) -> None:
     reused = 0
     with place_of(kind, disk, memory) as place:
-        for rng in storm.rounds(8, 100):
+        for rng in storm.rounds(4, 100):
             history, states, root = History(rng), list[Any](), place / "run"
             checkpointer = Checkpointer(root, reuse="auto", keep_last=rng.choice([None, 2, 3]))
             for step in range(rng.randint(3, 6)):
