@@ -7,8 +7,8 @@ CXX ?= g++
 # version such as 2.13.0+cpu) pip prefers it; PIP_EXTRA_INDEX_URL names such an index.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-# One more than the cores of a small machine, because tests wait for disks and other processes.
-WORKERS ?= 3
+# Twice the cores of a small machine, because tests wait for disks and other processes.
+WORKERS ?= 4
 SECONDS ?= 600
 SEED ?=
 BENCH_ARGS ?=
