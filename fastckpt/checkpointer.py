@@ -114,7 +114,7 @@ class Checkpointer:
             save() after that waits. Default: 2.
         codec: None: shards are stored as they are. "planes": compressed without loss, split into
             bytes of equal significance, of which exponents compress and mantissas do not. "zstd":
-            compressed as they are: this gains less and takes longer, but `zstd -d` restores them.
+            compressed as they are: this gains less, but `zstd -d` restores them.
         reuse: None, or "auto": what a shard has in common with the same rank's shard of the last
             step is shared with it on the disk, and not written again, where the file system can
             clone ranges (XFS, btrfs): for frozen weights. Each step stays whole whatever becomes of

@@ -128,10 +128,10 @@ class FrameWriter:
     """Compresses the blocks of one image and writes their frames, one after the other, to a file.
 
     Several threads may call transfer() at once, each with its own block and a workspace of a bit
-    more than a block, with planes of two. Compression and writes overlap; in between, a block waits
-    until the stored size of the one before it is known. Frames begin on a page and fill whole pages
-    in aligned memory, so the descriptor may have O_DIRECT; but the engine's job must not be direct,
-    for it would pad the last block.
+    more than a block, with planes of up to three. Compression and writes overlap; in between, a
+    block waits until the stored size of the one before it is known. Frames begin on a page and fill
+    whole pages in aligned memory, so the descriptor may have O_DIRECT; but the engine's job must
+    not be direct, for it would pad the last block.
 
     The first error ends the whole file: all other calls, even waiting ones, raise it too.
     """

@@ -93,13 +93,13 @@ class PlanesEncoder:
 
 def _put(compressor: zstandard.ZstdCompressor, plane: memoryview, target: memoryview) -> int:
     """Fills target from a plane, compressed if that makes it smaller; returns how many bytes."""
+    stored: memoryview | bytes = plane
     if _compresses(compressor, plane):
-        with compressor.stream_reader(plane, size=len(plane)) as frame:
-            nbytes = frame.readinto(target)
-        if nbytes < len(target):
-            return nbytes
-    _copy(plane, target)
-    return len(plane)
+        frame = compressor.compress(plane)  # a stream into target would go through a buffer
+        if len(frame) < len(plane):
+            stored = frame
+    _copy(stored, target[: len(stored)])
+    return len(stored)
 
 
 def _compresses(compressor: zstandard.ZstdCompressor, plane: memoryview) -> bool:
@@ -163,5 +163,5 @@ def _plane(stored: memoryview, count: int) -> memoryview | bytes:
     return zstandard.ZstdDecompressor().decompress(stored, max_output_size=count)
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
+def _copy(source: memoryview | bytes, target: memoryview) -> None:
     join_planes([source], False, target)  # without the GIL
