@@ -402,10 +402,12 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self.stats.local_committed_s = self.elapsed_s()
         self._first.set()
 
-    def wait_done(self) -> None:
-        """Waits for the end of the save, which does not count as asking for its error."""
+    def wait_done(self, timeout: float | None = None) -> bool:
+        """Waits, for at most `timeout` seconds, for the end of the save, which does not count as
+        asking for its error; returns whether it has come.
+        """
         self._check_process()
-        self.wait()
+        return self.wait(timeout)
 
     def failure(self) -> BaseException | None:
         """Returns the error of a save that has failed, which does not count as asking for it."""

@@ -40,9 +40,8 @@ class ItemsPlace(Place):
         self._durable = durable
         self._made: list[str] = []
 
-    def admit(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> None:
-        for handle in previous:  # until they end, nobody knows which files they leave
-            handle.wait_done()
+    def awaited(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> Sequence[SaveHandle]:
+        return previous  # until they end, nobody knows which files they leave
 
     @contextmanager
     def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:

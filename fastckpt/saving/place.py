@@ -28,13 +28,14 @@ class Place:
 
     directory: str
 
-    def admit(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> None:
-        """Waits until this save may begin to stage.
+    def awaited(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> Sequence[SaveHandle]:
+        """Returns the saves that have to end before this one may begin to stage.
 
         Args:
             previous: saves in flight to the same place that were begun before this one.
             pipeline: the pipeline that runs the save.
         """
+        return ()
 
     def pacing(self, asked: Pacing) -> Pacing:
         """Returns the pacing that this place needs, given what the caller asked for."""

@@ -20,7 +20,7 @@ from fastckpt.errors import CheckpointError
 from fastckpt.handle import Progress, SaveHandle, SaveStats
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES, block_count
-from fastckpt.ranks.round import Round
+from fastckpt.ranks.round import HEED_S, Round
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
@@ -59,8 +59,9 @@ class Save(Job):
     def write(self, pipeline: Pipeline) -> None:
         plan, place, stats = self.plan, self.place, self.handle.stats
         assert plan is not None
-        self.agreement.heed()
-        place.admit(self.previous, pipeline)
+        for handle in place.awaited(self.previous, pipeline):
+            while not handle.wait_done(HEED_S):
+                self.agreement.heed()
         self.agreement.heed()
         pacing, rates = place.pacing(self.options.pacing), pipeline.rates
         pace = Pace(pacing, self.agreement, rates, self.lane, stats, whole=plan.whole)

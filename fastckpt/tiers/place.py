@@ -74,13 +74,12 @@ class NodePlace(Place):
         """The path that the step's directory lies in."""
         return self.step.steps.root
 
-    def admit(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> None:
+    def awaited(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> Sequence[SaveHandle]:
         # Before anything is staged: the drain that this waits for needs staging memory, too.
         if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:
             self._tier.refuse("cannot be drained with staging memory of one block")
-        if self._awaited is not None:
-            self._awaited.wait_done()
-            self._awaited = None
+        awaited, self._awaited = self._awaited, None
+        return () if awaited is None else (awaited,)
 
     # ---- the directories on the nodes, or the step's way straight to the root
 

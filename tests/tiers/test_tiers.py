@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from fastckpt import Checkpointer
+from fastckpt import Checkpointer, SaveCancelled
 from fastckpt.engine.codec import FrameWriter
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.plan.image import BLOCK_BYTES
@@ -194,6 +194,23 @@ def test_a_slow_root_holds_up_neither_staging_nor_local_commits(disk: Path, loca
             handle.result(WAIT_S)
         assert checkpointer.steps() == [1, 2, 3, 4]
     assert local_steps(local) == ["step-00000003", "step-00000004"]
+
+
+def test_a_save_that_waits_for_drains_can_be_cancelled(disk: Path, local: Path) -> None:
+    root, options = disk / "run", {"keep_local": 1, "fence": "step"}
+    with doors() as storage, Checkpointer(root, local=local, **options) as checkpointer:
+        storage.closed.append(root)
+        handles = [checkpointer.save(step, state(step)) for step in (1, 2)]
+        assert all(handle.wait_local(WAIT_S) for handle in handles)
+        waiting = checkpointer.save(3, state(3))
+        assert waiting.cancel()
+        with pytest.raises(SaveCancelled):
+            waiting.result(WAIT_S)
+        assert not any(handle.done() for handle in handles)
+        storage.open_doors()
+        for handle in handles:
+            handle.result(WAIT_S)
+        assert checkpointer.steps() == [1, 2]
 
 
 def test_what_the_root_removes_may_stay_and_what_it_lacks_must(disk: Path, local: Path) -> None:
