@@ -46,14 +46,18 @@ py::object failure_or_none(const Failure& failure) {
     return py::make_tuple(kinds[static_cast<int>(failure.kind)], failure.offset, failure.error);
 }
 
+// Keeps a function of which a backend thread may drop the last reference: that needs the GIL.
+std::shared_ptr<py::function> kept(py::function function) {
+    return {new py::function(std::move(function)), [](py::function* f) {
+                py::gil_scoped_acquire gil;
+                delete f;
+            }};
+}
+
 // Wraps a codec's or a test double's function (kind, fd, memory, offset) -> bytes moved, which may
 // raise OSError.
 Transfer python_transfer(py::function function) {
-    // A backend thread may drop the last reference, and needs the GIL for that.
-    std::shared_ptr<py::function> held(new py::function(std::move(function)), [](py::function* f) {
-        py::gil_scoped_acquire gil;
-        delete f;
-    });
+    const auto held = kept(std::move(function));
     return [held](const Op& op, std::byte* data, size_t nbytes, uint64_t offset) -> ssize_t {
         py::gil_scoped_acquire gil;
         const auto* kind = op.kind == Op::Kind::write ? "write" : "read";
@@ -70,6 +74,25 @@ Transfer python_transfer(py::function function) {
             return -EIO;
         } catch (const py::cast_error&) {
             return -EIO;  // the function returned no number
+        }
+    };
+}
+
+// Wraps a function (fd, memory, offset) -> [(begin, end), ...], the parts of a block that are left
+// to be written.
+Rest python_rest(py::function function) {
+    const auto held = kept(std::move(function));
+    return [held](const Op& op) -> std::optional<Parts> {
+        py::gil_scoped_acquire gil;
+        const auto view = py::memoryview::from_memory(static_cast<void*>(op.data),
+                                                      static_cast<ssize_t>(op.nbytes));
+        try {
+            return (*held)(op.fd, view, op.offset).cast<Parts>();
+        } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("fastckpt rest");
+            return std::nullopt;
+        } catch (const py::cast_error&) {
+            return std::nullopt;  // the function returned something else
         }
     };
 }
@@ -299,6 +322,10 @@ void bind_engine(py::module_& m) {
             return callback_backend(python_transfer(std::move(transfer)), threads);
         },
         py::arg("transfer"), py::arg("threads") = 1);
+    m.def("filtering_backend",
+          [](py::function rest, std::shared_ptr<Backend> inner, unsigned threads) {
+              return filtering_backend(python_rest(std::move(rest)), std::move(inner), threads);
+          });
     py::class_<Allowance, std::shared_ptr<Allowance>>(m, "Allowance")
         .def(py::init<size_t>(), py::arg("blocks"))
         .def_property_readonly("blocks", &Allowance::blocks);

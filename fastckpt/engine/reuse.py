@@ -1,8 +1,8 @@
-"""Writes blocks of a file for the engine to call instead of a system call, except for what another
-file has in the same place: that is cloned, so that both files share it on the disk.
+"""Compares the blocks of a file with another file before the engine writes them: what that has in
+the same place is cloned, so that both files share it on the disk, and the rest is left to write.
 
-A file is compared with the other one by hashes of its chunks. This module must not know what blocks
-contain, which file the other one is, or the blocks' checksums.
+They are compared by hashes of their chunks. This module must not know what blocks contain, which
+file the other one is, or the blocks' checksums.
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ def refusal_to_clone(storage: Storage, fd: int, path: str) -> StorageError | Non
     return None
 
 
-class ReusingWriter:
-    """Writes the blocks of one file, and clones those of its chunks that another file has, too.
+class Cloner:
+    """Clones those chunks of one file that another file has in the same place, block by block.
 
-    Several threads may call transfer() at once, each with its own block. If the descriptor has
-    O_DIRECT, the last block is padded to whole pages.
+    Several threads may call rest() at once, each with its own block.
 
     Args:
-        fd: the file, of any size: nothing is read or truncated. Where another file is given, it has
-            its size already, so that a range at its end can be cloned.
+        fd: the file. Where another one is given, it has its size already, so that a range at its
+            end can be cloned.
         path: its path, for messages.
         nbytes: the size of its content.
         key: the key of the hashes; it is `other`'s, if there is one.
@@ -83,39 +82,35 @@ class ReusingWriter:
         self._other = other
         self.refusal: StorageError | None = None
 
-    def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
-        """Writes one whole block, or clones it in part or whole, and returns its size.
+    def rest(self, memory: memoryview, offset: int) -> list[tuple[int, int]]:
+        """Clones what it can of a block; returns the parts that are left to be written.
 
         Args:
-            kind: "write".
-            fd: the constructor's.
-            memory: the block, and its padding.
+            memory: the whole block, and its padding for O_DIRECT.
             offset: its offset in the file, a multiple of BLOCK_BYTES.
 
-        Raises:
-            StorageError: it could not be written.
+        Returns:
+            Begin and end of each part in `memory`, ascending; the last may have the padding.
         """
-        assert kind == "write" and fd == self._fd and offset % BLOCK_BYTES == 0
+        assert offset % BLOCK_BYTES == 0
         nbytes = min(len(memory), self._nbytes - offset)
         values = _engine.polyval(memory[:nbytes], self._key, CHUNK_BYTES)
         first = offset // CHUNK_BYTES * HASH_BYTES
         self._values[first : first + len(values)] = values
         old = self._old[first : first + len(values)]
-        cloned = 0
+        cloned, rest = 0, []
         for begin, end, is_equal in _runs(values, old):
             end = min(end, nbytes)
             if is_equal and self._clone(offset + begin, end - begin):
                 cloned += end - begin
-                continue
-            content = memory[begin : len(memory) if end == nbytes else end]
-            with reported("write", self._path, offset + begin):
-                self._storage.write_at(fd, content, offset + begin)
+            else:
+                rest.append((begin, len(memory) if end == nbytes else end))
         self._cloned[offset] = cloned
-        return len(memory)
+        return rest
 
     @property
     def hashes(self) -> ChunkHashes:
-        """The hashes of the file's chunks, after the last transfer."""
+        """The hashes of the file's chunks, after the last block."""
         return ChunkHashes(self._key, CHUNK_BYTES, bytes(self._values))
 
     @property
@@ -124,7 +119,7 @@ class ReusingWriter:
         return sum(self._cloned.values())
 
     def cloned_blocks(self) -> list[int]:
-        """Returns the numbers of the blocks that were cloned whole, after the last transfer."""
+        """Returns the numbers of the blocks that were cloned whole, after the last block."""
         return [
             offset // BLOCK_BYTES
             for offset, cloned in sorted(self._cloned.items())

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
-from fastckpt.engine.staging import Allowance, Route
+from fastckpt.engine.staging import Allowance, Rest, Route
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import StorageError
 from fastckpt.handle import SaveStats
@@ -174,12 +174,14 @@ class ImageFile:
         if stats is not None:
             stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
 
-    def through(self, transfer: Transfer, *, as_routed: bool = False) -> None:
-        """Hands blocks to a function that writes them, as Staging.through() does; if `as_routed`,
-        it writes as the file's route says, with O_DIRECT or without.
-        """
-        route = self._through(self.fd, transfer)
-        self.route = self.route._replace(backend=route.backend) if as_routed else route
+    def through(self, transfer: Transfer) -> None:
+        """Hands blocks to a function that writes them, as Staging.through() does."""
+        self.route = self._through(self.fd, transfer)
+
+    def filter(self, rest: Rest) -> None:
+        """Has a function say of each block what is left to be written, as Staging.filtered()."""
+        filtered = self._pipeline.staging.filtered(self.fd, self.route, rest)
+        self.route = self._files.enter_context(filtered)
 
     def keep_open(self, files: ExitStack) -> None:
         """Keeps other files open until nothing is in flight to this one any more."""

@@ -111,8 +111,8 @@ def index_of(root: Path, step: int) -> Any:
 def written(recorder: Recorder, step: int) -> int:
     """The bytes of a step's shard that were written and not cloned."""
     shard = os.path.join(name(step), SHARD)
-    writes = (each for each in recorder.log if each.name == "write_at")
-    return sum(len(each.args[0]) for each in writes if each.path.endswith(shard))
+    writes = (each for each in recorder.log if each.name == "write")
+    return sum(each.args[1] for each in writes if each.path.endswith(shard))
 
 
 def chunks(path: Path) -> list[bytes]:
