@@ -14,7 +14,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -90,13 +89,10 @@ using Transfer =
     std::function<ssize_t(const Op& op, std::byte* data, size_t nbytes, uint64_t offset)>;
 std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads = 1);
 
-// Asks `rest`, on `threads` threads of low priority, which parts of a write are left to be done,
-// and passes these on to `inner`. They are runs of its bytes, [begin, end), that are aligned as a
-// direct op's; nothing means that the write has failed.
-using Parts = std::vector<std::pair<size_t, size_t>>;
-using Rest = std::function<std::optional<Parts>(const Op& op)>;
-std::shared_ptr<Backend> filtering_backend(Rest rest, std::shared_ptr<Backend> inner,
-                                           unsigned threads);
+// Hands each op to a function, on `threads` threads and in the order of submission; the function
+// sees to its end.
+std::shared_ptr<Backend> handing_backend(std::function<void(Op&)> handle, unsigned threads,
+                                         const char* name);
 
 // Makes one attempt of an op by system calls; returns bytes or -errno. Buffered writes do not stay
 // in the page cache.

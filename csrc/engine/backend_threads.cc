@@ -1,6 +1,5 @@
-// The threads backend and those like it, and the rules that all backends share: what a short
-// transfer, a retry and an error mean. It knows pread/pwrite; it does not know who submitted an op
-// or why.
+// The threads backend and its kin, and the rules that all backends share: what a short transfer, a
+// retry and an error mean. It knows pread/pwrite; it does not know who submitted an op or why.
 #include <fcntl.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -54,10 +53,9 @@ ssize_t write_buffered(int fd, std::byte* data, size_t nbytes, uint64_t offset) 
     return n;
 }
 
-// Threads that take ops in the order of their submission, and hand each to a function.
 class ThreadsBackend final : public Backend {
   public:
-    using Handle = std::function<void(Op& op)>;
+    using Handle = std::function<void(Op&)>;
 
     ThreadsBackend(unsigned threads, Handle handle, const char* name)
         : handle_(std::move(handle)), name_(name) {
@@ -124,60 +122,6 @@ ThreadsBackend::Handle transferring(Transfer transfer) {
         }
         finish(op);
     };
-}
-
-// The parts of a write that are under way. Each holds it, so that the last one frees it.
-struct UnderWay {
-    std::deque<Op> ops;  // a deque, since an op must stay where it is
-    std::mutex mu;
-    size_t left = 0;  // protected by mu, as is the whole op's outcome
-};
-
-void submit_parts(Op& whole, const Parts& parts, Backend& inner) {
-    const auto under_way = std::make_shared<UnderWay>();
-    under_way->left = parts.size();
-    for (const auto& [begin, end] : parts) {
-        CHECK(begin < end && end <= whole.nbytes);
-        Op& part = under_way->ops.emplace_back();
-        part.kind = whole.kind;
-        part.fd = whole.fd;
-        part.data = whole.data + begin;
-        part.nbytes = end - begin;
-        part.offset = whole.offset + begin;
-        part.direct = whole.direct;
-        part.patience = whole.patience;
-        part.finished = [under_way, &whole, begin = begin](Op& op) {
-            {
-                std::lock_guard lock(under_way->mu);
-                if (op.error != 0 && whole.error == 0) {
-                    whole.error = op.error;
-                    whole.done = begin + op.done;
-                }
-                if (--under_way->left > 0) return;
-            }
-            if (whole.error == 0) whole.done = whole.nbytes;
-            finish(whole);
-        };
-    }
-    for (Op& part : under_way->ops) inner.submit(&part);
-}
-
-// Whoever waits for copies of memory is not to wait for their hashes, too.
-constexpr int kLowPriority = 10;
-
-void filter(Op& op, const Rest& rest, Backend& inner) {
-    static thread_local const int priority = nice(kLowPriority);  // on Linux, of this thread alone
-    static_cast<void>(priority);
-    const std::optional<Parts> parts = rest(op);
-    if (parts && !parts->empty()) {
-        submit_parts(op, *parts, inner);
-        return;
-    }
-    if (parts)
-        op.done = op.nbytes;
-    else
-        op.error = EIO;
-    finish(op);
 }
 
 }  // namespace
@@ -256,19 +200,16 @@ Progress advance(Op& op, ssize_t result) {
 }
 
 std::shared_ptr<Backend> threads_backend(unsigned threads) {
-    return std::make_shared<ThreadsBackend>(threads, transferring(transfer_by_syscall), "threads");
+    return handing_backend(transferring(transfer_by_syscall), threads, "threads");
 }
 
 std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads) {
-    return std::make_shared<ThreadsBackend>(threads, transferring(std::move(transfer)), "callback");
+    return handing_backend(transferring(std::move(transfer)), threads, "callback");
 }
 
-std::shared_ptr<Backend> filtering_backend(Rest rest, std::shared_ptr<Backend> inner,
-                                           unsigned threads) {
-    auto handle = [rest = std::move(rest), inner = std::move(inner)](Op& op) {
-        filter(op, rest, *inner);
-    };
-    return std::make_shared<ThreadsBackend>(threads, std::move(handle), "filtering");
+std::shared_ptr<Backend> handing_backend(std::function<void(Op&)> handle, unsigned threads,
+                                         const char* name) {
+    return std::make_shared<ThreadsBackend>(threads, std::move(handle), name);
 }
 
 }  // namespace fastckpt

@@ -40,9 +40,6 @@ STAGERS_MAX = 4
 _WARM_BYTES = 64 << 20  # populated at a time
 
 
-Rest = Callable[[memoryview, int], list[tuple[int, int]]]
-
-
 class Route(NamedTuple):
     """The way one file is read or written: by which backend, with O_DIRECT or not, and why."""
 
@@ -87,7 +84,6 @@ class Staging:
         self._unstaged: dict[SaveHandle, None] = {}
         self._hook: Any = None
         self._transfers: dict[int, Callable[[str, int, memoryview, int], int]] = {}
-        self._rests: dict[int, Rest] = {}
 
     def engine(self) -> _engine.Engine:
         """Returns the engine, made at the first call. Its arena takes memory only when used."""
@@ -216,28 +212,19 @@ class Staging:
         return self._transfers[fd](kind, fd, memory, offset)
 
     @contextmanager
-    def filtered(self, fd: int, route: Route, rest: Rest) -> Iterator[Route]:
-        """Yields a route to fd that goes on as the given one, after a function has said of each
-        block what is left to be written, while the body runs.
-
-        Args:
-            rest: (memory, offset) -> the parts of a block that are to be written, as begin and end
-                in its memory, aligned to pages; called by several threads at once, for different
-                blocks.
+    def cloning(self, fd: int, route: Route, cloner: _engine.Cloner) -> Iterator[Route]:
+        """Yields a route that has a cloner see each block of fd, and writes what it leaves as the
+        given route does, while the body runs.
         """
         inner = route.backend
-        backend = self._backend(
-            f"filter of {inner.name}",
-            lambda: _engine.filtering_backend(self._rest, inner, stager_count()),
-        )
-        self._rests[fd] = rest
+        name = f"cloning before {inner.name}"
+        backend = self._backend(name, lambda: _engine.CloningBackend(inner, stager_count()))
+        assert isinstance(backend, _engine.CloningBackend)
+        backend.add(fd, cloner)
         try:
             yield route._replace(backend=backend)
         finally:
-            del self._rests[fd]
-
-    def _rest(self, fd: int, memory: memoryview, offset: int) -> list[tuple[int, int]]:
-        return self._rests[fd](memory, offset)
+            backend.remove(fd)
 
     def _decided(self, route: Route, path: str) -> Route:
         """Logs a route when it is taken for the first time."""

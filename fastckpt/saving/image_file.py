@@ -14,7 +14,8 @@ from types import TracebackType
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
-from fastckpt.engine.staging import Allowance, Rest, Route
+from fastckpt.engine.reuse import Cloner
+from fastckpt.engine.staging import Allowance, Route
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import StorageError
 from fastckpt.handle import SaveStats
@@ -178,10 +179,10 @@ class ImageFile:
         """Hands blocks to a function that writes them, as Staging.through() does."""
         self.route = self._through(self.fd, transfer)
 
-    def filter(self, rest: Rest) -> None:
-        """Has a function say of each block what is left to be written, as Staging.filtered()."""
-        filtered = self._pipeline.staging.filtered(self.fd, self.route, rest)
-        self.route = self._files.enter_context(filtered)
+    def clone_by(self, cloner: Cloner) -> None:
+        """Has a cloner see each block before it is written, as Staging.cloning() does."""
+        cloning = self._pipeline.staging.cloning(self.fd, self.route, cloner.of_engine)
+        self.route = self._files.enter_context(cloning)
 
     def keep_open(self, files: ExitStack) -> None:
         """Keeps other files open until nothing is in flight to this one any more."""

@@ -79,8 +79,8 @@ class Reuse:
             with reported("truncate", path):
                 storage.truncate(file.fd, nbytes)
         self._last = last
-        self._cloner = Cloner(storage, file.fd, path, nbytes, key, other)
-        file.filter(self._cloner.rest)
+        self._cloner = Cloner(storage, path, nbytes, key, other)
+        file.clone_by(self._cloner)
 
     def hashes(self, crcs: list[int]) -> ChunkHashes | None:
         """Returns the hashes for the new shard's index, once all has been written; None if none
@@ -96,7 +96,7 @@ class Reuse:
         last, cloner, steps = self._last, self._cloner, self._steps
         if cloner is None:
             return None
-        for number in cloner.cloned_blocks():
+        for number in cloner.cloned_blocks:
             assert last is not None and steps is not None
             if crcs[number] != last.index.block_crcs[number]:
                 steps.note_damaged(last.step)
@@ -106,8 +106,9 @@ class Reuse:
                     f"{crcs[number]:08x}: its index is wrong, or memory or a processor is faulty; "
                     "nothing was committed, and the next save does not reuse this step"
                 )
-        if cloner.refusal is not None:
-            log.warning("the rest is written, not reused: %s", cloner.refusal)
+        refusal = cloner.refusal
+        if refusal is not None:
+            log.warning("the rest is written, not reused: %s", refusal)
         self._stats.reused_nbytes = cloner.cloned_nbytes
         return cloner.hashes
 
