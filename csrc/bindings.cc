@@ -318,25 +318,6 @@ void bind_engine(py::module_& m) {
             return callback_backend(python_transfer(std::move(transfer)), threads);
         },
         py::arg("transfer"), py::arg("threads") = 1);
-    py::class_<Cloner, std::shared_ptr<Cloner>>(m, "Cloner")
-        .def(py::init([](uint64_t nbytes, size_t block_bytes, size_t chunk_bytes,
-                         const std::string& key, int other, std::string old,
-                         std::optional<py::function> clone) {
-                 return std::make_shared<Cloner>(
-                     nbytes, block_bytes, chunk_bytes, key_of(key), other, std::move(old),
-                     clone ? python_clone(std::move(*clone)) : clone_by_ioctl);
-             }),
-             py::arg("nbytes"), py::arg("block_bytes"), py::arg("chunk_bytes"), py::arg("key"),
-             py::arg("other") = -1, py::arg("old") = "", py::arg("clone") = std::nullopt)
-        .def("hashes", [](const Cloner& cloner) { return py::bytes(cloner.hashes()); })
-        .def("cloned", &Cloner::cloned)
-        .def("refusal", &Cloner::refusal);
-    py::class_<CloningBackend, Backend, std::shared_ptr<CloningBackend>>(
-        m, "CloningBackend", py::release_gil_before_calling_cpp_dtor())
-        .def(py::init<std::shared_ptr<Backend>, unsigned>(), py::arg("inner"), py::arg("threads"),
-             nogil)
-        .def("add", &CloningBackend::add)
-        .def("remove", &CloningBackend::remove);
     py::class_<Allowance, std::shared_ptr<Allowance>>(m, "Allowance")
         .def(py::init<size_t>(), py::arg("blocks"))
         .def_property_readonly("blocks", &Allowance::blocks);
@@ -385,6 +366,29 @@ void bind_engine(py::module_& m) {
         .def("close", &Engine::close, nogil);
 }
 
+void bind_cloning(py::module_& m) {
+    const py::call_guard<py::gil_scoped_release> nogil;
+    py::class_<Cloner, std::shared_ptr<Cloner>>(m, "Cloner")
+        .def(py::init([](uint64_t nbytes, size_t block_bytes, size_t chunk_bytes,
+                         const std::string& key, int other, std::string old,
+                         std::optional<py::function> clone) {
+                 return std::make_shared<Cloner>(
+                     nbytes, block_bytes, chunk_bytes, key_of(key), other, std::move(old),
+                     clone ? python_clone(std::move(*clone)) : clone_by_ioctl);
+             }),
+             py::arg("nbytes"), py::arg("block_bytes"), py::arg("chunk_bytes"), py::arg("key"),
+             py::arg("other") = -1, py::arg("old") = "", py::arg("clone") = std::nullopt)
+        .def("hashes", [](const Cloner& cloner) { return py::bytes(cloner.hashes()); })
+        .def("cloned", &Cloner::cloned)
+        .def("refusal", &Cloner::refusal);
+    py::class_<CloningBackend, Backend, std::shared_ptr<CloningBackend>>(
+        m, "CloningBackend", py::release_gil_before_calling_cpp_dtor())
+        .def(py::init<std::shared_ptr<Backend>, unsigned>(), py::arg("inner"), py::arg("threads"),
+             nogil)
+        .def("add", &CloningBackend::add)
+        .def("remove", &CloningBackend::remove);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_engine, m) {
@@ -396,6 +400,7 @@ PYBIND11_MODULE(_engine, m) {
     bind_streams(m);
     bind_devices(m);
     bind_engine(m);
+    bind_cloning(m);
     bind_gds(m);
     bind_pickler(m);
     bind_python_frames(m);
