@@ -56,11 +56,11 @@ std::shared_ptr<py::function> kept(py::function function) {
             }};
 }
 
-// Returns the errno of what a Python function has raised; EIO for any error but an OSError.
+// Returns the errno of what a Python function has raised; EIO for any error that has none.
 int number_of(py::error_already_set& error, const char* where) {
     if (error.matches(PyExc_OSError)) {
         const py::object number = error.value().attr("errno");
-        if (py::isinstance<py::int_>(number)) return number.cast<int>();
+        if (py::isinstance<py::int_>(number) && number.cast<int>() != 0) return number.cast<int>();
     }
     error.discard_as_unraisable(where);
     return EIO;

@@ -62,6 +62,7 @@ class Cloner:
         assert other is None or other.hashes.key == key
         self._path = path
         self._nbytes = nbytes
+        self._other_nbytes = 0 if other is None else other.nbytes
         self._key = key
         self.of_engine = _engine.Cloner(
             nbytes,
@@ -87,11 +88,12 @@ class Cloner:
 
     @property
     def cloned_blocks(self) -> list[int]:
-        """The numbers of the blocks that were cloned whole."""
+        """The numbers of the blocks that were cloned whole, and that end there in both files."""
         return [
             number
             for number, cloned in enumerate(self.of_engine.cloned())
-            if cloned == min(BLOCK_BYTES, self._nbytes - number * BLOCK_BYTES)
+            if cloned == _block_nbytes(self._nbytes, number)
+            and cloned == _block_nbytes(self._other_nbytes, number)
         ]
 
     @property
@@ -101,6 +103,11 @@ class Cloner:
         """
         number, offset = self.of_engine.refusal()
         return StorageError("clone", self._path, number, offset) if number else None
+
+
+def _block_nbytes(nbytes: int, number: int) -> int:
+    """Returns the size of a block in a file of nbytes."""
+    return min(BLOCK_BYTES, nbytes - number * BLOCK_BYTES)
 
 
 def _comparable(other: OtherFile, nbytes: int) -> bytes:

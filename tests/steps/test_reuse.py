@@ -333,6 +333,21 @@ def test_of_what_changes_as_a_whole_little_is_hashed(memory: Path) -> None:
     assert nbytes == [0, 0, looked_at * CHUNK_BYTES, whole]
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_shard_may_end_where_the_last_one_has_more_of_the_block(
+    memory: Path, blocks: int
+) -> None:
+    """All of the shorter block is cloned, and has another CRC-32 than the longer one."""
+    long = noise(3 * BLOCK_BYTES, 1)
+    with process_on(Cloning()), Checkpointer(memory, reuse="auto") as checkpointer:
+        for step, nbytes in enumerate([3 * BLOCK_BYTES, blocks * BLOCK_BYTES + 9 * CHUNK_BYTES]):
+            cut = {"cut": long[: nbytes - 4096].clone()}
+            stats = checkpointer.save(step, cut).result(WAIT_S)
+            assert (memory / name(step) / SHARD).stat().st_size == nbytes
+            assert_holds(checkpointer.load(step), cut)
+    assert stats.reused_nbytes == nbytes - CHUNK_BYTES  # the header's chunk tells the shape
+
+
 def test_a_job_goes_on_with_the_newest_step_of_the_last_one(memory: Path) -> None:
     with process_on(Cloning()):
         assert saved(memory, 1)[0].reused_nbytes == 0
