@@ -160,9 +160,9 @@ def test_equal_chunks_are_cloned_and_all_others_written(
     """Of a block in which each of the chunks looked at first has changed, nothing is cloned."""
     old = random.Random(chunks).randbytes((chunks - 1) * CHUNK + ending)
     new = changed(old, {chunk for chunk in changes if chunk < chunks})
-    known = [
-        UNKNOWN if chunk in unknown else each for chunk, each in enumerate(hashes_of(old))
-    ][:comparable]
+    known = [UNKNOWN if chunk in unknown else each for chunk, each in enumerate(hashes_of(old))][
+        :comparable
+    ]
     disk = Disk()
     saved = save(new, old, known, block_chunks * CHUNK, disk, direct=direct)
     padding = bytes(-len(new) % PAGE)
@@ -402,5 +402,5 @@ def test_hashes_are_computed_at_low_priority() -> None:
 
 @pytest.mark.parametrize(("key", "hashes"), [(b"short", b""), (KEY, b"half a hash")])
 def test_half_keys_and_hashes_are_refused(key: bytes, hashes: bytes) -> None:
-    with pytest.raises(ValueError, match="16 bytes|rows"):
+    with pytest.raises(ValueError, match=r"16 bytes|rows"):
         _engine.Cloner(1, CHUNK, CHUNK, key, -1, hashes)
