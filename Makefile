@@ -33,7 +33,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test torture check docs wheels demo bench bench-ranks bench-gpu bench-dcp bench-burst bench-megatron bench-scale asan tsan clean
+.PHONY: help setup build test torture check docs wheels demo bench bench-ranks bench-gpu bench-dcp bench-export bench-burst bench-megatron bench-scale asan tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +95,9 @@ bench-gpu: build  ## measure on a GPU; BENCH_ARGS goes to benchmarks/gpu.py
 
 bench-dcp: build  ## measure torch.distributed.checkpoint; BENCH_ARGS goes to benchmarks/dcp.py
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/dcp.py $(BENCH_ARGS)
+
+bench-export: build  ## measure exports to Hugging Face; BENCH_ARGS goes to benchmarks/export.py
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 benchmarks/export.py $(BENCH_ARGS)
 
 bench-burst: build  ## measure bursts on shared storage, as root; BENCH_ARGS goes to benchmarks/burst.py
 	@$(BIN)/python benchmarks/burst.py $(BENCH_ARGS)

@@ -94,6 +94,16 @@ class Runtime(types.ModuleType):
     def _is_in_bad_fork(self) -> bool:
         return False
 
+    # It makes no random numbers.
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def get_rng_state(self, _device: Any = 0) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, _state: torch.Tensor, _device: Any = 0) -> None:
+        pass
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return []
 
