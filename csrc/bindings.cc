@@ -9,13 +9,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <string>
 
 #include "check.h"
 #include "crc32/crc32.h"
+#include "engine/cloning.h"
 #include "engine/engine.h"
 #include "planes/planes.h"
 #include "polyval/polyval.h"
@@ -47,14 +48,28 @@ py::object failure_or_none(const Failure& failure) {
     return py::make_tuple(kinds[static_cast<int>(failure.kind)], failure.offset, failure.error);
 }
 
+// Keeps a function of which a backend thread may drop the last reference, which needs the GIL.
+std::shared_ptr<py::function> kept(py::function function) {
+    return {new py::function(std::move(function)), [](py::function* f) {
+                py::gil_scoped_acquire gil;
+                delete f;
+            }};
+}
+
+// Returns the errno of what a Python function has raised; EIO for any error that has none.
+int number_of(py::error_already_set& error, const char* where) {
+    if (error.matches(PyExc_OSError)) {
+        const py::object number = error.value().attr("errno");
+        if (py::isinstance<py::int_>(number) && number.cast<int>() != 0) return number.cast<int>();
+    }
+    error.discard_as_unraisable(where);
+    return EIO;
+}
+
 // Wraps a codec's or a test double's function (kind, fd, memory, offset) -> bytes moved, which may
 // raise OSError.
 Transfer python_transfer(py::function function) {
-    // A backend thread may drop the last reference, and needs the GIL for that.
-    std::shared_ptr<py::function> held(new py::function(std::move(function)), [](py::function* f) {
-        py::gil_scoped_acquire gil;
-        delete f;
-    });
+    const auto held = kept(std::move(function));
     return [held](const Op& op, std::byte* data, size_t nbytes, uint64_t offset) -> ssize_t {
         py::gil_scoped_acquire gil;
         const auto* kind = op.kind == Op::Kind::write ? "write" : "read";
@@ -63,16 +78,32 @@ Transfer python_transfer(py::function function) {
         try {
             return (*held)(kind, op.fd, view, offset).cast<ssize_t>();
         } catch (py::error_already_set& error) {
-            if (error.matches(PyExc_OSError)) {
-                const py::object number = error.value().attr("errno");
-                if (py::isinstance<py::int_>(number)) return -number.cast<int>();
-            }
-            error.discard_as_unraisable("fastckpt transfer");
-            return -EIO;
+            return -number_of(error, "fastckpt transfer");
         } catch (const py::cast_error&) {
             return -EIO;  // the function returned no number
         }
     };
+}
+
+// Wraps a test double's function (target, source, offset, nbytes), which may raise OSError.
+Clone python_clone(py::function function) {
+    return [held = kept(std::move(function))](int target, int source, uint64_t offset,
+                                              uint64_t nbytes) {
+        py::gil_scoped_acquire gil;
+        try {
+            (*held)(target, source, offset, nbytes);
+            return 0;
+        } catch (py::error_already_set& error) {
+            return number_of(error, "fastckpt clone");
+        }
+    };
+}
+
+void raise_os_error(int number) {
+    if (number == 0) return;
+    errno = number;
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw py::error_already_set();
 }
 
 void allocate(int fd, uint64_t nbytes) {
@@ -83,11 +114,16 @@ void allocate(int fd, uint64_t nbytes) {
             error = fallocate(fd, 0, 0, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
         } while (error == EINTR);
     }
-    if (error != 0) {
-        errno = error;
-        PyErr_SetFromErrno(PyExc_OSError);
-        throw py::error_already_set();
+    raise_os_error(error);
+}
+
+void clone_range(int target, int source, uint64_t offset, uint64_t nbytes) {
+    int error = 0;
+    {
+        py::gil_scoped_release nogil;
+        error = clone_by_ioctl(target, source, offset, nbytes);
     }
+    raise_os_error(error);
 }
 
 // Returns how many bytes of a file are in the page cache; -1 before Linux 6.5: cachestat(2).
@@ -171,34 +207,14 @@ void bind_planes(py::module_& m) {
 
 using PolyvalFunction = Polyval (*)(const Polyval&, const void*, size_t);
 
-// Returns the hashes of a buffer's chunks, one after the other.
-py::bytes polyval_of(PolyvalFunction function, const py::buffer& data, const std::string& key,
-                     size_t chunk_bytes) {
-    Polyval power;
-    if (key.size() != power.size()) throw py::value_error("the key has not 16 bytes");
-    if (chunk_bytes == 0) throw py::value_error("a chunk has no bytes");
-    std::memcpy(power.data(), key.data(), key.size());
-    const py::buffer_info info = data.request();
-    const auto* bytes = static_cast<const char*>(info.ptr);
-    const auto nbytes = static_cast<size_t>(info.size * info.itemsize);
-    std::string hashes;
-    {
-        py::gil_scoped_release nogil;
-        for (size_t at = 0; at < nbytes; at += chunk_bytes) {
-            const Polyval hash = function(power, bytes + at, std::min(chunk_bytes, nbytes - at));
-            hashes.append(hash.begin(), hash.end());
-        }
-    }
-    return py::bytes(hashes);
+Polyval key_of(const std::string& bytes) {
+    Polyval key;
+    if (bytes.size() != key.size()) throw py::value_error("the key has not 16 bytes");
+    std::memcpy(key.data(), bytes.data(), key.size());
+    return key;
 }
 
 void bind_polyval(py::module_& m) {
-    m.def(
-        "polyval",
-        [](const py::buffer& data, const std::string& key, size_t chunk_bytes) {
-            return polyval_of(polyval, data, key, chunk_bytes);
-        },
-        py::arg("data"), py::arg("key"), py::arg("chunk_bytes"));
     m.def("polyval_kernel", &polyval_kernel);
     m.def("polyval_kernels", [] {
         py::dict kernels;
@@ -208,7 +224,10 @@ void bind_polyval(py::module_& m) {
             const PolyvalFunction function = kernel->polyval;
             kernels[kernel->name] =
                 py::cpp_function([function](const py::buffer& data, const std::string& key) {
-                    return polyval_of(function, data, key, SIZE_MAX);
+                    const py::buffer_info info = data.request();
+                    const auto nbytes = static_cast<size_t>(info.size * info.itemsize);
+                    const Polyval hash = function(key_of(key), info.ptr, nbytes);
+                    return py::bytes(reinterpret_cast<const char*>(hash.data()), hash.size());
                 });
         }
         return kernels;
@@ -385,6 +404,34 @@ void bind_engine(py::module_& m) {
         .def("close", &Engine::close, nogil);
 }
 
+void bind_cloning(py::module_& m) {
+    const py::call_guard<py::gil_scoped_release> nogil;
+    py::class_<Cloner, std::shared_ptr<Cloner>>(m, "Cloner")
+        .def(py::init([](uint64_t nbytes, size_t block_bytes, size_t chunk_bytes,
+                         const std::string& key, int other, const py::buffer& old,
+                         std::optional<py::function> clone) {
+                 return std::make_shared<Cloner>(
+                     nbytes, block_bytes, chunk_bytes, key_of(key), other, rows<Polyval>(old),
+                     clone ? python_clone(std::move(*clone)) : clone_by_ioctl);
+             }),
+             py::arg("nbytes"), py::arg("block_bytes"), py::arg("chunk_bytes"), py::arg("key"),
+             py::arg("other"), py::arg("old"), py::arg("clone") = std::nullopt)
+        .def("hashes",
+             [](const Cloner& cloner) {
+                 const Cloner::Hashes& hashes = cloner.hashes();
+                 return py::bytes(reinterpret_cast<const char*>(hashes.data()),
+                                  hashes.size() * sizeof(Polyval));
+             })
+        .def("cloned", &Cloner::cloned)
+        .def("refusal", &Cloner::refusal);
+    py::class_<CloningBackend, Backend, std::shared_ptr<CloningBackend>>(
+        m, "CloningBackend", py::release_gil_before_calling_cpp_dtor())
+        .def(py::init<std::shared_ptr<Backend>, unsigned>(), py::arg("inner"), py::arg("threads"),
+             nogil)
+        .def("add", &CloningBackend::add)
+        .def("remove", &CloningBackend::remove);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_engine, m) {
@@ -397,10 +444,12 @@ PYBIND11_MODULE(_engine, m) {
     bind_streams(m);
     bind_devices(m);
     bind_engine(m);
+    bind_cloning(m);
     bind_gds(m);
     bind_pickler(m);
     bind_python_frames(m);
     m.def("allocate", &allocate, "fallocate(2) of [0, nbytes); raises OSError");
+    m.def("clone_range", &clone_range, "ioctl_ficlonerange(2); raises OSError");
     m.def("cached_bytes", &cached_bytes);
 }
 

@@ -89,6 +89,11 @@ using Transfer =
     std::function<ssize_t(const Op& op, std::byte* data, size_t nbytes, uint64_t offset)>;
 std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads = 1);
 
+// Hands each op to a function, on `threads` threads and in the order of submission. The function
+// sees to the op's end. The threads' niceness is raised by `niceness`.
+std::shared_ptr<Backend> handing_backend(std::function<void(Op&)> handle, unsigned threads,
+                                         int niceness = 0);
+
 // Makes one attempt of an op by system calls; returns bytes or -errno. Buffered writes do not stay
 // in the page cache.
 ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64_t offset);

@@ -1,5 +1,5 @@
-// The threads backend, and the rules that all backends share: what a short transfer, a retry and an
-// error mean. It knows pread/pwrite; it does not know who submitted an op or why.
+// The threads backend and its kin, and the rules that all backends share: what a short transfer, a
+// retry and an error mean. It knows pread/pwrite; it does not know who submitted an op or why.
 #include <fcntl.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -55,7 +55,10 @@ ssize_t write_buffered(int fd, std::byte* data, size_t nbytes, uint64_t offset) 
 
 class ThreadsBackend final : public Backend {
   public:
-    ThreadsBackend(unsigned threads, Transfer transfer) : transfer_(std::move(transfer)) {
+    using Handle = std::function<void(Op&)>;
+
+    ThreadsBackend(unsigned threads, Handle handle, int niceness)
+        : handle_(std::move(handle)), niceness_(niceness) {
         CHECK(threads > 0);
         try {
             for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
@@ -89,6 +92,8 @@ class ThreadsBackend final : public Backend {
 
   private:
     void run() {
+        // On Linux it is this thread's alone, and always allowed to grow.
+        [[maybe_unused]] const int niceness = nice(niceness_);
         for (;;) {
             Op* op = nullptr;
             {
@@ -98,14 +103,12 @@ class ThreadsBackend final : public Backend {
                 op = queue_.front();
                 queue_.pop_front();
             }
-            while (advance(*op, transfer_(*op, op->data + op->done, op->nbytes - op->done,
-                                          op->offset + op->done)) == Progress::again) {
-            }
-            finish(*op);
+            handle_(*op);
         }
     }
 
-    const Transfer transfer_;
+    const Handle handle_;
+    const int niceness_;
     std::vector<std::thread> threads_;
     std::mutex mu_;
     // State below is protected by mu_.
@@ -113,6 +116,15 @@ class ThreadsBackend final : public Backend {
     std::deque<Op*> queue_;
     bool closing_ = false;
 };
+
+ThreadsBackend::Handle transferring(Transfer transfer) {
+    return [transfer = std::move(transfer)](Op& op) {
+        while (advance(op, transfer(op, op.data + op.done, op.nbytes - op.done,
+                                    op.offset + op.done)) == Progress::again) {
+        }
+        finish(op);
+    };
+}
 
 }  // namespace
 
@@ -190,11 +202,16 @@ Progress advance(Op& op, ssize_t result) {
 }
 
 std::shared_ptr<Backend> threads_backend(unsigned threads) {
-    return std::make_shared<ThreadsBackend>(threads, transfer_by_syscall);
+    return handing_backend(transferring(transfer_by_syscall), threads);
 }
 
 std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads) {
-    return std::make_shared<ThreadsBackend>(threads, std::move(transfer));
+    return handing_backend(transferring(std::move(transfer)), threads);
+}
+
+std::shared_ptr<Backend> handing_backend(std::function<void(Op&)> handle, unsigned threads,
+                                         int niceness) {
+    return std::make_shared<ThreadsBackend>(threads, std::move(handle), niceness);
 }
 
 }  // namespace fastckpt

@@ -1,19 +1,17 @@
-"""Writes blocks of a file for the engine to call instead of a system call, except for what another
-file has in the same place: that is cloned, so that both files share it on the disk.
+"""The comparison of a file with another one, by hashes of chunks, while the engine writes it: what
+both have in the same place is cloned, so that they share it on the disk.
 
-A file is compared with the other one by hashes of its chunks. This module must not know what blocks
-contain, which file the other one is, or the blocks' checksums.
+The module must not know what blocks contain, which file the other one is, or checksums.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import NamedTuple
 
 from fastckpt import _engine
 from fastckpt.errors import StorageError
 from fastckpt.formats.shard_index import HASH_BYTES, ChunkHashes
-from fastckpt.plan.image import BLOCK_BYTES, block_count
+from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.file_system import Storage, reported
 
 # What is cloned or written as a whole: a multiple of the blocks of all file systems that clone, and
@@ -44,105 +42,72 @@ def refusal_to_clone(storage: Storage, fd: int, path: str) -> StorageError | Non
     return None
 
 
-class ReusingWriter:
-    """Writes the blocks of one file, and clones those of its chunks that another file has, too.
-
-    Several threads may call transfer() at once, each with its own block. If the descriptor has
-    O_DIRECT, the last block is padded to whole pages.
+class Cloner:
+    """Clones those chunks of one file that another file has in the same place, block by block.
 
     Args:
-        fd: the file, of any size: nothing is read or truncated. Where another file is given, it has
-            its size already, so that a range at its end can be cloned.
-        path: its path, for messages.
+        path: the file's path, for messages. Where another file is given, the file has its size
+            before the first block, so that a range at its end can be cloned.
         nbytes: the size of its content.
         key: the key of the hashes; it is `other`'s, if there is one.
         other: the file to clone from, which stays open; None if all is to be written.
 
     Attributes:
-        refusal: the error of a clone after which everything was written, or None.
+        of_engine: the engine's part, which sees each block.
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        fd: int,
-        path: str,
-        nbytes: int,
-        key: bytes,
-        other: OtherFile | None,
+        self, storage: Storage, path: str, nbytes: int, key: bytes, other: OtherFile | None
     ) -> None:
         assert other is None or other.hashes.key == key
-        self._storage = storage
-        self._fd = fd
         self._path = path
         self._nbytes = nbytes
+        self._other_nbytes = 0 if other is None else other.nbytes
         self._key = key
-        self._values = bytearray(HASH_BYTES * block_count(nbytes, CHUNK_BYTES))
-        self._old = b"" if other is None else _comparable(other, nbytes)
-        self._cloned: dict[int, int] = {}  # bytes of each block, by its offset
-        self._other = other
-        self.refusal: StorageError | None = None
+        self.of_engine = _engine.Cloner(
+            nbytes,
+            BLOCK_BYTES,
+            CHUNK_BYTES,
+            key,
+            -1 if other is None else other.fd,
+            b"" if other is None else _comparable(other, nbytes),
+            None if storage.transfer is None else storage.clone_range,
+        )
 
-    def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
-        """Writes one whole block, or clones it in part or whole, and returns its size.
-
-        Args:
-            kind: "write".
-            fd: the constructor's.
-            memory: the block, and its padding.
-            offset: its offset in the file, a multiple of BLOCK_BYTES.
-
-        Raises:
-            StorageError: it could not be written.
-        """
-        assert kind == "write" and fd == self._fd and offset % BLOCK_BYTES == 0
-        nbytes = min(len(memory), self._nbytes - offset)
-        values = _engine.polyval(memory[:nbytes], self._key, CHUNK_BYTES)
-        first = offset // CHUNK_BYTES * HASH_BYTES
-        self._values[first : first + len(values)] = values
-        old = self._old[first : first + len(values)]
-        cloned = 0
-        for begin, end, is_equal in _runs(values, old):
-            end = min(end, nbytes)
-            if is_equal and self._clone(offset + begin, end - begin):
-                cloned += end - begin
-                continue
-            content = memory[begin : len(memory) if end == nbytes else end]
-            with reported("write", self._path, offset + begin):
-                self._storage.write_at(fd, content, offset + begin)
-        self._cloned[offset] = cloned
-        return len(memory)
+    # What follows is known after the last block.
 
     @property
     def hashes(self) -> ChunkHashes:
-        """The hashes of the file's chunks, after the last transfer."""
-        return ChunkHashes(self._key, CHUNK_BYTES, bytes(self._values))
+        """The hashes of the file's chunks."""
+        return ChunkHashes(self._key, CHUNK_BYTES, self.of_engine.hashes())
 
     @property
     def cloned_nbytes(self) -> int:
         """The bytes that were cloned and not written."""
-        return sum(self._cloned.values())
+        return sum(self.of_engine.cloned())
 
+    @property
     def cloned_blocks(self) -> list[int]:
-        """Returns the numbers of the blocks that were cloned whole, after the last transfer."""
+        """The numbers of the blocks that were cloned whole, and that end there in both files."""
         return [
-            offset // BLOCK_BYTES
-            for offset, cloned in sorted(self._cloned.items())
-            if cloned == min(BLOCK_BYTES, self._nbytes - offset)
+            number
+            for number, cloned in enumerate(self.of_engine.cloned())
+            if cloned == _block_nbytes(self._nbytes, number)
+            and cloned == _block_nbytes(self._other_nbytes, number)
         ]
 
-    def _clone(self, offset: int, nbytes: int) -> bool:
-        """Clones a range from the other file; returns False if it has to be written."""
-        other = self._other
-        if other is None or self.refusal is not None:
-            return False
-        try:
-            with reported("clone", self._path, offset):
-                self._storage.clone_range(self._fd, other.fd, offset, nbytes)
-        except StorageError as error:
-            self.refusal = error  # whatever it is: the bytes are in memory, and can be written
-            return False
-        return True
+    @property
+    def refusal(self) -> StorageError | None:
+        """The error of the clone after which everything was written, if one failed. Whatever it
+        was, the bytes were in memory, and could be written.
+        """
+        number, offset = self.of_engine.refusal()
+        return StorageError("clone", self._path, number, offset) if number else None
+
+
+def _block_nbytes(nbytes: int, number: int) -> int:
+    """Returns the size of a block in a file of nbytes."""
+    return min(BLOCK_BYTES, nbytes - number * BLOCK_BYTES)
 
 
 def _comparable(other: OtherFile, nbytes: int) -> bytes:
@@ -151,18 +116,3 @@ def _comparable(other: OtherFile, nbytes: int) -> bytes:
     """
     values, whole = other.hashes.values, min(other.nbytes, nbytes) // CHUNK_BYTES
     return values if other.nbytes == nbytes else values[: whole * HASH_BYTES]
-
-
-def _runs(values: bytes, old: bytes) -> list[tuple[int, int, bool]]:
-    """Returns begin and end, in bytes of a block, of its longest runs of chunks that are all equal
-    to the old ones or all different, and which they are.
-    """
-    equal = [
-        values[at : at + HASH_BYTES] == old[at : at + HASH_BYTES]
-        for at in range(0, len(values), HASH_BYTES)
-    ]
-    runs, end = [], 0
-    for is_equal, run in groupby(equal):
-        begin, end = end, end + CHUNK_BYTES * len(list(run))
-        runs.append((begin, end, is_equal))
-    return runs

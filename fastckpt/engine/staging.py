@@ -212,6 +212,21 @@ class Staging:
     def _dispatch(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
         return self._transfers[fd](kind, fd, memory, offset)
 
+    @contextmanager
+    def cloning(self, fd: int, route: Route, cloner: _engine.Cloner) -> Iterator[Route]:
+        """Yields a route that has a cloner see each block of fd, and writes what it leaves as the
+        given route does, while the body runs.
+        """
+        inner = route.backend
+        name = f"cloning before {inner.name}"
+        backend = self._backend(name, lambda: _engine.CloningBackend(inner, stager_count()))
+        assert isinstance(backend, _engine.CloningBackend)
+        backend.add(fd, cloner)
+        try:
+            yield route._replace(backend=backend)
+        finally:
+            backend.remove(fd)
+
     def _decided(self, route: Route, path: str) -> Route:
         """Logs a route when it is taken for the first time."""
         taken = f"{route.backend.name}, {'direct' if route.direct else 'buffered'}"

@@ -14,6 +14,7 @@ from types import TracebackType
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
+from fastckpt.engine.reuse import Cloner
 from fastckpt.engine.staging import Allowance, Route
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import StorageError
@@ -174,12 +175,14 @@ class ImageFile:
         if stats is not None:
             stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
 
-    def through(self, transfer: Transfer, *, as_routed: bool = False) -> None:
-        """Hands blocks to a function that writes them, as Staging.through() does; if `as_routed`,
-        it writes as the file's route says, with O_DIRECT or without.
-        """
-        route = self._through(self.fd, transfer)
-        self.route = self.route._replace(backend=route.backend) if as_routed else route
+    def through(self, transfer: Transfer) -> None:
+        """Hands blocks to a function that writes them, as Staging.through() does."""
+        self.route = self._through(self.fd, transfer)
+
+    def clone_by(self, cloner: Cloner) -> None:
+        """Has a cloner see each block before it is written, as Staging.cloning() does."""
+        cloning = self._pipeline.staging.cloning(self.fd, self.route, cloner.of_engine)
+        self.route = self._files.enter_context(cloning)
 
     def allocate(self, nbytes: int) -> None:
         """Takes room for a file that was made without; raises StorageError if it is too little."""

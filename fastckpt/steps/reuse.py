@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fastckpt.engine.reuse import CHUNK_BYTES, OtherFile, ReusingWriter, refusal_to_clone
+from fastckpt.engine.reuse import CHUNK_BYTES, Cloner, OtherFile, refusal_to_clone
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
 from fastckpt.formats.manifest import Writer
 from fastckpt.formats.shard_index import HASH_BYTES, ChunkHashes, ShardIndex
@@ -49,7 +49,7 @@ class Reuse:
         self._stats = stats
         self._steps: Steps | None = None
         self._last: _LastShard | None = None
-        self._writer: ReusingWriter | None = None
+        self._cloner: Cloner | None = None
 
     def open(
         self, steps: Steps, file: ImageFile, path: str, nbytes: int, make: Callable[..., str]
@@ -62,7 +62,7 @@ class Reuse:
             file, path, nbytes: the new shard's.
             make: makes the file, as ImageFile.make(), whose `allocates` it takes.
         """
-        self._steps, self._last, self._writer = steps, None, None
+        self._steps, self._last, self._cloner = steps, None, None
         storage = steps.storage
         with ExitStack() as others:
             last = _opened(steps, self._rank, others)
@@ -81,8 +81,8 @@ class Reuse:
             with reported("truncate", path):
                 storage.truncate(file.fd, nbytes)
         self._last = last
-        self._writer = ReusingWriter(storage, file.fd, path, nbytes, key, other)
-        file.through(self._writer.transfer, as_routed=True)
+        self._cloner = Cloner(storage, path, nbytes, key, other)
+        file.clone_by(self._cloner)
 
     def hashes(self, crcs: list[int]) -> ChunkHashes | None:
         """Returns the hashes for the new shard's index, once all has been written; None if none
@@ -95,10 +95,10 @@ class Reuse:
             CorruptCheckpoint: a block that the last shard has as well, by its hashes, has another
                 CRC-32 there. The next save does not compare with that step.
         """
-        last, writer, steps = self._last, self._writer, self._steps
-        if writer is None:
+        last, cloner, steps = self._last, self._cloner, self._steps
+        if cloner is None:
             return None
-        for number in writer.cloned_blocks():
+        for number in cloner.cloned_blocks:
             assert last is not None and steps is not None
             if crcs[number] != last.index.block_crcs[number]:
                 steps.note_damaged(last.step)
@@ -108,10 +108,11 @@ class Reuse:
                     f"{crcs[number]:08x}: its index is wrong, or memory or a processor is faulty; "
                     "nothing was committed, and the next save does not reuse this step"
                 )
-        if writer.refusal is not None:
-            log.warning("the rest is written, not reused: %s", writer.refusal)
-        self._stats.reused_nbytes = writer.cloned_nbytes
-        return writer.hashes
+        refusal = cloner.refusal
+        if refusal is not None:
+            log.warning("the rest is written, not reused: %s", refusal)
+        self._stats.reused_nbytes = cloner.cloned_nbytes
+        return cloner.hashes
 
 
 def _opened(steps: Steps, rank: int, files: ExitStack) -> _LastShard | None:

@@ -12,7 +12,6 @@ import mmap
 import os
 import shutil
 import stat
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,7 +27,6 @@ from fastckpt.storage.lustre_layout import Layout, Purpose
 from fastckpt.storage.policies import LINGERING, REFUSALS, Policy
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
-_FICLONERANGE = 0x4020940D  # of ioctl_ficlonerange(2)
 T = TypeVar("T")
 
 
@@ -204,7 +202,8 @@ class Storage:
 
     Attributes:
         transfer: None, or a test double's function (kind, fd, memory, offset) -> bytes moved that
-            replaces the engine's reads and writes; kind is "read" or "write".
+            replaces the engine's reads and writes; kind is "read" or "write". If there is one, the
+            engine clones by clone_range(), too.
         direct_trial: measurements of file systems, which all storages of a process share.
     """
 
@@ -417,7 +416,7 @@ class Storage:
         """Has a range of `target` share its blocks with the same range of `source`, until either is
         written to (ioctl_ficlonerange(2)). If the range ends off the blocks, it ends both files.
         """
-        fcntl.ioctl(target, _FICLONERANGE, struct.pack("=4Q", source, offset, nbytes, offset))
+        _engine.clone_range(target, source, offset, nbytes)
 
     def sync(self, fd: int) -> None:
         """Makes the file's data and size durable; reports write errors met since the last call."""

@@ -48,6 +48,8 @@ WAIT_S = 60.0
 SEED = 20261123
 MIB = 1 << 20
 SHARD = "rank-00000.safetensors"
+SAMPLES = 8  # chunks of a block that are hashed first
+NOT_HASHED = b"\xff" * HASH_BYTES
 RANKS_IMPORT = "tests.crews.steps_imports"
 T = TypeVar("T")
 
@@ -111,19 +113,39 @@ def index_of(root: Path, step: int) -> Any:
 def written(recorder: Recorder, step: int) -> int:
     """The bytes of a step's shard that were written and not cloned."""
     shard = os.path.join(name(step), SHARD)
-    writes = (each for each in recorder.log if each.name == "write_at")
-    return sum(len(each.args[0]) for each in writes if each.path.endswith(shard))
+    writes = (each for each in recorder.log if each.name == "write")
+    return sum(each.args[1] for each in writes if each.path.endswith(shard))
+
+
+def split(content: bytes, nbytes: int) -> list[bytes]:
+    return [content[at : at + nbytes] for at in range(0, len(content), nbytes)]
 
 
 def chunks(path: Path) -> list[bytes]:
-    content = path.read_bytes()
-    return [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
+    return split(path.read_bytes(), CHUNK_BYTES)
 
 
 def common_nbytes(one: Path, other: Path) -> int:
     """The bytes of the chunks that two files have in the same place."""
     pairs = zip(chunks(one), chunks(other), strict=False)
     return sum(len(a) for a, b in pairs if a == b)
+
+
+def expected_nbytes(root: Path, last: int, step: int) -> int:
+    """The bytes that a step reuses of the last one: chunks that both have in the same place and the
+    last one has hashed; but none of a block in which all that are looked at first have changed.
+    """
+    old, new = (chunks(root / name(each) / SHARD) for each in (last, step))
+    known, nbytes = split(hashes_of(root, last), HASH_BYTES), 0
+    for first in range(0, len(new), BLOCK_BYTES // CHUNK_BYTES):
+        block = new[first : first + BLOCK_BYTES // CHUNK_BYTES]
+        equal = [
+            before == now and value != NOT_HASHED
+            for before, now, value in zip(old[first:], block, known[first:], strict=False)
+        ]
+        if any(equal[:: max(1, len(block) // SAMPLES)]):
+            nbytes += sum(len(now) for now, is_equal in zip(block, equal, strict=False) if is_equal)
+    return nbytes
 
 
 def flip(path: Path, offset: int) -> None:
@@ -292,6 +314,40 @@ def test_the_last_chunk_is_shared_only_if_both_files_end_there(
     assert not [text for text in caplog.messages if "the rest is written" in text]
 
 
+def test_of_what_changes_as_a_whole_little_is_hashed(memory: Path) -> None:
+    """Once it stops changing, all is hashed again, and shared by the step after that."""
+    with process_on(Cloning()), Checkpointer(memory, reuse="auto") as checkpointer:
+        nbytes, unhashed = [], []
+        for step, seed in enumerate([1, 2, 2, 2]):
+            weights = {"weights": noise(3 * BLOCK_BYTES - 2 * CHUNK_BYTES, seed)}
+            stats = checkpointer.save(step, weights).result(WAIT_S)
+            assert_holds(checkpointer.load(step), weights)
+            nbytes.append(stats.reused_nbytes)
+            hashes = hashes_of(memory, step)
+            unhashed.append(split(hashes, HASH_BYTES).count(NOT_HASHED))
+    whole = (memory / name(0) / SHARD).stat().st_size
+    block_chunks = BLOCK_BYTES // CHUNK_BYTES
+    assert whole // CHUNK_BYTES == 3 * block_chunks - 2  # and one that is not whole
+    looked_at = 2 * SAMPLES + (block_chunks - 1) // ((block_chunks - 1) // SAMPLES)
+    assert unhashed == [0, 3 * block_chunks - 1 - looked_at, 0, 0]
+    assert nbytes == [0, 0, looked_at * CHUNK_BYTES, whole]
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_shard_may_end_where_the_last_one_has_more_of_the_block(
+    memory: Path, blocks: int
+) -> None:
+    """All of the shorter block is cloned, and has another CRC-32 than the longer one."""
+    long = noise(3 * BLOCK_BYTES, 1)
+    with process_on(Cloning()), Checkpointer(memory, reuse="auto") as checkpointer:
+        for step, nbytes in enumerate([3 * BLOCK_BYTES, blocks * BLOCK_BYTES + 9 * CHUNK_BYTES]):
+            cut = {"cut": long[: nbytes - 4096].clone()}
+            stats = checkpointer.save(step, cut).result(WAIT_S)
+            assert (memory / name(step) / SHARD).stat().st_size == nbytes
+            assert_holds(checkpointer.load(step), cut)
+    assert stats.reused_nbytes == nbytes - CHUNK_BYTES  # the header's chunk tells the shape
+
+
 def test_a_job_goes_on_with_the_newest_step_of_the_last_one(memory: Path) -> None:
     with process_on(Cloning()):
         assert saved(memory, 1)[0].reused_nbytes == 0
@@ -370,10 +426,8 @@ def test_each_step_is_what_was_saved_whatever_becomes_of_older_ones(
                 stats = checkpointer.save(step, states[-1]).result(WAIT_S)
                 last, shard = root / name(step - 1) / SHARD, root / name(step) / SHARD
                 if last.exists():
-                    whole = common_nbytes(last, shard)
-                    ends = last.stat().st_size == shard.stat().st_size
-                    assert stats.reused_nbytes == whole or not ends
-                    assert stats.reused_nbytes <= whole
+                    expected = expected_nbytes(root, step - 1, step)
+                    assert stats.reused_nbytes == expected <= common_nbytes(last, shard)
                 reused += stats.reused_nbytes
                 history.change()
             checkpointer.close()

@@ -1,0 +1,201 @@
+// Compares blocks by their hashes, clones what is equal, and divides a write into what is left of
+// it. See cloning.h for the contract.
+#include "engine/cloning.h"
+
+#include <linux/fs.h>
+#include <sys/ioctl.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "check.h"
+
+namespace fastckpt {
+
+namespace {
+
+// So many chunks of a block are hashed first. If each of them has changed, so has the block, most
+// likely, and hashing the others would be for nothing.
+constexpr size_t kSamples = 8;
+// Whoever waits for copies of memory is not to wait for their hashes, too.
+constexpr int kNiceness = 10;
+
+// The hash of a chunk that was not hashed. It is equal to nothing: a chunk that has this hash by
+// chance is written.
+constexpr Polyval unknown() {
+    Polyval hash{};
+    for (auto& byte : hash) byte = 0xff;
+    return hash;
+}
+constexpr Polyval kUnknown = unknown();
+
+}  // namespace
+
+int clone_by_ioctl(int target, int source, uint64_t offset, uint64_t nbytes) {
+    file_clone_range range{};
+    range.src_fd = source;
+    range.src_offset = range.dest_offset = offset;
+    range.src_length = nbytes;
+    return ioctl(target, FICLONERANGE, &range) == 0 ? 0 : errno;
+}
+
+Cloner::Cloner(uint64_t nbytes, size_t block_bytes, size_t chunk_bytes, const Polyval& key,
+               int other, Hashes old, Clone clone)
+    : nbytes_(nbytes),
+      block_bytes_(block_bytes),
+      chunk_bytes_(chunk_bytes),
+      key_(key),
+      other_(other),
+      old_(std::move(old)),
+      clone_(std::move(clone)) {
+    CHECK(nbytes > 0 && chunk_bytes > 0 && block_bytes % chunk_bytes == 0);
+    hashes_.assign((nbytes + chunk_bytes - 1) / chunk_bytes, kUnknown);
+    cloned_.assign((nbytes + block_bytes - 1) / block_bytes, 0);
+    CHECK(old_.size() <= hashes_.size());
+}
+
+Cloner::Ranges Cloner::rest(const Op& op) {
+    CHECK(op.kind == Op::Kind::write && op.offset % block_bytes_ == 0 && op.offset < nbytes_);
+    const uint64_t end = std::min(nbytes_, op.offset + op.nbytes);  // without padding
+    CHECK(end - op.offset <= block_bytes_);
+    const size_t first = op.offset / chunk_bytes_;
+    const size_t last = (end + chunk_bytes_ - 1) / chunk_bytes_;
+    if (!compare(op, first, last)) return {{0, op.nbytes}};
+    Ranges left;
+    uint64_t& cloned = cloned_[op.offset / block_bytes_];
+    for (size_t chunk = first, next; chunk < last; chunk = next) {
+        const bool equal = is_equal(chunk);
+        for (next = chunk + 1; next < last && is_equal(next) == equal;) ++next;
+        const uint64_t from = chunk * chunk_bytes_;
+        const uint64_t to = std::min<uint64_t>(end, next * chunk_bytes_);
+        if (equal && clone(op.fd, from, to - from)) {
+            cloned += to - from;
+            continue;
+        }
+        const size_t begin = from - op.offset;
+        if (left.empty() || left.back().second != begin) left.emplace_back(begin, begin);
+        left.back().second = next == last ? op.nbytes : to - op.offset;
+    }
+    return left;
+}
+
+// Hashes the chunks of a block that are worth it; returns whether one of them may be cloned.
+bool Cloner::compare(const Op& op, size_t first, size_t last) {
+    const size_t stride = std::max<size_t>(1, (last - first) / kSamples);
+    bool any_equal = false;
+    for (size_t chunk = first; chunk < last; chunk += stride) {
+        hash(op, chunk);
+        any_equal = any_equal || is_equal(chunk);
+    }
+    const bool is_new = first >= old_.size();  // the next file is compared with it
+    if (!any_equal && !is_new) return false;
+    for (size_t chunk = first; chunk < last; ++chunk)
+        if ((chunk - first) % stride != 0) hash(op, chunk);
+    return any_equal;
+}
+
+void Cloner::hash(const Op& op, size_t chunk) {
+    const uint64_t begin = chunk * chunk_bytes_;
+    const uint64_t end = std::min<uint64_t>(nbytes_, begin + chunk_bytes_);
+    hashes_[chunk] = polyval(key_, op.data + (begin - op.offset), end - begin);
+}
+
+bool Cloner::is_equal(size_t chunk) const {
+    return chunk < old_.size() && hashes_[chunk] == old_[chunk] && old_[chunk] != kUnknown;
+}
+
+bool Cloner::clone(int fd, uint64_t offset, uint64_t nbytes) {
+    if (refusal().first != 0) return false;
+    const int error = clone_(fd, other_, offset, nbytes);
+    if (error == 0) return true;
+    std::lock_guard lock(mu_);
+    if (refusal_.first == 0) refusal_ = {error, offset};
+    return false;
+}
+
+std::pair<int, uint64_t> Cloner::refusal() const {
+    std::lock_guard lock(mu_);
+    return refusal_;
+}
+
+// A write of which parts are under way. Each part holds it, so that the last one frees it.
+struct CloningBackend::Divided {
+    Divided(Op& op, size_t count) : whole(op), parts(count), left(count) {}
+    Op& whole;  // its outcome is protected by the backend's mutex until it is finished
+    std::vector<Op> parts;
+    size_t left;  // protected by the backend's mutex
+};
+
+CloningBackend::CloningBackend(std::shared_ptr<Backend> inner, unsigned threads)
+    : inner_(std::move(inner)),
+      threads_(handing_backend([this](Op& op) { handle(op); }, threads, kNiceness)) {}
+
+void CloningBackend::add(int fd, std::shared_ptr<Cloner> cloner) {
+    std::lock_guard lock(mu_);
+    cloners_[fd] = std::move(cloner);
+}
+
+void CloningBackend::remove(int fd) {
+    std::lock_guard lock(mu_);
+    cloners_.erase(fd);
+}
+
+std::shared_ptr<Cloner> CloningBackend::cloner_of(int fd) {
+    std::lock_guard lock(mu_);
+    const auto found = cloners_.find(fd);
+    CHECK(found != cloners_.end());
+    return found->second;
+}
+
+void CloningBackend::close() {
+    threads_->close();
+    std::unique_lock lock(mu_);
+    none_divided_.wait(lock, [this] { return divided_ == 0; });
+}
+
+void CloningBackend::handle(Op& op) {
+    const Cloner::Ranges left = cloner_of(op.fd)->rest(op);
+    if (!left.empty()) return divide(op, left);
+    op.done = op.nbytes;
+    finish(op);
+}
+
+void CloningBackend::divide(Op& whole, const Cloner::Ranges& ranges) {
+    const auto divided = std::make_shared<Divided>(whole, ranges.size());
+    for (size_t i = 0; i < ranges.size(); ++i) {
+        const auto [begin, end] = ranges[i];
+        Op& part = divided->parts[i];
+        part.kind = whole.kind;
+        part.fd = whole.fd;
+        part.data = whole.data + begin;
+        part.nbytes = end - begin;
+        part.offset = whole.offset + begin;
+        part.direct = whole.direct;
+        part.patience = whole.patience;
+        part.finished = [this, divided](Op& op) { on_part_written(*divided, op); };
+    }
+    {
+        std::lock_guard lock(mu_);
+        ++divided_;
+    }
+    for (Op& part : divided->parts) inner_->submit(&part);
+}
+
+void CloningBackend::on_part_written(Divided& divided, const Op& part) {
+    CHECK(part.error != 0 || part.done == part.nbytes);
+    Op& whole = divided.whole;
+    {
+        std::lock_guard lock(mu_);
+        if (part.error != 0 && whole.error == 0) {
+            whole.error = part.error;
+            whole.done = part.offset + part.done - whole.offset;
+        }
+        if (--divided.left > 0) return;
+    }
+    if (whole.error == 0) whole.done = whole.nbytes;
+    finish(whole);
+    std::lock_guard lock(mu_);
+    if (--divided_ == 0) none_divided_.notify_all();
+}
+
+}  // namespace fastckpt

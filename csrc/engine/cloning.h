@@ -1,0 +1,105 @@
+// Clones what a file has in common with another one, so that both share it on the disk, in front of
+// the backend that writes the rest. It knows bytes, descriptors, offsets and hashes; it must not
+// know which file the other one is, nor checksums.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "engine/backend.h"
+#include "polyval/polyval.h"
+
+namespace fastckpt {
+
+// Has a range of `target` share its blocks with the same range of `source`; returns errno, or 0.
+using Clone = std::function<int(int target, int source, uint64_t offset, uint64_t nbytes)>;
+int clone_by_ioctl(int target, int source, uint64_t offset, uint64_t nbytes);
+
+// The comparison of one file with another, block by block, by the hashes of chunks.
+class Cloner {
+  public:
+    using Hashes = std::vector<Polyval>;
+    // Ranges [begin, end) of an op's bytes, ascending.
+    using Ranges = std::vector<std::pair<size_t, size_t>>;
+
+    // The file has `nbytes`; its last block and its last chunk may be shorter than the others.
+    // `other` is the file to clone from, which stays open, and `old` are the hashes of its chunks
+    // under `key`, as hashes() returns them, as far as they can be cloned; with none, everything is
+    // left to write.
+    Cloner(uint64_t nbytes, size_t block_bytes, size_t chunk_bytes, const Polyval& key, int other,
+           Hashes old, Clone clone);
+
+    // Clones the chunks of a block that the other file has in the same place, and returns what is
+    // left to write, with the padding of a direct op. After the first clone that fails, that is
+    // everything. Several threads may call it at once, each with a block of its own.
+    Ranges rest(const Op& op);
+
+    // Valid after the last block.
+    // The hashes of all chunks; kUnknown stands for those that were not computed.
+    const Hashes& hashes() const { return hashes_; }
+    // The bytes that were cloned of each block.
+    const std::vector<uint64_t>& cloned() const { return cloned_; }
+    // The errno and the offset of the first clone that failed; 0 if none has.
+    std::pair<int, uint64_t> refusal() const;
+
+  private:
+    void hash(const Op& op, size_t chunk);
+    bool is_equal(size_t chunk) const;
+    bool compare(const Op& op, size_t first, size_t last);
+    bool clone(int fd, uint64_t offset, uint64_t nbytes);
+
+    const uint64_t nbytes_;
+    const size_t block_bytes_;
+    const size_t chunk_bytes_;
+    const Polyval key_;
+    const int other_;
+    const Hashes old_;
+    const Clone clone_;
+    // Each block's thread writes its own part of these.
+    Hashes hashes_;
+    std::vector<uint64_t> cloned_;
+    mutable std::mutex mu_;
+    std::pair<int, uint64_t> refusal_{0, 0};  // protected by mu_
+};
+
+// Has a file's cloner see each write to it, and passes what that leaves on to another backend.
+class CloningBackend final : public Backend {
+  public:
+    // Hashes and clones on `threads` threads. The inner backend is closed after this one, or with
+    // nothing under way.
+    CloningBackend(std::shared_ptr<Backend> inner, unsigned threads);
+    ~CloningBackend() override { close(); }
+
+    // Says which cloner sees the writes to fd. Before remove(), they have all ended.
+    void add(int fd, std::shared_ptr<Cloner> cloner);
+    void remove(int fd);
+
+    void submit(Op* op) override { threads_->submit(op); }
+    void close() override;
+    const char* name() const override { return "cloning"; }
+
+  private:
+    struct Divided;
+    std::shared_ptr<Cloner> cloner_of(int fd);
+    void handle(Op& op);
+    void divide(Op& whole, const Cloner::Ranges& ranges);
+    void on_part_written(Divided& divided, const Op& part);
+
+    const std::shared_ptr<Backend> inner_;
+    std::mutex mu_;
+    // State below is protected by mu_.
+    std::map<int, std::shared_ptr<Cloner>> cloners_;
+    size_t divided_ = 0;  // ops of which parts are under way
+    std::condition_variable none_divided_;
+
+    const std::shared_ptr<Backend> threads_;  // last, since they use all of the above
+};
+
+}  // namespace fastckpt

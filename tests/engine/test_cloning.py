@@ -1,0 +1,406 @@
+"""The cloner by itself: of each block, exactly the chunks that another file has in the same place
+are cloned, and the rest is written by the backend behind it, whose errors are the job's.
+
+Blocks and chunks are small here, and clones are copies between files in memory. Knows
+fastckpt._engine; must not know formats, nor how a step finds the other file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fastckpt import _engine
+from fastckpt.plan.image import address_of
+from tests.engine.test_engine import PAGE, WAIT_S, callback_backend, engine_of, relaxed
+
+CHUNK = PAGE
+KEY = bytes(range(16))
+UNKNOWN = b"\xff" * 16
+SAMPLES = 8
+POLYVAL = _engine.polyval_kernels()["portable"]
+
+
+class Range(NamedTuple):
+    """Bytes of a file."""
+
+    begin: int
+    end: int
+
+
+def memory_file(files: ExitStack, content: bytes = b"", nbytes: int = 0) -> int:
+    fd = os.memfd_create("cloned", os.MFD_CLOEXEC)
+    files.callback(os.close, fd)
+    os.pwrite(fd, content, 0)
+    os.truncate(fd, max(nbytes, len(content)))
+    return fd
+
+
+def content_of(fd: int) -> bytes:
+    return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+def pieces(content: bytes) -> list[bytes]:
+    return [content[at : at + CHUNK] for at in range(0, len(content), CHUNK)]
+
+
+def hashes_of(content: bytes) -> list[bytes]:
+    return [POLYVAL(piece, KEY) for piece in pieces(content)]
+
+
+@dataclass
+class Disk:
+    """Clones ranges by copies, writes what is given to it, and notes both."""
+
+    clones: list[Range] = field(default_factory=list)
+    writes: list[Range] = field(default_factory=list)
+
+    def clone(self, target: int, source: int, offset: int, nbytes: int) -> None:
+        self.clones.append(Range(offset, offset + nbytes))
+        os.pwrite(target, os.pread(source, nbytes, offset), offset)
+
+    def write(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        assert kind == "write"
+        self.writes.append(Range(offset, offset + len(memory)))
+        return os.pwrite(fd, memory, offset)
+
+
+@contextmanager
+def cloning(
+    disk: Disk, fd: int, cloner: _engine.Cloner, threads: int = 2
+) -> Iterator[_engine.CloningBackend]:
+    with callback_backend(disk.write) as inner:
+        backend = _engine.CloningBackend(inner, threads)
+        backend.add(fd, cloner)
+        try:
+            yield backend
+        finally:
+            backend.close()
+            backend.remove(fd)
+
+
+def staged(engine: _engine.Engine, content: bytearray, blocks: int) -> _engine.WriteJob:
+    """Begins to stage what the caller holds until it is staged."""
+    segments = array("Q", [0, len(content), address_of(content)])
+    return engine.stage(segments, array("Q"), _engine.Allowance(blocks), 2)
+
+
+class Saved(NamedTuple):
+    """What came of a save: the file, the cloner, and how the job ended."""
+
+    content: bytes
+    cloner: _engine.Cloner
+    failure: tuple[str, int, int] | None
+
+
+def save(
+    new: bytes,
+    old: bytes,
+    known: list[bytes],
+    block_bytes: int,
+    disk: Disk,
+    *,
+    direct: bool = False,
+) -> Saved:
+    """Writes a file of which another one, with hashes, is the last version."""
+    with ExitStack() as files, engine_of(3, block_bytes) as engine:
+        source, fd = memory_file(files, old), memory_file(files, nbytes=len(new))
+        cloner = _engine.Cloner(
+            len(new), block_bytes, CHUNK, KEY, source, b"".join(known), disk.clone
+        )
+        with cloning(disk, fd, cloner) as backend:
+            held = bytearray(new)
+            job = staged(engine, held, 3)
+            job.write_to(fd, 0, backend, direct)
+            assert job.wait_staged(WAIT_S) and job.wait_written(WAIT_S)
+            return Saved(content_of(fd), cloner, job.failure())
+
+
+def changed(content: bytes, chunks: set[int]) -> bytes:
+    """The content with other bytes in some of its chunks, some only at their end."""
+    new = bytearray(content)
+    for chunk in chunks:
+        new[min(len(new), (chunk + 1) * CHUNK) - 1] ^= 1
+    return bytes(new)
+
+
+@given(
+    block_chunks=st.sampled_from([1, 4, 8, 16, 24]),
+    chunks=st.integers(1, 60),
+    ending=st.integers(1, CHUNK),
+    changes=st.sets(st.integers(0, 59)),
+    unknown=st.sets(st.integers(0, 59), max_size=5),
+    comparable=st.integers(0, 60),
+    direct=st.booleans(),
+)
+@example(16, 32, 100, {0, 2, 4, 6, 8, 10, 12, 14}, set(), 60, False)  # all samples of a block
+@example(16, 32, 100, {0, 2, 4, 6, 8, 10, 12}, {20}, 60, True)
+@example(16, 48, CHUNK, set(), set(), 20, False)
+@relaxed
+def test_equal_chunks_are_cloned_and_all_others_written(
+    block_chunks: int,
+    chunks: int,
+    ending: int,
+    changes: set[int],
+    unknown: set[int],
+    comparable: int,
+    direct: bool,
+) -> None:
+    """Of a block in which each of the chunks looked at first has changed, nothing is cloned."""
+    old = random.Random(chunks).randbytes((chunks - 1) * CHUNK + ending)
+    new = changed(old, {chunk for chunk in changes if chunk < chunks})
+    known = [UNKNOWN if chunk in unknown else each for chunk, each in enumerate(hashes_of(old))][
+        :comparable
+    ]
+    disk = Disk()
+    saved = save(new, old, known, block_chunks * CHUNK, disk, direct=direct)
+    padding = bytes(-len(new) % PAGE)
+    assert saved.failure is None and saved.content[: len(new)] == new
+
+    wanted = hashes_of(new)
+    equal = [chunk < len(known) and known[chunk] == each for chunk, each in enumerate(wanted)]
+    cloned = []
+    for first in range(0, chunks, block_chunks):
+        block = range(first, min(first + block_chunks, chunks))
+        stride = max(1, len(block) // SAMPLES)
+        taken = [chunk for chunk in block if equal[chunk]]
+        if not any(equal[chunk] for chunk in block[::stride]):
+            taken = []
+            if first < len(known):
+                for chunk in set(block) - set(block[::stride]):
+                    wanted[chunk] = UNKNOWN
+        cloned.append(sum(len(pieces(new)[chunk]) for chunk in taken))
+        equal[first : first + block_chunks] = [chunk in taken for chunk in block]
+    assert saved.cloner.hashes() == b"".join(wanted)
+    assert saved.cloner.cloned() == cloned and saved.cloner.refusal() == (0, 0)
+    # Each byte came by one way, and by as few calls as can be.
+    ends = {chunk: min(len(new), (chunk + 1) * CHUNK) for chunk in range(chunks)}
+    runs: list[tuple[bool, Range]] = []
+    for chunk in range(chunks):
+        kind, end = equal[chunk], ends[chunk]
+        if direct and not kind and end == len(new):
+            end += len(padding)
+        if runs and chunk % block_chunks and runs[-1][0] == kind:
+            runs[-1] = kind, Range(runs[-1][1].begin, end)
+        else:
+            runs.append((kind, Range(chunk * CHUNK, end)))
+    assert sorted(disk.clones) == [each for kind, each in runs if kind]
+    assert sorted(disk.writes) == [each for kind, each in runs if not kind]
+    padded = direct and not equal[-1]
+    assert saved.content == new + (padding if padded else b"")
+
+
+class RefusesFrom(Disk):
+    """Its clones fail from the k-th on, each with another error."""
+
+    def __init__(self, first: int, *codes: int) -> None:
+        super().__init__()
+        self._first, self._codes = first, codes
+
+    def clone(self, target: int, source: int, offset: int, nbytes: int) -> None:
+        super().clone(target, source, offset, nbytes)
+        number = len(self.clones) - 1 - self._first
+        if number >= 0:
+            os.pwrite(target, b"half a clone", offset)
+            raise OSError(self._codes[number], "refused")
+
+
+def test_after_a_refused_clone_everything_is_written() -> None:
+    old = random.Random(1).randbytes(24 * CHUNK)
+    new = changed(old, {1, 4, 9})
+    disk = RefusesFrom(1, errno.EXDEV)  # the second one: chunks 2 and 3
+    with ExitStack() as files, engine_of(1, 8 * CHUNK) as engine:
+        source, fd = memory_file(files, old), memory_file(files, nbytes=len(new))
+        sizes = (len(new), 8 * CHUNK, CHUNK)
+        hashes = b"".join(hashes_of(old))
+        cloner = _engine.Cloner(*sizes, KEY, source, hashes, disk.clone)
+        with cloning(disk, fd, cloner, threads=1) as backend:
+            held = bytearray(new)
+            job = staged(engine, held, 1)
+            job.write_to(fd, 0, backend, False)
+            assert job.wait_written(WAIT_S) and job.failure() is None
+        assert content_of(fd) == new
+    assert disk.clones == [Range(0, CHUNK), Range(2 * CHUNK, 4 * CHUNK)]
+    blocks = [Range(at * CHUNK, (at + 8) * CHUNK) for at in (8, 16)]
+    assert disk.writes == [Range(CHUNK, 8 * CHUNK), *blocks]
+    assert cloner.refusal() == (errno.EXDEV, 2 * CHUNK)
+    assert cloner.cloned() == [CHUNK, 0, 0]
+    assert cloner.hashes() == b"".join(hashes_of(new))  # the next file is compared with it
+
+
+class Fails(Disk):
+    """Writes at some offsets fail."""
+
+    def __init__(self, codes: dict[int, int]) -> None:
+        super().__init__()
+        self._codes = codes
+
+    def write(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        super().write(kind, fd, memory, offset)
+        if offset in self._codes:
+            raise OSError(self._codes[offset], "failed")
+        return len(memory)
+
+
+def test_first_error_of_a_blocks_parts_is_the_jobs() -> None:
+    """The other parts of the block end before it does, whose memory they read."""
+    old = random.Random(2).randbytes(16 * CHUNK)
+    new = changed(old, {1, 3, 5, 7, 11})
+    disk = Fails({3 * CHUNK: errno.ENOSPC, 5 * CHUNK: errno.EIO})
+    saved = save(new, old, hashes_of(old), 8 * CHUNK, disk)
+    assert saved.failure == ("write", 3 * CHUNK, errno.ENOSPC)
+    assert {each.begin // CHUNK for each in disk.writes} >= {1, 3, 5, 7}
+
+
+def test_short_writes_of_a_part_go_on() -> None:
+    class Short(Disk):
+        def write(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+            return super().write(kind, fd, memory[: 1 + len(memory) // 2], offset)
+
+    old = random.Random(3).randbytes(20 * CHUNK + 5)
+    new = changed(old, {0, 3, 4, 20})
+    saved = save(new, old, hashes_of(old), 8 * CHUNK, Short())
+    assert saved.content == new and saved.failure is None
+
+
+class Gated(Disk):
+    """Writes wait for an event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def write(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        self.reached.set()
+        assert self.go_on.wait(WAIT_S)
+        return super().write(kind, fd, memory, offset)
+
+
+@contextmanager
+def under_way(
+    disk: Gated, new: bytes, old: bytes, blocks: int
+) -> Iterator[tuple[_engine.WriteJob, _engine.CloningBackend, int]]:
+    """A job of which a part is being written, and no more than so many blocks are staged."""
+    with ExitStack() as files, engine_of(blocks, 8 * CHUNK) as engine:
+        source, fd = memory_file(files, old), memory_file(files, nbytes=len(new))
+        sizes = (len(new), 8 * CHUNK, CHUNK)
+        hashes = b"".join(hashes_of(old))
+        cloner = _engine.Cloner(*sizes, KEY, source, hashes, disk.clone)
+        with cloning(disk, fd, cloner) as backend:
+            held = bytearray(new)
+            job = staged(engine, held, blocks)
+            job.write_to(fd, 0, backend, False)
+            assert disk.reached.wait(WAIT_S)
+            try:
+                yield job, backend, fd
+            finally:
+                disk.go_on.set()
+                assert job.wait_written(WAIT_S)
+
+
+def test_close_waits_for_parts_under_way() -> None:
+    old = random.Random(4).randbytes(8 * CHUNK)
+    order: list[str] = []
+
+    class Noting(Gated):
+        def write(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+            moved = super().write(kind, fd, memory, offset)
+            order.append("written")
+            return moved
+
+    disk, new = Noting(), changed(old, {2, 6})
+
+    def close(backend: _engine.CloningBackend) -> None:
+        backend.close()
+        order.append("closed")
+
+    with under_way(disk, new, old, 1) as (job, backend, fd):
+        closing = threading.Thread(target=close, args=(backend,))
+        closing.start()
+        disk.go_on.set()
+        closing.join(WAIT_S)
+        assert order == ["written", "written", "closed"]
+        assert job.wait_written(WAIT_S) and job.failure() is None
+        assert content_of(fd) == new
+
+
+def test_a_cancelled_job_ends_with_what_is_under_way() -> None:
+    old = random.Random(5).randbytes(80 * CHUNK)
+    disk, new = Gated(), changed(old, set(range(0, 80, 8)))
+    with under_way(disk, new, old, 1) as (job, _backend, fd):
+        job.cancel()
+        assert not job.wait_written(0.0)
+        disk.go_on.set()
+        assert job.wait_written(WAIT_S)
+        failure = job.failure()
+        assert failure is not None and failure[2] == errno.ECANCELED
+        assert job.nbytes_written() == 8 * CHUNK
+        assert content_of(fd) == new[: 8 * CHUNK] + bytes(72 * CHUNK)
+
+
+def test_files_that_are_written_at_once_have_their_own_cloners() -> None:
+    disk = Disk()
+    with ExitStack() as stack:
+        engine = stack.enter_context(engine_of(4, 8 * CHUNK))
+        inner = stack.enter_context(callback_backend(disk.write, 2))
+        backend = _engine.CloningBackend(inner, 2)
+        stack.callback(backend.close)
+        files: list[tuple[int, bytearray, _engine.Cloner, _engine.WriteJob]] = []
+        for number in range(3):
+            old = random.Random(number).randbytes((20 + number) * CHUNK)
+            new = bytearray(changed(old, {number, 17 - number}))
+            source, fd = memory_file(stack, old), memory_file(stack, nbytes=len(new))
+            sizes = (len(new), 8 * CHUNK, CHUNK)
+            hashes = b"".join(hashes_of(old))
+            cloner = _engine.Cloner(*sizes, KEY, source, hashes, disk.clone)
+            backend.add(fd, cloner)
+            files.append((fd, new, cloner, staged(engine, new, 2)))
+        for fd, _new, _cloner, job in files:
+            job.write_to(fd, 0, backend, False)
+        for fd, new, cloner, job in files:
+            assert job.wait_written(WAIT_S) and job.failure() is None
+            backend.remove(fd)
+            assert content_of(fd) == new
+            assert sum(cloner.cloned()) == len(new) - 2 * CHUNK
+
+
+def niceness() -> int:
+    """The calling thread's."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_hashes_are_computed_at_low_priority() -> None:
+    """And blocks are written at that of the process."""
+    found: dict[str, set[int]] = {"clone": set(), "write": set()}
+
+    def noting(kind: str, call: Callable[..., int | None]) -> Callable[..., int | None]:
+        def noted(*args: object) -> int | None:
+            found[kind].add(niceness())
+            return call(*args)
+
+        return noted
+
+    disk = Disk()
+    disk.clone = noting("clone", disk.clone)  # type: ignore[assignment, method-assign]
+    disk.write = noting("write", disk.write)  # type: ignore[assignment, method-assign]
+    old = random.Random(6).randbytes(32 * CHUNK)
+    own = niceness()
+    save(changed(old, {3, 12, 30}), old, hashes_of(old), 8 * CHUNK, disk)
+    assert found == {"clone": {min(own + 10, 19)}, "write": {own}} and niceness() == own
+
+
+@pytest.mark.parametrize(("key", "hashes"), [(b"short", b""), (KEY, b"half a hash")])
+def test_half_keys_and_hashes_are_refused(key: bytes, hashes: bytes) -> None:
+    with pytest.raises(ValueError, match=r"16 bytes|rows"):
+        _engine.Cloner(1, CHUNK, CHUNK, key, -1, hashes)
