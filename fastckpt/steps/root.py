@@ -113,7 +113,7 @@ class Steps:
         # began meanwhile would take its name and lose the files it made there.
         self._removing = threading.RLock()
         self._sequence = 0  # of the last commit that was begun here
-        self._failed: dict[int, int] = {}  # for a step that failed here, its next attempt's number
+        self._abandoned: set[str] = set()  # names under which saves failed here
         self._damaged: set[str] = set()  # names of steps that were read and found damaged
         self._doubtful: set[str] = set()  # names of steps that were committed, perhaps not durably
         self._unread: set[str] = set()  # names of steps that may be whole, but could not be read
@@ -214,7 +214,7 @@ class Steps:
             except CheckpointError as error:
                 faults.append(Fault(name, error))
         found.sort(key=in_order, reverse=True)
-        return _Look(found, faults, gone, bare)
+        return _Look(found, faults, gone - self._abandoned, bare)  # those were never committed
 
     def _manifest(self, name: str) -> Manifest | None:
         """Returns the manifest, read only if it has changed; None if there is none."""
@@ -316,13 +316,13 @@ class Steps:
         with self._removing:  # a save that begins meanwhile sees no half-removed directory
             self.remove_left()
             # Earlier jobs, or ranks that were late for a failed save, may have filled the disk.
-            if not self._cleaned or self._failed:
+            if not self._cleaned or self._abandoned:
                 self._cleaned = True
                 self.remove_dead()
         # The name of a failed attempt is not used again: a late rank may still write there.
-        for attempt in range(self._failed.get(step, 0), _ATTEMPTS_MAX):
+        for attempt in range(_ATTEMPTS_MAX):
             name = step_name(step, attempt)
-            for _ in range(_CREATES_MAX):
+            for _ in range(0 if name in self._abandoned else _CREATES_MAX):
                 if not self._make(name):
                     break
                 temporary = atomic.temporary_path(self.path(name, MANIFEST))
@@ -423,9 +423,7 @@ class Steps:
         """
         # Closed first: a network client keeps an open file that is removed, and so its directory.
         atomic.close_quietly(self.storage, begun.manifest_fd)
-        match = NAME.match(begun.name)
-        assert match is not None
-        self._failed[int(match[1])] = int(match[2] or 0) + 1
+        self._abandoned.add(begun.name)  # before it vanishes
         self._begun.discard(begun.name)
         self.discard(begun.name)
 

@@ -30,7 +30,7 @@ from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleChec
 from fastckpt.formats.step_names import STEP_MAX, step_name
 from fastckpt.saving import pipeline
 from fastckpt.steps.retention import retain, supersede
-from fastckpt.steps.root import DEAD_AFTER_S, Steps
+from fastckpt.steps.root import DEAD_AFTER_S, Begun, Steps
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.vanishing import Vanished
@@ -966,6 +966,30 @@ def test_steps_that_vanish_whenever_they_are_listed(root: Path, at_once: None) -
         with pytest.raises(StorageError, match="gone when it was looked at, 20 times") as caught:
             checkpointer.latest()
         assert caught.value.errno == errno.EBUSY
+
+
+class Abandoning(Steps):
+    """A save that has begun fails after the next listing of the root."""
+
+    failing: Begun | None = None
+
+    def names(self) -> list[str]:
+        names, failing, self.failing = super().names(), self.failing, None
+        if failing is not None:
+            self.abandon(failing)
+        return names
+
+
+def test_a_save_that_fails_here_was_no_step(root: Path, at_once: None) -> None:
+    """The first step is committed while the second one is cancelled."""
+    steps = Abandoning(Storage(), str(root))
+    first, steps.failing = steps.begin(1), steps.begin(2)
+    assert steps.next_sequence() == 1
+    assert steps.failing is None and directories(root) == [first.name]
+    steps.abandon(first)
+    again = steps.begin(1)
+    assert again.name != first.name, "a late rank may still write there"
+    steps.abandon(again)
 
 
 class Remembering(Recorder):
