@@ -197,6 +197,9 @@ class SwapPlace(Place):
                 "and is not replaced: save to a directory of its own"
             )
 
+    def abandon(self) -> None:
+        self._draft.discard()
+
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         self._draft.discard()
         if self._is_committed and self._retain is not None:
