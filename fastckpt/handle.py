@@ -476,8 +476,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._check_process()
         if self._decider == threading.get_ident():
             raise RuntimeError(
-                f"before_commit would wait for itself, since the {self.subject()} ends after it: call "
-                "result(), restore() and close() elsewhere"
+                f"before_commit would wait for itself, since the {self.subject()} ends after it: "
+                "call result(), restore() and close() elsewhere"
             )
 
     def _check_process(self) -> None:
