@@ -201,7 +201,8 @@ class SwapPlace(Place):
         self._draft.discard()
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
-        self._draft.discard()
+        if self._draft.lock is not None:  # abandon() has not discarded it
+            self._draft.discard()
         if self._is_committed and self._retain is not None:
             try:
                 # Of two at a time each would find directories that the other one removes.
