@@ -129,8 +129,9 @@ def save(
             writes has arrived, with the SaveStats so far and a digest of the rank's bytes: the
             SHA-256, in hexadecimal digits, of the CRC-32s of its blocks, so equal tensors have
             equal digests (with group, of tensors from 1 MiB on alone). If it raises on any rank,
-            nothing is committed: result() raises CheckpointError there, PeerFailed elsewhere. Not
-            called if torch.save itself writes. Default: none.
+            nothing is committed: result() raises CheckpointError there, PeerFailed elsewhere. What
+            it returns is ignored. It must not wait for this save, nor for one that was begun later.
+            Not called if torch.save itself writes. Default: none.
 
     Returns:
         A SaveHandle; its result() returns the SaveStats when the checkpoint is committed. With

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isnan, nan
 from typing import Any, NamedTuple
@@ -262,6 +264,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self.stats = SaveStats()
         self.reported = False
         self._is_cancelled = False
+        self._decider: int | None = None  # the thread that runs before_commit
         self._started = started
         self._staged = Latch()
         self._queued = Latch()
@@ -278,6 +281,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
             state = f"committed: {self.stats}"
         else:
             state = "writing" if self.is_staged() else "copying"
+            if self._is_cancelled:
+                state += ", cancel() was called"
         target = repr(self.path) if self.path else f"{self._target} object"
         return f"<{type(self).__name__} {target}: {state}>"
 
@@ -328,7 +333,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         """Waits for the commit and returns the SaveStats. Raises the save's error, or TimeoutError
         if it has not ended within `timeout` seconds (None: no limit).
         """
-        self._check_process()
+        self._check_wait()
         try:
             stats = super().result(timeout)
         except BaseException as error:
@@ -341,7 +346,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits for the end of the save. Returns its error or None; raises TimeoutError."""
-        self._check_process()
+        self._check_wait()
         error = super().exception(timeout)
         self.reported = True
         return error
@@ -385,7 +390,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         Raises:
             TimeoutError: it was not committed within `timeout`. CheckpointError: the save failed.
         """
-        self._check_process()
+        self._check_wait()
         if not self._first.wait(timeout):
             raise TimedOut(f"{self.subject()} was not committed within {timeout:g} s")
         if self.stats.local_committed_s is None:
@@ -394,7 +399,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
 
     def wait_first(self) -> None:
         """Waits for the first commit, in whichever tier, or for the end of the save."""
-        self._check_process()
+        self._check_wait()
         self._first.wait()
 
     def mark_local(self) -> None:
@@ -406,7 +411,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         """Waits, for at most `timeout` seconds, for the end of the save, which does not count as
         asking for its error; returns whether it has come.
         """
-        self._check_process()
+        self._check_wait()
         return self.wait(timeout)
 
     def failure(self) -> BaseException | None:
@@ -458,6 +463,24 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         raise TypeError(
             f"the save to {self.path!r} belongs to this process: its handle has no copy"
         )
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Refuses waits of this thread for the end of the save, which the body decides on."""
+        self._decider = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._decider = None
+
+    def _check_wait(self) -> None:
+        """Raises an error instead of a wait that would never end, or in another process."""
+        self._check_process()
+        if self._decider == threading.get_ident():
+            raise RuntimeError(
+                f"before_commit would wait for itself, since the {self.subject()} ends after it: "
+                "call result(), restore() and close() elsewhere"
+            )
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid and not self.done():

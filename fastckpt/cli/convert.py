@@ -221,7 +221,9 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
     unknown = [copy.name for copy in found.values() if not safetensors.supported(copy.dtype)]
     if unknown and is_dotted:
         names = listed(map(shown_name, unknown))
-        raise IncompatibleCheckpoint(f"safetensors files have no dtype for {names}")
+        raise IncompatibleCheckpoint(
+            f"safetensors files have no dtype for {names}: choose others by --glob, or --to pt"
+        )
     return [*found.values()]
 
 

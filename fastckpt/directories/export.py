@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastckpt.arguments.checks import Fence, check_count, check_path, check_size, optional
+from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import Told, remove_directory, save_directory
@@ -275,17 +276,23 @@ def _named(
     found: dict[str, SharedTensor] = {}
     old_of: dict[str, str] = {}
     seen: set[object] = set()
+    names: list[str] = []
     misfits: list[str] = []
     kept: list[torch.Tensor] = []  # alive, so that their memory does not become others'
     for keys, tensor in tensors_in(state):
         kept.append(tensor)
         old = joined(keys)
+        names.append(old)
         new = fit.new_name(old) if fit.asks_for(old) else None
         if new is None:
             continue
         name = dotted(new)
         if not name:
-            raise ValueError(f"nothing is left of the name {old!r}")
+            raise ValueError(
+                f"rename leaves nothing of the name {old!r}: return None to leave the tensor out"
+                if old
+                else "a tensor alone has no name: export it in a dict, under a name"
+            )
         try:
             held = _held(old, tensor, parts, name in unequal)
         except OtherRanks:  # as all DTensors are, so one name is enough
@@ -309,7 +316,8 @@ def _named(
     if misfits:
         raise TypeError(f"safetensors files cannot hold all of the state: {'; '.join(misfits)}")
     if not found:
-        raise ValueError("the state holds no tensor that is to be exported")
+        left = f": only={fit.only!r} and rename leave out {listed(names)}" if names else ""
+        raise ValueError(f"the state holds no tensor that is to be exported{left}")
     return [*found.values()]
 
 

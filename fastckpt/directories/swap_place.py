@@ -197,8 +197,12 @@ class SwapPlace(Place):
                 "and is not replaced: save to a directory of its own"
             )
 
-    def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
+    def abandon(self) -> None:
         self._draft.discard()
+
+    def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
+        if self._draft.lock is not None:  # abandon() has not discarded it
+            self._draft.discard()
         if self._is_committed and self._retain is not None:
             try:
                 # Of two at a time each would find directories that the other one removes.

@@ -132,7 +132,8 @@ class Round:
             return  # all ranks know it, or none can be told
         try:
             self._join(0.0)
-            if isinstance(error, SaveCancelled):
+            # That of an earlier save, which is told by this one, is a failure of this one.
+            if isinstance(error, SaveCancelled) and self.is_cancelled():
                 self._cancel()
                 return
             self._post(f"rank {self.rank} failed: {type(error).__name__}: {error}", [self.rank])
@@ -225,6 +226,7 @@ class Round:
         self._post(f"rank {self.rank} cancelled it", [self.rank], was_cancelled=True)
 
     def _text(self, why: str) -> str:
+        why = why.removesuffix(f"; {self._consequence}")  # which the rank's own error may say, too
         return f"{self.label}: {why[:_CAUSE_CHARS]}; {self._consequence}"
 
     def check(self) -> None:

@@ -136,8 +136,9 @@ class Save(Job):
         crcs = [crc for output in outputs for crc in output.file.transfer.block_crcs()]
         digest = hashlib.sha256(b"".join(crc.to_bytes(4, "little") for crc in crcs)).hexdigest()
         try:
-            self.before_commit(self.handle.stats, digest)
-        except Exception as error:
+            with self.handle.deciding():
+                self.before_commit(self.handle.stats, digest)
+        except BaseException as error:  # a SystemExit, too, is no more than a refusal here
             raise CheckpointError(
                 f"before_commit refused the save to {self.handle.path!r} by "
                 f"{type(error).__name__}: {error}; nothing was committed"

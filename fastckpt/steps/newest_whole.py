@@ -106,8 +106,8 @@ def first_whole(
         which = f"step {step}" if step is not None else "no step"
         state = "damaged" if step is not None else "whole"
         raise CorruptCheckpoint(
-            f"{which} under {shelves[0].root!r} is {state}: {'; '.join(problems[:3])}; the state "
-            "may have been partly overwritten"
+            f"{which} under {shelves[0].root!r} is {state}: {'; '.join(problems[:3])}; a state "
+            "that was being restored may have been partly overwritten"
         )
     return found
 

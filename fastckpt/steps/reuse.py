@@ -70,7 +70,11 @@ class Reuse:
             file.keep_open(others.pop_all())
         refusal = refusal_to_clone(storage, file.fd, path)
         if refusal is not None:
-            log.info("everything is written, nothing is reused: %s", refusal)
+            if not steps.told_uncloned:
+                log.info(
+                    "everything is written, nothing is reused, now and in later saves: %s", refusal
+                )
+            steps.told_uncloned = True
             if last is not None:
                 file.allocate(nbytes)
             return

@@ -117,7 +117,7 @@ class Steps:
         self._damaged: set[str] = set()  # names of steps that were read and found damaged
         self._doubtful: set[str] = set()  # names of steps that were committed, perhaps not durably
         self._unread: set[str] = set()  # names of steps that may be whole, but could not be read
-        self.told_empty = False  # whether the warning that there is no step was given
+        self.told_empty = self.told_uncloned = False  # whether no steps, no clones were told of
         self._begun: set[str] = set()  # names that saves of this process are writing to
         self._left: set[str] = set()  # names of directories that only open files still keep
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet

@@ -138,7 +138,7 @@ def test_a_converted_step_has_its_number(disk: Path) -> None:
     [
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, ["--to", "hf"], "'a.b'"),
         ({"a": torch.ones(1)}, ["--to", "hf", "--glob", "x"], "no tensor that is to be copied"),
-        ({"a": torch.ones(1, dtype=torch.cfloat)}, ["--to", "safetensors"], "no dtype for a"),
+        ({"a": torch.ones(1, dtype=torch.cfloat)}, ["--to", "safetensors"], "no dtype for a: ch"),
         ({"a": torch.ones(1)}, ["--to", "hf", "--shard-size", "much"], "shard-size"),
         (torch.ones(1), ["--to", "safetensors"], "has a tensor without a name (a file that is a"),
         ({"": torch.ones(1)}, ["--to", "pt"], "save it in a dict, under a name"),

@@ -62,6 +62,17 @@ def cancel_in_turn(member: Member, root: str) -> list[Outcome]:
         return [attempt(handle.result) for handle in handles]
 
 
+def cancel_unasked(member: Member, root: str) -> Outcome:
+    """The first rank cancels a step, of which nobody asks; returns what came of the next one."""
+    with Checkpointer(root, drain_rate=50e3 * member.world_size) as checkpointer:
+        handle = checkpointer.save(1, {"own": PerRank(torch.ones(2 * MIB))})
+        if member.rank == 0:
+            handle.cancel()
+        handle.wait_done()
+        meet(member)
+        return attempt(lambda: checkpointer.save(2, {"own": PerRank(1)}).result())
+
+
 def refuse(member: Member, root: str, refusing: int) -> tuple[list[Outcome], list[str], int | None]:
     """One rank refuses to commit a step; returns what came of it and of the step after it, the
     digests that were seen, and the step that is found.

@@ -239,8 +239,9 @@ def test_what_files_cannot_hold_is_named(disk: Path) -> None:
     [
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, {}, ValueError, "'a.b' would be named"),
         ({"__metadata__": torch.ones(1)}, {}, ValueError, "the header"),
-        ({"a": torch.ones(1)}, {"only": "b*"}, ValueError, "no tensor"),
-        ({"a": torch.ones(1)}, {"rename": {"a": ""}}, ValueError, "nothing is left of the name"),
+        ({"a": torch.ones(1)}, {"only": "b*"}, ValueError, "only='b.' and rename leave out a$"),
+        ({"a": torch.ones(1)}, {"rename": {"a": ""}}, ValueError, "leaves nothing of the name 'a'"),
+        (torch.ones(1), {}, ValueError, "a tensor alone has no name: export it in a dict"),
         ({"a": 1}, {}, ValueError, "no tensor"),
         ({"a": torch.ones(1)}, {"dtype": torch.int8}, ValueError, "floating-point"),
         ({"a": torch.ones(1)}, {"dtype": "bf16"}, TypeError, "torch.dtype"),

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -62,7 +64,20 @@ def test_while_it_copies(old: Path) -> None:
 def test_while_it_writes(old: Path) -> None:
     handle = fastckpt.save({"w": torch.ones(1 << 20)}, old, drain_rate=SLOW)
     assert handle.cancel()
+    assert repr(handle).endswith("ing, cancel() was called>")
     cancelled(handle)
+
+
+def test_nothing_of_an_export_is_left_when_it_is_told(disk: Path) -> None:
+    left: Queue[list[str]] = Queue()
+    with HeldTensor() as held:
+        handle = fastckpt.export({"w": held.tensor}, disk / "a", fence="step")
+        held.wait_reached()
+        assert os.listdir(disk) and handle.cancel()
+        handle.add_done_callback(lambda _: left.put(os.listdir(disk)))
+        held.release()
+        cancelled(handle)
+    assert left.get(timeout=WAIT_S) == []
 
 
 def test_while_memory_is_short(old: Path) -> None:
@@ -177,6 +192,16 @@ def test_other_steps_are_not_touched(crew: Callable[[int], Crew], disk: Path) ->
             assert checkpointer.steps() == [1, 3] if second is SaveCancelled else [1, 2, 3]
 
 
+@pytest.mark.multiprocess
+def test_who_cancels_an_earlier_step_has_not_cancelled_this_one(
+    crew: Callable[[int], Crew], disk: Path
+) -> None:
+    first, other = crew(2)(bodies.cancel_unasked, str(disk))
+    assert type(other.error) is SaveCancelled and "an earlier save" in str(other.error)
+    assert type(first.error) is fastckpt.PeerFailed
+    assert "rank 1 failed: SaveCancelled: an earlier save" in str(first.error)
+
+
 # before_commit
 
 
@@ -206,6 +231,25 @@ def test_it_refuses(old: Path) -> None:
     assert type(e.value.__cause__) is ValueError
 
 
+def test_its_exit_is_no_exit(old: Path) -> None:
+    """It would be one of whoever asks for the result."""
+    handle = fastckpt.save("new", old, before_commit=lambda *_: sys.exit(3))
+    with pytest.raises(fastckpt.CheckpointError, match="by SystemExit: 3; nothing was committed"):
+        handle.result(WAIT_S)
+
+
+@pytest.mark.parametrize("method", ["restore", "close"])
+def test_it_does_not_wait_for_itself(disk: Path, method: str) -> None:
+    def wait(*_: Any) -> None:
+        arguments = [{"w": torch.ones(3)}] if method == "restore" else []
+        getattr(checkpointer, method)(*arguments)
+
+    with Checkpointer(disk, before_commit=wait) as checkpointer:
+        handle = checkpointer.save(1, {"w": torch.ones(3)})
+        with pytest.raises(fastckpt.CheckpointError, match="wait for itself, since the save to"):
+            handle.result(WAIT_S)
+
+
 def test_it_has_to_be_a_function(old: Path) -> None:
     with pytest.raises(TypeError, match="before_commit is 5 of type int, must be"):
         fastckpt.save("new", old, before_commit=5)  # type: ignore[arg-type]
@@ -222,5 +266,6 @@ def test_one_rank_refuses_for_all(crew: Callable[[int], Crew], disk: Path, refus
         assert first is third is None and latest == 3
         wanted = fastckpt.CheckpointError if rank == refusing else fastckpt.PeerFailed
         assert type(refused) is wanted and "loss is nan" in str(refused)
+        assert str(refused).count("nothing was committed") == 1
         assert len(set(digests)) == 1 and len(digests) == 3
     assert sorted(os.listdir(disk)) == ["step-00000001", "step-00000003"]

@@ -468,6 +468,9 @@ def test_no_step_is_whole(crew: Callable[[int], Crew], disk: Path) -> None:
     for outcome in crew(2)(bodies.restore, str(disk)):
         assert type(outcome.error) is fastckpt.CorruptCheckpoint
         assert "rank-00001.safetensors" in str(outcome.error)
+        assert str(outcome.error).endswith(
+            "; a state that was being restored may have been partly overwritten"
+        )
     crew(2)(bodies.save_steps, str(disk), [3], {})
     assert restored(crew(2), disk) == 3
 
