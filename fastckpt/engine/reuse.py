@@ -74,7 +74,7 @@ class Cloner:
             None if storage.transfer is None else storage.clone_range,
         )
 
-    # What follows is known after the last block.
+    # The properties below are known after the last block.
 
     @property
     def hashes(self) -> ChunkHashes:

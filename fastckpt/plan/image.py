@@ -25,7 +25,7 @@ class Segment(NamedTuple):
 
 
 class ItemRun(NamedTuple):
-    """Where items of so many bytes begin in an image; they go on to where the next run begins."""
+    """A place in an image from which items of so many bytes lie, up to the next run's begin."""
 
     begin: int
     width: int

@@ -90,7 +90,7 @@ class Parts:
         local = _local(tensor)
         _check_local(key, tensor, local, spread.box)
         _check_storable(key, local)
-        # Where some ranks have no memory to tell tensors by, none does.
+        # If some ranks have no memory to tell tensors by, no rank uses its own.
         memory = None if spread.is_empty_somewhere else memory_of(local)
         identity = (id(tensor),) if memory is None else (memory, spread_by)
         return Part(local, spread.box, spread.holders, spread.placement, identity)

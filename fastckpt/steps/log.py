@@ -59,7 +59,7 @@ def telling(on_commit: Callable[[int, SaveStats], None], step: int) -> Callable[
                 on_commit(step, handle.stats)
         except BaseException as error:  # SystemExit, too: this is the thread of the save
             log.exception("on_commit raised, after step %d was committed", step)
-            # Where no thread could be started it is the caller's, whom Ctrl-C is meant for.
+            # If no thread could be started, this one is the caller's, whom Ctrl-C is meant for.
             if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
                 raise
 

@@ -24,7 +24,7 @@ from fastckpt.storage.lustre_layout import Purpose
 log = logging.getLogger("fastckpt")
 
 _NAME_BYTES_MAX = 150  # leaves room for the suffix below within the 255 bytes of a directory entry
-# Where a file system cannot exchange two names, or give a file another one.
+# The errors of a file system that cannot exchange two names, or give a file another one.
 _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 _SUFFIX = re.compile(r"\.(?P<host>[^.]*)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z")
 _numbers = itertools.count()
