@@ -6,10 +6,10 @@ capturing files that are written later. It must not know how these are written o
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from collections.abc import Mapping
-from contextlib import suppress
 
 import torch
 
@@ -23,6 +23,8 @@ from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
+
+_REMOVALS_MAX = 3  # tries to remove a draft to which other ranks may still add files
 
 
 class CapturedFile:
@@ -226,9 +228,13 @@ class Draft:
 
     def discard(self) -> None:
         """Removes what is left of it: everything, or after the commit what was replaced."""
-        if not self.is_kept:
-            with suppress(OSError):  # if another rank adds a file just now, it stays as debris
+        for _ in range(0 if self.is_kept else _REMOVALS_MAX):
+            try:
                 self._storage.remove_tree(self.root)
+            except OSError as error:  # what cannot be removed is left to a later save
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    continue  # another rank, which has yet to hear of the failure, added a file
+            break
         if self.lock is not None:
             atomic.close_quietly(self._storage, self.lock)
             self.lock = None

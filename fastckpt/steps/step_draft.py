@@ -63,6 +63,8 @@ class StepDraft:
                 status = self._storage.status(path)
                 if status is not None and (status.st_dev, status.st_ino) == identity:
                     self._storage.remove(path)
+        if self._made:  # the first rank could not remove the directory with one of these in it
+            self.steps.remove_if_empty(self.name)
 
     def close(self) -> None:
         """Closes the temporary manifest, whose lock tells others that the save is alive."""

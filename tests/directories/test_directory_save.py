@@ -436,6 +436,27 @@ def test_what_fails_later(disk: Path, on_error: str, caplog: pytest.LogCaptureFi
     assert step_in(disk / "a") == 2
 
 
+def test_a_file_that_another_rank_adds_to_a_failed_draft_goes_with_it(disk: Path) -> None:
+    class Added(Storage):
+        added = False
+
+        def allocate(self, fd: int, nbytes: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def remove_tree(self, path: str) -> None:
+            super().remove_tree(path)
+            if not self.added:
+                self.added = True
+                os.mkdir(path)
+                Path(path, "late.pt").touch()
+                os.rmdir(path)  # as the removal's last step, which finds a file that came late
+
+    with through(storage := Added()) as pipeline:
+        save_directory(str(disk / "a"), fill_with(1), on_error="warn")
+        pipeline.drain()
+    assert storage.added and os.listdir(disk) == []
+
+
 def test_a_draft_that_somebody_removes_is_a_failed_save(disk: Path) -> None:
     gate = threading.Event()
     storage = Delay("sync", gate)

@@ -200,10 +200,11 @@ import sys, threading
 import torch, fastckpt
 
 saved = threading.Event()
+state = torch.ones(6 << 20)  # once: a daemon that is inside torch when Python ends is aborted
 
 def save():
     while True:
-        fastckpt.save(torch.ones(6 << 20), sys.argv[1], fence="step")
+        fastckpt.save(state, sys.argv[1], fence="step")
         saved.set()
 
 threading.excepthook = lambda raised: None  # that no more saves begin is told to the daemon

@@ -28,9 +28,11 @@ import torch
 from fastckpt import Checkpointer, export
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats.step_names import STEP_MAX, step_name
+from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
 from fastckpt.steps.retention import retain, supersede
 from fastckpt.steps.root import DEAD_AFTER_S, Begun, Steps
+from fastckpt.steps.step_draft import StepDraft
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.vanishing import Vanished
@@ -545,6 +547,28 @@ def test_two_processes_clean_up_at_once(root: Path) -> None:
     unfinished(root, 5, None)
     assert Steps(Second(), str(root)).remove_dead() == []
     assert directories(root) == []
+
+
+@pytest.mark.parametrize("removed_first", [False, True])
+def test_a_file_that_comes_while_a_failed_step_is_removed(root: Path, removed_first: bool) -> None:
+    """Whichever rank removes last removes the directory, too."""
+
+    class Between(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+            if operation.name == "remove_directory":
+                os.close(late.create("rank-00001.safetensors"))
+                if removed_first:
+                    late.abandon()
+            return real()
+
+    agreement = Coordinator.alone().begin("step 1")
+    first = StepDraft(Steps(Between(), str(root)), agreement)
+    late = StepDraft(Steps(Storage(), str(root)), agreement)
+    late.name = first.begin(1)
+    first.abandon()
+    late.abandon()
+    agreement.close()
+    assert os.listdir(root) == []
 
 
 class SyncFailsAfterRename(Recorder):
