@@ -439,13 +439,6 @@ class Steps:
             self._remove_manifest(name)
             self._empty(name, self.storage.names(self.path(name)))
 
-    def remove_if_empty(self, name: str) -> None:
-        """Removes a directory that holds nothing; does nothing if that cannot be done. A save that
-        has just made it makes it once more.
-        """
-        with self._removing, suppress(OSError):
-            self.storage.remove_directory(self.path(name))
-
     def _remove_manifest(self, name: str) -> None:
         self._known.pop(name, None)
         with suppress(FileNotFoundError):  # gone already

@@ -63,8 +63,10 @@ class StepDraft:
                 status = self._storage.status(path)
                 if status is not None and (status.st_dev, status.st_ino) == identity:
                     self._storage.remove(path)
-        if self._made:  # the first rank could not remove the directory with one of these in it
-            self.steps.remove_if_empty(self.name)
+        if self._made and begun is None:
+            # The first rank could not remove the directory if one of these was made meanwhile.
+            with suppress(OSError):  # it is gone, or has a file that another rank is to remove
+                self._storage.remove_directory(self.path())
 
     def close(self) -> None:
         """Closes the temporary manifest, whose lock tells others that the save is alive."""

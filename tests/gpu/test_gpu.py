@@ -72,7 +72,7 @@ class Steps:
 
     def __init__(self, directory: Path, fence: str = "call", **options: Any) -> None:
         self.directory = directory / "run"
-        self._kept = fastckpt.Checkpointer(self.directory, fence=fence, durable=False, **options)
+        self._kept = fastckpt.Checkpointer(self.directory, fence=fence, **options)
         self.save, self.load, self.close = self._kept.save, self._kept.load, self._kept.close
 
 
