@@ -5,9 +5,14 @@
 // no other thread gets the GIL meanwhile.
 #include <pybind11/pybind11.h>
 
+#include <fcntl.h>
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
 #include <ctime>
 
 namespace py = pybind11;
@@ -86,6 +91,61 @@ py::dict thread_seconds() {
     return seconds;
 }
 
+// Whether a thread sleeps in a system call that waits for input, a connection or a child. No
+// operation of torch does; one may wait for its own threads (futex) or for a GPU (poll, ioctl).
+bool waits_for_input(pid_t tid) {
+    char text[64];
+    std::snprintf(text, sizeof text, "/proc/self/task/%d/syscall", static_cast<int>(tid));
+    const int fd = ::open(text, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return false;  // the thread has ended, or this kernel does not tell
+    const ssize_t nbytes = ::read(fd, text, sizeof text - 1);
+    ::close(fd);
+    if (nbytes <= 0) return false;
+    text[nbytes] = 0;
+    char* end = text;
+    const long number = std::strtol(text, &end, 10);
+    if (end == text) return false;  // it is running
+    switch (number) {
+        case SYS_read:
+        case SYS_readv:
+        case SYS_recvfrom:
+        case SYS_recvmsg:
+        case SYS_accept:
+        case SYS_accept4:
+        case SYS_epoll_pwait:
+#if defined(SYS_epoll_wait)
+        case SYS_epoll_wait:
+#endif
+        case SYS_wait4:
+        case SYS_waitid:
+            return true;
+        default:
+            return false;
+    }
+}
+
+// Returns the idents of those threads but the caller's that wait for input, as far as is known.
+py::list threads_waiting_for_input() {
+    const NoCollecting paused;
+    const auto own = PyThread_get_thread_ident();
+    py::dict tops = py::module_::import("sys").attr("_current_frames")();
+    py::list waiting;
+#if defined(__linux__)
+    for (const auto& [key, top] : tops) {
+        const auto ident = key.cast<unsigned long>();
+        clockid_t clock;
+        if (ident == own || pthread_getcpuclockid(static_cast<pthread_t>(ident), &clock) != 0)
+            continue;
+        // The clock of a thread is its number, inverted, above three bits (posix-timers.h in
+        // Linux).
+        if (waits_for_input(~(clock >> 3))) waiting.append(key);
+    }
+#else
+    (void)own;
+#endif
+    return waiting;
+}
+
 std::atomic<uint64_t> main_thread_turns{0};
 
 // Asks the main thread to count a turn between two of its instructions; false if it cannot be asked
@@ -103,6 +163,7 @@ bool ask_main_thread() {
 void bind_python_frames(py::module_& m) {
     m.def("thread_stacks", &thread_stacks);
     m.def("thread_seconds", &thread_seconds);
+    m.def("threads_waiting_for_input", &threads_waiting_for_input);
     m.def("ask_main_thread", &ask_main_thread);
     m.def("main_thread_turns", [] { return main_thread_turns.load(); });
 }

@@ -131,8 +131,10 @@ class CallsUnderWay:
                 if not call.is_running(stacks.get(ident, [])):
                     del self._left[ident]
         since_s = time.monotonic() - self._begin_s
-        if since_s > STAYED_S:
-            for ident in self._stayed:
+        if self._left and since_s > STAYED_S:
+            # A server's thread may have had a message since the save began, and may now wait for
+            # the next one in a function of any name.
+            for ident in [*self._stayed, *_engine.threads_waiting_for_input()]:
                 self._left.pop(ident, None)
         main = threading.main_thread().ident or 0
         if main in self._left and self._left[main].is_top and since_s > _MAIN_ASKED_S:

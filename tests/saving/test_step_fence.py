@@ -10,8 +10,10 @@ import ctypes
 import dis
 import os
 import queue
+import select
 import selectors
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -53,7 +55,8 @@ from tests.torture.step_fence import OPERATIONS, WAYS, tried
 __all__ = ["every_test_settles"]
 
 NBYTES = 2 << 20
-read_unnamed = ctypes.CDLL(None).read  # waits, but not by a name that is known to
+# These wait, but not by names that are known to.
+read_unnamed, poll_unnamed = ctypes.CDLL(None).read, ctypes.CDLL(None).poll
 
 
 def as_file(state: Any, directory: Path) -> fastckpt.SaveHandle:
@@ -86,6 +89,11 @@ def pipe() -> Iterator[tuple[int, int]]:
     finally:
         os.write(writing, b"end")
         os.close(writing)
+
+
+def polled(fd: int) -> ctypes.Array[ctypes.c_char]:
+    """What poll(2) takes to wait until a descriptor can be read."""
+    return ctypes.create_string_buffer(struct.pack("ihh", fd, select.POLLIN, 0))
 
 
 # Operations that are running when the copy ends.
@@ -179,7 +187,7 @@ def test_a_call_that_does_not_end_fails_the_save_and_is_named(
 
         def call() -> None:
             begun.set()
-            read_unnamed(reading, ctypes.create_string_buffer(1), 1)
+            poll_unnamed(polled(reading), 1, -1)
 
         with running(call) as thread:
             assert begun.wait(WAIT_S)
@@ -203,7 +211,7 @@ def test_a_call_that_began_before_the_save_does_not_hold_it_up(disk: Path) -> No
     with pipe() as (reading, writing):
 
         def call() -> None:
-            read_unnamed(reading, ctypes.create_string_buffer(1), 1)
+            poll_unnamed(polled(reading), 1, -1)
 
         with running(call) as thread:
             wait_until(lambda: blocked_in(thread, "call"), "it is in the call")
@@ -214,18 +222,41 @@ def test_a_call_that_began_before_the_save_does_not_hold_it_up(disk: Path) -> No
             os.write(writing, b"x")
 
 
+def compute() -> None:
+    until_s = time.thread_time() + 0.05
+    while time.thread_time() < until_s:
+        pass
+
+
+def test_a_server_that_waits_for_its_next_message_does_not_hold_the_save_up(disk: Path) -> None:
+    """It has had one since the save began, and so has not stayed in one call."""
+    with HeldTensor(NBYTES) as gate, pipe() as (reading, writing):
+        answered = threading.Event()
+
+        def serve() -> None:
+            read_unnamed(reading, ctypes.create_string_buffer(1), 1)
+            compute()
+            answered.set()
+            read_unnamed(reading, ctypes.create_string_buffer(1), 1)
+
+        with running(serve) as thread:
+            wait_until(lambda: blocked_in(thread, "serve"), "it waits for a message")
+            handle = as_file({"gate": gate.tensor}, disk)
+            gate.wait_reached()
+            os.write(writing, b"x")
+            assert answered.wait(WAIT_S)
+            wait_until(lambda: blocked_in(thread, "serve"), "it waits for the next one")
+            gate.release()
+            handle.result(WAIT_S)
+            os.write(writing, b"x")
+
+
 def test_a_loop_that_has_come_to_a_tensor_of_the_state_is_waited_for(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stands where it stood at the call, at another tensor; what it has computed tells."""
     monkeypatch.setattr(calls_under_way, "STAYED_S", 0.0)
     weight, other = (torch.full((NBYTES // 4,), 3.0) for _ in range(2))
-
-    def compute() -> None:
-        until_s = time.thread_time() + 0.05
-        while time.thread_time() < until_s:
-            pass
-
     with HeldTensor(NBYTES) as gate, HeldTensor(NBYTES) as first, HeldTensor(NBYTES) as second:
 
         def loop() -> None:
