@@ -54,7 +54,7 @@ class Roundings:
 
     def __init__(self, masters: Sequence[ItemRange] = (), halves: Sequence[ItemRange] = ()) -> None:
         if masters and halves:
-            assert masters[-1].begin + _FP32_BYTES * masters[-1].count <= halves[0].begin
+            assert masters[-1].begin + _FP32_BYTES * masters[-1].items <= halves[0].begin
         self._masters = masters
         self._halves = halves
         self._key = secrets.token_bytes(_KEY_BYTES)
@@ -114,10 +114,10 @@ def _grains(
         tensor = tensors[number]
         if tensor.begin >= end:
             break
-        last = max(1, tensor.count // GRAIN_ITEMS) - 1
+        last = max(1, tensor.items // GRAIN_ITEMS) - 1
         for grain in range(max(0, -((tensor.begin - begin) // size)), last + 1):
             at = tensor.begin + grain * size
-            count = GRAIN_ITEMS if grain < last else tensor.count - last * GRAIN_ITEMS
+            count = GRAIN_ITEMS if grain < last else tensor.items - last * GRAIN_ITEMS
             if at + count * width > end:
                 break
             yield at, count

@@ -36,7 +36,7 @@ class ItemRange(NamedTuple):
     """So many items of one tensor, from a place in an image on."""
 
     begin: int
-    count: int
+    items: int
 
 
 @dataclass
