@@ -173,6 +173,8 @@ class SaveStats:
         reused = sum(its.reused_nbytes for its in self.by_rank) or self.reused_nbytes
         if reused:
             told.append(f"{shown_size(reused)} of it reused")
+        if self.derived_nbytes:
+            told.append(f"{shown_size(self.derived_nbytes)} derived from other tensors")
         if self.local_committed_s is not None:
             told.append(f"on the node after {shown_time(self.local_committed_s)}")
         if self.stall_s is not None:

@@ -49,14 +49,15 @@ class Roundings:
         halves: these bf16 tensors, ascending, all behind the masters.
 
     Attributes:
+        masters, halves: the arguments.
         derived_nbytes: the bytes that encoders derived, and did not store.
     """
 
     def __init__(self, masters: Sequence[ItemRange] = (), halves: Sequence[ItemRange] = ()) -> None:
         if masters and halves:
             assert masters[-1].begin + _FP32_BYTES * masters[-1].items <= halves[0].begin
-        self._masters = masters
-        self._halves = halves
+        self.masters = masters
+        self.halves = halves
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._lock = threading.Lock()
         # State below is protected by _lock.
@@ -74,18 +75,18 @@ class Roundings:
             Whether the block has bf16 items: of() then needs all blocks before it to be seen.
         """
         end = offset + len(block)
-        for at, count in _grains(self._masters, _FP32_BYTES, offset, end):
+        for at, count in _grains(self.masters, _FP32_BYTES, offset, end):
             rounded = scratch[: _BF16_BYTES * count]
             round_to_bf16(block[at - offset : at - offset + _FP32_BYTES * count], rounded)
             name = count, polyval(rounded, self._key)
             with self._lock:  # of equal ones the first, whoever comes first
                 self._sources[name] = min(at, self._sources.get(name, at))
-        return next(_grains(self._halves, _BF16_BYTES, offset, end), None) is not None
+        return next(_grains(self.halves, _BF16_BYTES, offset, end), None) is not None
 
     def of(self, block: memoryview, offset: int) -> list[Rounding]:
         """Returns the parts of a block that are roundings of blocks that were seen, ascending."""
         found: list[Rounding] = []
-        for at, count in _grains(self._halves, _BF16_BYTES, offset, offset + len(block)):
+        for at, count in _grains(self.halves, _BF16_BYTES, offset, offset + len(block)):
             begin, nbytes = at - offset, _BF16_BYTES * count
             name = count, polyval(block[begin : begin + nbytes], self._key)
             with self._lock:
