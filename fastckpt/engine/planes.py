@@ -31,6 +31,7 @@ _KINDS = (1, 2, 4, 8, 2 + _TURNED, 4 + _TURNED, 8 + _TURNED, _DERIVED)
 _WIDTHS = {kind: kind % _TURNED for kind in _KINDS}
 _HEADER_BYTES_MAX = _HEAD.size + RUNS_MAX * (_HEAD.size + 4 * 8)
 _DERIVED_BYTES_MIN = 2 * ITEMS_MIN  # so that a block has few, each of which reads other blocks
+_DERIVED_AT_A_TIME = 1 << 20  # bytes
 _FRAMES_KEPT = 2  # while a block is derived, whose sources ascend as a rule
 _OCTETS = 1
 _WIDTH_MAX = 8
@@ -239,16 +240,23 @@ class Masters:
             ValueError: these do not lie before it, or are themselves derived. What reading their
                 frames raises.
         """
-        if len(target) % 2 or source + 2 * len(target) > self._offset + at:
+        if source + 2 * len(target) > self._offset + at:
             raise ValueError("items are derived from what follows them")
-        items = memoryview(bytearray(2 * len(target)))
+        items = memoryview(bytearray(2 * min(len(target), _DERIVED_AT_A_TIME)))
+        for begin in range(0, len(target), _DERIVED_AT_A_TIME):
+            part = target[begin : begin + _DERIVED_AT_A_TIME]
+            taken = items[: 2 * len(part)]
+            self._fill(source + 2 * begin, taken)
+            round_to_bf16(taken, part)
+
+    def _fill(self, offset: int, target: memoryview) -> None:
+        """Fills target from the image's bytes from this offset on."""
         begin = 0
-        while begin < len(items):
-            number, inside = divmod(source + begin, self._block_bytes)
-            nbytes = min(len(items) - begin, self._block_bytes - inside)
-            self._frame(number).fill(inside, items[begin : begin + nbytes], refuse_to_derive)
+        while begin < len(target):
+            number, inside = divmod(offset + begin, self._block_bytes)
+            nbytes = min(len(target) - begin, self._block_bytes - inside)
+            self._frame(number).fill(inside, target[begin : begin + nbytes], refuse_to_derive)
             begin += nbytes
-        round_to_bf16(items, target)
 
     def _frame(self, number: int) -> Frame:
         frame = self._frames.pop(number, None) or self._open_frame(number)
