@@ -20,6 +20,7 @@
 #include "engine/engine.h"
 #include "planes/planes.h"
 #include "polyval/polyval.h"
+#include "rounding/rounding.h"
 
 namespace py = pybind11;
 
@@ -205,6 +206,18 @@ void bind_planes(py::module_& m) {
           });
 }
 
+void bind_rounding(py::module_& m) {
+    m.def("round_to_bf16", [](const py::buffer& items, const py::buffer& rounded) {
+        const py::buffer_info from = items.request(), to = rounded.request(/*writable=*/true);
+        const auto count = to.size * to.itemsize / 2;
+        if (to.size * to.itemsize != 2 * count || from.size * from.itemsize != 4 * count)
+            throw py::value_error("items and what they are rounded to differ in their number");
+        py::gil_scoped_release nogil;
+        round_to_bf16(static_cast<const uint8_t*>(from.ptr), static_cast<size_t>(count),
+                      static_cast<uint8_t*>(to.ptr));
+    });
+}
+
 using PolyvalFunction = Polyval (*)(const Polyval&, const void*, size_t);
 
 Polyval key_of(const std::string& bytes) {
@@ -214,7 +227,21 @@ Polyval key_of(const std::string& bytes) {
     return key;
 }
 
+py::bytes hash_of(PolyvalFunction function, const py::buffer& data, const std::string& key) {
+    const py::buffer_info info = data.request();
+    const Polyval factor = key_of(key);
+    Polyval hash;
+    {
+        py::gil_scoped_release nogil;
+        hash = function(factor, info.ptr, static_cast<size_t>(info.size * info.itemsize));
+    }
+    return py::bytes(reinterpret_cast<const char*>(hash.data()), hash.size());
+}
+
 void bind_polyval(py::module_& m) {
+    m.def("polyval", [](const py::buffer& data, const std::string& key) {
+        return hash_of(polyval, data, key);
+    });
     m.def("polyval_kernel", &polyval_kernel);
     m.def("polyval_kernels", [] {
         py::dict kernels;
@@ -224,10 +251,7 @@ void bind_polyval(py::module_& m) {
             const PolyvalFunction function = kernel->polyval;
             kernels[kernel->name] =
                 py::cpp_function([function](const py::buffer& data, const std::string& key) {
-                    const py::buffer_info info = data.request();
-                    const auto nbytes = static_cast<size_t>(info.size * info.itemsize);
-                    const Polyval hash = function(key_of(key), info.ptr, nbytes);
-                    return py::bytes(reinterpret_cast<const char*>(hash.data()), hash.size());
+                    return hash_of(function, data, key);
                 });
         }
         return kernels;
@@ -440,6 +464,7 @@ PYBIND11_MODULE(_engine, m) {
     bind_crc(m);
     bind_planes(m);
     bind_polyval(m);
+    bind_rounding(m);
     bind_jobs(m);
     bind_streams(m);
     bind_devices(m);

@@ -29,14 +29,15 @@ from fastckpt.formats.strict_json import (
 from fastckpt.plan.boxes import Box
 from fastckpt.plan.image import PAGE_BYTES, block_count
 
-FORMAT, VERSION = "fastckpt-index", 3
+FORMAT, VERSION = "fastckpt-index", 4
 INDEX_BYTES_MAX = 1 << 30
 PER_RANK = "fastckpt.per_rank"
 _PER_RANK_OF = f"{PER_RANK}~rank"
 _PADDING_BEFORE = "fastckpt.padding~rank"
 # Version 1 has no values of ranks other than the writer, version 2 has; neither has the codec
-# "planes" or hashes. What older readers understand is written for them.
-_FIRST_VERSION, _GATHERED_VERSION = 1, 2
+# "planes" or hashes, and no version before 4 what is derived. What older readers understand is
+# written for them.
+_FIRST_VERSION, _GATHERED_VERSION, _PLANES_VERSION = 1, 2, 3
 _SUFFIXES = {None: "", "zstd": ".zst", "planes": ".planes"}  # of files, by their codec
 _CRC_DIGITS = 8
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}")
@@ -91,6 +92,8 @@ class ShardIndex:
         pieces: the pieces of tensors.
         per_rank: begin and size in bytes of the entry PER_RANK, or None.
         hashes: those of the file's chunks, or None if the next step is not to reuse any.
+        derived_nbytes: with the codec "planes", the bytes of the uncompressed file that are derived
+            from others of it.
     """
 
     nonce: str
@@ -105,6 +108,7 @@ class ShardIndex:
     pieces: tuple[Piece, ...]
     per_rank: tuple[int, int] | None
     hashes: ChunkHashes | None = None
+    derived_nbytes: int = 0
 
     def values_of(self, rank: int) -> tuple[int, int] | None:
         """Returns begin and size, in bytes, of the values of the writer or of a rank whose shard
@@ -139,7 +143,10 @@ class ShardIndex:
         written = {
             "format": FORMAT,
             "version": _version(
-                any(map(is_per_rank, self.pieces)), self.codec, self.hashes is not None
+                any(map(is_per_rank, self.pieces)),
+                self.codec,
+                has_hashes=self.hashes is not None,
+                derives=self.derived_nbytes > 0,
             ),
             "nonce": self.nonce,
             "rank": self.rank,
@@ -150,6 +157,7 @@ class ShardIndex:
             "crc32": "".join(map(crc_digits, self.block_crcs)),
             "codec": self.codec,
             "frames": [*self.frames],
+            **({"derived_nbytes": self.derived_nbytes} if self.derived_nbytes else {}),
             "per_rank": None if self.per_rank is None else [*self.per_rank],
             **({} if self.hashes is None else {"hashes": _hashes_written(self.hashes)}),
             "pieces": [
@@ -210,6 +218,7 @@ class ShardIndex:
             ),
             per_rank=None if per_rank is None else (per_rank[0], per_rank[1]),
             hashes=None if hashes is None else _hashes_read(hashes),
+            derived_nbytes=written.get("derived_nbytes", 0),
         )
 
 
@@ -222,8 +231,9 @@ def validate(index: Any) -> None:
         "codec": (str, type(None)),
         "per_rank": (list, type(None)),
     }
-    if type(index) is dict and "hashes" in index:
-        kinds["hashes"] = dict
+    if type(index) is dict:
+        optional = {"hashes": dict, "derived_nbytes": int}
+        kinds.update({name: kind for name, kind in optional.items() if name in index})
     check_members(index, kinds, "it")
     if index["format"] != FORMAT or not _FIRST_VERSION <= index["version"] <= VERSION:
         raise ValueError(f"it is a {shown(index['format'])} of version {index['version']}")
@@ -238,6 +248,8 @@ def validate(index: Any) -> None:
     _check_frames(index, blocks)
     if "hashes" in index:
         _check_hashes(index)
+    if "derived_nbytes" in index:
+        _check_derived(index)
     _check_pieces(index)
 
 
@@ -253,6 +265,12 @@ def _check_frames(index: Any, blocks: int) -> None:
         raise ValueError(f"frames are not {blocks} numbers, one for each block")
     if any(not frame or frame % PAGE_BYTES for frame in frames) or sum(frames) != file_nbytes:
         raise ValueError(f"frames are not multiples of {PAGE_BYTES} with the sum {file_nbytes}")
+
+
+def _check_derived(index: Any) -> None:
+    nbytes = index["derived_nbytes"]
+    if index["codec"] != "planes" or not 0 < nbytes < index["nbytes"]:
+        raise ValueError(f"it has {nbytes} derived bytes, which have the codec planes, and sources")
 
 
 def _check_hashes(index: Any) -> None:
@@ -277,12 +295,14 @@ def _hashes_read(written: Any) -> ChunkHashes:
     return ChunkHashes(bytes.fromhex(written["key"]), written["chunk_bytes"], values)
 
 
-def _version(gathers: bool, codec: str | None, has_hashes: bool) -> int:
-    """Returns the first version that has this codec and, if there are, hashes and values of other
-    ranks.
+def _version(gathers: bool, codec: str | None, *, has_hashes: bool, derives: bool) -> int:
+    """Returns the first version that has this codec and, if there are, hashes, values of other
+    ranks and derived bytes.
     """
-    if codec == "planes" or has_hashes:
+    if derives:
         return VERSION
+    if codec == "planes" or has_hashes:
+        return _PLANES_VERSION
     return _GATHERED_VERSION if gathers else _FIRST_VERSION
 
 
@@ -308,9 +328,9 @@ def _check_pieces(index: Any) -> None:
             raise ValueError(f"a piece of {shown(key)} is not inside its tensor")
         extents.append((piece["at"], nbytes, key))
     gathers = any(piece["key"].startswith(_PER_RANK_OF) for piece in index["pieces"])
-    has_hashes = "hashes" in index
-    if index["version"] != _version(gathers, index["codec"], has_hashes):
-        told = "2 has values of other ranks, 3 has planes or hashes"
+    has = {"has_hashes": "hashes" in index, "derives": "derived_nbytes" in index}
+    if index["version"] != _version(gathers, index["codec"], **has):
+        told = "2 has values of other ranks, 3 has planes or hashes, 4 has derived bytes"
         raise ValueError(f"its version {index['version']} does not fit: {told}")
     if index["per_rank"] is not None:
         if not is_numbers(index["per_rank"]) or len(index["per_rank"]) != 2:

@@ -13,10 +13,11 @@ from datetime import datetime, timezone
 from functools import partial
 
 from fastckpt.engine.codec import FrameWriter, encoder_of
+from fastckpt.engine.roundings import Roundings
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import index_name, shard_name
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import disagreement
@@ -86,7 +87,8 @@ class StepPlan(Plan):
         content.description.sample(compared, zlib.crc32(agreement.label.encode()))
         part = part_of(own.image) if pace.gathers and is_small(own) else own.image
         path, how = self._handle.path, (self._place, self._options)
-        self._shard = _ShardOutput(own, part, path, agreement, self._storage, *how, reuse)
+        stats = self._handle.stats
+        self._shard = _ShardOutput(own, part, path, agreement, self._storage, *how, reuse, stats)
         captured, content.objects = content.objects, None
         if captured is None:
             return [self._shard]
@@ -176,6 +178,7 @@ class _ShardOutput(Output):
         place: AnyStepPlace,
         options: StepOptions,
         reuse: Reuse | None,
+        stats: SaveStats,
     ) -> None:
         super().__init__(part, path)
         self.own = own
@@ -188,6 +191,8 @@ class _ShardOutput(Output):
         self._rank = agreement.rank
         self._name = shard_name(agreement.rank, options.codec)
         self._writer: FrameWriter | None = None
+        self._roundings = Roundings()
+        self._stats = stats
 
     @property
     def nbytes(self) -> int:
@@ -216,7 +221,9 @@ class _ShardOutput(Output):
             shard.announce(file.fd, file.route.direct)
         if codec is not None:
             sizes = (shard.nbytes, BLOCK_BYTES)
-            encoder = encoder_of(codec, self.own.runs(), BLOCK_BYTES)
+            if codec == "planes":
+                self._roundings = self.own.roundings()
+            encoder = encoder_of(codec, self.own.runs(), BLOCK_BYTES, self._roundings)
             self._writer = FrameWriter(self._storage, file.fd, path, *sizes, encoder)
             file.through(self._writer.transfer)
 
@@ -239,8 +246,9 @@ class _ShardOutput(Output):
             frames = () if self._writer is None else self._writer.frames()
             crcs = file.transfer.block_crcs()
             hashes = None if self._reuse is None else self._reuse.hashes(crcs)
-            coded = (self._options.codec, frames)
-            index = shard.index(self.nonce, self._name, crcs, *coded, hashes)
+            derived = self._stats.derived_nbytes = self._roundings.derived_nbytes
+            coded = (self._options.codec, frames, hashes, derived)
+            index = shard.index(self.nonce, self._name, crcs, *coded)
         file.end(shard.nbytes)
         name, content = index_name(self._rank), index.to_bytes()
         step.write(name, content, file.fd, self._options.durable)

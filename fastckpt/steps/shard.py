@@ -6,14 +6,16 @@ The module must not know files, other ranks' shards, or how anything is written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import itemgetter
 
 import torch
 
+from fastckpt.engine.roundings import ITEMS_MIN, Roundings
 from fastckpt.formats import safetensors
 from fastckpt.formats.shard_index import PER_RANK, ChunkHashes, Piece, ShardIndex, entry_name
 from fastckpt.plan.boxes import Held, plan
-from fastckpt.plan.image import BLOCK_BYTES, Image, ItemRun
+from fastckpt.plan.image import BLOCK_BYTES, Image, ItemRange, ItemRun
 from fastckpt.ranks.same_state import Sampled
 from fastckpt.state.tree import Leaf
 
@@ -83,6 +85,24 @@ class Shard:
                 found.append(run)
         return found
 
+    def roundings(self) -> Roundings:
+        """Returns where tensors lie of which one may be the other's rounding: of bf16 and of fp32,
+        and the same part of the same shape.
+        """
+        found: dict[torch.dtype, dict[object, list[ItemRange]]] = {
+            torch.bfloat16: {},
+            torch.float32: {},
+        }
+        for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False):
+            if leaf.local.dtype in found and box.numel >= ITEMS_MIN:
+                alike = found[leaf.local.dtype].setdefault((leaf.shape, box), [])
+                alike.append(ItemRange(begin, box.numel))
+        halves, masters = found.values()
+        common = halves.keys() & masters.keys()
+        return Roundings(
+            *(sorted(chain.from_iterable(its[one] for one in common)) for its in (masters, halves))
+        )
+
     def index(
         self,
         nonce: str,
@@ -91,13 +111,14 @@ class Shard:
         codec: str | None = None,
         frames: tuple[int, ...] = (),
         hashes: ChunkHashes | None = None,
+        derived_nbytes: int = 0,
     ) -> ShardIndex:
         pieces = [
             Piece(leaf.key, safetensors.NAMES[leaf.local.dtype], leaf.shape, box, begin)
             for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False)
         ]
         own = (self._offsets[-1], self._per_rank_nbytes) if self._per_rank_nbytes else None
-        how = (nonce, name, block_crcs, pieces, own, codec, frames, hashes)
+        how = (nonce, name, block_crcs, pieces, own, codec, frames, hashes, derived_nbytes)
         return index_of(self._rank, self.nbytes, *how)
 
 
@@ -112,6 +133,7 @@ def index_of(
     codec: str | None = None,
     frames: tuple[int, ...] = (),
     hashes: ChunkHashes | None = None,
+    derived_nbytes: int = 0,
 ) -> ShardIndex:
     """Returns the index of a file of so many bytes, uncompressed, once this rank has written it."""
     return ShardIndex(
@@ -127,6 +149,7 @@ def index_of(
         pieces=tuple(pieces),
         per_rank=per_rank,
         hashes=hashes,
+        derived_nbytes=derived_nbytes,
     )
 
 

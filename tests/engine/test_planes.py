@@ -37,13 +37,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.flo
 DTYPES += [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool]
 
 
-def documented() -> Callable[[bytes], bytes]:
+def documented() -> Callable[..., bytes]:
     """The decoder of docs/format.md, which knows nothing of fastckpt."""
     names: dict[str, Any] = {}
     (code,) = re.findall(
         r"```python\n(import numpy\n.*?)```", (ROOT / "docs" / "format.md").read_text(), re.DOTALL
     )
-    assert len(code.splitlines()) < 30
+    assert len(code.splitlines()) < 40
     exec(code, names)
     return names["block_of"]
 

@@ -52,6 +52,7 @@ from fastckpt.formats.shard_index import (
     ChunkHashes,
     Piece,
     ShardIndex,
+    check_version,
     entry_name,
     index_name,
     per_rank_key,
@@ -484,7 +485,9 @@ def indexes(draw: st.DrawFn) -> ShardIndex:
         sizes = {"min_size": 16, "max_size": 16}
         values = draw(st.binary(**sizes)) * -(-nbytes // 4096)
         hashes = ChunkHashes(draw(st.binary(**sizes).filter(any)), 4096, values)
+    derives = codec == "planes" and draw(st.booleans())
     return ShardIndex(
+        derived_nbytes=draw(st.integers(1, nbytes - 1)) if derives else 0,
         nonce=draw(st.text("0123456789abcdef", min_size=16, max_size=64)),
         rank=rank,
         file=shard_name(rank, codec),
@@ -699,11 +702,11 @@ def test_a_name_twice_is_refused_even_if_the_values_agree() -> None:
 
 
 def test_a_newer_index_is_incompatible() -> None:
-    newer = GOLDEN_INDEX.replace(b'"version":1', b'"version":4,"new":{}')
-    with pytest.raises(IncompatibleCheckpoint, match="version 4"):
+    newer = GOLDEN_INDEX.replace(b'"version":1', b'"version":5,"new":{}')
+    with pytest.raises(IncompatibleCheckpoint, match="version 5"):
         ShardIndex.from_bytes(newer)
     writer = Writer.of(INDEX, "rank-00003.json", newer)
-    with pytest.raises(IncompatibleCheckpoint, match="version 4"):
+    with pytest.raises(IncompatibleCheckpoint, match="version 5"):
         writer.parse_index(newer, NONCE)
     with pytest.raises(CorruptCheckpoint):
         INDEX_WRITER.parse_index(newer, NONCE)
@@ -731,6 +734,26 @@ def test_planes_make_an_index_of_version_3() -> None:
     for index in (older, GOLDEN_INDEX.replace(b'"version":1', b'"version":3', 1)):
         with pytest.raises(CorruptCheckpoint, match="3 has planes"):
             ShardIndex.from_bytes(index)
+
+
+def test_derived_bytes_make_an_index_of_version_4() -> None:
+    """And they alone do; older readers say that they are too old."""
+    index = replace(INDEX, codec="planes", derived_nbytes=2768)
+    content = index.to_bytes()
+    assert b'"version":4' in content and b'],"derived_nbytes":2768,"per_rank"' in content
+    assert ShardIndex.from_bytes(content) == index
+    with pytest.raises(IncompatibleCheckpoint, match="version 4, this fastckpt reads up to 3"):
+        check_version(json.loads(content), "fastckpt-index", 3)
+    for old, new in (
+        (b'"version":4', b'"version":3'),
+        (b"2768", b"0"),
+        (b"2768", b"4180"),
+        (b"2768", b"true"),
+        (b'"planes"', b'"zstd"'),
+        (b'"derived_nbytes":2768,', b""),
+    ):
+        with pytest.raises(CorruptCheckpoint, match=r"derived( bytes|_nbytes)"):
+            ShardIndex.from_bytes(content.replace(old, new, 1))
 
 
 HASHED = replace(
