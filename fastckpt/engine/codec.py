@@ -185,10 +185,8 @@ class FrameWriter:
         self._idle = [_Workspace(encoder(), block_bytes)]
         self._frames: list[int] = []
         self._end = 0  # of the frames whose size is known
-        self._seen = (
-            0  # how many blocks from the first on encoders have seen, and numbers of others
-        )
-        self._seen_early = set[int]()
+        self._seen = 0  # how many blocks from the first on encoders have seen
+        self._seen_early = set[int]()  # the numbers of others
         self._blocks_written = 0
         self._failure: StorageError | None = None
 
