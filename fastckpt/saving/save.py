@@ -8,6 +8,7 @@ method of Plan, Place or Output instead.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -137,7 +138,9 @@ class Save(Job):
         digest = hashlib.sha256(b"".join(crc.to_bytes(4, "little") for crc in crcs)).hexdigest()
         try:
             with self.handle.deciding():
-                self.before_commit(self.handle.stats, digest)
+                answer = self.before_commit(self.handle.stats, digest)
+            if inspect.isawaitable(answer):
+                raise TypeError(f"it returned a {type(answer).__name__}, which nothing here awaits")
         except BaseException as error:  # a SystemExit, too, is no more than a refusal here
             raise CheckpointError(
                 f"before_commit refused the save to {self.handle.path!r} by "

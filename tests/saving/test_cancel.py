@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -253,9 +254,25 @@ def test_it_does_not_wait_for_itself(disk: Path, method: str) -> None:
 def test_it_has_to_be_a_function(old: Path) -> None:
     with pytest.raises(TypeError, match="before_commit is 5 of type int, must be"):
         fastckpt.save("new", old, before_commit=5)  # type: ignore[arg-type]
+class Later:
+    """What somebody else has to wait for."""
+
+    async def __call__(self, *_: Any) -> None:
+        raise ValueError("the loss is nan")
+
+    def __await__(self) -> Iterator[None]:
+        raise ValueError("the loss is nan")
+
+
     for name in ("before_commit", "on_commit"):
         with pytest.raises(TypeError, match=f"{name} is .no. of type str"):
             Checkpointer(old.parent / "run", **{name: "no"})  # type: ignore[arg-type]
+    for later in (Later.__call__, Later(), partial(Later.__call__, Later())):
+        with pytest.raises(TypeError, match=r"before_commit is .* is async: nothing here would"):
+            fastckpt.save("new", old, before_commit=later)
+    handle = fastckpt.save("new", old, before_commit=lambda *_: Later())
+    with pytest.raises(fastckpt.CheckpointError, match="TypeError: it returned a Later, which"):
+        handle.result(WAIT_S)
 
 
 @pytest.mark.multiprocess
