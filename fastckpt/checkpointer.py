@@ -263,8 +263,9 @@ class Checkpointer:
         current = self._current()
         if self._is_step:
             raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
-        agreement, options = self._coordinator.begin(f"step {step}", self._timeout_s), self._options
-        self._handles = [each for each in self._handles if _may_be_told(each)]
+        begin, options = self._coordinator.begin, self._options
+        agreement = begin(f"step {step} of {self.root!r}", self._timeout_s)
+        self._handles = [each for each in self._handles if each.may_be_told()]
         with ExitStack() as failing:
             failing.enter_context(agreement.failing())
             draining = None
