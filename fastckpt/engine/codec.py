@@ -28,6 +28,7 @@ TURN_WAIT_S = 600.0
 
 _SKIPPABLE_MAGIC = 0x184D2A50
 _SKIPPABLE_HEADER_BYTES = 8
+_REPEATED_BYTE = 1  # the kind of a block of zstd that is one byte, however often
 
 
 def padding_nbytes(nbytes: int) -> int:
@@ -36,6 +37,15 @@ def padding_nbytes(nbytes: int) -> int:
     """
     rest = -nbytes % PAGE_BYTES
     return rest + PAGE_BYTES if 0 < rest < _SKIPPABLE_HEADER_BYTES else rest
+
+
+def _padding(nbytes: int) -> bytes:
+    """Returns the skippable frame behind a frame of nbytes; b"" if that needs none."""
+    if not (padding := padding_nbytes(nbytes)):
+        return b""
+    content = padding - _SKIPPABLE_HEADER_BYTES
+    header = _SKIPPABLE_MAGIC.to_bytes(4, "little") + content.to_bytes(4, "little")
+    return header + bytes(content)
 
 
 def stored_nbytes_max(nbytes: int) -> int:
@@ -114,13 +124,10 @@ class _Workspace:
         """Compresses a block, and pads it. The bytes last until the next call."""
         target = memoryview(self._memory)
         nbytes = self._encoder.encode(block, offset, target)
-        padding = padding_nbytes(nbytes)
-        end = nbytes + padding
+        padding = _padding(nbytes)
+        end = nbytes + len(padding)
         assert end <= stored_nbytes_max(len(block))
-        if padding:
-            content = padding - _SKIPPABLE_HEADER_BYTES
-            header = _SKIPPABLE_MAGIC.to_bytes(4, "little") + content.to_bytes(4, "little")
-            target[nbytes:end] = header + bytes(content)
+        target[nbytes:end] = padding
         return target[:end]
 
 
@@ -257,7 +264,8 @@ class FrameReader:
     """Reads blocks of an image from the frames that a FrameWriter wrote.
 
     Several threads may call transfer(), for any blocks in any order. The caller has to verify the
-    bytes: a frame that cannot be decoded gives zeros.
+    bytes: a frame that cannot be decoded gives zeros. Padding is not needed to decode a frame, so
+    that a read does not depend on it; but `zstd -d` does.
     """
 
     def __init__(
@@ -269,8 +277,8 @@ class FrameReader:
         block_bytes: int,
         frames: Sequence[int],
         codec: str = "zstd",
-        *,
         kept: dict[int, bytes] | None = None,
+        unpadded: list[int] | None = None,
     ) -> None:
         """Reads nothing yet.
 
@@ -282,6 +290,8 @@ class FrameReader:
             frames: each block's stored size, as FrameWriter.frames() returned them.
             codec: the one that the file was written with.
             kept: receives each block's frame as it is in the file, by block number.
+            unpadded: receives the numbers of the blocks whose frame was decoded, but does not have
+                the padding that a FrameWriter writes behind it.
 
         Raises:
             CorruptCheckpoint: no writer can have returned such frames.
@@ -303,8 +313,10 @@ class FrameReader:
                     f"multiple of {PAGE_BYTES}, at most {limit}: load another checkpoint"
                 )
         self._offsets = list(accumulate(frames, initial=0))
-        self._decode = planes.decode if codec == "planes" else _decompress
-        self._kept = kept
+        is_planes = codec == "planes"
+        self._decode = planes.decode if is_planes else _decompress
+        self._frame_nbytes = planes.frame_nbytes if is_planes else _frame_nbytes
+        self._kept, self._unpadded = kept, unpadded
 
     def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
         """Reads one whole block and returns its size. A damaged frame gives zeros, which the
@@ -330,7 +342,22 @@ class FrameReader:
             self._kept[index] = stored
         if not self._decode(stored, memory):
             memory[:] = bytes(len(memory))
+        elif self._unpadded is not None:
+            nbytes = self._frame_nbytes(stored, len(memory))
+            if stored[nbytes:] != _padding(nbytes):
+                self._unpadded.append(index)
         return len(memory)
+
+
+def _frame_nbytes(stored: bytes, _nbytes: int) -> int:
+    """Returns the size of the frame at the beginning of `stored`, which can be decompressed."""
+    at, is_last = zstandard.frame_header_size(stored), 0
+    # RFC 8878, 3.1.1.2: three bytes before each of the frame's own blocks.
+    while not is_last and at < len(stored):
+        header = int.from_bytes(stored[at : at + 3], "little")
+        is_last, kind, size = header & 1, header >> 1 & 3, header >> 3
+        at += 3 + (1 if kind == _REPEATED_BYTE else size)
+    return at + 4 * zstandard.get_frame_parameters(stored).has_checksum
 
 
 def _decompress(stored: bytes, target: memoryview) -> bool:

@@ -129,6 +129,12 @@ def decode(stored: bytes, block: memoryview) -> bool:
     return True
 
 
+def frame_nbytes(stored: bytes, nbytes: int) -> int:
+    """Returns the size of what a PlanesEncoder made of a block of nbytes, if it can be decoded."""
+    runs, at = _header(stored, nbytes)
+    return at + sum(sum(planes) for _size, _kind, planes in runs)
+
+
 def _header(stored: bytes, nbytes: int) -> tuple[list[_StoredRun], int]:
     """Returns the runs of a block of nbytes, and the size of the header.
 
