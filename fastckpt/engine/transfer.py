@@ -142,6 +142,7 @@ class ImageTransfer:
                 max(1, stagers),
                 [] if reads is None else reads.ranges,
                 None if direct is None else direct.stage,
+                image.numbers or None,
             )
 
     def __enter__(self) -> ImageTransfer:
@@ -236,11 +237,10 @@ class ImageTransfer:
             detail = ""
             if op == "write" and self._fd is not None:
                 detail = self._storage.refusal_text(self._fd, number)
-            raise StorageError(op, self._path, number, offset, detail)
                 if number == errno.ENOSPC and not detail:  # there is room only for part of the file
                     detail = self._room_text()
+            raise StorageError(op, self._path, number, offset, detail)
 
-    def block_crcs(self) -> list[int]:
     def _room_text(self) -> str:
         assert self._job is not None
         with suppress(OSError):  # the error being explained counts
@@ -248,12 +248,19 @@ class ImageTransfer:
             return "up to " + room_text(self.nbytes - self._job.nbytes_written(), left)
         return ""
 
+    def block_crcs(self) -> list[int]:
         """Returns the CRC-32 of each block of the body; call it after wait_staged()."""
         return [] if self._job is None else self._job.block_crcs()
 
     def slot_crcs(self) -> list[int]:
         """Returns the CRC-32 of each slot's segment; call it after wait_staged()."""
         return [] if self._job is None else self._job.slot_crcs()
+
+    def non_finite(self) -> list[int]:
+        """Returns how many numbers are not finite in each run of image.numbers, as they were
+        staged; call it after wait_staged().
+        """
+        return [] if self._job is None else self._job.non_finite()
 
     def account(self, stats: SaveStats) -> None:
         """Adds the copies by devices to a save's statistics; call it after wait_staged()."""

@@ -80,13 +80,15 @@ class StepPlan(Plan):
         own = Shard(content.leaves, content.per_rank, agreement.rank, by_size=reuse is not None)
         if pace.gathers:
             self._gathering = Gathering(self._pool, self._storage, agreement, self._handle)
-        if self.whole or pace.gathers:
+        names = own.look_at_numbers() if self._options.check_finite else []
+        if self.whole or pace.gathers or names:
             self.way = "host"
         compared = comparable(content.leaves, agreement.world_size)
         content.description.sample(compared, zlib.crc32(agreement.label.encode()))
         part = part_of(own.image) if pace.gathers and is_small(own) else own.image
         path, how = self._handle.path, (self._place, self._options)
         self._shard = _ShardOutput(own, part, path, agreement, self._storage, *how, reuse)
+        self._shard.names = names
         captured, content.objects = content.objects, None
         if captured is None:
             return [self._shard]

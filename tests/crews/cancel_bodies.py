@@ -109,3 +109,15 @@ def refuse(member: Member, root: str, refusing: int) -> tuple[list[Outcome], lis
             state = {"own": PerRank(torch.full((100,), float(member.rank)))}
             outcomes.append(attempt(checkpointer.save(step, state).result))
         return outcomes, digests, checkpointer.latest()
+
+
+def refuse_numbers(member: Member, root: str, options: dict[str, Any]) -> tuple[Outcome, Outcome]:
+    """All ranks hold a tensor that ends with a number which is none, then one without; returns what
+    came of either step.
+    """
+    held = {"w": torch.ones(2 * MIB // 4), "small": torch.ones(3)}
+    with Checkpointer(root, check_finite=True, **options) as checkpointer:
+        held["w"][-1] = torch.nan
+        refused = attempt(checkpointer.save(1, held).result)
+        held["w"][-1] = 1.0
+        return refused, attempt(checkpointer.save(2, held).result)
