@@ -212,8 +212,7 @@ class Checkpointer:
         self._pool = SharedMemory()
         self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
-        self._fence = fence
-        self._timeout_s = timeout_s
+        self._fence, self._timeout_s = fence, timeout_s
         self._steps = Steps(pipeline.current().storage, self.root)
         self._is_step = is_step(self.root)
         self.restored_from: dict[str, str] = {}

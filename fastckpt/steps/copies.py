@@ -174,8 +174,8 @@ class StepCopies:
 
         with self.opened(index.file, index.file_nbytes) as fd, ExitStack() as reading:
             if index.codec is not None:
-                coded = (index.frames, index.codec, frames, unpadded)
-                reader = FrameReader(self._storage, fd, path, *sizes, *coded)
+                file, coded = (self._storage, fd, path), (index.frames, index.codec)
+                reader = FrameReader(*file, *sizes, *coded, kept=frames, unpadded=unpadded)
                 route = reading.enter_context(self._staging.through(fd, reader.transfer))
             blocks = BlockChecksums(*sizes, index.block_crcs, b"")
             yield Body(self._staging, fd, path, blocks, damaged, OVERWRITTEN, route)

@@ -329,9 +329,7 @@ def test_a_rank_that_saves_nothing_or_another_step(
                 if rank == absent:
                     assert type(outcome.error) is ValueError, outcome
                 else:
-                    pattern = (
-                        rf"rank {absent} is at .step -1 of .* and never joined .step {step} "
-                    )
+                    pattern = rf"rank {absent} is at .step -1 of .* and never joined .step {step} "
                     assert_peer_failed(outcome, [absent], pattern)
             elif wrong == "another step":
                 pattern = rf"step {step + (rank == absent)} of .*: rank \d.* .step {step} of"
