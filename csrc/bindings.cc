@@ -305,6 +305,7 @@ void bind_jobs(py::module_& m) {
         .def("nbytes_written", &WriteJob::nbytes_written)
         .def("block_crcs", &WriteJob::block_crcs)
         .def("slot_crcs", &WriteJob::slot_crcs)
+        .def("non_finite", &WriteJob::non_finite)
         .def("blocks_held_max", &WriteJob::blocks_held_max)
         .def("cancel", &WriteJob::cancel);
 }
@@ -391,16 +392,19 @@ void bind_engine(py::module_& m) {
             "stage",
             [](Engine& engine, const py::buffer& segments, const py::buffer& slots,
                std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
-               std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds) {
+               std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
+               const std::optional<py::buffer>& numbers) {
                 auto segment_rows = rows<Segment>(segments);
                 auto slot_rows = rows<Slot>(slots);
+                auto number_rows = numbers ? rows<NumberRun>(*numbers) : std::vector<NumberRun>();
                 py::gil_scoped_release release;
                 return engine.stage(std::move(segment_rows), std::move(slot_rows),
                                     std::move(devices), std::move(gds), std::move(allowance),
-                                    stagers_limit);
+                                    stagers_limit, std::move(number_rows));
             },
             py::arg("segments"), py::arg("slots"), py::arg("allowance"), py::arg("stagers_limit"),
-            py::arg("devices") = std::vector<DeviceRange>(), py::arg("gds") = nullptr)
+            py::arg("devices") = std::vector<DeviceRange>(), py::arg("gds") = nullptr,
+            py::arg("numbers") = py::none())
         .def(
             "read",
             [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,

@@ -47,7 +47,7 @@ from fastckpt.saving.save import Save, Veto
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
 from fastckpt.state.targets import Target
 from fastckpt.state.template import Template, whole
-from fastckpt.state.tree import PerRank, State, Stored, fill
+from fastckpt.state.tree import State, Stored, fill, own_value
 from fastckpt.steps import log as save_log
 from fastckpt.steps.capture import captured
 from fastckpt.steps.load import StepReader
@@ -120,6 +120,12 @@ class Checkpointer:
             clone ranges (XFS, btrfs): for frozen weights. Each step stays whole whatever becomes of
             others; but a bad sector is bad for all that share it. Not with codec, writers_per_node
             or staging="gds"; with `local`, only there.
+        check_finite: whether a step is refused, on all ranks, if it has floating-point numbers that
+            are infinite or not a number, as they were copied: result() raises CheckpointError on
+            the rank that has them, naming the first in its shard, PeerFailed elsewhere. Looks at
+            tensors of the state's dicts, lists and state_dicts, of dtypes from float64 to float8
+            (e4m3fn, e5m2), but not inside of other objects or PerRank; small ones are then stored
+            in the first rank's shard. Not with staging="gds", which goes past host memory.
         staging, stripe, backend, durable: as fastckpt.save's.
         drain_rate: the most bytes per second that a node writes, as a number or a text such as
             "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. This and
@@ -177,6 +183,7 @@ class Checkpointer:
         staging_bytes: int | str | None = None,
         codec: Codec | None = None,
         reuse: Reuse | None = None,
+        check_finite: bool = False,
         staging: StagingWay = "host",
         stripe: Stripe = "auto",
         backend: BackendName = "auto",
@@ -201,12 +208,11 @@ class Checkpointer:
         SignalHandlers.check(signals or ())
         pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
         how = (backend, durable, staging_bytes, staging, stripe, pacing)
-        self._options = StepOptions(*how, codec, keep_last, keep_every, reuse)
+        self._options = StepOptions(*how, codec, keep_last, keep_every, reuse, check_finite)
         self._pool = SharedMemory()
         self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
-        self._fence = fence
-        self._timeout_s = timeout_s
+        self._fence, self._timeout_s = fence, timeout_s
         self._steps = Steps(pipeline.current().storage, self.root)
         self._is_step = is_step(self.root)
         self.restored_from: dict[str, str] = {}
@@ -263,8 +269,9 @@ class Checkpointer:
         current = self._current()
         if self._is_step:
             raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
-        agreement, options = self._coordinator.begin(f"step {step}", self._timeout_s), self._options
-        self._handles = [each for each in self._handles if _may_be_told(each)]
+        begin, options = self._coordinator.begin, self._options
+        agreement = begin(f"step {step} of {self.root!r}", self._timeout_s)
+        self._handles = [each for each in self._handles if each.may_be_told()]
         with ExitStack() as failing:
             failing.enter_context(agreement.failing())
             draining = None
@@ -286,6 +293,7 @@ class Checkpointer:
                 current.staging.devices,
                 differing=self._differing,
                 watch=self._fence == "step",
+                checks_numbers=options.check_finite,
             )
             lent = (current.storage, self._pool, self._note_differing)
             plan = StepPlan(handle, agreement, step, content, place, options, *lent)
@@ -298,7 +306,7 @@ class Checkpointer:
         if self._export is not None and step % self._export.every == 0:
             ways = (self._fence, options.durable, options.staging_bytes, self._timeout_s)
             self.exported = export_step(state, step, self._export, Writing(self.group, *ways))
-            self._exports = [*filter(_may_be_told, self._exports), self.exported]
+            self._exports = [*filter(SaveHandle.may_be_told, self._exports), self.exported]
         return handle
 
     def restore(
@@ -434,7 +442,9 @@ class Checkpointer:
                     for key, tensor in tensors.items()
                 ]
             )
-            return fill(objects, lambda stored: tensors[stored.key], lambda name: _own(own, name))
+            return fill(
+                objects, lambda stored: tensors[stored.key], lambda name: own_value(own, name)
+            )
 
         started = time.perf_counter()
         with self._restoring() as agreement:
@@ -507,7 +517,7 @@ class Checkpointer:
             self._handlers.close()  # only now: a second signal must not end what was waited for
         self._ended = True
         handles = (*self._handles, *self._exports)
-        failed = [*filter(_may_be_told, handles)]
+        failed = [*filter(SaveHandle.may_be_told, handles)]
         self._handles, self._exports = [], []
         for handle in failed[:1]:
             pipeline.raise_earlier(handle)
@@ -585,16 +595,3 @@ class Checkpointer:
             return first_whole(agreement, current, [self._steps], step, noting, required=required)
         options = self._options
         return first_whole_of_tiers(agreement, current, tier, options, step, noting, required)
-
-
-def _may_be_told(handle: SaveHandle) -> bool:
-    """Returns whether a save may still fail, or has failed and nobody has asked for its error."""
-    return not handle.done() or (handle.failure() is not None and not handle.is_asked_for())
-
-
-def _own(values: dict[str, Any] | None, name: str) -> PerRank:
-    own = PerRank()
-    own.found = values is not None and name in values
-    if values is not None and own.found:
-        own.value = values[name]
-    return own

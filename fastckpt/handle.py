@@ -300,8 +300,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         Returns at once. Until the save has ended, for which exception() waits, it reads the object,
         and its files are there. It ends with SaveCancelled on every rank, unless the first rank has
         begun to publish before it hears of this: then it commits as if nobody had asked. Other
-        saves are not touched. Where cancel() was called, no later save raises that SaveCancelled;
-        on a rank where it was not, it is a failure like any other. With a local tier a step can be
+        saves are not touched: no later save raises that SaveCancelled, on any rank. If the first
+        rank has not called this itself, it logs a warning. With a local tier a step can be
         cancelled until it is committed there.
 
         asyncio.wait_for() calls this when its time is up; asyncio.shield() prevents that.
@@ -318,8 +318,14 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         return self._is_cancelled
 
     def is_asked_for(self) -> bool:
-        """Returns whether the failure of this save, if it has failed, need not be told any more."""
-        return self.reported or (self._is_cancelled and isinstance(self.failure(), SaveCancelled))
+        """Returns whether the failure of this save, if it has failed, need not be told any more.
+        That somebody cancelled it is no failure: who did knows, and the next save is another one.
+        """
+        return self.reported or isinstance(self.failure(), SaveCancelled)
+
+    def may_be_told(self) -> bool:
+        """Returns whether this save may still fail, or has failed and nobody knows its error."""
+        return not self.done() or (self.failure() is not None and not self.is_asked_for())
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Waits until the object may be changed: it has been copied, or the save has failed.

@@ -20,6 +20,7 @@
 
 #include "engine/arena.h"
 #include "engine/backend.h"
+#include "engine/non_finite.h"
 #include "engine/token_bucket.h"
 #include "gds/gds_stage.h"
 #include "gpu/device_queue.h"
@@ -132,6 +133,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     int pin_error();
     // Valid after wait_staged().
     DeviceCopies device_copies();
+    // For each of the number runs, how many are not finite. Valid after wait_staged().
+    std::vector<uint64_t> non_finite();
     // Stages and submits no further block. Transfers in flight complete; the job then counts as
     // failed with ECANCELED, unless every block was submitted before.
     void cancel();
@@ -143,8 +146,10 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
 
     WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
              std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
-             std::shared_ptr<Allowance> allowance, unsigned stagers_limit);
+             std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
+             std::vector<NumberRun> numbers);
     void check_plan() const;
+    void check_numbers() const;
     uint64_t block_nbytes(size_t index) const;
     bool wants_stager() const;
     bool has_used_allowance() const;
@@ -169,6 +174,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     void discard_clocks();
     bool is_lost(const Block& block) const;
     void copy(Block& block);
+    void look_at_numbers(Block& block) const;
     void copied(Block& block);
     uint32_t copy_piece(Block& block, const Segment& segment, uint64_t begin, uint64_t end,
                         uint32_t crc) const;
@@ -192,6 +198,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     const std::shared_ptr<GdsStage> gds_;     // null: everything comes to the host
     const std::shared_ptr<Allowance> allowance_;
     const unsigned stagers_limit_;
+    const std::vector<NumberRun> numbers_;  // ascending
     uint64_t nbytes_ = 0;
     std::vector<int64_t> slot_of_segment_;  // the first one; -1: none
 
@@ -200,6 +207,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     std::vector<std::unique_ptr<Block>> blocks_;
     std::vector<uint32_t> block_crcs_;
     std::vector<uint32_t> slot_crcs_;
+    std::vector<uint64_t> non_finite_;
     size_t next_claim_ = 0;
     size_t next_seal_ = 0;
     size_t next_submit_ = 0;
@@ -337,10 +345,13 @@ class Engine {
     // where jobs share one, write_to() must not wait for another job's blocks, or both may wait for
     // ever. The segments' memory stays valid until wait_staged() returns true. `devices` says which
     // of it is devices'. With `gds`, blocks that lie on its device as a whole are staged there: its
-    // blocks have this engine's size, and write_to()'s backend can write them.
+    // blocks have this engine's size, and write_to()'s backend can write them. Of `numbers`, those
+    // that are not finite are counted in the staged bytes, which with `gds` nobody on the host
+    // sees.
     std::shared_ptr<WriteJob> stage(std::vector<Segment> segments, std::vector<Slot> slots,
                                     std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
-                                    std::shared_ptr<Allowance> allowance, unsigned stagers_limit);
+                                    std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
+                                    std::vector<NumberRun> numbers = {});
 
     // Begins to read [0, nbytes) of fd, which stays open until close(). crcs holds the CRC-32 of
     // every block, or nothing; `wanted` the ascending numbers of the blocks that will be asked for,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <utility>
 #include <vector>
 
 #include "crc32/crc32.h"
@@ -55,6 +56,7 @@ struct WriteJob::Block {
     size_t parts_under_way = 0;
 
     int pin_error = 0;
+    std::vector<std::pair<size_t, uint64_t>> non_finite;  // of which run how many
 
     bool is_arriving() const { return !arrivals.empty() || device_error != cuda::kSuccess; }
 

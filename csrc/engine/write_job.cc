@@ -18,16 +18,20 @@ constexpr uint64_t kSlotBytes = 4;
 
 WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
                    std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
-                   std::shared_ptr<Allowance> allowance, unsigned stagers_limit)
+                   std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
+                   std::vector<NumberRun> numbers)
     : engine_(engine),
       segments_(std::move(segments)),
       slots_(std::move(slots)),
       devices_(std::move(devices)),
       gds_(std::move(gds)),
       allowance_(std::move(allowance)),
-      stagers_limit_(std::max(1U, stagers_limit)) {
+      stagers_limit_(std::max(1U, stagers_limit)),
+      numbers_(std::move(numbers)) {
     check_plan();
     nbytes_ = segments_.back().offset + segments_.back().nbytes;
+    check_numbers();
+    non_finite_.assign(numbers_.size(), 0);
     const size_t block_bytes = engine_.block_bytes();
     const size_t count = (nbytes_ + block_bytes - 1) / block_bytes;
     blocks_.resize(count);
@@ -65,6 +69,17 @@ void WriteJob::check_plan() const {
         CHECK(slot.segment + 1 < segments_.size());
         const Segment& holder = segments_[slot.segment + 1];
         CHECK(slot.offset >= holder.offset && slots_end <= holder.offset + holder.nbytes);
+    }
+}
+
+// No number crosses the end of a block.
+void WriteJob::check_numbers() const {
+    uint64_t end = 0;
+    for (const NumberRun& run : numbers_) {
+        CHECK(run.width > 0 && engine_.block_bytes() % run.width == 0);
+        CHECK(run.begin >= end && run.end > run.begin && run.end <= nbytes_);
+        CHECK(run.begin % run.width == 0 && run.end % run.width == 0);
+        end = run.end;
     }
 }
 
@@ -113,6 +128,7 @@ void WriteJob::copied(Block& block) {
     block.state = State::copied;
     if (block.device_error != cuda::kSuccess)
         fail({Op::Kind::copy, block.begin, block.device_error});
+    for (const auto& [run, count] : block.non_finite) non_finite_[run] += count;
     size_t& under_way = block.is_arriving() ? arriving_ : stagers_;
     CHECK(under_way > 0);
     --under_way;
@@ -155,6 +171,19 @@ void WriteJob::copy(Block& block) {
     const uint64_t nbytes = block.end - block.begin;
     const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
     std::memset(block.memory + nbytes, 0, padded - nbytes);
+    look_at_numbers(block);
+}
+
+void WriteJob::look_at_numbers(Block& block) const {
+    auto run = std::upper_bound(numbers_.begin(), numbers_.end(), block.begin,
+                                [](uint64_t at, const NumberRun& r) { return at < r.end; });
+    for (; run != numbers_.end() && run->begin < block.end; ++run) {
+        const uint64_t begin = std::max(block.begin, run->begin);
+        const uint64_t nbytes = std::min(block.end, run->end) - begin;
+        const std::byte* bytes = block.memory + (begin - block.begin);
+        const uint64_t count = count_non_finite(bytes, nbytes, run->width, run->mask);
+        if (count > 0) block.non_finite.emplace_back(run - numbers_.begin(), count);
+    }
 }
 
 // Notes the CRC of a segment for all of its slots, given the first one.
@@ -307,6 +336,11 @@ std::vector<uint32_t> WriteJob::slot_crcs() {
     std::lock_guard lock(engine_.mu_);
     CHECK(next_seal_ == blocks_.size());
     return slot_crcs_;
+}
+
+std::vector<uint64_t> WriteJob::non_finite() {
+    std::lock_guard lock(engine_.mu_);
+    return non_finite_;
 }
 
 size_t WriteJob::blocks_held_max() {

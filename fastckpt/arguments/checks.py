@@ -6,6 +6,7 @@ the value and what was expected. It must not know what the argument is used for.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import os
 import re
@@ -66,9 +67,14 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_callable(name: str, value: object) -> object:
-    """Returns a function, or another object that can be called; raises TypeError for any other."""
+    """Returns a function, or another object that can be called, but none that is async: a call
+    would run nothing of it. Raises TypeError for any other value.
+    """
     if not callable(value):
         raise TypeError(f"{name} is {_told(value)}, must be a function")
+    calls = (value, value.__call__)  # the latter is what runs if it is an object of a class
+    if any(inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in calls):
+        raise TypeError(f"{name} is {shown(value)}, which is async: nothing here would await it")
     return value
 
 

@@ -304,6 +304,14 @@ def _verify_objects(copies: StepCopies, manifest: Manifest) -> int:
 def _verify_writer(copies: StepCopies, manifest: Manifest, writer: Writer) -> int:
     """Verifies the index of one writer, and its shard by the checksums in that."""
     index, _content = copies.index(writer, manifest.nonce)
-    with copies.shard(index) as body:
+    unpadded: list[int] = []
+    with copies.shard(index, unpadded=unpadded) as body:
         body.verify()
+        if unpadded:
+            first, path = min(unpadded), body.path
+            end = sum(index.frames[: first + 1])
+            raise CorruptCheckpoint(
+                f"{path!r} is damaged: the padding of block {first}, before byte {end}, is not "
+                "what was written; every tensor in it is whole, but `zstd -d` may refuse the file"
+            )
     return writer.index_nbytes + writer.nbytes

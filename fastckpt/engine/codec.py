@@ -29,6 +29,7 @@ TURN_WAIT_S = 600.0
 
 _SKIPPABLE_MAGIC = 0x184D2A50
 _SKIPPABLE_HEADER_BYTES = 8
+_REPEATED_BYTE = 1  # the kind of a block of zstd that is one byte, however often
 
 
 def padding_nbytes(nbytes: int) -> int:
@@ -37,6 +38,15 @@ def padding_nbytes(nbytes: int) -> int:
     """
     rest = -nbytes % PAGE_BYTES
     return rest + PAGE_BYTES if 0 < rest < _SKIPPABLE_HEADER_BYTES else rest
+
+
+def _padding(nbytes: int) -> bytes:
+    """Returns the skippable frame behind a frame of nbytes; b"" if that needs none."""
+    if not (padding := padding_nbytes(nbytes)):
+        return b""
+    content = padding - _SKIPPABLE_HEADER_BYTES
+    header = _SKIPPABLE_MAGIC.to_bytes(4, "little") + content.to_bytes(4, "little")
+    return header + bytes(content)
 
 
 def stored_nbytes_max(nbytes: int) -> int:
@@ -133,13 +143,10 @@ class _Workspace:
         """Compresses a block, and pads it. The bytes last until the next call."""
         target = memoryview(self._memory)
         nbytes = self.encoder.encode(block, offset, target)
-        padding = padding_nbytes(nbytes)
-        end = nbytes + padding
+        padding = _padding(nbytes)
+        end = nbytes + len(padding)
         assert end <= stored_nbytes_max(len(block))
-        if padding:
-            content = padding - _SKIPPABLE_HEADER_BYTES
-            header = _SKIPPABLE_MAGIC.to_bytes(4, "little") + content.to_bytes(4, "little")
-            target[nbytes:end] = header + bytes(content)
+        target[nbytes:end] = padding
         return target[:end]
 
 
@@ -297,7 +304,8 @@ class FrameReader:
 
     Several threads may call transfer(), for any blocks in any order. The caller has to verify the
     bytes: a frame that cannot be decoded gives zeros. What a block is derived from is read with it,
-    and is not verified: the block's own checksum tells.
+    and is not verified: the block's own checksum tells. Padding is not needed to decode a frame, so
+    that a read does not depend on it; but `zstd -d` does.
     """
 
     def __init__(
@@ -309,8 +317,8 @@ class FrameReader:
         block_bytes: int,
         frames: Sequence[int],
         codec: str = "zstd",
-        *,
         kept: dict[int, bytes] | None = None,
+        unpadded: list[int] | None = None,
     ) -> None:
         """Reads nothing yet.
 
@@ -322,6 +330,8 @@ class FrameReader:
             frames: each block's stored size, as FrameWriter.frames() returned them.
             codec: the one that the file was written with.
             kept: receives each block's frame as it is in the file, by block number.
+            unpadded: receives the numbers of the blocks whose frame was decoded, but does not have
+                the padding that a FrameWriter writes behind it.
 
         Raises:
             CorruptCheckpoint: no writer can have returned such frames.
@@ -344,7 +354,7 @@ class FrameReader:
                 )
         self._offsets = list(accumulate(frames, initial=0))
         self._codec = codec
-        self._kept = kept
+        self._kept, self._unpadded = kept, unpadded
 
     def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
         """Reads one whole block and returns its size. A damaged frame gives zeros, which the
@@ -361,11 +371,16 @@ class FrameReader:
         """
         assert kind == "read" and fd == self._fd
         index = self._blocks.index_of(memory, offset)
-        stored = self._stored(index, 0, self._frame_nbytes(index))
+        stored = self._stored(index, 0, self._padded_nbytes(index))
         if self._kept is not None:
             self._kept[index] = stored
         if not self._decode(stored, memory, offset):
             memory[:] = bytes(len(memory))
+        elif self._unpadded is not None:
+            is_planes = self._codec == "planes"
+            nbytes = (planes.frame_nbytes if is_planes else _frame_nbytes)(stored, len(memory))
+            if stored[nbytes:] != _padding(nbytes):
+                self._unpadded.append(index)
         return len(memory)
 
     def _decode(self, stored: bytes, memory: memoryview, offset: int) -> bool:
@@ -377,9 +392,9 @@ class FrameReader:
     def _open_frame(self, index: int) -> planes.Frame:
         """Returns the frame of a block, of which only what is asked for is read."""
         read = partial(self._stored, index)
-        return planes.Frame(read, self._frame_nbytes(index), self._blocks.size(index))
+        return planes.Frame(read, self._padded_nbytes(index), self._blocks.size(index))
 
-    def _frame_nbytes(self, index: int) -> int:
+    def _padded_nbytes(self, index: int) -> int:
         return self._offsets[index + 1] - self._offsets[index]
 
     def _stored(self, index: int, begin: int, nbytes: int) -> bytes:
@@ -390,6 +405,17 @@ class FrameReader:
         if len(stored) < nbytes:
             raise StorageError("read", self._path, errno.ENODATA, at + len(stored))
         return stored
+
+
+def _frame_nbytes(stored: bytes, _nbytes: int) -> int:
+    """Returns the size of the frame at the beginning of `stored`, which can be decompressed."""
+    at, is_last = zstandard.frame_header_size(stored), 0
+    # RFC 8878, 3.1.1.2: three bytes before each of the frame's own blocks.
+    while not is_last and at < len(stored):
+        header = int.from_bytes(stored[at : at + 3], "little")
+        is_last, kind, size = header & 1, header >> 1 & 3, header >> 3
+        at += 3 + (1 if kind == _REPEATED_BYTE else size)
+    return at + 4 * zstandard.get_frame_parameters(stored).has_checksum
 
 
 def _decompress(stored: bytes, target: memoryview) -> bool:

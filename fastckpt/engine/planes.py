@@ -286,6 +286,12 @@ def decode(stored: bytes, block: memoryview, derive: Derive = refuse_to_derive) 
     return True
 
 
+def frame_nbytes(stored: bytes, nbytes: int) -> int:
+    """Returns the size of what a PlanesEncoder made of a block of nbytes, if it can be decoded."""
+    runs, at = _header(stored, len(stored), nbytes)
+    return at + sum(sum(words) for _size, kind, words in runs if kind != _DERIVED)
+
+
 def _header(
     stored: memoryview | bytes, stored_nbytes: int, nbytes: int
 ) -> tuple[list[_StoredRun], int]:

@@ -6,7 +6,10 @@ named or committed.
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from operator import add
 
@@ -16,7 +19,7 @@ from fastckpt.engine.staging import Allowance, Route, Staging
 from fastckpt.errors import DeviceError, StorageError
 from fastckpt.handle import WRITE_SIZES, SaveStats
 from fastckpt.plan.image import BLOCK_BYTES, Image
-from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.file_system import Storage, reported, room_text
 
 _ON_HOST = "nothing lies on a GPU"
 _WAIT_S = 3600.0  # of one wait on the engine; it is repeated, for a slow disk is no error
@@ -139,6 +142,7 @@ class ImageTransfer:
                 max(1, stagers),
                 [] if reads is None else reads.ranges,
                 None if direct is None else direct.stage,
+                image.numbers or None,
             )
 
     def __enter__(self) -> ImageTransfer:
@@ -152,11 +156,13 @@ class ImageTransfer:
             self._end_file()
         self._image = None
 
-    def write_to(self, fd: int, offset: int, route: Route) -> None:
-        """Begins to write the image to fd, which stays open until the context is left."""
+    def write_to(self, fd: int, offset: int, route: Route, path: str = "") -> None:
+        """Begins to write the image to fd, which stays open until the context is left; `path` is
+        the file's, if that was not known before.
+        """
         if self._job is None:
             return
-        backend, self._fd = route.backend, fd
+        backend, self._fd, self._path = route.backend, fd, path or self._path
         if self._direct is not None:
             self._way, self._direct_fd = self._direct.begin_file(fd), fd
             backend = self._direct.backend
@@ -231,7 +237,16 @@ class ImageTransfer:
             detail = ""
             if op == "write" and self._fd is not None:
                 detail = self._storage.refusal_text(self._fd, number)
+                if number == errno.ENOSPC and not detail:  # there is room only for part of the file
+                    detail = self._room_text()
             raise StorageError(op, self._path, number, offset, detail)
+
+    def _room_text(self) -> str:
+        assert self._job is not None
+        with suppress(OSError):  # the error being explained counts
+            left = self._storage.free_bytes(os.path.dirname(self._path))
+            return "up to " + room_text(self.nbytes - self._job.nbytes_written(), left)
+        return ""
 
     def block_crcs(self) -> list[int]:
         """Returns the CRC-32 of each block of the body; call it after wait_staged()."""
@@ -240,6 +255,12 @@ class ImageTransfer:
     def slot_crcs(self) -> list[int]:
         """Returns the CRC-32 of each slot's segment; call it after wait_staged()."""
         return [] if self._job is None else self._job.slot_crcs()
+
+    def non_finite(self) -> list[int]:
+        """Returns how many numbers are not finite in each run of image.numbers, as they were
+        staged; call it after wait_staged().
+        """
+        return [] if self._job is None else self._job.non_finite()
 
     def account(self, stats: SaveStats) -> None:
         """Adds the copies by devices to a save's statistics; call it after wait_staged()."""

@@ -51,6 +51,9 @@ class Image:
         segments: offset, nbytes and address of each segment.
         slots: offset and segment number of each slot, ascending: four bytes that receive the
             little-endian CRC-32 of that segment. The slots of segment i lie in segment i + 1.
+        numbers: begin, end, width and mask of each run of floating-point numbers that the engine is
+            to look at, ascending: those that have all bits of the mask are not finite. Bytes from
+            begin to end, each a multiple of the width; mostly there are none.
         tail_nbytes: size of the tail, known beforehand so that the file can be allocated at once.
         tail: makes the tail from the CRC-32s of the body's blocks and those of the slots' segments.
         sources: objects that own the segments' memory; they are kept until the body is staged.
@@ -62,6 +65,7 @@ class Image:
     tail: Callable[[Sequence[int], Sequence[int]], bytes]
     segments: array[int] = field(default_factory=lambda: array("Q"))
     slots: array[int] = field(default_factory=lambda: array("Q"))
+    numbers: array[int] = field(default_factory=lambda: array("Q"))
     sources: list[object] = field(default_factory=list)
     gathered: list[tuple[int, bytearray]] = field(default_factory=list)
     body_nbytes: int = 0

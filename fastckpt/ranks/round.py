@@ -132,7 +132,7 @@ class Round:
             return  # all ranks know it, or none can be told
         try:
             self._join(0.0)
-            # That of an earlier save, which is told by this one, is a failure of this one.
+            # That of another save, which the state may have asked for, is a failure of this one.
             if isinstance(error, SaveCancelled) and self.is_cancelled():
                 self._cancel()
                 return

@@ -235,7 +235,7 @@ class ImageFile:
         self._pace = pace
         if pace is not None:
             self.route = pace.route(self.route)
-        self.transfer.write_to(self.fd, offset, self.route)
+        self.transfer.write_to(self.fd, offset, self.route, self._path)
 
     def complete(self) -> bytearray:
         """Writes the tail of an image that this rank writes all of, and returns it; everything has

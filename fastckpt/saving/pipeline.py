@@ -25,7 +25,7 @@ from fastckpt.engine.gds import Gds
 from fastckpt.engine.gds_trial import Choice
 from fastckpt.engine.staging import Staging
 from fastckpt.engine.token_buckets import TokenBuckets
-from fastckpt.errors import CheckpointError, fate, retold
+from fastckpt.errors import CheckpointError, SaveCancelled, fate, retold
 from fastckpt.handle import CLOCKS_BYTES, RankClocks, SaveHandle
 from fastckpt.latch import Latch, items_of, start_thread
 from fastckpt.ranks.round import Round
@@ -178,6 +178,9 @@ class Pipeline:
                 self.staging.warm(job.staging_nbytes, job.reads)
                 if job.choice is not None:
                     job.choice.learn()
+            elif isinstance(error, SaveCancelled):  # which no later save tells
+                is_news = job.agreement.rank == 0 and not handle.is_cancelled()
+                log.log(logging.WARNING if is_news else logging.DEBUG, "%s", error)
         finally:
             job.reads, job.choice = DeviceSources(), None  # whoever waits may close the devices
             self._telling.discard(threading.get_ident())

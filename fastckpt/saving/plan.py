@@ -21,6 +21,7 @@ class Output:
     Attributes:
         image: what this rank writes; its body is staged before there is a file.
         path: the file's path, for messages.
+        names: of the tensors in the runs of image.numbers, if there are any.
         is_small: whether more threads or GPUDirect would not pay.
         file: brings the image to the disk; set when the image is staged.
         begin: the offset of the body in the file; known when the file is open.
@@ -32,6 +33,7 @@ class Output:
     def __init__(self, image: Image, path: str) -> None:
         self.image = image
         self.path = path
+        self.names: Sequence[str] = ()
         self.begin = 0
 
     @property

@@ -8,6 +8,7 @@ method of Plan, Place or Output instead.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -87,6 +88,7 @@ class Save(Job):
             pace.end(*(output.file.transfer for output in opened))
             self.copying.wait()
             fetch.fill()
+            self._check_numbers(outputs)
             plan.compare()
             # The last files come first: they are small, and synced while others are being written.
             for output in reversed(opened):
@@ -129,6 +131,23 @@ class Save(Job):
             self.copying.transfers.append(moving.enter_context(output.file).transfer)
         return fetch
 
+    def _check_numbers(self, outputs: Sequence[Output]) -> None:
+        """Refuses the commit if numbers that were to be finite are not, as they were staged."""
+        found = [
+            (name, count)
+            for output in outputs
+            for name, count in zip(output.names, output.file.transfer.non_finite(), strict=True)
+            if count
+        ]
+        if found:
+            name, count = found[0]
+            more = f", and {len(found) - 1} more tensors have some" if found[1:] else ""
+            raise CheckpointError(
+                f"check_finite refused the save to {self.handle.path!r}: {name!r} has numbers that "
+                f"are infinite or not a number: {count} in what rank {self.agreement.rank} writes "
+                f"of it{more}; nothing was committed"
+            )
+
     def _ask(self, outputs: Sequence[Output]) -> None:
         """Lets the caller's before_commit look, which may refuse the commit by raising."""
         if self.before_commit is None:
@@ -137,7 +156,9 @@ class Save(Job):
         digest = hashlib.sha256(b"".join(crc.to_bytes(4, "little") for crc in crcs)).hexdigest()
         try:
             with self.handle.deciding():
-                self.before_commit(self.handle.stats, digest)
+                answer = self.before_commit(self.handle.stats, digest)
+            if inspect.isawaitable(answer):
+                raise TypeError(f"it returned a {type(answer).__name__}, which nothing here awaits")
         except BaseException as error:  # a SystemExit, too, is no more than a refusal here
             raise CheckpointError(
                 f"before_commit refused the save to {self.handle.path!r} by "

@@ -165,6 +165,7 @@ def flatten(
     *,
     first_rank: frozenset[str] = frozenset(),
     rank_of: Mapping[int, int] | None = None,
+    checks_numbers: bool = False,
 ) -> Flat:
     """Takes a state apart.
 
@@ -174,6 +175,8 @@ def flatten(
         rank, world_size: in the group that saves; plain tensors are the same on all its ranks.
         first_rank: keys of tensors of which only the first rank's copy counts.
         rank_of: the rank in the group of each global rank; None where they are the same.
+        checks_numbers: whether small floating-point tensors are to be in shards, too, where their
+            numbers can be looked at: the first rank's.
 
     Raises:
         TypeError: it holds a ShardedTensor; a DTensor that cannot be saved: for its placement or
@@ -181,7 +184,7 @@ def flatten(
             tensor without memory.
         ValueError: it is nested too deeply, or contains itself; or a path in it is not Unicode.
     """
-    return _Flattening(rank, world_size, first_rank, rank_of).run(state)
+    return _Flattening(rank, world_size, first_rank, rank_of, checks_numbers).run(state)
 
 
 class _Small(NamedTuple):
@@ -200,8 +203,10 @@ class _Flattening:
         world_size: int,
         first_rank: frozenset[str],
         rank_of: Mapping[int, int] | None,
+        checks_numbers: bool,
     ) -> None:
         self.rank = rank
+        self.checks_numbers = checks_numbers
         self.first_rank = first_rank
         self.parts = Parts(world_size, rank_of)
         self.flat = Flat()
@@ -255,6 +260,8 @@ class _Flattening:
                 return self._as_it_is(value, path)
             if is_sharded(value) or value.numel() * value.element_size() >= SMALL_BYTES:
                 return _placeholder(self._leaf(value, path))
+            if self.checks_numbers and value.is_floating_point():
+                return _placeholder(self._leaf(value, path, is_small=True))
             self.small.append(_Small(value, path))
             return self.small[-1]
         if is_stateful(value):
@@ -297,8 +304,10 @@ class _Flattening:
         self.keys.add(key)
         return key
 
-    def _leaf(self, tensor: Any, path: tuple[str, ...]) -> Leaf:
-        """Adds a leaf and returns it; a tensor that stands in the state twice gets one leaf."""
+    def _leaf(self, tensor: Any, path: tuple[str, ...], is_small: bool = False) -> Leaf:
+        """Adds a leaf and returns it; a tensor that stands in the state twice gets one leaf. Of a
+        small one only the first rank's copy counts.
+        """
         shape, everybody = tuple(tensor.shape), self.parts.everybody
         if is_sharded(tensor):
             local, box, holders, placement, identity = self.parts.of(joined(path), tensor)
@@ -312,7 +321,7 @@ class _Flattening:
         if identity in self.leaf_of:
             return self.leaf_of[identity]
         key = self._unique(path)
-        if holders is everybody and key in self.first_rank:
+        if is_small or (holders is everybody and key in self.first_rank):
             holders = (0,)
         leaf = Leaf(key, local.detach().resolve_neg(), shape, box, holders, placement)
         self.flat.leaves.append(leaf)
@@ -417,6 +426,15 @@ def fill(
         return new
 
     return visit(objects, 0)
+
+
+def own_value(values: Mapping[str, Any] | None, name: str) -> PerRank:
+    """Returns a PerRank with the value that a rank saved under a name, if it has saved one."""
+    own = PerRank()
+    own.found = values is not None and name in values
+    if values is not None and own.found:
+        own.value = values[name]
+    return own
 
 
 def unescaped(value: Any) -> Any:

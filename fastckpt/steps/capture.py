@@ -51,6 +51,7 @@ def captured(
     *,
     differing: frozenset[str],
     watch: bool,
+    checks_numbers: bool = False,
 ) -> Content:
     """Takes a state apart. Copies no tensor that is contiguous and on the host or a readable GPU.
 
@@ -59,13 +60,21 @@ def captured(
         rank, world_size, rank_of: as flatten()'s.
         devices: tells which devices' memory can be read later.
         differing: keys of tensors that are saved from the first rank, since contents differ.
+        checks_numbers: as flatten()'s.
         watch: note the tensors' versions, for a save that runs beside training, and copy small
             tensors now.
 
     Raises:
         Exception: as Checkpointer.save.
     """
-    flat = flatten(state, rank, world_size, first_rank=differing, rank_of=rank_of)
+    flat = flatten(
+        state,
+        rank,
+        world_size,
+        first_rank=differing,
+        rank_of=rank_of,
+        checks_numbers=checks_numbers,
+    )
     readable = devices.readable()
     objects = None
     if rank == 0:

@@ -133,20 +133,26 @@ class StepCopies:
             return writer.parse_index(content, nonce), content
 
     @contextmanager
-    def shard(self, index: ShardIndex, frames: dict[int, bytes] | None = None) -> Iterator[Body]:
+    def shard(
+        self,
+        index: ShardIndex,
+        frames: dict[int, bytes] | None = None,
+        unpadded: list[int] | None = None,
+    ) -> Iterator[Body]:
         """Opens the shard of a writer, as it was before a codec compressed it.
 
         Args:
             index: the writer's.
             frames: with a codec, receives the compressed frame of each block that is read.
+            unpadded: as FrameReader's, with a codec.
         """
         if self._kept is None:
-            with self._shard(index, frames) as body:
+            with self._shard(index, frames, unpadded) as body:
                 yield body
             return
         with self._lock:
             if index.file not in self._bodies:
-                body = self._kept.enter_context(self._shard(index, None))
+                body = self._kept.enter_context(self._shard(index))
                 if body.route is None:
                     route = self._staging.route(body.fd, body.path, "auto", writing=False)
                     body = replace(body, route=route)
@@ -154,7 +160,12 @@ class StepCopies:
         yield self._bodies[index.file]
 
     @contextmanager
-    def _shard(self, index: ShardIndex, frames: dict[int, bytes] | None) -> Iterator[Body]:
+    def _shard(
+        self,
+        index: ShardIndex,
+        frames: dict[int, bytes] | None = None,
+        unpadded: list[int] | None = None,
+    ) -> Iterator[Body]:
         path, route = self.path(index.file), None
         sizes = (index.nbytes, index.block_bytes)
 
@@ -163,8 +174,8 @@ class StepCopies:
 
         with self.opened(index.file, index.file_nbytes) as fd, ExitStack() as reading:
             if index.codec is not None:
-                coded = (index.frames, index.codec)
-                reader = FrameReader(self._storage, fd, path, *sizes, *coded, kept=frames)
+                file, coded = (self._storage, fd, path), (index.frames, index.codec)
+                reader = FrameReader(*file, *sizes, *coded, kept=frames, unpadded=unpadded)
                 route = reading.enter_context(self._staging.through(fd, reader.transfer))
             blocks = BlockChecksums(*sizes, index.block_crcs, b"")
             yield Body(self._staging, fd, path, blocks, damaged, OVERWRITTEN, route)

@@ -11,6 +11,7 @@ from fastckpt.arguments.checks import (
     Reuse,
     check_choice,
     check_count,
+    check_flag,
     optional,
 )
 from fastckpt.options import WriteOptions
@@ -28,6 +29,7 @@ class StepOptions(WriteOptions):
     keep_last: int | None = None
     keep_every: int | None = None
     reuse: Reuse | None = None
+    check_finite: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,6 +44,11 @@ class StepOptions(WriteOptions):
         check_choice("reuse", self.reuse, REUSES)
         if self.reuse is not None:
             self._check_reuse()
+        if check_flag("check_finite", self.check_finite) and self.staging == "gds":
+            raise ValueError(
+                'check_finite with staging="gds": numbers are looked at in host memory, past which '
+                "GPUDirect Storage goes"
+            )
 
     def _check_reuse(self) -> None:
         if self.codec is not None:

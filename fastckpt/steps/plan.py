@@ -81,7 +81,8 @@ class StepPlan(Plan):
         own = Shard(content.leaves, content.per_rank, agreement.rank, by_size=reuse is not None)
         if pace.gathers:
             self._gathering = Gathering(self._pool, self._storage, agreement, self._handle)
-        if self.whole or pace.gathers:
+        names = own.look_at_numbers() if self._options.check_finite else []
+        if self.whole or pace.gathers or names:
             self.way = "host"
         compared = comparable(content.leaves, agreement.world_size)
         content.description.sample(compared, zlib.crc32(agreement.label.encode()))
@@ -89,6 +90,7 @@ class StepPlan(Plan):
         path, how = self._handle.path, (self._place, self._options)
         stats = self._handle.stats
         self._shard = _ShardOutput(own, part, path, agreement, self._storage, *how, reuse, stats)
+        self._shard.names = names
         captured, content.objects = content.objects, None
         if captured is None:
             return [self._shard]

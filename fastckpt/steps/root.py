@@ -63,7 +63,8 @@ class _Look(NamedTuple):
 
     Attributes:
         found, faults: as Steps.committed() returns them.
-        gone: names that had vanished when they were looked at.
+        gone: names of steps that vanished after they were seen, now or earlier, with a manifest.
+        unseen: names that had vanished when they were looked at, of steps or of saves that failed.
         bare: names of directories with no manifest, not even a temporary one: one that is being
             removed, or has just been made.
     """
@@ -71,6 +72,7 @@ class _Look(NamedTuple):
     found: list[Committed]
     faults: list[Fault]
     gone: set[str]
+    unseen: set[str]
     bare: set[str]
 
 
@@ -165,7 +167,9 @@ class Steps:
         If a step vanishes between the listing and the look at it, the save that removed it has
         committed a newer one before, which the next listing shows (unless this machine has cached
         the old one). So the root is listed again, up to a limit, until nothing new vanishes and a
-        step is found; and once more if there is no step, since a slow listing may miss both.
+        step is found. A name that vanished unseen may be of a save that failed, after which there
+        is no step: there is none, either, if two listings in a row hold no such name any more. One
+        is not enough, since a slow listing may miss both the old and the new.
 
         Args:
             afresh: whether to look again at manifests that were read before.
@@ -177,14 +181,13 @@ class Steps:
 
         def settled() -> tuple[list[Committed], list[Fault]]:
             look = self._looked(afresh)
-            vanished = look.gone | look.bare
+            unmarked = [each.gone | each.unseen | each.bare for each in (*looks[-1:], look)]
+            is_new = not unmarked[-1] <= (unmarked[0] if looks else set())
             looks.append(look)
-            is_new = not vanished <= (looks[-2].gone | looks[-2].bare if looks[1:] else set())
-            if look.found:
-                again = is_new and len(looks) < _LOOKS_MAX
-            else:
-                again = is_new or any(each.gone for each in looks)
-                again = again or not (look.faults or looks[1:])
+            again = is_new and len(looks) < _LOOKS_MAX
+            if not look.found:
+                again = is_new or any(each.gone for each in looks) or not (look.faults or looks[1:])
+                again = again or any(each.unseen for each in looks[-2:])
             if again:
                 raise Vanished(self.root)
             return look.found, look.faults
@@ -194,27 +197,25 @@ class Steps:
         return found
 
     def _looked(self, afresh: bool) -> _Look:
-        found: list[Committed] = []
-        faults: list[Fault] = []
-        gone: set[str] = set()
-        bare: set[str] = set()
+        look = _Look([], [], set(), set(), set())
         # Older steps first: the newer one, committed before one of them was removed, is seen then.
         for name in sorted(self.names()):
             if not afresh and name in self._known:
-                found.append(Committed(name, self._known[name][1]))
+                look.found.append(Committed(name, self._known[name][1]))
                 continue
             try:
                 manifest = self._manifest(name)
                 if manifest is None:
-                    self._sort_unmarked(name, gone, bare)
+                    self._sort_unmarked(name, look)
                 else:
-                    found.append(Committed(name, manifest))
+                    look.found.append(Committed(name, manifest))
             except Vanished:
-                gone.add(name)
+                look.gone.add(name)
             except CheckpointError as error:
-                faults.append(Fault(name, error))
-        found.sort(key=in_order, reverse=True)
-        return _Look(found, faults, gone - self._abandoned, bare)  # those were never committed
+                look.faults.append(Fault(name, error))
+        look.found.sort(key=in_order, reverse=True)
+        look.unseen.difference_update(self._abandoned)  # those were never committed
+        return look
 
     def _manifest(self, name: str) -> Manifest | None:
         """Returns the manifest, read only if it has changed; None if there is none."""
@@ -231,22 +232,23 @@ class Steps:
             known = self._known[name] = (version, self.read(name))
         return known[1]
 
-    def _sort_unmarked(self, name: str, gone: set[str], bare: set[str]) -> None:
-        """Adds a directory in which no manifest was found to `gone`, if it has vanished or has a
-        manifest now, or to `bare`, if it has no temporary manifest either.
+    def _sort_unmarked(self, name: str, look: _Look) -> None:
+        """Adds a directory in which no manifest was found to `gone` if it has a manifest now or is
+        a step known here, to `unseen` or `bare` if it is such a one, and else to none.
         """
         path = self.path(name, MANIFEST)
         try:
             names = self.storage.names(self.path(name))
         except OSError as error:
-            (gone if error.errno in (errno.ENOENT, errno.ESTALE) else bare).add(name)
+            vanished = look.gone if name in self._known else look.unseen
+            (vanished if error.errno in (errno.ENOENT, errno.ESTALE) else look.bare).add(name)
             return
         if MANIFEST in names and self.storage.leads_nowhere(path):
             raise CorruptCheckpoint(f"{path!r} is a link that leads nowhere")
         if MANIFEST in names:
-            gone.add(name)
+            look.gone.add(name)
         elif not atomic.temporaries_among(names, path):
-            bare.add(name)
+            look.bare.add(name)
 
     def survey(self, step: int | None = None) -> tuple[list[Committed], list[Fault]]:
         """Does what committed() does, but tries for seconds to read every step, and then raises

@@ -19,6 +19,17 @@ from fastckpt.plan.image import BLOCK_BYTES, Image, ItemRange, ItemRun
 from fastckpt.ranks.same_state import Sampled
 from fastckpt.state.tree import Leaf
 
+# The bits that are all ones in what is infinite or not a number: the exponent's. float8_e4m3fn has
+# no infinity, and no other value with all ones but for the sign.
+_NON_FINITE = {
+    torch.float64: 0x7FF << 52,
+    torch.float32: 0xFF << 23,
+    torch.bfloat16: 0xFF << 7,
+    torch.float16: 0x1F << 10,
+    torch.float8_e5m2: 0x1F << 2,
+    torch.float8_e4m3fn: 0x7F,
+}
+
 
 class Shard:
     """The file of one writer, laid out, and its index once it is written.
@@ -102,6 +113,17 @@ class Shard:
         return Roundings(
             *(sorted(chain.from_iterable(its[one] for one in common)) for its in (masters, halves))
         )
+
+    def look_at_numbers(self) -> list[str]:
+        """Has the image's floating-point numbers looked at; returns the names of their tensors."""
+        names = []
+        pieces = zip(self._pieces, self._offsets, strict=False)
+        for (leaf, box), begin in sorted(pieces, key=itemgetter(1)):
+            width, mask = leaf.local.element_size(), _NON_FINITE.get(leaf.local.dtype)
+            if mask is not None and box.numel:
+                self.image.numbers.extend((begin, begin + box.numel * width, width, mask))
+                names.append(leaf.key)
+        return names
 
     def index(
         self,

@@ -65,7 +65,9 @@ def part_of(image: Image) -> Image:
     """Returns the body of a safetensors image after its header, cut into segments that do not cross
     a grain. Slots beyond its end make the engine report each segment's checksum.
     """
-    part = Image.tailless(*image.sources)
+    part, header_nbytes = Image.tailless(*image.sources), image.segments[1]
+    for number, value in enumerate(image.numbers):  # begin, end, width, mask
+        part.numbers.append(value - header_nbytes if number % 4 < 2 else value)
     for _offset, nbytes, address in islice(image.rows(), 1, None):
         end = address + nbytes
         while address < end:

@@ -350,6 +350,18 @@ def test_verify_names_what_is_damaged(
     assert all(line.startswith("ok ") for line in lines[:-1])
 
 
+def test_verify_looks_at_what_only_zstd_reads(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A load does not depend on it."""
+    file = saved / "packed/step-00000002/rank-00000.safetensors.zst"
+    flip(file, file.read_bytes().rindex(b"\x50\x2a\x4d\x18"))
+    status, lines = verified(capsys, saved / "packed")
+    assert status == 1 and re.match(r"damaged .*the padding of block \d+, before byte", lines[-1])
+    with fastckpt.Checkpointer(saved / "packed") as checkpointer:
+        assert torch.equal(checkpointer.load(2)["weights"], state()["weights"])
+
+
 def test_verify_tells_a_program(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(saved / "one.pt", 5000)
     status, lines = verified(capsys, "--json", saved / "one.pt", saved / "run", saved / "nothing")

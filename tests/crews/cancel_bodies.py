@@ -6,6 +6,7 @@ what should.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -62,15 +63,32 @@ def cancel_in_turn(member: Member, root: str) -> list[Outcome]:
         return [attempt(handle.result) for handle in handles]
 
 
-def cancel_unasked(member: Member, root: str) -> Outcome:
-    """The first rank cancels a step, of which nobody asks; returns what came of the next one."""
+class Told(logging.Handler):
+    """Keeps the warnings of fastckpt."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def cancel_unasked(member: Member, root: str, cancelling: int) -> tuple[Outcome, list[str]]:
+    """A rank cancels a step, of which nobody asks; returns what came of the next one, and the
+    warnings that were logged.
+    """
+    told = Told()
+    logging.getLogger("fastckpt").addHandler(told)
     with Checkpointer(root, drain_rate=50e3 * member.world_size) as checkpointer:
         handle = checkpointer.save(1, {"own": PerRank(torch.ones(2 * MIB))})
-        if member.rank == 0:
+        if member.rank == cancelling:
             handle.cancel()
         handle.wait_done()
         meet(member)
-        return attempt(lambda: checkpointer.save(2, {"own": PerRank(1)}).result())
+        after = attempt(lambda: checkpointer.save(2, {"own": PerRank(1)}).result())
+    logging.getLogger("fastckpt").removeHandler(told)
+    return after, [line for line in told.lines if "cancelled" in line]
 
 
 def refuse(member: Member, root: str, refusing: int) -> tuple[list[Outcome], list[str], int | None]:
@@ -91,3 +109,15 @@ def refuse(member: Member, root: str, refusing: int) -> tuple[list[Outcome], lis
             state = {"own": PerRank(torch.full((100,), float(member.rank)))}
             outcomes.append(attempt(checkpointer.save(step, state).result))
         return outcomes, digests, checkpointer.latest()
+
+
+def refuse_numbers(member: Member, root: str, options: dict[str, Any]) -> tuple[Outcome, Outcome]:
+    """All ranks hold a tensor that ends with a number which is none, then one without; returns what
+    came of either step.
+    """
+    held = {"w": torch.ones(2 * MIB // 4), "small": torch.ones(3)}
+    with Checkpointer(root, check_finite=True, **options) as checkpointer:
+        held["w"][-1] = torch.nan
+        refused = attempt(checkpointer.save(1, held).result)
+        held["w"][-1] = 1.0
+        return refused, attempt(checkpointer.save(2, held).result)

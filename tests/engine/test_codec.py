@@ -9,6 +9,7 @@ test_planes.py's business.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -39,11 +40,12 @@ from fastckpt.engine.codec import (
     FrameReader,
     FrameWriter,
     ZstdEncoder,
+    encoder_of,
     padding_nbytes,
     stored_nbytes_max,
 )
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.plan.image import address_of
+from fastckpt.plan.image import ItemRun, address_of
 from fastckpt.storage.file_system import Storage
 
 PAGE = 4096
@@ -545,6 +547,32 @@ def test_every_damage_gives_bytes_that_the_checksum_judges(fd: int) -> None:
         for lost in (b"\0", b"\xff"):
             check(stored[:at].ljust(PAGE, lost))
     assert zeros > used, "few damages were noticed by zstd: is this test about frames?"
+
+
+@pytest.mark.parametrize("codec", ["zstd", "planes"])
+def test_padding_that_is_damaged_is_told_to_who_asks(fd: int, codec: str) -> None:
+    """Blocks of all kinds that zstd has: raw ones, single bytes and compressed ones."""
+    content = os.urandom(BLOCK) + bytes(BLOCK) + weights(2 * BLOCK, 1) + b"end"
+    encoder = encoder_of(codec, [ItemRun(0, 2, True)], BLOCK)
+    frames = write(fd, content, encoder=encoder)
+
+    def unpadded() -> list[int]:
+        found: list[int] = []
+        reader = FrameReader(
+            Storage(), fd, "a.zst", len(content), BLOCK, frames, codec, unpadded=found
+        )
+        for at, block in split(bytearray(content), BLOCK):
+            assert reader.transfer("read", fd, block, at) and bytes(block) == content[at:][:BLOCK]
+        return found
+
+    assert unpadded() == []
+    for number, end in enumerate(itertools.accumulate(frames)):
+        stored = os.pread(fd, PAGE, end - PAGE)
+        for at in (stored.rfind(b"\x50\x2a\x4d\x18"), PAGE - 1):
+            flipped = bytes([stored[at] ^ 1])
+            os.pwrite(fd, flipped, end - PAGE + at)
+            assert unpadded() == [number]
+            os.pwrite(fd, stored, end - PAGE)
 
 
 def test_short_file_is_an_error_at_every_length(fd: int) -> None:

@@ -125,18 +125,44 @@ class File {
     int fd_;
 };
 
+// The numbers before the first slot, of any width, as runs for the engine.
+std::vector<fastckpt::NumberRun> random_numbers(Random& random, const Plan& plan) {
+    const uint64_t known = plan.slots.empty() ? plan.image.size() : plan.slots[0].offset;
+    const uint64_t width = uint64_t{1} << below(random, 4);
+    const uint64_t end = known / width * width;
+    const uint64_t middle = below(random, end / width + 1) * width;
+    std::vector<fastckpt::NumberRun> runs;
+    if (middle > 0) runs.push_back({0, middle, width, 0x3});
+    if (middle < end) runs.push_back({middle, end, width, 0x81});
+    return runs;
+}
+
+std::vector<uint64_t> counts_of(const Bytes& image,
+                                const std::vector<fastckpt::NumberRun>& numbers) {
+    std::vector<uint64_t> counts;
+    for (const auto& run : numbers) {
+        const auto mask = static_cast<std::byte>(run.mask);
+        counts.push_back(0);
+        for (uint64_t at = run.begin; at < run.end; at += run.width)
+            counts.back() += (image[at] & mask) == mask;
+    }
+    return counts;
+}
+
 void write_plan(Engine& engine, const std::shared_ptr<Backend>& backend, int fd, Random& random,
                 Plan& plan) {
     const size_t held = 1 + below(random, 5);
     const auto threads = static_cast<unsigned>(1 + below(random, 3));
+    const auto numbers = random_numbers(random, plan);
     auto job = engine.stage(plan.segments, plan.slots, {}, nullptr,
-                            std::make_shared<Allowance>(held), threads);
+                            std::make_shared<Allowance>(held), threads, numbers);
     std::shared_ptr<fastckpt::TokenBucket> bucket;  // a third of the jobs waits for tokens
     if (below(random, 3) == 0) bucket = std::make_shared<fastckpt::TokenBucket>(4e6, 4096);
     job->write_to(fd, 0, backend, false, {}, bucket);
     expect(job->wait_staged(kLongest), "a job is staged in time");
     expect(job->failure().error == 0, "a job succeeds");
     expect(job->block_crcs() == block_crcs(plan.image), "block checksums are right");
+    expect(job->non_finite() == counts_of(plan.image, numbers), "numbers are counted right");
     plan.scribble();
     expect(job->wait_written(kLongest), "a job is written in time");
     expect(job->nbytes_written() == plan.image.size(), "all bytes are written");

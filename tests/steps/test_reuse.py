@@ -37,7 +37,7 @@ from fastckpt.steps import log as save_log
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member, Nursery
 from tests.crews.steps_states import spread_by_group
-from tests.doubles import Cloning, Crash, FailAt, Operation, Recorder, dead_pid, plant
+from tests.doubles import Cloning, Crash, FailAt, Operation, Recorder, dead_pid, path_of, plant
 from tests.files.test_faults import MKFS_OPTIONS, mounted, run_as_root
 from tests.noise import noise
 from tests.steps.test_checkpointer import process_on
@@ -604,6 +604,33 @@ def test_after_the_first_refusal_everything_is_written(
     assert 0 < stats.reused_nbytes <= BLOCK_BYTES
     lines = [text for text in caplog.messages if "the rest is written" in text]
     assert len(lines) == 1 and f"[{errno.errorcode[code]}]" in lines[0]
+
+
+class Full(Cloning):
+    """A file system with 1 MiB left, which takes no block of a shard any more."""
+
+    is_full = False
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        return MIB if operation.name == "free_bytes" else real()  # type: ignore[return-value]
+
+    def attempt(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        if self.is_full and kind == "write" and path_of(fd).endswith(".safetensors"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().attempt(kind, fd, memory, offset)
+
+
+def test_a_shortage_tells_what_is_needed_and_left(memory: Path) -> None:
+    """Though no room is taken ahead."""
+    storage = Full()
+    with process_on(storage), Checkpointer(memory, reuse="auto") as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        storage.is_full = True
+        room = r"up to [\d.]+ KiB are needed and 1\.00 MiB are left on the file system"
+        with pytest.raises(StorageError, match=room) as told:
+            checkpointer.save(2, state(2)).result(WAIT_S)
+        assert told.value.path.endswith("step-00000002/rank-00000.safetensors")
+        storage.is_full = False
 
 
 # ---- beside others ----
