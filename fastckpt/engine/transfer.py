@@ -139,6 +139,7 @@ class ImageTransfer:
                 max(1, stagers),
                 [] if reads is None else reads.ranges,
                 None if direct is None else direct.stage,
+                image.conversions,
             )
 
     def __enter__(self) -> ImageTransfer:
