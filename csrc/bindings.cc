@@ -14,10 +14,12 @@
 #include <optional>
 #include <string>
 
+#include "cast/cast.h"
 #include "check.h"
 #include "crc32/crc32.h"
 #include "engine/cloning.h"
 #include "engine/engine.h"
+#include "engine/placing.h"
 #include "planes/planes.h"
 #include "polyval/polyval.h"
 #include "rounding/rounding.h"
@@ -393,18 +395,20 @@ void bind_engine(py::module_& m) {
             [](Engine& engine, const py::buffer& segments, const py::buffer& slots,
                std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
                std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
-               const std::optional<py::buffer>& numbers) {
+               const py::buffer& numbers, const py::buffer& conversions) {
                 auto segment_rows = rows<Segment>(segments);
                 auto slot_rows = rows<Slot>(slots);
-                auto number_rows = numbers ? rows<NumberRun>(*numbers) : std::vector<NumberRun>();
+                auto number_rows = rows<NumberRun>(numbers);
+                auto conversion_rows = rows<Conversion>(conversions);
                 py::gil_scoped_release release;
                 return engine.stage(std::move(segment_rows), std::move(slot_rows),
                                     std::move(devices), std::move(gds), std::move(allowance),
-                                    stagers_limit, std::move(number_rows));
+                                    stagers_limit, std::move(number_rows),
+                                    std::move(conversion_rows));
             },
             py::arg("segments"), py::arg("slots"), py::arg("allowance"), py::arg("stagers_limit"),
             py::arg("devices") = std::vector<DeviceRange>(), py::arg("gds") = nullptr,
-            py::arg("numbers") = py::none())
+            py::arg("numbers") = py::bytes(), py::arg("conversions") = py::bytes())
         .def(
             "read",
             [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
@@ -460,6 +464,56 @@ void bind_cloning(py::module_& m) {
         .def("remove", &CloningBackend::remove);
 }
 
+// Casts all items of one buffer into another.
+void cast_into(const cast_kernels::Kernel& kernel, unsigned from, unsigned to,
+               const py::buffer& items, const py::buffer& into) {
+    const py::buffer_info source = items.request(), target = into.request(/*writable=*/true);
+    if (from >= kDtypes || to >= kDtypes) throw py::value_error("no such dtype");
+    const auto held = static_cast<Dtype>(from), stored = static_cast<Dtype>(to);
+    if (!is_castable(held, stored)) throw py::value_error("no cast between these dtypes");
+    const auto count = static_cast<size_t>(source.size * source.itemsize) / width_of(held);
+    if (static_cast<size_t>(target.size * target.itemsize) != count * width_of(stored))
+        throw py::value_error("the buffers differ in their items");
+    py::gil_scoped_release nogil;
+    kernel.cast(held, stored, source.ptr, target.ptr, count);
+}
+
+void bind_placing(py::module_& m) {
+    py::class_<Placer, std::shared_ptr<Placer>>(m, "Placer")
+        .def(py::init([](uint64_t file_nbytes, const py::buffer& items, const py::buffer& offsets) {
+                 return std::make_shared<Placer>(file_nbytes, rows<Placer::Items>(items),
+                                                 rows<uint64_t>(offsets));
+             }),
+             py::arg("file_nbytes"), py::arg("items"), py::arg("rows"))
+        .def("written",
+             [](const Placer& placer) {
+                 const Placer::Written written = placer.written();
+                 return py::make_tuple(written.nbytes, written.crc);
+             })
+        .def("whole_page", &Placer::whole_page);
+    py::class_<PlacingBackend, Backend, std::shared_ptr<PlacingBackend>>(
+        m, "PlacingBackend", py::release_gil_before_calling_cpp_dtor())
+        .def(py::init([](unsigned threads, std::optional<py::function> transfer) {
+                 return std::make_shared<PlacingBackend>(
+                     threads,
+                     transfer ? python_transfer(std::move(*transfer)) : transfer_by_syscall);
+             }),
+             py::arg("threads"), py::arg("transfer") = std::nullopt)
+        .def("add", &PlacingBackend::add, py::arg("fd"), py::arg("placer"),
+             py::arg("buffered") = std::nullopt)
+        .def("remove", &PlacingBackend::remove);
+    m.def("cast_kernels", [] {
+        py::dict kernels;
+        for (const auto* kernel : {&cast_kernels::portable, &cast_kernels::avx2}) {
+            if (!kernel->supported()) continue;
+            kernels[kernel->name] = py::cpp_function(
+                [kernel](unsigned from, unsigned to, const py::buffer& items,
+                         const py::buffer& into) { cast_into(*kernel, from, to, items, into); });
+        }
+        return kernels;
+    });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_engine, m) {
@@ -474,6 +528,7 @@ PYBIND11_MODULE(_engine, m) {
     bind_devices(m);
     bind_engine(m);
     bind_cloning(m);
+    bind_placing(m);
     bind_gds(m);
     bind_pickler(m);
     bind_python_frames(m);

@@ -39,6 +39,8 @@ struct Op {
     uint64_t offset = 0;
     // fd was opened with O_DIRECT: data, nbytes and offset are multiples of 4096.
     bool direct = false;
+    // What is written without O_DIRECT stays in the page cache until the file is synced.
+    bool stays = false;
 
     Patience* patience = nullptr;  // null: refusals are final
 
@@ -89,13 +91,16 @@ using Transfer =
     std::function<ssize_t(const Op& op, std::byte* data, size_t nbytes, uint64_t offset)>;
 std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads = 1);
 
+// Calls `transfer` until op.done or op.error is final, and does not report it.
+void carry_out(Op& op, const Transfer& transfer);
+
 // Hands each op to a function, on `threads` threads and in the order of submission. The function
 // sees to the op's end. The threads' niceness is raised by `niceness`.
 std::shared_ptr<Backend> handing_backend(std::function<void(Op&)> handle, unsigned threads,
                                          int niceness = 0);
 
 // Makes one attempt of an op by system calls; returns bytes or -errno. Buffered writes do not stay
-// in the page cache.
+// in the page cache, unless op.stays.
 ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64_t offset);
 
 }  // namespace fastckpt

@@ -119,9 +119,7 @@ class ThreadsBackend final : public Backend {
 
 ThreadsBackend::Handle transferring(Transfer transfer) {
     return [transfer = std::move(transfer)](Op& op) {
-        while (advance(op, transfer(op, op.data + op.done, op.nbytes - op.done,
-                                    op.offset + op.done)) == Progress::again) {
-        }
+        carry_out(op, transfer);
         finish(op);
     };
 }
@@ -129,7 +127,7 @@ ThreadsBackend::Handle transferring(Transfer transfer) {
 }  // namespace
 
 ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64_t offset) {
-    if (op.kind == Op::Kind::write && !op.direct)
+    if (op.kind == Op::Kind::write && !op.direct && !op.stays)
         return write_buffered(op.fd, data, nbytes, offset);
     const auto at = static_cast<off_t>(offset);
     const ssize_t n = op.kind == Op::Kind::write ? pwrite(op.fd, data, nbytes, at)
@@ -199,6 +197,12 @@ Progress advance(Op& op, ssize_t result) {
         return Progress::finished;
     }
     return Progress::again;
+}
+
+void carry_out(Op& op, const Transfer& transfer) {
+    while (advance(op, transfer(op, op.data + op.done, op.nbytes - op.done, op.offset + op.done)) ==
+           Progress::again) {
+    }
 }
 
 std::shared_ptr<Backend> threads_backend(unsigned threads) {

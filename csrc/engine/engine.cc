@@ -35,11 +35,12 @@ std::shared_ptr<WriteJob> Engine::stage(std::vector<Segment> segments, std::vect
                                         std::vector<DeviceRange> devices,
                                         std::shared_ptr<GdsStage> gds,
                                         std::shared_ptr<Allowance> allowance,
-                                        unsigned stagers_limit, std::vector<NumberRun> numbers) {
+                                        unsigned stagers_limit, std::vector<NumberRun> numbers,
+                                        std::vector<Conversion> conversions) {
     CHECK(gds == nullptr || (gds->block_bytes() == block_bytes() && numbers.empty()));
-    std::shared_ptr<WriteJob> job(
-        new WriteJob(*this, std::move(segments), std::move(slots), std::move(devices),
-                     std::move(gds), std::move(allowance), stagers_limit, std::move(numbers)));
+    std::shared_ptr<WriteJob> job(new WriteJob(
+        *this, std::move(segments), std::move(slots), std::move(devices), std::move(gds),
+        std::move(allowance), stagers_limit, std::move(numbers), std::move(conversions)));
     {
         std::lock_guard lock(mu_);
         CHECK(!closing_);

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "cast/cast.h"
 #include "engine/arena.h"
 #include "engine/backend.h"
 #include "engine/non_finite.h"
@@ -43,6 +44,14 @@ struct Segment {
 struct Slot {
     uint64_t offset;
     uint64_t segment;
+};
+
+// The dtypes of a segment's items in memory and in the image, if these differ. Its memory is the
+// host's, and no item lies across two blocks.
+struct Conversion {
+    uint64_t segment;
+    uint64_t held;
+    uint64_t staged;
 };
 
 // Addresses [begin, end) of a device, and the queue that copies for it. By unified addressing no
@@ -147,9 +156,11 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
              std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
              std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
-             std::vector<NumberRun> numbers);
+             std::vector<NumberRun> numbers, std::vector<Conversion> conversions);
     void check_plan() const;
     void check_numbers() const;
+    void check_conversions() const;
+    const Conversion* conversion_of(const Segment& segment) const;
     uint64_t block_nbytes(size_t index) const;
     bool wants_stager() const;
     bool has_used_allowance() const;
@@ -176,6 +187,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     void copy(Block& block);
     void look_at_numbers(Block& block) const;
     void copied(Block& block);
+    uint32_t copy_host(std::byte* target, const Segment& segment, uint64_t begin, uint64_t end,
+                       uint32_t crc) const;
     uint32_t copy_piece(Block& block, const Segment& segment, uint64_t begin, uint64_t end,
                         uint32_t crc) const;
     void describe(int64_t slot, uint32_t crc);
@@ -199,6 +212,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     const std::shared_ptr<Allowance> allowance_;
     const unsigned stagers_limit_;
     const std::vector<NumberRun> numbers_;  // ascending
+    const std::vector<Conversion> conversions_;
     uint64_t nbytes_ = 0;
     std::vector<int64_t> slot_of_segment_;  // the first one; -1: none
 
@@ -340,7 +354,8 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Begins to stage `segments`; WriteJob::write_to() says where they are written. At most
+    // Begins to stage `segments`; WriteJob::write_to() says where they are written. `conversions`,
+    // by ascending segments, say which are converted on the way. At most
     // `stagers_limit` threads serve the job. It holds at most the blocks that `allowance` has left;
     // where jobs share one, write_to() must not wait for another job's blocks, or both may wait for
     // ever. The segments' memory stays valid until wait_staged() returns true. `devices` says which
@@ -351,7 +366,8 @@ class Engine {
     std::shared_ptr<WriteJob> stage(std::vector<Segment> segments, std::vector<Slot> slots,
                                     std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
                                     std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
-                                    std::vector<NumberRun> numbers = {});
+                                    std::vector<NumberRun> numbers = {},
+                                    std::vector<Conversion> conversions = {});
 
     // Begins to read [0, nbytes) of fd, which stays open until close(). crcs holds the CRC-32 of
     // every block, or nothing; `wanted` the ascending numbers of the blocks that will be asked for,

@@ -14,12 +14,13 @@ namespace fastckpt {
 namespace {
 constexpr uint64_t kDirectAlign = 4096;
 constexpr uint64_t kSlotBytes = 4;
+constexpr size_t kConvertedAtOnce = 16 << 10;  // which the first-level cache holds
 }  // namespace
 
 WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
                    std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
                    std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
-                   std::vector<NumberRun> numbers)
+                   std::vector<NumberRun> numbers, std::vector<Conversion> conversions)
     : engine_(engine),
       segments_(std::move(segments)),
       slots_(std::move(slots)),
@@ -27,8 +28,10 @@ WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Sl
       gds_(std::move(gds)),
       allowance_(std::move(allowance)),
       stagers_limit_(std::max(1U, stagers_limit)),
-      numbers_(std::move(numbers)) {
+      numbers_(std::move(numbers)),
+      conversions_(std::move(conversions)) {
     check_plan();
+    check_conversions();
     nbytes_ = segments_.back().offset + segments_.back().nbytes;
     check_numbers();
     non_finite_.assign(numbers_.size(), 0);
@@ -83,6 +86,30 @@ void WriteJob::check_numbers() const {
     }
 }
 
+void WriteJob::check_conversions() const {
+    for (const Conversion& each : conversions_) {
+        CHECK(&each == conversions_.data() || each.segment > (&each)[-1].segment);
+        CHECK(each.segment < segments_.size() && each.held < kDtypes && each.staged < kDtypes);
+        const auto staged = static_cast<Dtype>(each.staged);
+        CHECK(is_castable(static_cast<Dtype>(each.held), staged));
+        const Segment& segment = segments_[each.segment];
+        CHECK(range_of(devices_, segment.address) == nullptr);
+        const uint64_t width = width_of(staged);
+        CHECK(segment.offset % width == 0 && segment.nbytes % width == 0);
+        CHECK(engine_.block_bytes() % width == 0);
+    }
+    CHECK(conversions_.empty() || slots_.empty());  // what holds a slot is copied as it is
+}
+
+// Returns how a segment is converted; null if it is copied as it is.
+const Conversion* WriteJob::conversion_of(const Segment& segment) const {
+    const auto number = static_cast<uint64_t>(&segment - segments_.data());
+    const auto found = std::lower_bound(
+        conversions_.begin(), conversions_.end(), number,
+        [](const Conversion& each, uint64_t wanted) { return each.segment < wanted; });
+    return found != conversions_.end() && found->segment == number ? &*found : nullptr;
+}
+
 uint64_t WriteJob::block_nbytes(size_t index) const {
     const uint64_t begin = index * engine_.block_bytes();
     return std::min<uint64_t>(engine_.block_bytes(), nbytes_ - begin);
@@ -135,14 +162,34 @@ void WriteJob::copied(Block& block) {
     seal_ready_blocks();
 }
 
+// Copies bytes [begin, end) of the image, which are a segment's, from the host's memory, converted
+// if need be. Returns their CRC-32.
+uint32_t WriteJob::copy_host(std::byte* target, const Segment& segment, uint64_t begin,
+                             uint64_t end, uint32_t crc) const {
+    const auto* source = reinterpret_cast<const std::byte*>(segment.address);
+    const uint64_t first = begin - segment.offset, nbytes = end - begin;
+    const Conversion* const conversion = conversion_of(segment);
+    if (conversion == nullptr) return crc32_copy(target, source + first, nbytes, crc);
+    const auto held = static_cast<Dtype>(conversion->held);
+    const auto staged = static_cast<Dtype>(conversion->staged);
+    const uint64_t wide = width_of(held), narrow = width_of(staged);
+    source += first / narrow * wide;
+    std::byte some[kConvertedAtOnce];
+    for (uint64_t at = 0; at < nbytes; at += sizeof some) {
+        const uint64_t n = std::min<uint64_t>(sizeof some, nbytes - at);
+        cast(held, staged, source + at / narrow * wide, some, n / narrow);
+        crc = crc32_copy(target + at, some, n, crc);
+    }
+    return crc;
+}
+
 // Copies a piece of a block, unless gather() has done so, and returns its CRC-32.
 uint32_t WriteJob::copy_piece(Block& block, const Segment& segment, uint64_t begin, uint64_t end,
                               uint32_t crc) const {
     if (block.is_direct()) return direct_crc(block, begin, end - begin);
     std::byte* target = block.memory + (begin - block.begin);
     if (block.is_arriving()) return crc32(crc, target, end - begin);
-    const auto* source = reinterpret_cast<const std::byte*>(segment.address);
-    return crc32_copy(target, source + (begin - segment.offset), end - begin, crc);
+    return copy_host(target, segment, begin, end, crc);
 }
 
 void WriteJob::copy(Block& block) {

@@ -1,7 +1,6 @@
 // WriteJob's blocks with bytes on devices: their copies are queued, and checksummed when they have
 // arrived. See engine.h for the contract.
 #include <algorithm>
-#include <cstring>
 #include <mutex>
 #include <tuple>
 
@@ -55,8 +54,9 @@ void WriteJob::gather(Block& block) {
     if (block.arrivals.empty()) return;
     queueing.unlock();
     for (const Segment* s : on_host) {
-        const auto [target, source, nbytes] = place(*s);
-        std::memcpy(target, reinterpret_cast<const std::byte*>(source), nbytes);
+        const uint64_t begin = std::max(block.begin, s->offset);
+        const uint64_t end = std::min(block.end, s->offset + s->nbytes);
+        copy_host(block.memory + (begin - block.begin), *s, begin, end, 0);
     }
 }
 

@@ -125,8 +125,8 @@ def export(
 
     Until the commit, the directory stays what it was; a crash leaves the old or the new one. Each
     rank of `group` writes the elements that it holds straight to where they belong in the files: no
-    rank gathers the model. Tensors are copied as they are, and converted to `dtype` in the
-    background when they are written. Of tensors that share all of their memory, such as tied
+    rank gathers the model. Tensors are converted to `dtype` when they are copied, and those of GPUs
+    when they are written. Of tensors that share all of their memory, such as tied
     weights, the first one is written, as transformers does. What is no tensor is left out.
 
     Args:

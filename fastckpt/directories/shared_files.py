@@ -1,35 +1,29 @@
 """Safetensors files that several ranks write together, each the elements that it holds: which bytes
-of a file are this rank's, and how they come there, converted where the file has another dtype.
+of a file are this rank's, and of which dtype they are there.
 
 The module must not know names of checkpoints, where files become visible, or how ranks talk.
 """
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 import torch
 
+from fastckpt.engine.placing import Elements, Placer, number_of
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import safetensors
 from fastckpt.formats.file_list import File
 from fastckpt.plan.boxes import Box, Held, Piece, copies, plan
 from fastckpt.plan.image import Image
-from fastckpt.plan.runs import CopyRow
-from fastckpt.plan.scattered_crc import contribution, crc_of_zeros
+from fastckpt.plan.scattered_crc import crc_of_zeros
 from fastckpt.ranks.same_state import Description, Sampled
 from fastckpt.state.tree import Leaf
-from fastckpt.storage.file_system import Storage, patiently
-
-# torch divides what has more elements among threads, which training needs.
-_CONVERTED_AT_ONCE = 32768
 
 
 class SharedTensor(NamedTuple):
@@ -50,36 +44,6 @@ class SharedTensor(NamedTuple):
         return f"{held} {[*self.leaf.shape]}, {self.leaf.placement}, as {stored}"
 
 
-class _Elements(NamedTuple):
-    """Elements that this rank writes, which follow each other in memory.
-
-    Attributes:
-        begin, end: the bytes of the image that they are.
-        held, stored: their dtypes in memory and in the file.
-        offset: where in the file their tensor begins.
-        rows: as boxes.copies() gives them, in elements of the tensor and of these.
-    """
-
-    begin: int
-    end: int
-    held: torch.dtype
-    stored: torch.dtype
-    offset: int
-    rows: Sequence[CopyRow]
-
-    def runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yields where elements [first, last) go, as (offset in the file, number of elements)."""
-        # Rows differ in nothing but where they begin.
-        _element, _first, size, count, stride, _step = self.rows[0]
-        while first < last:
-            number, inside = divmod(first, size)
-            row, place = divmod(number, count)
-            element = self.rows[row][0] + place * stride + inside
-            length = min(size - inside, last - first)
-            yield self.offset + element * self.stored.itemsize, length
-            first += length
-
-
 class SharedFile:
     """A file as one rank writes it.
 
@@ -93,7 +57,7 @@ class SharedFile:
     Attributes:
         name: the file's.
         nbytes: its size.
-        image: what this rank writes: elements as they lie in memory, and the header.
+        image: what this rank writes: elements in the order of its memory, and the header.
     """
 
     def __init__(
@@ -117,48 +81,43 @@ class SharedFile:
             offsets[number] = self.nbytes
             self.nbytes += tensors[number].nbytes
         self.image = Image.tailless()
-        self._elements: list[_Elements] = []
+        self._elements: list[Elements] = []
         # No element may lie across two blocks: so here those with larger items come first, too.
-        for piece in sorted(pieces, key=lambda piece: -tensors[piece.held].leaf.local.itemsize):
+        staged = [_staged(tensor) for tensor in tensors]
+        for piece in sorted(pieces, key=lambda piece: -staged[piece.held].itemsize):
             _name, dtype, leaf = tensors[piece.held]
             whole = Box((0,) * len(leaf.shape), leaf.shape)
             rows = copies(whole, 0, piece.box, 0, 1)
-            address = leaf.local.data_ptr() + piece.begin * leaf.local.itemsize
-            nbytes, how = piece.box.numel * leaf.local.itemsize, (leaf.local.dtype, dtype)
-            self._add(address, nbytes, leaf.local, *how, offsets[piece.held], rows)
+            local, its = leaf.local, staged[piece.held]
+            address = local.data_ptr() + piece.begin * local.itemsize
+            number = self._add(address, piece.box.numel * its.itemsize, local)
+            if its != local.dtype:
+                self.image.conversions.extend((number, number_of(local.dtype), number_of(its)))
+            how = (its, dtype, offsets[piece.held], rows)
+            self._elements.append(Elements(piece.box.numel * its.itemsize, *how))
         if is_first:
             content = torch.frombuffer(header, dtype=torch.uint8)
-            nbytes, how = len(header), (torch.uint8, torch.uint8)
-            self._add(content.data_ptr(), nbytes, content, *how, 0, [(0, 0, nbytes, 1, 0, 0)])
+            self._add(content.data_ptr(), len(header), content)
+            rows = [(0, 0, len(header), 1, 0, 0)]
+            self._elements.append(Elements(len(header), torch.uint8, torch.uint8, 0, rows))
 
-    def _add(
-        self,
-        address: int,
-        nbytes: int,
-        owner: torch.Tensor,
-        held: torch.dtype,
-        stored: torch.dtype,
-        offset: int,
-        rows: Sequence[CopyRow],
-    ) -> None:
-        begin = self.image.body_nbytes
-        self.image.append(address, nbytes)
+    def _add(self, address: int, nbytes: int, owner: torch.Tensor) -> int:
         self.image.sources.append(owner)
-        self._elements.append(_Elements(begin, begin + nbytes, held, stored, offset, rows))
+        return self.image.append(address, nbytes)
 
-    def writer(self, storage: Storage) -> PartWriter:
+    def placer(self) -> Placer:
         """Returns what writes this rank's part."""
-        return PartWriter(storage, self.nbytes, self._elements)
+        return Placer(self.nbytes, self._elements)
 
     def joined(self, parts: Sequence[File]) -> File:
-        """Returns the size and CRC-32 of the file, given what PartWriter.part was on each rank.
+        """Returns the size and CRC-32 of the file, given what Placer.written() was on each rank.
 
         Raises:
             CheckpointError: together they have not written the bytes of the file.
         """
         whole = File(0, crc_of_zeros(self.nbytes, combine_crcs))
         for part in parts:
-            whole = _summed(whole, part)
+            whole = File(whole.nbytes + part.nbytes, whole.crc32 ^ part.crc32)
         if whole.nbytes != self.nbytes:  # no assert, for a wrong file must never be committed
             raise CheckpointError(
                 f"ranks have written {whole.nbytes} bytes of {self.name!r}, which has "
@@ -167,73 +126,12 @@ class SharedFile:
         return whole
 
 
-class PartWriter:
-    """Writes blocks of one rank's part to where they belong in the file.
-
-    Several threads may call transfer() at once. The descriptor must not have O_DIRECT.
-
-    Args:
-        storage: the seam to the file system.
-        nbytes: the size of the file.
-        elements: what this rank writes, in the order of its image.
-
-    Attributes:
-        part: how many bytes were written, and their contribution to the file's CRC-32.
+def _staged(tensor: SharedTensor) -> torch.dtype:
+    """Returns the dtype in which a tensor is staged: the file's, if the host can convert it on the
+    way; what comes from a device is converted when it is written.
     """
-
-    def __init__(self, storage: Storage, nbytes: int, elements: Sequence[_Elements]) -> None:
-        self._storage = storage
-        self._elements = elements
-        self._begins = [each.begin for each in elements]
-        self._lock = threading.Lock()
-        self._file_nbytes = nbytes
-        self.part = File(0, 0)
-
-    def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
-        """Writes the bytes of the image from this offset on; returns their number.
-
-        Raises:
-            OSError: they could not be written.
-        """
-        assert kind == "write"
-        end, part = offset + len(memory), File(0, 0)
-        number = bisect_right(self._begins, offset) - 1
-        while number < len(self._elements) and self._begins[number] < end:
-            each = self._elements[number]
-            low, high = max(each.begin, offset), min(each.end, end)
-            first = (low - each.begin) // each.held.itemsize
-            part = _summed(part, self._write(fd, each, memory[low - offset : high - offset], first))
-            number += 1
-        with self._lock:  # only now: if a write fails, the engine may try all of them once more
-            self.part = _summed(self.part, part)
-        return len(memory)
-
-    def _write(self, fd: int, each: _Elements, memory: memoryview, first: int) -> File:
-        """Writes elements from the one with the number `first` on, and returns what they add."""
-        held, stored, part = each.held.itemsize, each.stored.itemsize, File(0, 0)
-        if each.held == each.stored:
-            return self._place(fd, each, memory, first)
-        for begin in range(0, len(memory) // held, _CONVERTED_AT_ONCE):
-            some = memory[begin * held : (begin + _CONVERTED_AT_ONCE) * held]
-            content = bytearray(len(some) // held * stored)
-            converted = torch.frombuffer(content, dtype=each.stored)
-            converted.copy_(torch.frombuffer(some, dtype=each.held))
-            part = _summed(part, self._place(fd, each, memoryview(content), first + begin))
-        return part
-
-    def _place(self, fd: int, each: _Elements, content: memoryview, first: int) -> File:
-        at, crc, itemsize = 0, 0, each.stored.itemsize
-        for offset, count in each.runs(first, first + len(content) // itemsize):
-            run = content[at : at + count * itemsize]
-            patiently(self._storage, fd, partial(self._storage.write_at, fd, run, offset))
-            crc ^= contribution(run, self._file_nbytes - offset - len(run), combine_crcs)
-            at += len(run)
-        return File(at, crc)
-
-
-def _summed(one: File, other: File) -> File:
-    """Returns what two parts of a file are together."""
-    return File(one.nbytes + other.nbytes, one.crc32 ^ other.crc32)
+    local = tensor.leaf.local
+    return tensor.dtype if local.device.type == "cpu" else local.dtype
 
 
 class SharedFiles:

@@ -100,7 +100,7 @@ class SwapPlan(Plan):
         for name in others:
             self._files[name] = self._settled(name)
         own = self._place.bring(self._files)
-        parts = {name: output.writer.part for name, output in self._parts.items()}
+        parts = {name: File(*output.placer.written()) for name, output in self._parts.items()}
         written = [*own.values(), *parts.values()]
         self._handle.stats.nbytes = sum(file.nbytes for file in written)
         return file_list.to_record(parts if self._agreement.rank == 0 else {**own, **parts})
@@ -142,19 +142,19 @@ class _SharedOutput(Output):
         self, file: SharedFile, path: str, place: SwapPlace, agreement: Round, striping: Stripe
     ) -> None:
         super().__init__(file.image, path)
-        self.writer = file.writer(place.storage)
+        self.placer = file.placer()
         self.shared = file
         self._place = place
         self._agreement = agreement
         self._striping = striping
 
     def open(self) -> None:
-        shared, place, through = self.shared, self._place, self.writer.transfer
+        shared, place = self.shared, self._place
         if self._agreement.rank == 0:
             purpose = Purpose(shared.nbytes, self._agreement.world_size, self._striping)
-            self.file.make(partial(place.made, shared.name), purpose, through=through)
+            self.file.make(partial(place.made, shared.name), purpose, placer=self.placer)
         elif self.image.body_nbytes:
-            self.file.join(place.joined(shared.name), self.path, through=through)
+            self.file.join(place.joined(shared.name), self.path, placer=self.placer)
 
     def fill_in(self) -> None:
         pass  # the header follows from sizes, and is in the first rank's image

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -19,12 +19,15 @@ from fastckpt import _engine
 from fastckpt.engine.budget import default_budget_bytes
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.engine.gds import BLOCKS, Gds, GdsDevice
+from fastckpt.engine.placing import Placer
 from fastckpt.engine.read_stream import EngineReadStream
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.handle import SaveHandle
 from fastckpt.latch import items_of
 from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import PATIENCE_S, Storage, reported
+from fastckpt.storage.policies import Policy
 
 log = logging.getLogger("fastckpt")
 
@@ -39,6 +42,7 @@ WINDOW_BLOCKS = 16  # how far a load reads ahead of torch
 IO_THREADS = 4
 STAGERS_MAX = 4
 _WARM_BYTES = 64 << 20  # populated at a time
+_DOUBLE = "the storage double transfers the bytes"
 
 
 class Route(NamedTuple):
@@ -153,7 +157,30 @@ class Staging:
         transfer = self.storage.transfer
         if transfer is not None:
             double = self._backend("callback", lambda: _engine.callback_backend(transfer))
-            return Route(double, False, "the storage double transfers the bytes", PATIENCE_S)
+            return Route(double, False, _DOUBLE, PATIENCE_S)
+        direct, why, policy = self._direct(fd, path, writing, offset, nbytes)
+        patience_s = PATIENCE_S if policy.remote else 0.0
+        wanted = policy.backend if requested == "auto" else requested
+        if requested != "auto":
+            why = f"{why}; backend {requested!r} was asked for"
+        if requested == "auto" and not direct:
+            wanted = "threads"  # io_uring hands buffered transfers to kernel workers anyway
+        if wanted == "io_uring":
+            ring = self._uring_backend()
+            if not isinstance(ring, str):
+                return self._decided(Route(ring, direct, why, patience_s), path)
+            if requested == "io_uring":
+                raise BackendUnavailable(f"backend 'io_uring' does not work here: {ring}")
+            why = f"{why}; but {ring}"
+        threads = self._backend("threads", lambda: _engine.threads_backend(IO_THREADS))
+        return self._decided(Route(threads, direct, why, patience_s), path)
+
+    def _direct(
+        self, fd: int, path: str, writing: bool, offset: int | None, nbytes: int | None
+    ) -> tuple[bool, str, Policy]:
+        """Gives an open file O_DIRECT where that is better; returns whether, why, and the policy of
+        its file system. Args are as route()'s.
+        """
         with reported("open", path):
             name, policy = self.storage.policy(fd)
         direct, why = policy.direct, f"{name}: {policy.text() if writing else policy.why}"
@@ -173,21 +200,7 @@ class Staging:
                     choice.refused(device)
         if device is not None and nbytes is not None:
             choice.begin(fd, device, direct, policy.direct, nbytes)
-        patience_s = PATIENCE_S if policy.remote else 0.0
-        wanted = policy.backend if requested == "auto" else requested
-        if requested != "auto":
-            why = f"{why}; backend {requested!r} was asked for"
-        if requested == "auto" and not direct:
-            wanted = "threads"  # io_uring hands buffered transfers to kernel workers anyway
-        if wanted == "io_uring":
-            ring = self._uring_backend()
-            if not isinstance(ring, str):
-                return self._decided(Route(ring, direct, why, patience_s), path)
-            if requested == "io_uring":
-                raise BackendUnavailable(f"backend 'io_uring' does not work here: {ring}")
-            why = f"{why}; but {ring}"
-        threads = self._backend("threads", lambda: _engine.threads_backend(IO_THREADS))
-        return self._decided(Route(threads, direct, why, patience_s), path)
+        return direct, why, policy
 
     @contextmanager
     def through(
@@ -226,6 +239,39 @@ class Staging:
             yield route._replace(backend=backend)
         finally:
             backend.remove(fd)
+
+    @contextmanager
+    def placing(self, fd: int, path: str, placer: Placer) -> Iterator[Route]:
+        """Yields a route that has a placer write the blocks of fd, while the body runs.
+
+        Args:
+            path: the file's path, for messages.
+
+        Raises:
+            StorageError: the file cannot be opened once more, or as route().
+        """
+        transfer, page = self.storage.transfer, placer.whole_page()
+        backend = self._backend("placing", lambda: _engine.PlacingBackend(IO_THREADS, transfer))
+        assert isinstance(backend, _engine.PlacingBackend)
+        with ExitStack() as opened:
+            route, buffered = Route(backend, False, _DOUBLE, PATIENCE_S), None
+            if transfer is None:
+                direct, why, policy = (
+                    False,
+                    "buffered: no page is this rank's alone",
+                    self.storage.policy(fd)[1],
+                )
+                if page is not None:
+                    direct, why, policy = self._direct(fd, path, True, page, None)
+                route = Route(backend, direct, why, PATIENCE_S if policy.remote else 0.0)
+            if route.direct:
+                # Pages that others write to, too, need a descriptor without O_DIRECT.
+                with reported("open", path):
+                    buffered = self.storage.open_of(os.getpid(), fd)
+                opened.callback(close_quietly, self.storage, buffered)
+            backend.add(fd, placer.of_engine, buffered)
+            opened.callback(backend.remove, fd)
+            yield route
 
     def _decided(self, route: Route, path: str) -> Route:
         """Logs a route when it is taken for the first time."""

@@ -142,7 +142,8 @@ class ImageTransfer:
                 max(1, stagers),
                 [] if reads is None else reads.ranges,
                 None if direct is None else direct.stage,
-                image.numbers or None,
+                image.numbers,
+                image.conversions,
             )
 
     def __enter__(self) -> ImageTransfer:

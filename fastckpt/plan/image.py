@@ -56,6 +56,8 @@ class Image:
             begin to end, each a multiple of the width; mostly there are none.
         tail_nbytes: size of the tail, known beforehand so that the file can be allocated at once.
         tail: makes the tail from the CRC-32s of the body's blocks and those of the slots' segments.
+        conversions: number of a segment, and the engine's numbers of two dtypes, for segments whose
+            items are of another dtype in memory (the first one) than in the image.
         sources: objects that own the segments' memory; they are kept until the body is staged.
         gathered: addresses of memory that the tail contains, each with the bytearray that has to
             hold a copy of it before tail() is called.
@@ -66,6 +68,7 @@ class Image:
     segments: array[int] = field(default_factory=lambda: array("Q"))
     slots: array[int] = field(default_factory=lambda: array("Q"))
     numbers: array[int] = field(default_factory=lambda: array("Q"))
+    conversions: array[int] = field(default_factory=lambda: array("Q"))
     sources: list[object] = field(default_factory=list)
     gathered: list[tuple[int, bytearray]] = field(default_factory=list)
     body_nbytes: int = 0

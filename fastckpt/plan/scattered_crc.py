@@ -1,7 +1,8 @@
 """The CRC-32 of a file of which several writers write parts, in any order and however scattered.
 
-CRC-32 is linear: the contributions of all bytes, joined by exclusive or with the CRC-32 of as many
-zeros as the file has bytes, are the file's CRC-32. The module must not know who writes what.
+CRC-32 is linear: the contributions of all bytes (csrc/engine/placing.h), joined by exclusive or
+with the CRC-32 of as many zeros as the file has bytes, are the file's CRC-32. The module must not
+know who writes what.
 """
 
 from __future__ import annotations
@@ -11,18 +12,6 @@ from collections.abc import Callable
 from functools import lru_cache
 
 Combine = Callable[[int, int, int], int]  # (crc of a, crc of b, len(b)) -> crc of a + b
-
-
-def contribution(content: memoryview, following: int, combine: Combine) -> int:
-    """Returns what some bytes contribute to the CRC-32 of a file.
-
-    Args:
-        content: the bytes.
-        following: how many bytes of the file come behind them.
-        combine: joins the CRC-32s of two adjacent runs of bytes.
-    """
-    change = zlib.crc32(content) ^ crc_of_zeros(len(content), combine)
-    return combine(change, 0, following)
 
 
 @lru_cache(maxsize=1024)

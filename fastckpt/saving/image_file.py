@@ -14,6 +14,7 @@ from types import TracebackType
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
+from fastckpt.engine.placing import Placer
 from fastckpt.engine.reuse import Cloner
 from fastckpt.engine.staging import Allowance, Route
 from fastckpt.engine.transfer import ImageTransfer
@@ -110,7 +111,7 @@ class ImageFile:
         *,
         allocates: bool = True,
         timed: bool = False,
-        through: Transfer | None = None,
+        placer: Placer | None = None,
     ) -> str:
         """Makes the file, with room for purpose.nbytes. Where one part of the file system is full,
         makes it once more in another.
@@ -123,7 +124,7 @@ class ImageFile:
             allocates: whether to allocate purpose.nbytes before the first write.
             timed: whether this process alone writes the file, at once, so that the time it takes
                 tells how good its route is (Policy.measured).
-            through: writes the blocks, in place of a route; it may write anywhere in the file.
+            placer: writes the blocks where they belong, which may be anywhere in the file.
 
         Returns:
             The file's name.
@@ -136,12 +137,10 @@ class ImageFile:
             try:
                 with ExitStack() as making:
                     fd, name = making.enter_context(make(purpose))
-                    route = self._ready(fd, purpose, allocates, timed, through is None)
+                    route = self._ready(fd, purpose, allocates, timed, placer is None)
                     self._files.push(making.pop_all())
-                if through is not None:  # entered after the file, and so left before that is closed
-                    route = self._through(fd, through)
-                assert route is not None
-                self._take(fd, route)
+                # Entered after the file, and so left before that is closed.
+                self._take(fd, route or self._placing(fd, placer))
                 return name
             except _Full as full:
                 layout = full.layout
@@ -155,15 +154,15 @@ class ImageFile:
         *,
         writing: bool = True,
         offset: int | None = 0,
-        through: Transfer | None = None,
+        placer: Placer | None = None,
     ) -> None:
         """Takes a file that another rank has made and this one has opened for writing; closes it in
-        the end. `writing` and `offset` are as Staging.route()'s, `through` as make()'s.
+        the end. `writing` and `offset` are as Staging.route()'s, `placer` as make()'s.
         """
         self._files.callback(close_quietly, self._pipeline.storage, fd)
         self._path = path
-        if through is not None:
-            self._take(fd, self._through(fd, through))
+        if placer is not None:
+            self._take(fd, self._placing(fd, placer))
             return
         backend = self._options.backend
         route = self._pipeline.staging.route(fd, path, backend, writing=writing, offset=offset)
@@ -177,7 +176,8 @@ class ImageFile:
 
     def through(self, transfer: Transfer) -> None:
         """Hands blocks to a function that writes them, as Staging.through() does."""
-        self.route = self._through(self.fd, transfer)
+        through = self._pipeline.staging.through(self.fd, transfer)
+        self.route = self._files.enter_context(through)
 
     def clone_by(self, cloner: Cloner) -> None:
         """Has a cloner see each block before it is written, as Staging.cloning() does."""
@@ -193,8 +193,10 @@ class ImageFile:
         """Keeps other files open until nothing is in flight to this one any more."""
         self._files.push(files)
 
-    def _through(self, fd: int, transfer: Transfer) -> Route:
-        return self._files.enter_context(self._pipeline.staging.through(fd, transfer))
+    def _placing(self, fd: int, placer: Placer | None) -> Route:
+        assert placer is not None
+        placing = self._pipeline.staging.placing(fd, self._path, placer)
+        return self._files.enter_context(placing)
 
     def close(self) -> None:
         """Closes the file, with nothing in flight to it; then another may be made or joined."""

@@ -15,7 +15,6 @@ import os
 import shutil
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -277,36 +276,11 @@ def test_a_file_that_is_too_large_is_not_cut(disk: Path, monkeypatch: pytest.Mon
     assert not (disk / "b").exists()
 
 
-def test_a_block_that_is_written_once_more_counts_once(disk: Path) -> None:
-    """As the engine does it when a write of the block has failed for the moment."""
-
-    class Busy(Storage):
-        """Refuses the second write, once."""
-
-        def write_at(self, fd: int, data: Any, offset: int) -> None:
-            offsets.append(offset)
-            if len(offsets) == 2:
-                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-            super().write_at(fd, data, offset)
-
-    offsets: list[int] = []
+def test_a_file_with_bytes_missing_is_not_committed() -> None:
     box = Box((0,), (10,))
-    its = [
-        SharedTensor(
-            name, torch.float32, Leaf(name, torch.randn(10), (10,), box, (0,), "replicated")
-        )
-        for name in "ab"
-    ]
-    shared = SharedFile("f", its, [Piece(0, box, 0), Piece(1, box, 0)], {}, is_first=True)
-    image = b"".join(source.numpy().tobytes() for source in shared.image.sources)
-    writer, path = shared.writer(Busy()), disk / "f"
-    with path.open("wb") as file:
-        with pytest.raises(BlockingIOError):
-            writer.transfer("write", file.fileno(), memoryview(image), 0)
-        assert writer.transfer("write", file.fileno(), memoryview(image), 0) == len(image)
-    assert len(offsets) == 5
-    found = path.read_bytes()
-    assert shared.joined([writer.part]) == File(len(found), zlib.crc32(found))
+    leaf = Leaf("a", torch.randn(10), (10,), box, (0,), "replicated")
+    its = [SharedTensor("a", torch.float32, leaf)]
+    shared = SharedFile("f", its, [Piece(0, box, 0)], {}, is_first=True)
     with pytest.raises(CheckpointError, match="ranks have written 7 bytes of 'f', which has"):
         shared.joined([File(7, 0)])
 

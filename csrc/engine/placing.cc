@@ -1,0 +1,220 @@
+// Gathers converted items in windows of the file, and writes each of these with O_DIRECT as far as
+// it fills pages. See placing.h for the contract.
+#include "engine/placing.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+
+#include "check.h"
+#include "crc32/crc32.h"
+
+namespace fastckpt {
+
+namespace {
+
+constexpr size_t kPageBytes = 4096;
+// What is gathered before it is written. It stays in a core's cache until it has its checksum.
+constexpr size_t kWindowBytes = size_t{1} << 20;
+// Less is not worth a write of its own beside those of the pages that it fills in part. It stays in
+// the page cache until the file is synced, since neighbours may write to the same pages.
+constexpr uint64_t kLeastDirect = 64 << 10;
+
+uint64_t page_at(uint64_t offset) { return offset / kPageBytes * kPageBytes; }
+uint64_t page_from(uint64_t offset) { return page_at(offset + kPageBytes - 1); }
+
+// The memory of a thread's windows.
+std::byte* window_memory() {
+    struct Free {
+        void operator()(std::byte* memory) const { std::free(memory); }
+    };
+    thread_local std::unique_ptr<std::byte, Free> memory;
+    if (memory == nullptr)
+        memory.reset(static_cast<std::byte*>(std::aligned_alloc(kPageBytes, kWindowBytes)));
+    return memory.get();
+}
+
+}  // namespace
+
+// A range of the file that is being gathered, in memory aligned as it is.
+class Placer::Window {
+  public:
+    Window(const Op& op, int buffered, const Transfer& transfer, uint64_t file_nbytes)
+        : op_(op),
+          buffered_(buffered),
+          transfer_(transfer),
+          file_nbytes_(file_nbytes),
+          memory_(window_memory()) {}
+
+    // Adds items that belong at an offset of the file; returns 0, or the errno of a write.
+    int add(uint64_t offset, Dtype held, Dtype stored, const std::byte* source, uint64_t count) {
+        if (memory_ == nullptr) return ENOMEM;
+        if (offset != end_) {
+            if (const int error = flush()) return error;
+            begin_from(offset);
+        }
+        const size_t wide = width_of(held), narrow = width_of(stored);
+        while (count > 0) {
+            if (end_ == base_ + kWindowBytes) {
+                if (const int error = flush()) return error;
+                begin_from(end_);
+            }
+            const uint64_t some = std::min(count, (base_ + kWindowBytes - end_) / narrow);
+            cast(held, stored, source, memory_ + (end_ - base_), some);
+            end_ += some * narrow;
+            source += some * wide;
+            count -= some;
+        }
+        return 0;
+    }
+
+    // Writes what was gathered; returns 0, or errno.
+    int flush() {
+        if (begin_ == end_) return 0;
+        // The register itself, from none of the inversions that the CRC of whole data begins with.
+        const uint32_t crc = ~crc32(~uint32_t{0}, memory_ + (begin_ - base_), end_ - begin_);
+        written_.crc ^= crc32_combine(crc, 0, file_nbytes_ - end_);
+        written_.nbytes += end_ - begin_;
+        const uint64_t first = page_from(begin_), last = page_at(end_);
+        int error = 0;
+        if (!op_.direct || last < first + kLeastDirect) {
+            error = write(begin_, end_, false);
+        } else {
+            error = write(first, last, true);
+            if (error == 0) error = write(begin_, first, false);
+            if (error == 0) error = write(last, end_, false);
+        }
+        begin_ = end_;
+        return error;
+    }
+
+    const Written& written() const { return written_; }
+
+  private:
+    void begin_from(uint64_t offset) {
+        base_ = page_at(offset);
+        begin_ = end_ = offset;
+    }
+
+    int write(uint64_t begin, uint64_t end, bool direct) {
+        if (begin == end) return 0;
+        Op part;
+        part.kind = Op::Kind::write;
+        part.fd = direct || !op_.direct ? op_.fd : buffered_;
+        part.data = memory_ + (begin - base_);
+        part.nbytes = end - begin;
+        part.offset = begin;
+        part.direct = direct;
+        part.stays = end - begin < kLeastDirect;
+        part.patience = op_.patience;
+        carry_out(part, transfer_);
+        return part.error;
+    }
+
+    const Op& op_;
+    const int buffered_;
+    const Transfer& transfer_;
+    const uint64_t file_nbytes_;
+    std::byte* const memory_;
+    uint64_t base_ = 0;  // where in the file the memory lies
+    uint64_t begin_ = 0;
+    uint64_t end_ = 0;
+    Written written_{0, 0};
+};
+
+Placer::Placer(uint64_t file_nbytes, std::vector<Items> items, std::vector<uint64_t> rows)
+    : file_nbytes_(file_nbytes), items_(std::move(items)), rows_(std::move(rows)) {
+    uint64_t end = 0, row = 0;
+    for (const Items& each : items_) {
+        CHECK(each.held < kDtypes && each.stored < kDtypes);
+        const auto held = static_cast<Dtype>(each.held), stored = static_cast<Dtype>(each.stored);
+        CHECK(is_castable(held, stored));
+        CHECK(each.begin == end && each.end > end && each.begin % width_of(held) == 0);
+        CHECK(each.size > 0 && each.count > 0 && each.first_row == row);
+        const uint64_t row_nbytes = each.size * each.count * width_of(held);
+        CHECK((each.end - each.begin) % row_nbytes == 0);
+        row += (each.end - each.begin) / row_nbytes;
+        CHECK(row <= rows_.size());
+        for (uint64_t i = each.first_row; i < row; ++i) {
+            const uint64_t last = (each.count - 1) * each.stride + each.size;
+            CHECK(rows_[i] % width_of(stored) == 0);
+            CHECK(rows_[i] + last * width_of(stored) <= file_nbytes_);
+        }
+        end = each.end;
+    }
+    CHECK(row == rows_.size());
+}
+
+int Placer::write(const Op& op, int buffered, const Transfer& transfer) {
+    CHECK(op.kind == Op::Kind::write);
+    Window window(op, buffered, transfer, file_nbytes_);
+    const uint64_t end = op.offset + op.nbytes;
+    auto each = std::upper_bound(items_.begin(), items_.end(), op.offset,
+                                 [](uint64_t at, const Items& items) { return at < items.end; });
+    for (; each != items_.end() && each->begin < end; ++each) {
+        const auto held = static_cast<Dtype>(each->held), stored = static_cast<Dtype>(each->stored);
+        const uint64_t wide = width_of(held), narrow = width_of(stored);
+        const uint64_t from = std::max(each->begin, op.offset), to = std::min(each->end, end);
+        CHECK((from - each->begin) % wide == 0 && (to - from) % wide == 0);
+        const std::byte* source = op.data + (from - op.offset);
+        const uint64_t last = (to - each->begin) / wide;
+        for (uint64_t item = (from - each->begin) / wide, count; item < last; item += count) {
+            const uint64_t run = item / each->size, inside = item % each->size;
+            const uint64_t along = run % each->count * each->stride + inside;
+            const uint64_t offset = rows_[each->first_row + run / each->count] + along * narrow;
+            count = std::min(each->size - inside, last - item);
+            if (const int error = window.add(offset, held, stored, source, count)) return error;
+            source += count * wide;
+        }
+    }
+    if (const int error = window.flush()) return error;
+    const std::lock_guard lock(mu_);
+    written_.nbytes += window.written().nbytes;
+    written_.crc ^= window.written().crc;
+    return 0;
+}
+
+Placer::Written Placer::written() const {
+    const std::lock_guard lock(mu_);
+    return written_;
+}
+
+std::optional<uint64_t> Placer::whole_page() const {
+    for (const Items& each : items_) {
+        const uint64_t narrow = width_of(static_cast<Dtype>(each.stored));
+        const uint64_t offset = rows_[each.first_row];
+        if (page_from(offset) + kLeastDirect <= page_at(offset + each.size * narrow))
+            return page_from(offset);
+    }
+    return std::nullopt;
+}
+
+PlacingBackend::PlacingBackend(unsigned threads, Transfer transfer)
+    : transfer_(std::move(transfer)),
+      threads_(handing_backend([this](Op& op) { handle(op); }, threads)) {}
+
+void PlacingBackend::add(int fd, std::shared_ptr<Placer> placer, std::optional<int> buffered) {
+    const std::lock_guard lock(mu_);
+    files_[fd] = {std::move(placer), buffered};
+}
+
+void PlacingBackend::remove(int fd) {
+    const std::lock_guard lock(mu_);
+    files_.erase(fd);
+}
+
+void PlacingBackend::handle(Op& op) {
+    Placed file;
+    {
+        const std::lock_guard lock(mu_);
+        const auto found = files_.find(op.fd);
+        CHECK(found != files_.end());
+        file = found->second;
+    }
+    op.direct = file.buffered.has_value();
+    op.error = file.placer->write(op, file.buffered.value_or(-1), transfer_);
+    if (op.error == 0) op.done = op.nbytes;
+    finish(op);
+}
+
+}  // namespace fastckpt
