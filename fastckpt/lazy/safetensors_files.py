@@ -13,7 +13,7 @@ from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import safetensors
 from fastckpt.formats.strict_json import decode, shown
-from fastckpt.lazy.extents import Extent, ExtentsSource, Place
+from fastckpt.lazy.extents import ExtentsSource, Form, Place
 from fastckpt.plan.boxes import row_major
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.verified import Body, opened_regular
@@ -103,8 +103,9 @@ def _opened(
             head = storage.read_at(fd, size, 0)
         found = safetensors.parse(head, nbytes)
     body = Body(staging, fd, path, BlockChecksums(nbytes, BLOCK_BYTES, (), b""))
-    tensors = {
-        name: (at.dtype, at.shape, Extent(number, at.begin, row_major(at.shape)))
-        for name, at in found.items()
+    forms = {
+        kind: Form(number, kind.dtype, kind.shape, row_major(kind.shape))
+        for kind in {kind for kind, _begin in found.values()}
     }
+    tensors = {name: (forms[kind], begin) for name, (kind, begin) in found.items()}
     return body, tensors

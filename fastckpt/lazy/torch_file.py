@@ -18,7 +18,7 @@ from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip, zip_records
 from fastckpt.formats.zip_records import Entry
-from fastckpt.lazy.extents import Extent, ExtentsSource, Place
+from fastckpt.lazy.extents import ExtentsSource, Form, Place
 from fastckpt.lazy.torch_names import StoredView, names_of
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.verified import Body
@@ -31,7 +31,7 @@ _READ_BYTES_MAX = 1 << 30  # of a pickle or a zip directory, which may claim any
 
 
 class Record(NamedTuple):
-    """A record of a zip: its size and CRC-32, and where its data begins, as Extent says it."""
+    """A record of a zip: its size and CRC-32, and where its data begins, as Place has it."""
 
     nbytes: int
     crc: int
@@ -68,8 +68,7 @@ class TorchZip(NamedTuple):
                 raise CorruptCheckpoint(f"tensor {name!r} reaches beyond record {view.record!r}")
             begin, shift = record.begin, view.offset * view.dtype.itemsize
             begin = begin + shift if isinstance(begin, int) else partial(_shifted, begin, shift)
-            extent = Extent(0, begin, view.strides, view.is_conj, view.is_neg)
-            yield name, (view.dtype, view.shape, extent)
+            yield name, (Form(0, *view[2:5], view.is_conj, view.is_neg), begin)
 
 
 def torch_file(
