@@ -13,7 +13,11 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
+
+import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
@@ -88,25 +92,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rows(tensors: fastckpt.LazyTensors, names: Iterable[str]) -> list[tuple[str, _Kind]]:
-    kinds: dict[Any, _Kind] = {}
-    rows = []
-    for name in names:
-        tensor = tensors[name]
-        key = tensor.dtype, tensor.shape, tensor.shards
-        kind = kinds.get(key)
-        if kind is None:
-            kind = kinds[key] = _kind(tensor)
-        rows.append((name, kind))
-    return rows
+    found = ((name, tensors[name]) for name in names)
+    return [(name, _kind(each.dtype, each.shape, each.shards)) for name, each in found]
 
 
-def _kind(tensor: fastckpt.LazyTensor) -> _Kind:
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), [*tensor.shape]
-    files = [os.path.basename(shard.path) for shard in tensor.shards]
+@lru_cache(256)
+def _kind(dtype: torch.dtype, shape: torch.Size, shards: tuple[Any, ...]) -> _Kind:
+    told, nbytes = str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize
+    files = [os.path.basename(shard.path) for shard in shards]
     distinct = [*dict.fromkeys(files)]
-    told = shown_name(distinct[0]) if len(distinct) == 1 else f"{len(distinct)} files"
-    row = {"dtype": dtype, "shape": shape, "nbytes": tensor.nbytes, "files": files}
-    return _Kind(row, (dtype, str(shape), shown_size(tensor.nbytes), told))
+    file = shown_name(distinct[0]) if len(distinct) == 1 else f"{len(distinct)} files"
+    row = {"dtype": told, "shape": [*shape], "nbytes": nbytes, "files": files}
+    return _Kind(row, (told, str([*shape]), shown_size(nbytes), file))
 
 
 def _print(told: dict[str, Any], rows: list[tuple[str, _Kind]]) -> None:
@@ -120,8 +117,7 @@ def _print(told: dict[str, Any], rows: list[tuple[str, _Kind]]) -> None:
     kinds = {id(kind): kind.cells for _name, kind in rows}
     widths = [max(map(len, column)) for column in zip(*kinds.values(), strict=True)]
     ends = {
-        number: "  ".join(map(str.ljust, cells, widths)).rstrip()
-        for number, cells in kinds.items()
+        number: "  ".join(map(str.ljust, cells, widths)).rstrip() for number, cells in kinds.items()
     }
     width = max(map(len, names), default=0)
     lines = (

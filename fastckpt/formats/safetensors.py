@@ -16,6 +16,7 @@ import torch
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.strict_json import (
+    KINDS_MAX,
     NUMBER_END,
     check_text,
     check_texts,
@@ -241,6 +242,8 @@ def validate(header: object, size: int, nbytes: int) -> dict[str, tuple[Kind, in
         kind = kinds.get(key)
         if kind is None:
             expected = nbytes_of(dtype, shape, name)
+            if len(kinds) == KINDS_MAX:
+                kinds.clear()
             kind = kinds[key] = Kind(DTYPES[dtype], key[1], expected)
         if end - begin != kind.nbytes:
             raise ValueError(f"data_offsets of {shown(name)} do not span its {kind.nbytes} bytes")

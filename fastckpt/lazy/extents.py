@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
+from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.lazy.selection import whole
 from fastckpt.lazy.source import Shard, Stored, Wanted
 from fastckpt.plan.boxes import row_major
@@ -66,17 +68,18 @@ class _Tensors(Mapping[str, Stored]):
     """
 
     def __init__(self, bodies: Sequence[Body], places: Mapping[str, Place]) -> None:
-        self._bodies, self._places = bodies, places
-        self._described: dict[Form, Stored] = {}
+        self._places = places
+
+        @lru_cache(KINDS_MAX)
+        def described(form: Form) -> Stored:
+            shards = (Shard(bodies[form.file].path, whole(form.shape)),)
+            repeated = frozenset(dim for dim, stride in enumerate(form.strides) if not stride)
+            return Stored(form.dtype, form.shape, shards, repeated)
+
+        self._described = described
 
     def __getitem__(self, name: str) -> Stored:
-        form = self._places[name][0]
-        stored = self._described.get(form)
-        if stored is None:
-            shards = (Shard(self._bodies[form.file].path, whole(form.shape)),)
-            repeated = frozenset(dim for dim, stride in enumerate(form.strides) if not stride)
-            stored = self._described[form] = Stored(form.dtype, form.shape, shards, repeated)
-        return stored
+        return self._described(self._places[name][0])
 
     def __contains__(self, name: object) -> bool:
         return name in self._places

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import lru_cache
 
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import safetensors
-from fastckpt.formats.strict_json import decode, shown
+from fastckpt.formats.strict_json import KINDS_MAX, decode, shown
 from fastckpt.lazy.extents import ExtentsSource, Form, Place
 from fastckpt.plan.boxes import row_major
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
@@ -103,9 +104,10 @@ def _opened(
             head = storage.read_at(fd, size, 0)
         found = safetensors.parse(head, nbytes)
     body = Body(staging, fd, path, BlockChecksums(nbytes, BLOCK_BYTES, (), b""))
-    forms = {
-        kind: Form(number, kind.dtype, kind.shape, row_major(kind.shape))
-        for kind in {kind for kind, _begin in found.values()}
-    }
-    tensors = {name: (forms[kind], begin) for name, (kind, begin) in found.items()}
+
+    @lru_cache(KINDS_MAX)
+    def form(kind: safetensors.Kind) -> Form:
+        return Form(number, kind.dtype, kind.shape, row_major(kind.shape))
+
+    tensors: dict[str, Place] = {name: (form(kind), begin) for name, (kind, begin) in found.items()}
     return body, tensors

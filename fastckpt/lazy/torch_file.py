@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from fastckpt.engine.staging import Staging
@@ -111,16 +112,14 @@ def _records_of_ours(body: Body, entries: list[Entry]) -> dict[str, Record]:
     directory, which is verified, tells where data begin, and no header has to be read.
     """
     body_nbytes, nbytes = body.index.body_nbytes, body.index.body_nbytes + len(body.index.tail)
-    entries = sorted(entries, key=lambda entry: entry.offset)
+    entries = sorted(entries, key=attrgetter("offset"))
     records = {}
-    for entry, following in pairwise(entries):
-        behind = len(zip_records.descriptor(entry.offset, entry.nbytes, entry.crc))
-        begin = following.offset - behind - entry.nbytes
-        end, limit = begin + entry.nbytes, body_nbytes if begin < body_nbytes else nbytes
-        if begin <= entry.offset or (end > limit and entry.nbytes):
-            raise CorruptCheckpoint(f"record {entry.name!r} is not where it should be")
-        name = entry.name.partition("/")[2]
-        records[name] = Record(entry.nbytes, entry.crc, begin)
+    for (name, offset, size, crc), following in pairwise(entries):
+        end = following.offset - zip_records.descriptor_nbytes(offset, size)
+        begin = end - size
+        if begin <= offset or (size and end > (body_nbytes if begin < body_nbytes else nbytes)):
+            raise CorruptCheckpoint(f"record {name!r} is not where it should be")
+        records[name.partition("/")[2]] = Record(size, crc, begin)
     return records
 
 
