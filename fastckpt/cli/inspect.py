@@ -10,9 +10,14 @@ import fnmatch
 import gc
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
@@ -53,60 +58,70 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
+class _Kind(NamedTuple):
+    """What tensors have in common, of which there are few kinds, and how it is told.
+
+    Attributes:
+        row: the members of the JSON object of each.
+        cells: what is printed behind the name.
+    """
+
+    row: dict[str, Any]
+    cells: tuple[str, ...]
+
+
 def run(arguments: argparse.Namespace) -> int:
     with _without_collector(), fastckpt.open(arguments.path) as tensors:
-        names = [name for name in tensors if fnmatch.fnmatchcase(name, arguments.glob)]
-        rows = [_row(tensors[name]) for name in names]
+        names = fnmatch.filter(tensors, arguments.glob)
+        rows = _rows(tensors, names)
         told = {
             "path": tensors.path,
             "kind": tensors.kind,
             "verified": tensors.is_verified,
             **tensors.facts,
             "tensors": len(rows),
-            "nbytes": sum(row["nbytes"] for row in rows),
+            "nbytes": sum(kind.row["nbytes"] for _name, kind in rows),
             "others": tensors.others,
         }
     if arguments.json:
-        print(json.dumps({**told, "content": rows}, indent=1))
+        content = [{"name": name, **kind.row} for name, kind in rows]
+        print(json.dumps({**told, "content": content}, indent=1))
     else:
         _print(told, rows)
     return 0
 
 
-def _row(tensor: fastckpt.LazyTensor) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": [*tensor.shape],
-        "nbytes": tensor.nbytes,
-        "files": [os.path.basename(shard.path) for shard in tensor.shards],
-    }
+def _rows(tensors: fastckpt.LazyTensors, names: Iterable[str]) -> list[tuple[str, _Kind]]:
+    found = ((name, tensors[name]) for name in names)
+    return [(name, _kind(each.dtype, each.shape, each.shards)) for name, each in found]
 
 
-def _print(told: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+@lru_cache(256)
+def _kind(dtype: torch.dtype, shape: torch.Size, shards: tuple[Any, ...]) -> _Kind:
+    told, nbytes = str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize
+    files = [os.path.basename(shard.path) for shard in shards]
+    distinct = [*dict.fromkeys(files)]
+    file = shown_name(distinct[0]) if len(distinct) == 1 else f"{len(distinct)} files"
+    row = {"dtype": told, "shape": [*shape], "nbytes": nbytes, "files": files}
+    return _Kind(row, (told, str([*shape]), shown_size(nbytes), file))
+
+
+def _print(told: dict[str, Any], rows: list[tuple[str, _Kind]]) -> None:
     facts = [f"{name} {told[name]}" for name in ("step", "saved", "ranks", "files") if name in told]
     checked = "verified when read" if told["verified"] else "without checksums of blocks"
     print(f"{shown_name(told['path'])}: {told['kind']}, {checked}; {', '.join(facts)}")
     print(f"{told['tensors']} tensors, {shown_size(told['nbytes'])}")
     if told["others"]:
         print(shown_others(told["others"]))
-    cells = [
-        (
-            shown_name(row["name"]),
-            row["dtype"],
-            str(row["shape"]),
-            shown_size(row["nbytes"]),
-            _files(row),
-        )
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for cell in cells:
-        print(
-            "  ".join(text.ljust(width) for text, width in zip(cell, widths, strict=True)).rstrip()
-        )
-
-
-def _files(row: dict[str, Any]) -> str:
-    distinct = [*dict.fromkeys(row["files"])]
-    return shown_name(distinct[0]) if len(distinct) == 1 else f"{len(distinct)} files"
+    names = [shown_name(name) for name, _kind in rows]
+    kinds = {id(kind): kind.cells for _name, kind in rows}
+    widths = [max(map(len, column)) for column in zip(*kinds.values(), strict=True)]
+    ends = {
+        number: "  ".join(map(str.ljust, cells, widths)).rstrip() for number, cells in kinds.items()
+    }
+    width = max(map(len, names), default=0)
+    lines = (
+        f"{name.ljust(width)}  {ends[id(kind)]}\n"
+        for name, (_name, kind) in zip(names, rows, strict=True)
+    )
+    sys.stdout.writelines(lines)

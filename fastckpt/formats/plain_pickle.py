@@ -23,6 +23,7 @@ _KEY_DEPTH_MAX = 8  # of tuples in a key that is a tuple: hash() recurses on the
 _KEY_BITS_MAX = 64  # of a key that is an int, which is hashed anew each time
 _HASHES_PER_BYTE = 64
 _NAME_CHARACTERS_MAX = 1000  # of a module or a global: whoever is told of it keeps a copy
+_WITHOUT_LENGTH = frozenset({int, bool, type(None)})  # what arguments of calls often are
 _NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
 
 # The errors that the interpreter raises for bytes that no pickler wrote.
@@ -120,34 +121,52 @@ class _Machine:
         below = self._below
         while True:
             op = content[at]
-            # The most frequent opcodes do without a call.
-            if op == 0x72:  # LONG_BINPUT
-                memo[_u32(content, at + 1)[0]] = stack[-1]
-                at += 5
-            elif op == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
-                at += 1
-            elif op == 0x6A:  # LONG_BINGET
-                stack.append(memo[_u32(content, at + 1)[0]])
-                at += 5
-            elif op == 0x68:  # BINGET
-                stack.append(memo[content[at + 1]])
-                at += 2
+            # The most frequent opcodes, in this order in each half, do without a call.
+            if op >= 0x60:
+                if op == 0x72:  # LONG_BINPUT
+                    memo[_u32(content, at + 1)[0]] = stack[-1]
+                    at += 5
+                    continue
+                if op == 0x68:  # BINGET
+                    stack.append(memo[content[at + 1]])
+                    at += 2
+                    continue
+                if op == 0x74:  # TUPLE
+                    items = tuple(stack)
+                    stack = self._stack = below.pop()
+                    stack.append(items)
+                    at += 1
+                    continue
+                if op == 0x86:  # TUPLE2
+                    last = stack.pop()
+                    stack[-1] = (stack[-1], last)
+                    at += 1
+                    continue
+                if op == 0x94:  # MEMOIZE
+                    memo[len(memo)] = stack[-1]
+                    at += 1
+                    continue
+                if op == 0x6A:  # LONG_BINGET
+                    stack.append(memo[_u32(content, at + 1)[0]])
+                    at += 5
+                    continue
             elif op == 0x4B:  # BININT1
                 stack.append(content[at + 1])
                 at += 2
+                continue
             elif op == 0x28:  # MARK
                 below.append(stack)
                 stack = self._stack = []
                 at += 1
-            elif op == 0x74:  # TUPLE
-                items = tuple(stack)
-                stack = self._stack = below.pop()
-                stack.append(items)
-                at += 1
+                continue
+            elif op == 0x58:  # BINUNICODE
+                begin, nbytes = at + 5, _u32(content, at + 1)[0]
+                stack.append(self._span(begin, nbytes).decode("utf-8", "surrogatepass"))
+                at = begin + nbytes
+                continue
             elif op == 0x2E:  # STOP
                 return stack.pop(), at + 1
-            elif op in table:
+            if op in table:
                 at = table[op](self, at + 1)
                 stack = self._stack
             elif op in _NAMES:
@@ -210,9 +229,6 @@ class _Machine:
     def _text1(self, at: int) -> int:
         return self._text(at + 1, self._content[at])
 
-    def _text4(self, at: int) -> int:
-        return self._text(at + 4, _u32(self._content, at)[0])
-
     def _text8(self, at: int) -> int:
         return self._text(at + 8, _u64(self._content, at)[0])
 
@@ -246,11 +262,6 @@ class _Machine:
 
     def _tuple1(self, at: int) -> int:
         self._stack[-1] = (self._stack[-1],)
-        return at
-
-    def _tuple2(self, at: int) -> int:
-        last = self._stack.pop()
-        self._stack[-1] = (self._stack[-1], last)
         return at
 
     def _tuple3(self, at: int) -> int:
@@ -382,10 +393,12 @@ class _Machine:
             raise Refused("a call of something that may not be called")
         if type(arguments) is not tuple:
             raise ValueError("the arguments of a call are not a tuple")
-        self._copies(len(arguments))
+        copies = len(arguments)
         for argument in arguments:
-            if hasattr(argument, "__len__"):
-                self._copies(len(argument))
+            if type(argument) not in _WITHOUT_LENGTH and hasattr(argument, "__len__"):
+                copies += len(argument)
+        self._copies(copies)
+        for argument in arguments:
             if type(argument) is list:  # which may become a set
                 for part in argument:
                     self.key(part)
@@ -480,7 +493,6 @@ _STEPS: dict[str, Callable[[_Machine, int], int]] = {
     "LONG1": _Machine._long1,
     "LONG4": _Machine._long4,
     "SHORT_BINUNICODE": _Machine._text1,
-    "BINUNICODE": _Machine._text4,
     "BINUNICODE8": _Machine._text8,
     "SHORT_BINBYTES": _Machine._bytes1,
     "BINBYTES": _Machine._bytes4,
@@ -488,7 +500,6 @@ _STEPS: dict[str, Callable[[_Machine, int], int]] = {
     "BYTEARRAY8": _Machine._bytearray,
     "EMPTY_TUPLE": _Machine._empty_tuple,
     "TUPLE1": _Machine._tuple1,
-    "TUPLE2": _Machine._tuple2,
     "TUPLE3": _Machine._tuple3,
     "EMPTY_LIST": _Machine._empty_list,
     "EMPTY_DICT": _Machine._empty_dict,

@@ -9,12 +9,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from fastckpt.formats.strict_json import NUMBER_END, check_text, decode, is_numbers, shown
+from fastckpt.formats.strict_json import (
+    KINDS_MAX,
+    NUMBER_END,
+    check_text,
+    check_texts,
+    decode,
+    is_numbers,
+    shown,
+    without_numbers,
+)
 from fastckpt.plan.image import PAGE_BYTES, Image
 
 # The dtypes by their names in the format; stock readers of safetensors know them all.
@@ -39,6 +49,7 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000  # of JSON; stock readers refuse more
 METADATA = "__metadata__"
+_MEMBERS = dict.fromkeys(("dtype", "shape", "data_offsets")).keys()  # of a tensor in the header
 
 
 class Entry(NamedTuple):
@@ -53,13 +64,12 @@ class Entry(NamedTuple):
     address: int
 
 
-class Extent(NamedTuple):
-    """A tensor in a file: its elements are the file's bytes [begin, end)."""
+class Kind(NamedTuple):
+    """What tensors of a file, often many of them, have in common."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int
-    end: int
+    nbytes: int
 
 
 class UnknownDtype(ValueError):
@@ -167,7 +177,7 @@ def header_nbytes(head: bytes, nbytes: int) -> int:
     return size
 
 
-def parse(head: bytes, nbytes: int) -> dict[str, Extent]:
+def parse(head: bytes, nbytes: int) -> dict[str, tuple[Kind, int]]:
     """Reads the header of any safetensors file, in memory proportional to the header's size.
 
     Args:
@@ -176,7 +186,7 @@ def parse(head: bytes, nbytes: int) -> dict[str, Extent]:
         nbytes: size of the file.
 
     Returns:
-        Where each tensor lies, by name, in the header's order.
+        As validate().
 
     Raises:
         CorruptCheckpoint: the header is malformed, or does not fit the file's size.
@@ -186,60 +196,67 @@ def parse(head: bytes, nbytes: int) -> dict[str, Extent]:
     try:
         if len(head) < size:
             raise ValueError(f"only {len(head)} of its {size} bytes are there")
-        header = decode(head[LENGTH_BYTES:size])
-        validate(header, size, nbytes)
+        return validate(decode(head[LENGTH_BYTES:size]), size, nbytes)
     except UnknownDtype as error:
         raise IncompatibleCheckpoint(f"its safetensors header: {error}") from None
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"its safetensors header is malformed: {error}") from None
-    assert isinstance(header, dict)
-    return {
-        name: Extent(
-            DTYPES[tensor["dtype"]],
-            tuple(tensor["shape"]),
-            size + tensor["data_offsets"][0],
-            size + tensor["data_offsets"][1],
-        )
-        for name, tensor in header.items()
-        if name != METADATA
-    }
 
 
-def validate(header: object, size: int, nbytes: int) -> None:
+def validate(header: object, size: int, nbytes: int) -> dict[str, tuple[Kind, int]]:
     """Raises ValueError unless this is a header: the one check of writers and readers.
 
     Args:
         header: the decoded JSON.
         size: bytes before the data, the eight of the length among them.
         nbytes: bytes of the whole file.
+
+    Returns:
+        By name, in the header's order, the kind of each tensor and the offset of its first byte.
     """
     _check_header_nbytes(size, nbytes)
     if type(header) is not dict:
         raise ValueError("it is not an object")
-    extents = []
-    for name, tensor in header.items():
-        check_text(name)
-        if name == METADATA:
-            _check_metadata(tensor)
-            continue
-        if type(tensor) is not dict or tensor.keys() != {"dtype", "shape", "data_offsets"}:
+    tensors = {**header}
+    _check_metadata(tensors.pop(METADATA, {}))
+    check_texts(tensors)
+    for name, tensor in tensors.items():
+        if type(tensor) is not dict or tensor.keys() != _MEMBERS:
             raise ValueError(f"{shown(name)} does not have just dtype, shape and data_offsets")
-        offsets = tensor["data_offsets"]
-        if not is_numbers(offsets) or len(offsets) != 2:
-            raise ValueError(f"data_offsets of {shown(name)} are not two numbers")
-        expected = nbytes_of(tensor["dtype"], tensor["shape"], name)
-        if offsets[1] - offsets[0] != expected:
-            raise ValueError(f"data_offsets of {shown(name)} do not span its {expected} bytes")
-        extents.append((offsets[0], offsets[1], name))
-    extents.sort()
+    # A column for each member: what holds for all of 100,000 tensors is looked at for all at once.
+    names = [*tensors]
+    columns = [*zip(*map(itemgetter(*_MEMBERS), tensors.values()), strict=True)]
+    dtypes, shapes, offsets = columns or ((), (), ())
+    wrong = without_numbers(offsets)
+    if wrong is None and {*map(len, offsets)} - {2}:
+        wrong = next(at for at, pair in enumerate(offsets) if len(pair) != 2)
+    if wrong is not None:
+        raise ValueError(f"data_offsets of {shown(names[wrong])} are not two numbers")
+    wrong = without_numbers(shapes)
+    if wrong is not None:
+        nbytes_of(dtypes[wrong], shapes[wrong], names[wrong])  # raises
+    found: dict[str, tuple[Kind, int]] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], Kind] = {}
+    for name, dtype, shape, (begin, end) in zip(names, dtypes, shapes, offsets, strict=True):
+        key = (dtype, tuple(shape)) if type(dtype) is str else ("", ())
+        kind = kinds.get(key)
+        if kind is None:
+            expected = nbytes_of(dtype, shape, name)
+            if len(kinds) == KINDS_MAX:
+                kinds.clear()
+            kind = kinds[key] = Kind(DTYPES[dtype], key[1], expected)
+        if end - begin != kind.nbytes:
+            raise ValueError(f"data_offsets of {shown(name)} do not span its {kind.nbytes} bytes")
+        found[name] = kind, size + begin
     end = 0
-    for begin, following, name in extents:
+    for (begin, following), name in sorted(zip(offsets, names, strict=True)):
         if begin != end:
-            wrong = "leaves a hole before" if begin > end else "overlaps the data before"
-            raise ValueError(f"{shown(name)} begins at {begin}, which {wrong} it")
+            what = "leaves a hole before" if begin > end else "overlaps the data before"
+            raise ValueError(f"{shown(name)} begins at {begin}, which {what} it")
         end = following
     if size + end != nbytes:
         raise ValueError(f"its data ends at {size + end}, but the file at {nbytes}")
+    return found
 
 
 def _check_header_nbytes(size: int, nbytes: int) -> None:

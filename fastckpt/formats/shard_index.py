@@ -17,14 +17,17 @@ from typing import Any, NamedTuple
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.safetensors import DTYPES, METADATA, nbytes_of
 from fastckpt.formats.strict_json import (
+    KINDS_MAX,
     NUMBER_END,
     check_block_bytes,
     check_members,
-    check_text,
+    check_texts,
+    columns_of,
     decode,
     encode,
     is_numbers,
     shown,
+    without_numbers,
 )
 from fastckpt.plan.boxes import Box
 from fastckpt.plan.image import PAGE_BYTES, block_count
@@ -191,7 +194,7 @@ class ShardIndex:
         try:
             written: Any = decode(content)
             check_version(written, FORMAT, VERSION)
-            validate(written)
+            pieces = validate(written)
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"the index is malformed: {error}") from None
         crcs = bytes.fromhex(written["crc32"])
@@ -206,24 +209,17 @@ class ShardIndex:
             block_crcs=struct.unpack(f">{len(crcs) // 4}I", crcs),
             codec=written["codec"],
             frames=tuple(written["frames"]),
-            pieces=tuple(
-                Piece(
-                    piece["key"],
-                    piece["dtype"],
-                    tuple(piece["shape"]),
-                    Box(tuple(piece["offset"]), tuple(piece["size"])),
-                    piece["at"],
-                )
-                for piece in written["pieces"]
-            ),
+            pieces=pieces,
             per_rank=None if per_rank is None else (per_rank[0], per_rank[1]),
             hashes=None if hashes is None else _hashes_read(hashes),
             derived_nbytes=written.get("derived_nbytes", 0),
         )
 
 
-def validate(index: Any) -> None:
-    """Raises ValueError unless this is an index's JSON: the one check of writers and readers."""
+def validate(index: Any) -> tuple[Piece, ...]:
+    """Returns the pieces; raises ValueError unless this is an index's JSON: the one check of
+    writers and readers.
+    """
     kinds: dict[str, type | tuple[type, ...]] = {
         **dict.fromkeys(("format", "nonce", "file", "crc32"), str),
         **dict.fromkeys(("version", "rank", "file_nbytes", "nbytes", "block_bytes"), int),
@@ -250,7 +246,7 @@ def validate(index: Any) -> None:
         _check_hashes(index)
     if "derived_nbytes" in index:
         _check_derived(index)
-    _check_pieces(index)
+    return _check_pieces(index)
 
 
 def _check_frames(index: Any, blocks: int) -> None:
@@ -313,21 +309,29 @@ _PIECE_KINDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def _check_pieces(index: Any) -> None:
-    """Raises ValueError unless pieces lie inside their tensors, and apart in the file."""
-    extents = []
-    for piece in index["pieces"]:
-        check_members(piece, _PIECE_KINDS, "a piece")
-        key, shape, offset, size = piece["key"], piece["shape"], piece["offset"], piece["size"]
-        check_text(key)
-        nbytes_of(piece["dtype"], shape, key)
-        nbytes = nbytes_of(piece["dtype"], size, key)
-        if not is_numbers(offset) or not len(offset) == len(size) == len(shape):
-            raise ValueError(f"a piece of {shown(key)} and the tensor differ in their dimensions")
-        if any(o + s > end for o, s, end in zip(offset, size, shape, strict=True)):
-            raise ValueError(f"a piece of {shown(key)} is not inside its tensor")
-        extents.append((piece["at"], nbytes, key))
-    gathers = any(piece["key"].startswith(_PER_RANK_OF) for piece in index["pieces"])
+def _check_pieces(index: Any) -> tuple[Piece, ...]:
+    """Returns the pieces; raises ValueError unless they lie inside their tensors, and apart in the
+    file.
+    """
+    columns = columns_of(index["pieces"], _PIECE_KINDS, "a piece")
+    check_texts(columns[0])
+    for lists in columns[2:5]:
+        wrong = without_numbers(lists)
+        if wrong is not None:
+            _check_piece(*(column[wrong] for column in columns[:5]))  # raises
+    known: dict[Any, tuple[tuple[int, ...], Box, int]] = {}
+    pieces, extents = [], []
+    for key, dtype, shape, offset, size, begin in zip(*columns, strict=True):
+        kind = dtype, tuple(shape), tuple(offset), tuple(size)
+        found = known.get(kind)
+        if found is None:
+            nbytes = _check_piece(key, dtype, shape, offset, size)
+            if len(known) == KINDS_MAX:
+                known.clear()
+            found = known[kind] = tuple(shape), Box(tuple(offset), tuple(size)), nbytes
+        pieces.append(Piece(key, dtype, found[0], found[1], begin))
+        extents.append((begin, found[2], key))
+    gathers = any(map(is_per_rank, pieces))
     has = {"has_hashes": "hashes" in index, "derives": "derived_nbytes" in index}
     if index["version"] != _version(gathers, index["codec"], **has):
         told = "2 has values of other ranks, 3 has planes or hashes, 4 has derived bytes"
@@ -346,6 +350,18 @@ def _check_pieces(index: Any) -> None:
         end = max(end, begin + nbytes)
     if end > index["nbytes"]:
         raise ValueError(f"pieces end at {end}, but the file ends at {index['nbytes']}")
+    return tuple(pieces)
+
+
+def _check_piece(key: str, dtype: Any, shape: Any, offset: Any, size: Any) -> int:
+    """Returns a piece's bytes; raises ValueError unless it lies inside its tensor."""
+    nbytes_of(dtype, shape, key)
+    nbytes = nbytes_of(dtype, size, key)
+    if not is_numbers(offset) or not len(offset) == len(size) == len(shape):
+        raise ValueError(f"a piece of {shown(key)} and the tensor differ in their dimensions")
+    if any(o + s > end for o, s, end in zip(offset, size, shape, strict=True)):
+        raise ValueError(f"a piece of {shown(key)} is not inside its tensor")
+    return nbytes
 
 
 def check_version(written: object, form: str, version: int) -> None:

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from fastckpt.plan.image import PAGE_BYTES
 
 NUMBER_END = 1 << 63
 BLOCK_BYTES_MAX = 64 << 20  # a reader holds whole blocks in memory, however little it needs of them
+# Of shapes and such, which many tensors have in common, whoever looks at each but once remembers at
+# most so many: tuples of numbers can be made that all have one hash.
+KINDS_MAX = 256
 _NUMBER_CHARS_MAX = 32  # no format here has longer numbers
-_LONG = re.compile(rb"[0-9]{%d}" % (_NUMBER_CHARS_MAX - 1))  # with a sign, one more
+_LONG = b"0" * (_NUMBER_CHARS_MAX - 1)  # with a sign, one more
+_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _SHOWN_CHARS_MAX = 100
 
 
@@ -30,7 +35,7 @@ def decode(text: bytes) -> object:
         RecursionError: it is nested too deeply.
     """
     # A call for each number would take half of the time of a header with 100,000 tensors.
-    may_be_long = _LONG.search(text) is not None
+    may_be_long = _LONG in text.translate(_AS_ZEROS)
     return json.loads(
         text.decode(),
         object_pairs_hook=_distinct,
@@ -84,6 +89,35 @@ def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what
             raise ValueError(f"{what} has the {name} {shown(member)}, which is not in [0, 2^63)")
 
 
+def columns_of(
+    values: Sequence[Any], kinds: Mapping[str, type | tuple[type, ...]], what: str
+) -> list[tuple[Any, ...]]:
+    """Returns the members of many objects, a column for each; raises as check_members() of each."""
+    columns: list[tuple[Any, ...]] = [()] * len(kinds)
+    if values and {*map(type, values)} == {dict} and {*map(len, values)} == {len(kinds)}:
+        try:
+            columns = [*zip(*map(itemgetter(*kinds), values), strict=True)]
+        except KeyError:
+            pass  # told below, with the name
+        else:
+            if all(map(_fits, columns, kinds.values())):
+                return columns
+    for value in values:
+        check_members(value, kinds, what)
+    return columns
+
+
+def _fits(column: tuple[Any, ...], kind: type | tuple[type, ...]) -> bool:
+    found = {*map(type, column)}
+    if not found <= {*(kind if isinstance(kind, tuple) else (kind,))}:
+        return False
+    return int not in found or _in_range([member for member in column if type(member) is int])
+
+
+def _in_range(numbers: list[int]) -> bool:
+    return not numbers or (min(numbers) >= 0 and max(numbers) < NUMBER_END)
+
+
 def is_numbers(value: Any) -> bool:
     """Tells whether this is a list of ints, without bools, from 0 to below 2^63."""
     if type(value) is not list:
@@ -94,10 +128,31 @@ def is_numbers(value: Any) -> bool:
     return True
 
 
+def without_numbers(lists: Sequence[Any]) -> int | None:
+    """Returns the position of the first of these that is_numbers() denies; None if there is none.
+
+    It looks at all of them together: there may be one for each of 100,000 tensors.
+    """
+    if {*map(type, lists)} <= {list}:
+        numbers = [*chain.from_iterable(lists)]
+        if {*map(type, numbers)} <= {int} and _in_range(numbers):
+            return None
+    return next(at for at, numbers in enumerate(lists) if not is_numbers(numbers))
+
+
 def check_block_bytes(block_bytes: int) -> None:
     """Raises ValueError unless files may be read in blocks of this size."""
     if not PAGE_BYTES <= block_bytes <= BLOCK_BYTES_MAX or block_bytes % PAGE_BYTES:
         raise ValueError(f"block_bytes is {block_bytes}, not a multiple of 4096 up to 64 MiB")
+
+
+def check_texts(texts: Iterable[str]) -> None:
+    """Raises ValueError unless check_text() passes all of these."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        for text in texts:
+            check_text(text)
 
 
 def check_text(text: str) -> None:

@@ -16,6 +16,7 @@ from fastckpt.errors import CorruptCheckpoint
 _U16, _U32 = 0xFFFF, 0xFFFFFFFF
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+_CENTRAL_READ = struct.Struct("<I12xI4xIHH10xI")  # magic, CRC-32, sizes of data, name, extra; place
 _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<IIQI")
@@ -26,6 +27,7 @@ END_BYTES = _END.size
 _CENTRAL_MAGIC = 0x02014B50
 CRC_AT = 16  # in a central header
 DESCRIPTOR_CRC_AT = 4
+_DESCRIPTOR_BYTES, _WIDE_DESCRIPTOR_BYTES = 16, 24
 
 
 class Entry(NamedTuple):
@@ -67,10 +69,16 @@ def local_header(name: bytes, offset: int, nbytes: int, alignment: int, mark: by
 
 def descriptor(offset: int, nbytes: int, crc: int) -> bytes:
     """Returns a record's descriptor; torch computes the next record's offset from its size."""
+    size = descriptor_nbytes(offset, nbytes)
+    form = "<IIQQ" if size == _WIDE_DESCRIPTOR_BYTES else "<IIII"
+    return struct.pack(form, 0x08074B50, crc, nbytes, nbytes) if size else b""
+
+
+def descriptor_nbytes(offset: int, nbytes: int) -> int:
+    """Returns the size of a record's descriptor."""
     if not nbytes:
-        return b""
-    wide = offset >= _U32 or nbytes >= _U32
-    return struct.pack("<IIQQ" if wide else "<IIII", 0x08074B50, crc, nbytes, nbytes)
+        return 0
+    return _WIDE_DESCRIPTOR_BYTES if offset >= _U32 or nbytes >= _U32 else _DESCRIPTOR_BYTES
 
 
 def central_header(name: bytes, offset: int, nbytes: int, crc: int) -> bytes:
@@ -107,7 +115,7 @@ def end_offset(name: bytes, offset: int, nbytes: int, alignment: int) -> int:
     zip64_nbytes = len(_zip64_extra(offset, nbytes, nbytes))
     header_nbytes = _LOCAL.size + len(name) + zip64_nbytes + 4
     header_nbytes += _padding(offset, len(name), zip64_nbytes, alignment)
-    return offset + header_nbytes + nbytes + len(descriptor(offset, nbytes, 0))
+    return offset + header_nbytes + nbytes + descriptor_nbytes(offset, nbytes)
 
 
 def crc_of(central: bytes) -> int:
@@ -150,19 +158,19 @@ def _entries(data: bytes, end: int) -> Iterator[Entry]:
     row = _END64.unpack_from(data, at)
     at, count = max(0, at - row[8]), row[7]
     for _ in range(min(count, end // _CENTRAL.size)):
-        row = _CENTRAL.unpack_from(data, at)
-        if row[0] != _CENTRAL_MAGIC:
+        magic, crc, nbytes, name_nbytes, extra_nbytes, offset = _CENTRAL_READ.unpack_from(data, at)
+        if magic != _CENTRAL_MAGIC:
             return
-        crc, nbytes, name_nbytes, extra_nbytes, offset = row[7], row[9], row[10], row[11], row[16]
         at += _CENTRAL.size
         name = data[at : at + name_nbytes].decode(errors="replace")
         at += name_nbytes
-        wide = list(struct.unpack_from(f"<{extra_nbytes // 8}Q", data, at + 4))
-        at += extra_nbytes
-        if nbytes == _U32:
-            nbytes, wide = wide[0], wide[2:]
-        if offset == _U32:
-            offset = wide[0]
+        if extra_nbytes or nbytes == _U32 or offset == _U32:
+            wide = list(struct.unpack_from(f"<{extra_nbytes // 8}Q", data, at + 4))
+            at += extra_nbytes
+            if nbytes == _U32:
+                nbytes, wide = wide[0], wide[2:]
+            if offset == _U32:
+                offset = wide[0]
         yield Entry(name, offset, nbytes, crc)
 
 

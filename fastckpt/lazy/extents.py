@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
+from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.lazy.selection import whole
 from fastckpt.lazy.source import Shard, Stored, Wanted
 from fastckpt.plan.boxes import row_major
@@ -25,28 +27,29 @@ from fastckpt.reading.verified import Body, takes_bytes
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import reported
 
-_NONE: frozenset[int] = frozenset()
 _RUNS_MAX = 64  # more copies to a device go through the host: each takes microseconds to begin
 
 
-class Extent(NamedTuple):
-    """A tensor's place in a file.
+class Form(NamedTuple):
+    """What tensors, often many of them, have in common.
 
     Attributes:
         file: the number of the file.
-        begin: the offset of the first element, in bytes; or a function that returns it, or raises.
+        dtype, shape: the tensor's.
         strides: from an element to the next one along each dimension, in elements.
         is_conj, is_neg: whether the elements are the conjugates, the negatives, of what is stored.
     """
 
     file: int
-    begin: int | Callable[[], int]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
     strides: tuple[int, ...]
     is_conj: bool = False
     is_neg: bool = False
 
 
-Place = tuple[torch.dtype, tuple[int, ...], Extent]  # a tensor's dtype, shape and extent
+# A tensor's form, and the offset of its first element, in bytes; or what returns that, or raises.
+Place = tuple[Form, int | Callable[[], int]]
 
 
 class _Part(NamedTuple):
@@ -60,17 +63,23 @@ class _Part(NamedTuple):
 
 
 class _Tensors(Mapping[str, Stored]):
-    """The tensors by name. Each is described when it is asked for: there may be 100,000 of them,
-    and the collector of garbage would look at the parts of all descriptions again and again.
+    """The tensors by name. Each form is described once, when it is asked for: there may be 100,000
+    tensors, and the collector of garbage would look at all descriptions again and again.
     """
 
     def __init__(self, bodies: Sequence[Body], places: Mapping[str, Place]) -> None:
-        self._bodies, self._places = bodies, places
+        self._places = places
+
+        @lru_cache(KINDS_MAX)
+        def described(form: Form) -> Stored:
+            shards = (Shard(bodies[form.file].path, whole(form.shape)),)
+            repeated = frozenset(dim for dim, stride in enumerate(form.strides) if not stride)
+            return Stored(form.dtype, form.shape, shards, repeated)
+
+        self._described = described
 
     def __getitem__(self, name: str) -> Stored:
-        dtype, shape, at = self._places[name]
-        shard = Shard(self._bodies[at.file].path, whole(shape))
-        return Stored(dtype, shape, (shard,), _repeated(at))
+        return self._described(self._places[name][0])
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
@@ -89,7 +98,7 @@ class ExtentsSource:
         kind: the format, in words.
         staging: reads the files.
         bodies: the files. A tensor may also lie in the tail behind a body.
-        tensors: dtype, shape and place of each tensor, by name.
+        places: the place of each tensor, by name.
         close: closes the files.
         others: how many objects were passed over, by what makes them; None: names are no paths of
             keys, and nothing was.
@@ -100,7 +109,7 @@ class ExtentsSource:
         kind: str,
         staging: Staging,
         bodies: Sequence[Body],
-        tensors: Mapping[str, Place],
+        places: Mapping[str, Place],
         close: Callable[[], None],
         others: Mapping[str, int] | None = None,
     ) -> None:
@@ -108,8 +117,8 @@ class ExtentsSource:
         self.facts: dict[str, str] = {"files": str(len(bodies))}
         self.is_verified = bool(bodies) and all(body.index.block_crcs for body in bodies)
         self.others, self.has_paths = others or {}, others is not None
-        self.tensors: Mapping[str, Stored] = _Tensors(bodies, tensors)
-        self._places = tensors
+        self.tensors: Mapping[str, Stored] = _Tensors(bodies, places)
+        self._places = places
         self._staging, self._bodies, self._close = staging, bodies, close
         self._lock = threading.Lock()
         self._routed: dict[int, Body] = {}
@@ -133,7 +142,7 @@ class ExtentsSource:
         parts: dict[int, list[_Part]] = {}
         for want in wanted:
             if want.box.numel:
-                parts.setdefault(self._extent(want).file, []).append(self._part(want))
+                parts.setdefault(self._form(want).file, []).append(self._part(want))
         for file, its in parts.items():
             body = self._bodies[file]
             end = body.index.body_nbytes
@@ -145,35 +154,35 @@ class ExtentsSource:
             for want, memory, strides, _begin, _steps in chain.from_iterable(parts.values()):
                 if memory is not want.target:
                     values = memory.as_strided(want.box.sizes, strides)
-                    extent = self._extent(want)
-                    values = values.conj() if extent.is_conj else values
-                    want.target.copy_(values.neg() if extent.is_neg else values)
+                    form = self._form(want)
+                    values = values.conj() if form.is_conj else values
+                    want.target.copy_(values.neg() if form.is_neg else values)
 
-    def _extent(self, want: Wanted) -> Extent:
-        return self._places[want.name][2]
+    def _form(self, want: Wanted) -> Form:
+        return self._places[want.name][0]
 
     def _part(self, want: Wanted) -> _Part:
-        extent, sizes, dtype = self._extent(want), want.box.sizes, want.target.dtype
-        begin = extent.begin if isinstance(extent.begin, int) else extent.begin()
-        is_in_body = begin < self._bodies[extent.file].index.body_nbytes
-        begin += dtype.itemsize * sum(map(int.__mul__, want.box.offsets, extent.strides))
+        (form, found), sizes = self._places[want.name], want.box.sizes
+        dtype, begin = want.target.dtype, found if isinstance(found, int) else found()
+        is_in_body = begin < self._bodies[form.file].index.body_nbytes
+        begin += dtype.itemsize * sum(map(int.__mul__, want.box.offsets, form.strides))
         # In the file, the dimensions of a transposed tensor have another order.
         order = [*range(len(sizes))]
-        if not _is_ascending(sizes, extent.strides):
-            order.sort(key=lambda dim: -extent.strides[dim])
+        if not _is_ascending(sizes, form.strides):
+            order.sort(key=lambda dim: -form.strides[dim])
         ordered = tuple(sizes[dim] for dim in order)
-        steps = tuple(extent.strides[dim] for dim in order)
+        steps = tuple(form.strides[dim] for dim in order)
         if not is_in_body or not _is_ascending(ordered, steps):
             # Elements overlap: everything from the first to the last is read, and they are picked
             # from that.
             span = 1 + sum(step * (size - 1) for size, step in zip(ordered, steps, strict=True))
             memory = torch.empty(span, dtype=dtype, device="cpu")
-            return _Part(want, memory, extent.strides, begin, (1,))
+            return _Part(want, memory, form.strides, begin, (1,))
         strides = [0] * len(sizes)
         for dim, stride in zip(order, row_major(ordered), strict=True):
             strides[dim] = stride
         part = _Part(want, want.target, tuple(strides), begin, steps)
-        is_as_stored = order == sorted(order) and not extent.is_conj and not extent.is_neg
+        is_as_stored = order == sorted(order) and not form.is_conj and not form.is_neg
         if is_as_stored and takes_bytes(want.target, self._staging.devices.readable()):
             is_on_host = want.target.device.type == "cpu"
             if is_on_host or sum(row[3] for row in self._rows(part)) <= _RUNS_MAX:
@@ -212,13 +221,6 @@ def _copy(tail: bytes, begin: int, memory: torch.Tensor) -> None:
         raise CorruptCheckpoint("a tensor reaches beyond the end of its file")
     part = torch.frombuffer(bytearray(tail[begin : begin + nbytes]), dtype=torch.uint8)
     memory.copy_(part.view(memory.dtype))
-
-
-def _repeated(at: Extent) -> frozenset[int]:
-    """Returns the dimensions along which all elements are one, as in an expanded tensor."""
-    if 0 not in at.strides:
-        return _NONE
-    return frozenset(dim for dim, stride in enumerate(at.strides) if not stride)
 
 
 def _is_ascending(sizes: Sequence[int], strides: Sequence[int]) -> bool:

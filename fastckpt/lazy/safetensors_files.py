@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import lru_cache
 
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import safetensors
-from fastckpt.formats.strict_json import decode, shown
-from fastckpt.lazy.extents import Extent, ExtentsSource, Place
+from fastckpt.formats.strict_json import KINDS_MAX, decode, shown
+from fastckpt.lazy.extents import ExtentsSource, Form, Place
 from fastckpt.plan.boxes import row_major
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.verified import Body, opened_regular
@@ -103,8 +104,10 @@ def _opened(
             head = storage.read_at(fd, size, 0)
         found = safetensors.parse(head, nbytes)
     body = Body(staging, fd, path, BlockChecksums(nbytes, BLOCK_BYTES, (), b""))
-    tensors = {
-        name: (at.dtype, at.shape, Extent(number, at.begin, row_major(at.shape)))
-        for name, at in found.items()
-    }
+
+    @lru_cache(KINDS_MAX)
+    def form(kind: safetensors.Kind) -> Form:
+        return Form(number, kind.dtype, kind.shape, row_major(kind.shape))
+
+    tensors: dict[str, Place] = {name: (form(kind), begin) for name, (kind, begin) in found.items()}
     return body, tensors

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+import torch
+
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import safetensors
@@ -50,14 +52,13 @@ class StepSource:
             "ranks": str(manifest.world_size),
             "files": str(1 + len(manifest.writers)),
         }
-        shards: dict[str, Stored] = {}
+        kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         parts: dict[str, list[Shard]] = {}
         for file, piece in self._reader.pieces():
-            dtype = safetensors.DTYPES[piece.dtype]
-            parts.setdefault(piece.key, []).append(Shard(file, piece.box))
-            found = shards.setdefault(piece.key, Stored(dtype, piece.shape, ()))
-            if found[:2] != (dtype, piece.shape):
+            kind = safetensors.DTYPES[piece.dtype], piece.shape
+            if kinds.setdefault(piece.key, kind) != kind:
                 raise CorruptCheckpoint(f"{path!r} holds {piece.key!r} in two dtypes or shapes")
+            parts.setdefault(piece.key, []).append(Shard(file, piece.box))
         with ExitStack() as failing:
             failing.callback(self._files.close)
             body = self._files.enter_context(copies.body(manifest))
@@ -72,14 +73,13 @@ class StepSource:
                     continue
                 assert isinstance(view, Placeholder)
                 self._keys[name] = view.key
-                empty = Stored(view.dtype, view.shape, ())
-                stored = shards.get(view.key, empty)
-                if stored[:2] != empty[:2] or (stored is empty and 0 not in view.shape):
+                kind, its = (view.dtype, view.shape), parts.get(view.key, ())
+                if kinds.get(view.key, kind) != kind or not (its or 0 in view.shape):
                     raise CorruptCheckpoint(
                         f"{path!r} has no shards of {name!r} with the dtype and shape that its "
                         "objects name"
                     )
-                self.tensors[name] = stored._replace(shards=tuple(parts.get(view.key, ())))
+                self.tensors[name] = Stored(*kind, tuple(its))
             failing.pop_all()
 
     def read(self, wanted: Sequence[Wanted]) -> None:

@@ -63,9 +63,11 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         self._closed = False
 
     def __getitem__(self, name: str) -> LazyTensor:
-        stored = self._source.tensors.get(name)
-        if stored is None:
-            raise KeyError(f"{self.path!r} holds no tensor {name!r}{instead_of([name], self)}")
+        try:
+            stored = self._source.tensors[name]
+        except KeyError:
+            known = f"{name!r}{instead_of([name], self)}"
+            raise KeyError(f"{self.path!r} holds no tensor {known}") from None
         return LazyTensor(self, name, stored)
 
     def __contains__(self, name: object) -> bool:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip, zip_records
 from fastckpt.formats.zip_records import Entry
-from fastckpt.lazy.extents import Extent, ExtentsSource, Place
+from fastckpt.lazy.extents import ExtentsSource, Form, Place
 from fastckpt.lazy.torch_names import StoredView, names_of
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.verified import Body
@@ -31,7 +32,7 @@ _READ_BYTES_MAX = 1 << 30  # of a pickle or a zip directory, which may claim any
 
 
 class Record(NamedTuple):
-    """A record of a zip: its size and CRC-32, and where its data begins, as Extent says it."""
+    """A record of a zip: its size and CRC-32, and where its data begins, as Place has it."""
 
     nbytes: int
     crc: int
@@ -68,8 +69,7 @@ class TorchZip(NamedTuple):
                 raise CorruptCheckpoint(f"tensor {name!r} reaches beyond record {view.record!r}")
             begin, shift = record.begin, view.offset * view.dtype.itemsize
             begin = begin + shift if isinstance(begin, int) else partial(_shifted, begin, shift)
-            extent = Extent(0, begin, view.strides, view.is_conj, view.is_neg)
-            yield name, (view.dtype, view.shape, extent)
+            yield name, (Form(0, *view[2:5], view.is_conj, view.is_neg), begin)
 
 
 def torch_file(
@@ -112,16 +112,14 @@ def _records_of_ours(body: Body, entries: list[Entry]) -> dict[str, Record]:
     directory, which is verified, tells where data begin, and no header has to be read.
     """
     body_nbytes, nbytes = body.index.body_nbytes, body.index.body_nbytes + len(body.index.tail)
-    entries = sorted(entries, key=lambda entry: entry.offset)
+    entries = sorted(entries, key=attrgetter("offset"))
     records = {}
-    for entry, following in pairwise(entries):
-        behind = len(zip_records.descriptor(entry.offset, entry.nbytes, entry.crc))
-        begin = following.offset - behind - entry.nbytes
-        end, limit = begin + entry.nbytes, body_nbytes if begin < body_nbytes else nbytes
-        if begin <= entry.offset or (end > limit and entry.nbytes):
-            raise CorruptCheckpoint(f"record {entry.name!r} is not where it should be")
-        name = entry.name.partition("/")[2]
-        records[name] = Record(entry.nbytes, entry.crc, begin)
+    for (name, offset, size, crc), following in pairwise(entries):
+        end = following.offset - zip_records.descriptor_nbytes(offset, size)
+        begin = end - size
+        if begin <= offset or (size and end > (body_nbytes if begin < body_nbytes else nbytes)):
+            raise CorruptCheckpoint(f"record {name!r} is not where it should be")
+        records[name.partition("/")[2]] = Record(size, crc, begin)
     return records
 
 

@@ -7,8 +7,8 @@ and counted, so that a file with a user's objects can be opened, too. It must no
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
-from functools import partial
+from collections.abc import Collection, Iterator
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ import torch
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import Callee, Ignored, Instance
-from fastckpt.state.tree import PER_RANK, Stored, joined, stored_of, unescaped
+from fastckpt.formats.strict_json import KINDS_MAX
+from fastckpt.state.tree import PER_RANK, Stored, escaped, stored_of, unescaped
 
 _DIMS_MAX = 64
 _NUMBER_END = 1 << 63
@@ -45,6 +46,7 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype)
     and not (name := str(dtype)[6:]).startswith(("quint", "qint"))  # no plain tensors
 }
+_ITEMSIZE = {dtype: dtype.itemsize for dtype in _DTYPES.values()}
 _NEGATED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -123,31 +125,28 @@ class _Walk:
         self._number: dict[str, int] = {}  # of tensors by each name
 
     def run(self, nest: Any) -> Names:
-        # A stack of its own: a pickle may be nested more deeply than Python calls. Each value comes
-        # with its name and what begins the names below it: "" only of the whole nest, since the key
-        # "" is one as well.
-        ahead: list[tuple[Any, str, str]] = [(nest, "", "")]
-        while ahead:
-            value, name, prefix = ahead.pop()
-            stored = self._stored(value)
-            if stored is not None:
-                self._found.tensors[self._unique(name)] = stored
-            elif type(value) in _OTHERS:
-                what = value.name if type(value) is Ignored else "a storage"
-                self._found.others[what] = self._found.others.get(what, 0) + 1
-            elif type(value) in _NODES:
-                below = [
-                    (item, inner, f"{inner}/") for item, inner in self._children(value, prefix)
-                ]
-                ahead += reversed(below)
+        # A stack of its own: a pickle may be nested more deeply than Python calls.
+        levels: list[Iterator[tuple[Any, str, str]]] = [iter([(nest, "", "")])]
+        while levels:
+            for value, name, prefix in levels[-1]:
+                if type(value) is StoredView:
+                    self._found.tensors[self._unique(name)] = value
+                elif type(value) in _OTHERS:
+                    what = value.name if type(value) is Ignored else "a storage"
+                    self._found.others[what] = self._found.others.get(what, 0) + 1
+                elif self._is_of_step and (stored := stored_of(value)) is not None:
+                    self._found.tensors[self._unique(name)] = stored
+                elif type(value) in _NODES:
+                    levels.append(self._children(value, prefix))
+                    break
+            else:
+                levels.pop()
         return self._found
 
-    def _stored(self, value: Any) -> StoredView | Stored | None:
-        if type(value) is StoredView:
-            return value
-        return stored_of(value) if self._is_of_step else None
-
-    def _children(self, value: Any, prefix: str) -> Iterable[tuple[Any, str]]:
+    def _children(self, value: Any, prefix: str) -> Iterator[tuple[Any, str, str]]:
+        """Yields each value in a node, with its name and what begins the names below it: "" only of
+        the whole nest, since the key "" is one as well.
+        """
         if self._is_of_step and type(value) is dict:
             if isinstance(value.get(PER_RANK), str):
                 return  # a value of each rank's own
@@ -156,16 +155,16 @@ class _Walk:
         self._left -= len(value)
         for key, item in items:
             if type(key) is StoredView:
-                yield key, f"{prefix}key"
+                yield key, f"{prefix}key", ""
             if type(item) in _NODES:
-                name = prefix + joined((_key_name(key),))
+                name = prefix + escaped(key if type(key) is str else _key_name(key))
                 self._left -= len(name) + _NODE_CHARACTERS
                 if self._left < 0:
                     raise IncompatibleCheckpoint(
                         "its pickle has the same values over and over, or nested too deeply: its "
                         "tensors have too many names"
                     )
-                yield item, name
+                yield item, name, f"{name}/"
 
     def _unique(self, name: str) -> str:
         unique, number = name, self._number.get(name, 1)
@@ -194,7 +193,7 @@ def _storage(name: Any) -> _Storage:
     if type(key) is not str or type(size) is not int or not 0 <= size < _NUMBER_END:
         raise ValueError("a storage has no name or size")
     dtype = kind if isinstance(kind, torch.dtype) else None
-    return _Storage(key, dtype, size * (1 if dtype is None else dtype.itemsize))
+    return _Storage(key, dtype, size * (1 if dtype is None else _ITEMSIZE[dtype]))
 
 
 def _rebuilt_v2(
@@ -231,16 +230,15 @@ def _view(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any, bits:
         raise ValueError("a tensor has not as many strides as dimensions")
     if len(shape) > _DIMS_MAX:
         raise ValueError(f"a tensor has {len(shape)} dimensions")
-    if any(type(n) is not int or not 0 <= n < _NUMBER_END for n in (offset, *shape, *strides)):
+    # Before anything else is done with these: hash() recurses on the stack of C.
+    if {type(offset), *map(type, shape), *map(type, strides)} != {int}:
         raise ValueError("the place of a tensor is not a number")
-    if prod(size or 1 for size in shape) >= _NUMBER_END:
-        raise ValueError("a tensor has 2^63 elements or more")
-    nbytes = 0
-    if 0 not in shape:
-        last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-        nbytes = (last + 1) * dtype.itemsize
-        if nbytes > storage.nbytes:
-            raise ValueError("a tensor reaches beyond its storage")
+    if not 0 <= offset < _NUMBER_END:
+        raise ValueError("the place of a tensor is not a number")
+    span = _span(shape, strides)
+    nbytes = (offset + span) * _ITEMSIZE[dtype] if span else 0
+    if nbytes > storage.nbytes:
+        raise ValueError("a tensor reaches beyond its storage")
     is_conj = is_neg = False
     if bits is not None:  # of torch.Tensor.is_conj() and is_neg()
         if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
@@ -250,6 +248,18 @@ def _view(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any, bits:
             raise ValueError(f"a tensor of {dtype} has the attribute neg")
     record = f"data/{storage.key}"
     return StoredView(record, nbytes, dtype, shape, strides, offset, is_conj, is_neg)
+
+
+@lru_cache(KINDS_MAX)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Returns the number of elements from the first one of a tensor to the last."""
+    if any(not 0 <= number < _NUMBER_END for number in (*shape, *strides)):
+        raise ValueError("the place of a tensor is not a number")
+    if prod(size or 1 for size in shape) >= _NUMBER_END:
+        raise ValueError("a tensor has 2^63 elements or more")
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
 
 
 def _parameter(data: Any, *_rest: Any) -> Any:

@@ -347,7 +347,12 @@ def _no_memory(path: Sequence[str]) -> TypeError:
 
 def joined(path: Sequence[str]) -> str:
     """Returns the name of a value: the keys that lead to it, joined by "/"."""
-    return "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
+    return "/".join(map(escaped, path))
+
+
+def escaped(key: str) -> str:
+    """Returns a key as it stands in a name."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def keys_of(name: str) -> list[str]:

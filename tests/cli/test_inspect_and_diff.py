@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import fastckpt
 from fastckpt.cli import main
+from fastckpt.storage.file_system import Storage
 
 
 def saved(disk: Path, name: str, **tensors: torch.Tensor) -> str:
@@ -59,6 +61,28 @@ def test_inspect_reads_no_tensor(disk: Path, capsys: pytest.CaptureFixture[str])
     content[20 << 20] ^= 1  # would be damage, if it were read
     (disk / "a.pt").write_bytes(content)
     assert told(capsys, "inspect", str(disk / "a.pt"))["tensors"] == 1
+
+
+def test_inspect_of_safetensors_reads_the_header_alone(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = disk / "a.safetensors"
+    state = {f"w{n}": torch.ones(n % 7, 3).to((torch.int8, torch.half)[n % 2]) for n in range(3000)}
+    safetensors.torch.save_file(state, path)
+    header_end = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    read_at, ends = Storage.read_at, []
+
+    def recorded(self: Storage, fd: int, nbytes: int, offset: int) -> bytes:
+        ends.append(offset + nbytes)
+        return read_at(self, fd, nbytes, offset)
+
+    monkeypatch.setattr(Storage, "read_at", recorded)
+    found = told(capsys, "inspect", str(path))["content"]
+    assert max(ends) == header_end
+    assert {row["name"]: (row["dtype"], row["shape"], row["nbytes"]) for row in found} == {
+        name: (str(tensor.dtype)[6:], [*tensor.shape], tensor.nbytes)
+        for name, tensor in state.items()
+    }
 
 
 class Exploding:

@@ -164,13 +164,13 @@ def test_stock_readers_read_what_is_laid_out(
     size = shard_format.header_nbytes(content[:8], len(content))
     assert size % PAGE_BYTES == 0 and content[size - 1 : size] in (b" ", b"}")
     assert len(content) == size + sum(tensor.nbytes for tensor in tensors.values())
-    extents = parse(content[:size], len(content))
-    assert set(extents) == set(tensors)
+    found = parse(content[:size], len(content))
+    assert set(found) == set(tensors)
     for (name, tensor), offset in zip(tensors.items(), offsets, strict=True):
-        extent = extents[name]
-        assert extent[:3] == (tensor.dtype, tuple(tensor.shape), offset)
-        assert extent.begin % tensor.dtype.itemsize == 0
-        assert content[extent.begin : extent.end] == octets(tensor)
+        kind, begin = found[name]
+        assert (*kind[:2], begin) == (tensor.dtype, tuple(tensor.shape), offset)
+        assert begin % tensor.dtype.itemsize == 0
+        assert content[begin : begin + kind.nbytes] == octets(tensor)
 
     with opened_by_stock(content) as opened:
         assert set(opened.keys()) == set(tensors)
@@ -278,10 +278,15 @@ def one_tensor(**changes: Any) -> str:
     return json.dumps({"x": tensor})
 
 
+def beside_one_byte(**changes: Any) -> str:
+    """The header of two tensors of a byte, of which the second is not quite like the first."""
+    one = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+    return json.dumps({"x": one, "y": one | {"data_offsets": [1, 2]} | changes})
+
+
 def test_parse_reads_an_unpadded_file_of_others() -> None:
-    extents = parse(*header_of(one_tensor()))
-    begin = 8 + len(one_tensor())
-    assert extents == {"x": (torch.float32, (2,), begin, begin + 8)}
+    found = parse(*header_of(one_tensor()))
+    assert found == {"x": ((torch.float32, (2,), 8), 8 + len(one_tensor()))}
 
 
 TWO = '{{"a": {{"dtype": "U8", "shape": [4], "data_offsets": [{}]}}, "b": {}}}'.format
@@ -338,6 +343,9 @@ HOSTILE_HEADERS: list[tuple[str | bytes, str]] = [
     ('{"x": {"dtype": "F32", "dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', "twice"),
     (one_tensor().replace('"x"', '"\\ud800"'), "not Unicode"),
     ('{"__metadata__": 1}', "__metadata__"),
+    (beside_one_byte(shape=[True]), "shape of 'y'"),
+    (beside_one_byte(shape=[1.0]), "shape of 'y'"),
+    (beside_one_byte(data_offsets=[True, 2]), "data_offsets of 'y'"),
     ('{"__metadata__": {"a": 1}}', "__metadata__"),
     ('{"__metadata__": {"a": {"b": "c"}}}', "__metadata__"),
     ('{"__metadata__": {"a": "b", "a": "b"}}', "twice"),
@@ -398,7 +406,7 @@ def test_a_damaged_header_is_refused_or_one_that_stock_reads() -> None:
     expected = parse(head, nbytes)
     for damaged in flips(head):
         try:
-            extents = parse(damaged, nbytes)
+            found = parse(damaged, nbytes)
         except (CorruptCheckpoint, IncompatibleCheckpoint):
             refused += 1
             continue
@@ -407,10 +415,10 @@ def test_a_damaged_header_is_refused_or_one_that_stock_reads() -> None:
         known = {dtype: name for name, dtype in DTYPES.items()}
         stock = dict(safetensors.deserialize(damaged + data))
         assert {
-            name: (known[extent.dtype], list(extent.shape)) for name, extent in extents.items()
+            name: (known[kind.dtype], list(kind.shape)) for name, (kind, _begin) in found.items()
         } == {name: (tensor["dtype"], tensor["shape"]) for name, tensor in stock.items()}
-        spans = sorted(extent[2:] for extent in extents.values())
-        assert spans == sorted(extent[2:] for extent in expected.values())
+        spans = sorted((begin, kind.nbytes) for kind, begin in found.values())
+        assert spans == sorted((begin, kind.nbytes) for kind, begin in expected.values())
     assert refused > 3 * accepted > 0
     for length in range(len(head)):
         with pytest.raises(CorruptCheckpoint):

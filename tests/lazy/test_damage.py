@@ -128,6 +128,8 @@ def recursive() -> bytes:
         b"\x80\x02" + tensor(b"(K\x0dt", b"(K\x01t") + b".",
         b"\x80\x02" + tensor(b"(K\x03t", b"(K\x07t") + b".",
         b"\x80\x02" + tensor(b"(K\x03K\x03t", b"(K\x01t") + b".",
+        b"\x80\x02" + tensor(b"\x88\x85", b"K\x01\x85") + b".",
+        b"\x80\x02" + tensor(b")" + b"\x85" * 100_000, b"K\x01\x85") + b".",
         b"\x80\x02" + tensor(b"(" + b"K\x01" * 65 + b"t", b"(" + b"K\x01" * 65 + b"t") + b".",
         b"\x80\x02" + tensor(b"X\x01\x00\x00\x003", b"X\x01\x00\x00\x001") + b".",
         b"\x80\x02" + tensor(b"(K\x00" + BIG * 2 + b"t", b"(K\x00K\x00K\x00t") + b".",
