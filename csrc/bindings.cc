@@ -22,7 +22,6 @@
 #include "engine/placing.h"
 #include "planes/planes.h"
 #include "polyval/polyval.h"
-#include "rounding/rounding.h"
 
 namespace py = pybind11;
 
@@ -215,8 +214,7 @@ void bind_rounding(py::module_& m) {
         if (to.size * to.itemsize != 2 * count || from.size * from.itemsize != 4 * count)
             throw py::value_error("items and what they are rounded to differ in their number");
         py::gil_scoped_release nogil;
-        round_to_bf16(static_cast<const uint8_t*>(from.ptr), static_cast<size_t>(count),
-                      static_cast<uint8_t*>(to.ptr));
+        cast(Dtype::f32, Dtype::bf16, from.ptr, to.ptr, static_cast<size_t>(count));
     });
 }
 

@@ -135,7 +135,7 @@ FASTCKPT_INLINE void read(Dtype from, const uint8_t* source, float* floats, size
 
 FASTCKPT_INLINE void write(Dtype from, Dtype to, const float* floats, uint8_t* target, size_t n) {
     if (to == Dtype::f32) std::memcpy(target, floats, n * sizeof *floats);
-    // torch has two ways to write NaN.
+    // torch has two ways to write NaN. docs/format.md has the first, which never changes here.
     if (to == Dtype::bf16 && from == Dtype::f32) narrow<Brain<0xffff>>(floats, target, n);
     if (to == Dtype::bf16 && from != Dtype::f32) narrow<Brain<0x7fc0>>(floats, target, n);
     if (to == Dtype::f16) narrow<Half>(floats, target, n);
