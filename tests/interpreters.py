@@ -136,12 +136,14 @@ class Program:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kills the process and what it has started."""
         if self.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.killpg(self.pid, signal.SIGKILL)
 
     def communicate(self, given: str = "", timeout: float | None = None) -> tuple[str, str]:
         """Writes to stdin, reads both streams to their ends and waits for the process."""

@@ -55,7 +55,9 @@ class Job:
         job: dict[str, str | None] = {}
         if ranks > 1:
             job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
-            job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            self._port = held_port()
+            port = self._port.getsockname()[1]
+            job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             job |= {"GLOO_SOCKET_IFNAME": "lo"}
         self.ranks = [
             interpreters.Program(
@@ -77,6 +79,8 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         with ExitStack() as stack:
+            if len(self.ranks) > 1:
+                stack.push(self._port)
             for rank in self.ranks:
                 stack.push(rank)
 
@@ -145,7 +149,11 @@ def logged(cwd: Path, name: str = "losses") -> list[tuple[int, str]]:
     return [(record["step"], record["loss"]) for record in records]
 
 
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+def held_port() -> socket.socket:
+    """A socket bound to a port on which c10d's store can listen: as long as it is open, nobody else
+    who binds port 0 is given this one.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held

@@ -121,8 +121,7 @@ class SwapPlace(Place):
             with self._explaining(), reported("rename", path):
                 if storage.status(path) is not None:
                     continue  # several ranks have written this file: the first one counts
-                if "/" in name:
-                    storage.make_directories(os.path.dirname(path))
+                _make_directories_of(storage, target, name)
                 storage.rename(os.path.join(self._draft.directory, name), path)
             brought[name] = file
         if self._durable and brought:
@@ -210,6 +209,17 @@ class SwapPlace(Place):
                     self._retain()
             except Exception as error:
                 log.warning("after %r nothing older was removed: %s", self._path, error)
+
+
+def _make_directories_of(storage: Storage, directory: str, name: str) -> None:
+    """Makes the missing directories of a relative name. It fails if `directory` itself is missing:
+    a draft that was removed must not be there again.
+    """
+    above = os.path.dirname(name)
+    if above and storage.status(os.path.join(directory, above)) is None:
+        _make_directories_of(storage, directory, above)
+        with suppress(FileExistsError):  # another rank was faster
+            storage.make_directory(os.path.join(directory, above))
 
 
 def names_in(

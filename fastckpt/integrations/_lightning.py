@@ -118,8 +118,8 @@ class BackgroundCheckpointIO:
         earlier = self._handles
         self._handles = [h for h in earlier[:-1] if not _is_settled(h)] + earlier[-1:] + [handle]
         handle.add_done_callback(self._log_failure)
-        kept, self._kept = self._kept, []
-        for other in kept:
+        for _ in range(len(self._kept)):  # of the same list, to which another thread may add now
+            other = self._kept.pop(0)
             if other != path:
                 self.remove_checkpoint(other)
         if links:
@@ -163,11 +163,12 @@ class BackgroundCheckpointIO:
         self._removals[local] = removal
 
         def remove(_own: Any = None) -> None:
-            if newest is not None and newest.failure() is not None and removal.cancel():
-                self._kept.append(local)
             if not removal.claim():
                 return
             try:
+                if newest is not None and newest.failure() is not None:
+                    self._kept.append(local)  # before `ended`: the next save may then come at once
+                    return
                 self._stock.remove_checkpoint(self, local)
             except Exception as error:
                 log.warning("%r could not be removed: %s", local, error)

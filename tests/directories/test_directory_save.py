@@ -19,20 +19,24 @@ from typing import Any, TypeVar
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 
 import fastckpt
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
+from fastckpt.directories.swap_place import SwapPlace
 from fastckpt.directories.verify import check, newest_whole
 from fastckpt.engine.staging import Allowance
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
+    PeerFailed,
     StagingConflict,
     StorageError,
 )
 from fastckpt.formats import file_list
+from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage import atomic
@@ -469,6 +473,29 @@ def test_a_draft_that_somebody_removes_is_a_failed_save(disk: Path) -> None:
         with pytest.raises(StorageError, match="No such file"):
             handle.result(WAIT_S)
     assert os.listdir(disk) == ["elsewhere"]
+
+
+def test_a_draft_that_the_first_rank_has_removed_is_not_made_again(disk: Path) -> None:
+    class Removed(Storage):
+        def status(self, path: str) -> os.stat_result | None:
+            if path.endswith("sub/x"):  # when the other rank has heard of the draft
+                first.discard()
+                rounds[0].fail(StorageError("write", str(disk / "a"), errno.EIO, 0))
+            return super().status(path)
+
+    store, storage, path = dist.HashStore(), Removed(), str(disk / "a")
+    rounds = [Coordinator(store, rank, 2, "save").begin("save", WAIT_S) for rank in range(2)]
+    with through(storage) as pipeline:
+        made = (storage, pipeline.staging.devices, path, None, "call")
+        first, second = Draft(*made), Draft(*made)
+        Path(second.directory, "sub").mkdir()
+        Path(second.directory, "sub", "x").touch()
+        SwapPlace(storage, path, rounds[0], first, True, None).bring({})
+        with pytest.raises(PeerFailed, match="Input/output error"):
+            files = {"sub/x": file_list.File(0, 0)}
+            SwapPlace(storage, path, rounds[1], second, True, None).bring(files)
+        second.discard()
+    assert os.listdir(disk) == []
 
 
 def test_a_tensor_that_changes_too_early_fails_the_save(disk: Path) -> None:

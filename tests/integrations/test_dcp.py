@@ -17,6 +17,7 @@ import pickle
 import random
 import shutil
 import textwrap
+import threading
 import time
 import tracemalloc
 import zipfile
@@ -44,6 +45,7 @@ import fastckpt
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StagingConflict
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_load import ItemsFile
+from fastckpt.engine.staging import Allowance
 from fastckpt.formats import distcp
 from fastckpt.integrations.dcp import Reader, Saving, Writer, async_save, save
 from fastckpt.ranks import coordinator
@@ -247,22 +249,21 @@ def test_a_large_object(tmp_path: Path) -> None:
         assert is_same(load(blank(state), tmp_path, reader), state)
 
 
-class Half(DefaultSavePlanner):
-    """Saves tensors in half precision; counts its central plans."""
-
-    plans = 0
-
-    def resolve_data(self, write_item: Any) -> Any:
-        data = super().resolve_data(write_item)
-        return data.half() if isinstance(data, torch.Tensor) else data
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        type(self).plans += 1
-        plans, metadata = super().create_global_plan(all_plans)
-        return plans, replace(metadata, planner_data=metadata.planner_data | {"note": ("x", 1)})
-
-
 def test_a_planner_of_the_user(tmp_path: Path) -> None:
+    class Half(DefaultSavePlanner):
+        """Saves tensors in half precision; counts its central plans."""
+
+        plans = 0
+
+        def resolve_data(self, write_item: Any) -> Any:
+            data = super().resolve_data(write_item)
+            return data.half() if isinstance(data, torch.Tensor) else data
+
+        def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+            type(self).plans += 1
+            plans, metadata = super().create_global_plan(all_plans)
+            return plans, replace(metadata, planner_data=metadata.planner_data | {"note": ("x", 1)})
+
     values = numbers(1, 30)
     for number in range(3):
         save({"a": values, "n": number}, checkpoint_id=tmp_path / str(number), planner=Half())
@@ -452,19 +453,24 @@ def test_the_step_fence_makes_an_optimizer_wait(tmp_path: Path) -> None:
     assert torch.equal(back["a"], expected) and back["b"].sum() == 4
 
 
-def test_a_change_behind_the_step_fence_is_told(tmp_path: Path) -> None:
+def test_a_change_behind_the_step_fence_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save({"a": numbers(1, 100_000)}, checkpoint_id=tmp_path)
-    conflicts = 0
-    for _ in range(5):
-        weight = numbers(2, 100_000)
-        saving = async_save({"a": weight}, checkpoint_id=tmp_path, fence="step")
-        weight.zero_()
-        error = saving.exception()
-        if error is None:  # it had been copied by then
-            continue
-        assert isinstance(error, StagingConflict) and "'a'" in str(error)
-        conflicts += 1
-    assert conflicts
+    gate, staging = threading.Event(), pipeline.current().staging
+    real = staging.allowance
+
+    def late(nbytes: int | None) -> Allowance:
+        assert gate.wait(60)
+        return real(nbytes)
+
+    monkeypatch.setattr(staging, "allowance", late)
+    weight = numbers(2, 100_000)
+    saving = async_save({"a": weight}, checkpoint_id=tmp_path, fence="step")
+    weight.zero_()  # before any of it is copied
+    gate.set()
+    error = saving.exception()
+    assert isinstance(error, StagingConflict) and "'a'" in str(error)
     assert len(data_files(tmp_path)) == 1
 
 

@@ -41,7 +41,9 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 import fastckpt
 from fastckpt import CorruptCheckpoint, StorageError
+from fastckpt.integrations import _lightning
 from fastckpt.integrations.lightning import FastckptCheckpointIO
+from fastckpt.latch import Latch
 from fastckpt.saving import pipeline
 from tests.doubles import Crash, PowerCut, Recorder, plant, visible
 from tests.steps.test_checkpointer import process_on
@@ -254,6 +256,24 @@ def test_a_file_stays_when_the_newer_one_failed_until_one_has_committed(
     io.save_checkpoint(state(3), disk / "c.ckpt")
     io.teardown()
     assert names(disk) == ["c.ckpt"]
+
+
+def test_whoever_waits_for_a_removal_finds_the_file_that_is_kept(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io, found = FastckptCheckpointIO(on_error="warn"), []
+
+    class Seen(Latch):
+        def set(self) -> None:
+            found.append(list(io._kept))
+            super().set()
+
+    monkeypatch.setattr(_lightning, "Latch", Seen)
+    with small_files():
+        io.save_checkpoint(state(2), disk / SECOND)
+        io.remove_checkpoint(disk / FIRST)
+        io.teardown()
+    assert found == [[str(disk / FIRST)]]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

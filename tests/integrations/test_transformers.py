@@ -517,16 +517,18 @@ def test_a_kill_in_mid_save_costs_no_more_than_that_checkpoint(disk: Path) -> No
     whole = finish(run_example(disk / "whole", *SAVING, "--stock"), disk / "whole")
     shutil.rmtree(disk / "whole")
     run = disk / "killed" / "run"
+
+    def caught() -> bool:
+        with suppress(FileNotFoundError):  # glob() lists a draft that has just been removed
+            return bool(list(run.glob(".checkpoint-*/checkpoint-*/model.safetensors")))
+        return False
+
     for _ in range(4):
         process = run_example(run.parent, *SAVING)
-        caught = False
-        while process.poll() is None:
-            if numbers(run) and list(run.glob(".checkpoint-*/checkpoint-*/model.safetensors")):
-                process.kill()
-                caught = bool(list(run.glob(".checkpoint-*/checkpoint-*/model.safetensors")))
-                break
+        while process.poll() is None and not (numbers(run) and caught()):
             time.sleep(0.001)
-        if caught:
+        process.kill()
+        if caught():
             break
         shutil.rmtree(run.parent)
     else:

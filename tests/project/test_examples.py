@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,9 @@ def flushing_step(cwd: Path) -> Path | None:
     if not committed_steps(cwd):
         return None
     shards = (cwd / "run").glob("step-*/rank-*.safetensors")
-    return next((path.parent for path in shards if is_debris(path.parent)), None)
+    with suppress(FileNotFoundError):  # glob() lists a directory that has just been removed
+        return next((path.parent for path in shards if is_debris(path.parent)), None)
+    return None
 
 
 def flushing_file(cwd: Path) -> Path | None:

@@ -34,6 +34,7 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.round_numbers import RoundNumbers
 from tests.interpreters import Program
+from tests.jobs import held_port
 from tests.storm import Chance
 
 PREFIX = "agreement"
@@ -442,14 +443,11 @@ def test_timeout_names_the_missing_and_what_they_did() -> None:
         coordinator.begin("step 1").put("done", b"")
     rounds = [c.begin("step 2", 1.5) for c in reversed(coordinators[:3])][::-1]
     rounds[2].put("other", b"")
-
-    def body(begun: Round) -> Any:
-        """Rank 1 has waited for longer when rank 0 says whom all are waiting for."""
+    for begun in rounds[:2]:  # before rank 0 begins to wait, however late the threads are
         begun.put("done", b"")
-        return begun.gather("done") if begun.rank == 0 else begun.get("outcome")
-
     failure = assert_same_failure(
-        together(*[lambda r=r: body(r) for r in rounds[:2]]),
+        # Rank 1 has waited for longer when rank 0 says whom all are waiting for.
+        together(lambda: rounds[0].gather("done"), lambda: rounds[1].get("outcome")),
         "step 2: rank 2 joined but did not send 'done'",
         "rank 3 did not join (its last was 'step 1')",
         "rank 4 did not join within 1.5 s",
@@ -635,12 +633,11 @@ def test_store_that_dies_behind_its_last_answer_is_noticed(monkeypatch: pytest.M
 @pytest.mark.parametrize(("method", "world_size"), [("tcp", 3), ("file", 2)])
 def test_ranks_of_process_groups(method: str, world_size: int, tmp_path: Path) -> None:
     """Also: the host of the store and all others go on after destroy_process_group()."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"tcp://127.0.0.1:{port}" if method == "tcp" else f"file://{tmp_path}/store"
-    members = [start(member, url, rank, world_size) for rank in range(world_size)]
-    with running(*members):
+    with held_port() as held, ExitStack() as stack:
+        address = f"tcp://127.0.0.1:{held.getsockname()[1]}"
+        url = address if method == "tcp" else f"file://{tmp_path}/store"
+        members = [start(member, url, rank, world_size) for rank in range(world_size)]
+        stack.enter_context(running(*members))
         said = [said_by(process) for process in members]
         assert [process.wait() for process in members] == [0] * world_size
     everybody, subgroup = (",".join(map(str, range(n))) for n in (world_size, world_size - 1))

@@ -177,7 +177,7 @@ def test_a_ticket_that_stays_expired_is_reported(
     double = Expired(code, name)
     begun = time.monotonic()
     error = saved_on(double, path, 2).exception(WAIT_S)
-    assert 0.6 <= time.monotonic() - begun < 10
+    assert 0.6 <= time.monotonic() - begun < WAIT_S / 2
     assert isinstance(error, StorageError) and error.errno == code and error.op == name
     assert "ticket expired" in str(error) and errno.errorcode[code] in str(error)
     assert os.listdir(disk) == ["a.pt"]
@@ -202,7 +202,7 @@ def test_a_disk_of_ones_own_is_not_waited_for(disk: Path, monkeypatch: pytest.Mo
     begun = time.monotonic()
     error = saved_on(FailAlways("rename", errno.EPERM), disk / "a.pt").exception(WAIT_S)
     assert isinstance(error, StorageError) and error.op == "rename"
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < WAIT_S / 2
 
 
 def test_a_directory_without_permission_is_reported_at_once(
@@ -212,7 +212,7 @@ def test_a_directory_without_permission_is_reported_at_once(
     begun = time.monotonic()
     error = saved_on(FailAlways("create", errno.EACCES), disk / "a.pt").exception(WAIT_S)
     assert isinstance(error, StorageError) and error.op == "open"
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < WAIT_S / 2
 
 
 def test_steps_wait_for_a_ticket_as_well(
