@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 from unittest import mock
@@ -47,7 +47,8 @@ class NetworkClient(Recorder):
         if operation.name == "close":
             for hidden in [*self.lingering]:
                 if not self._is_open(hidden):
-                    os.unlink(hidden)
+                    with suppress(FileNotFoundError):  # another thread closes one, too
+                        os.unlink(hidden)
                     self.lingering.discard(hidden)
         return result
 
@@ -65,8 +66,12 @@ class NetworkClient(Recorder):
     def _is_open(path: str) -> bool:
         if not os.path.isfile(path):
             return False
-        links = [entry.path for entry in os.scandir("/proc/self/fd")]
-        return any(os.path.exists(link) and os.path.samefile(link, path) for link in links)
+        its = os.stat(path)
+        for link in os.scandir("/proc/self/fd"):
+            with suppress(OSError):  # another thread has just closed it
+                if os.path.samestat(os.stat(link.path), its):
+                    return True
+        return False
 
     def flock(self, fd: int, how: int) -> None:
         """A client of NFS turns it into a lock of bytes, which needs a file open for it."""

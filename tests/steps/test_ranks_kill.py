@@ -151,7 +151,7 @@ def check_survivor(
     assert told["errors"], what
     for step, error in told["errors"].items():
         assert type(error) is PeerFailed and list(error.ranks) == [victim], (what, error)
-        assert re.search(rf"step {step}: .*rank {victim} ", str(error)), (what, error)
+        assert re.search(rf"step {step} of .*: .*rank {victim} ", str(error)), (what, error)
         if str(error).endswith("nothing was committed"):
             assert step not in steps, (what, error)
         else:
