@@ -85,8 +85,13 @@ def memory_of_a_forgotten_one(member: Member, root: str) -> tuple[int, int]:
 
 
 def memory_files() -> int:
-    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-    return sum("memfd:fastckpt" in os.readlink(link) for link in links if os.path.islink(link))
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:
+            continue  # another thread has closed it, or it listed the directory
+    return sum("memfd:fastckpt" in target for target in targets)
 
 
 def save_and_die(member: Member, root: str, dying: int, moment: str) -> Outcome:

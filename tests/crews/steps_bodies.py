@@ -26,7 +26,7 @@ from fastckpt import Checkpointer, PerRank
 from fastckpt.state.targets import Target
 from fastckpt.steps.load import StepReader
 from fastckpt.storage.file_system import Storage
-from tests.crews.group_crew import Member, Outcome, attempt
+from tests.crews.group_crew import WAIT_S, Member, Outcome, attempt
 from tests.crews.steps_states import (
     Part,
     arranged,
@@ -280,13 +280,15 @@ def save_again_before_a_late_rank_wakes(member: Member, root: str) -> tuple[Any,
     """Rank 1's disk stalls in a save that the others give up; then all save that step again."""
     entered, go_on = threading.Event(), threading.Event()
     with Checkpointer(root, group=member.group, timeout_s=2.0) as checkpointer:
+        meet(member)
         with patched_sync(entered, go_on) if member.rank == 1 else nullcontext():
             first = checkpointer.save(5, stamped(member, 1))
             if member.rank == 1:
-                entered.wait()
+                assert entered.wait(WAIT_S)
             else:
                 first.exception()
             meet(member)
+        checkpointer._timeout_s = 30.0
         second = attempt(lambda: checkpointer.save(5, stamped(member, 2)).result())
         meet(member)
         go_on.set()

@@ -110,7 +110,9 @@ def save_and_die(
     if member.rank in deaths:
         pipeline._current = pipeline.Pipeline(Deadly(*deaths[member.rank]))
     checkpointer = Checkpointer(root, group=member.group, local=locals_[member.rank], timeout_s=3)
-    handle = checkpointer.save(step, stamped(member, step))
+    state = stamped(member, step)
+    meet(member)
+    handle = checkpointer.save(step, state)
     local = attempt(lambda: handle.wait_local(20))
     return local, handle.exception(), handle.stats.local_committed_s
 

@@ -114,7 +114,7 @@ def must_end(wait: Callable[[], None]) -> None:
     """Calls what waits for saves; one that waits for ever fails this test and no other."""
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    thread.join(WAIT_S / 4)
+    thread.join(WAIT_S)
     assert not thread.is_alive(), f"{wait.__qualname__} does not end"
 
 
@@ -698,9 +698,9 @@ class Crowded(Recorder):
         if operation.name == "close" and len(self.numbers_of("close")) == 3:
             assert self._go_on.wait(WAIT_S)
         if operation.name == "allocate" and len(self.numbers_of("allocate")) == 2:
+            first = saving_threads()[0]
             self._go_on.set()
             if self._freed_first:
-                first = saving_threads()[0]
                 assert first is not threading.current_thread()
                 first.join(WAIT_S)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

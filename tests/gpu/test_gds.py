@@ -71,7 +71,7 @@ def stubs(libraries: Stubs) -> Iterator[Stubs]:
     yield libraries
     reset(libraries)
     assert libraries.alive() == before
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def library_of(path: str, driver: _engine.CudaDriver) -> _engine.CufileLibrary:

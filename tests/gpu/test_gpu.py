@@ -11,9 +11,6 @@ import contextlib
 import ctypes
 import errno
 import gc
-import logging
-import os
-import signal
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -35,7 +32,13 @@ from tests.accelerator import KIND, Runtime
 from tests.crews.group_crew import Crew, Member, Nursery, Outcome, attempt
 from tests.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub
 from tests.doubles import Delay, FailAlways
-from tests.saving.test_handle import running, stands_in, wait_until
+from tests.saving.test_handle import (
+    interrupted_in,
+    running,
+    stands_in,
+    wait_until,
+    warnings_in,
+)
 from tests.saving.test_process import run_python
 from tests.storm import Storm
 
@@ -477,7 +480,7 @@ def test_without_pinned_memory_a_save_is_right_and_says_so_once(
         stats = saves.save(number, {"w": octets(2 * MIB, number)}).result(WAIT_S)
         assert stats.staging == "pageable" and "OUT_OF_MEMORY" in stats.staging_why
         assert saves.load(number)["w"].eq(number).all()
-    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    (warning,) = warnings_in(caplog.records)
     assert "not pinned" in warning.message and "OUT_OF_MEMORY" in warning.message
 
 
@@ -572,7 +575,7 @@ def test_without_the_driver_torch_copies(
             assert stats.staging == "host" and stats.d2h_s is None
             assert saves.load(number)["w"].eq(number).all()
         saves.close()
-    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    (warning,) = warnings_in(caplog.records)
     assert "torch copies from GPUs itself" in warning.message
     assert gpu.calls("cuInit") == 0
 
@@ -776,9 +779,7 @@ def test_an_interrupted_call_commits_nothing_that_was_changed(
         fastckpt.save({"w": torch.zeros(3)}, path).result(WAIT_S)
         gate = threading.Event()  # until then only two blocks can be copied
         pipeline.current().storage = Delay("create", gate)
-        interrupting = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
-        interrupting.start()
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted_in("pass_fence"):
             fastckpt.save(state, path)
         state["w"].fill_(2)
         gate.set()

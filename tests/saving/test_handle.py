@@ -12,17 +12,19 @@ import fcntl
 import gc
 import io
 import itertools
+import logging
 import mmap
 import os
 import platform
 import re
 import select
+import signal
 import struct
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,6 +157,34 @@ def running(target: Callable[[], None]) -> Iterator[threading.Thread]:
         raise errors[0]
 
 
+@contextmanager
+def interrupted_in(function: str) -> Iterator[None]:
+    """The main thread is sent a SIGINT once it stands in a function of this name, which does not
+    return before; the KeyboardInterrupt leaves the block, and no other.
+    """
+    main, over = threading.main_thread(), threading.Event()
+
+    def interrupt() -> None:
+        wait_until(lambda: over.is_set() or stands_in(main, function), f"{function}() is called")
+        if not over.is_set():
+            signal.pthread_kill(main.ident, signal.SIGINT)
+
+    with running(interrupt), pytest.raises(KeyboardInterrupt):
+        try:
+            yield
+        finally:
+            over.set()
+
+
+def warnings_in(records: Iterable[logging.LogRecord]) -> list[logging.LogRecord]:
+    """Those that are warnings, without what a machine that is short of rings says at any time."""
+    return [
+        record
+        for record in records
+        if record.levelno >= logging.WARNING and "backend" not in record.msg
+    ]
+
+
 def filled(value: float, nbytes: int = 1 << 20) -> dict[str, torch.Tensor]:
     return {"w": torch.full((nbytes // 4,), float(value))}
 
@@ -174,6 +204,12 @@ def saving_threads() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
     # A connection to a store that is dead may be tried for minutes, by a daemon.
     return [name for name in names if "fastckpt" in name and name != "fastckpt-store"]
+
+
+def let_others_end() -> None:
+    """Waits for the saves of earlier tests, and frees what they left: memory is measured next."""
+    wait_until(lambda: not saving_threads(), "the saves of other tests are over")
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

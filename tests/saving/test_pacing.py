@@ -204,7 +204,6 @@ def test_close_while_a_save_waits_for_tokens(disk: Path) -> None:
     """It waits: what was begun is committed, at its pace."""
     checkpointer = Checkpointer(disk, drain_rate=20e6)
     handle = checkpointer.save(1, state_of(12 * MIB))
-    assert not handle.done()
     checkpointer.close()
     assert handle.done() and handle.failure() is None
     assert handle.stats.written_s > 0.5
@@ -232,13 +231,13 @@ multiprocess = pytest.mark.multiprocess
 @multiprocess
 def test_ranks_of_a_node_share_its_rate(crew: Callable[[int], Crew], disk: Path) -> None:
     """In proportion to what they write: here evenly."""
-    nbytes, rate = 8 * MIB, 40e6
+    nbytes, rate = 8 * MIB, 10e6
     for stats, stalled, whole in crew(3)(
         bodies.save_paced, str(disk), nbytes, {"drain_rate": rate}
     ):
         assert whole and stalled < stats.written_s, "staging waited for the pace"
         assert stats.written_s > 0.85 * 3 * nbytes / rate
-        assert "drain_rate 40 MB/s a node; 13." in stats.pacing
+        assert "drain_rate 10 MB/s a node; 3.3" in stats.pacing
 
 
 @multiprocess

@@ -13,6 +13,7 @@ import fastckpt
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.file_system import Storage
 from tests.directories.test_directory_save import through
+from tests.saving.test_handle import let_others_end
 
 WAIT_S = 60.0
 
@@ -32,6 +33,7 @@ def wait_for_growth(before: int, nbytes: float) -> None:
 def test_memory_is_taken_ahead_once(disk: Path) -> None:
     nbytes = 8 * BLOCK_BYTES
     with through(Storage(), 16 * BLOCK_BYTES):
+        let_others_end()
         before = resident_bytes()
         fastckpt.prepare(nbytes)
         fastckpt.prepare(f"{nbytes}")
@@ -42,6 +44,7 @@ def test_memory_is_taken_ahead_once(disk: Path) -> None:
 
 def test_no_more_than_the_budget_is_taken() -> None:
     with through(Storage(), 2 * BLOCK_BYTES):
+        let_others_end()
         before = resident_bytes()
         fastckpt.prepare("100GB")
         wait_for_growth(before, 1.8 * BLOCK_BYTES)

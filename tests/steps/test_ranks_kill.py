@@ -33,7 +33,7 @@ from tests.interpreters import let_go
 from tests.storm import Storm
 
 LANES = 8  # jobs that run beside each other: most of the time they wait for somebody who is dead
-TIMEOUT_S, GRACE_S = 2.0, 20.0  # of a save; what a busy machine may add to that
+TIMEOUT_S, GRACE_S = 5.0, 20.0  # of a save; what a busy machine may add to that
 SAVES, OPERATIONS = 5, 90  # within which a kill comes
 WAIT_S = 60.0
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]

@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from fastckpt import Checkpointer, SaveCancelled
 from fastckpt.engine.codec import FrameWriter
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.saving import pipeline
 from fastckpt.steps.newest_whole import candidates
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
@@ -35,7 +35,7 @@ from fastckpt.tiers import place as node_place
 from tests.crews.steps_states import flip
 from tests.doubles import FailAt, Operation, Recorder, dead_pid
 from tests.files.test_faults import leave_free, mounted
-from tests.saving.test_handle import wait_until
+from tests.saving.test_handle import interrupted_in, wait_until
 from tests.saving.test_process import run_python
 from tests.steps.test_checkpointer import (
     assert_holds,
@@ -474,6 +474,7 @@ def test_a_tier_that_is_lost_before_the_drain(disk: Path, local: Path) -> None:
     root = disk / "run"
     with doors() as storage, Checkpointer(root, local=local) as checkpointer:
         checkpointer.save(1, state(1)).result(WAIT_S)
+        pipeline.current().drain()  # its end notes in the tier that it was drained
         storage.closed.append(root)
         handle = checkpointer.save(2, state(2))
         assert handle.wait_local(WAIT_S)
@@ -511,7 +512,8 @@ def test_a_slow_tier_is_used_no_more(
             return real()
 
     monkeypatch.setattr(node_place, "SLOW_S", 0.2)
-    with process_on(Slow()), Checkpointer(disk / "run", local=local) as checkpointer:
+    options = {"local": local, "durable": False}  # a sync of the root may be slow, too
+    with process_on(Slow()), Checkpointer(disk / "run", **options) as checkpointer:
         assert checkpointer.save(1, state(1)).result(WAIT_S).local_committed_s is not None
         stats = checkpointer.save(2, state(2)).result(WAIT_S)
         assert stats.local_committed_s is None and "is slow" in stats.local_why
@@ -759,11 +761,8 @@ def test_a_close_that_was_interrupted_is_taken_up_again(disk: Path, local: Path)
     checkpointer = Checkpointer(disk / "run", local=local, drain_rate=8e6)
     handle = checkpointer.save(1, state(1, 4_000_000))
     assert handle.wait_local(WAIT_S)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_in("wait_done"):
         checkpointer.close()
-    timer.join()
     assert not handle.done()
     with pytest.raises(ValueError, match="is closed"):
         checkpointer.save(2, state(2))
