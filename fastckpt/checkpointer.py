@@ -123,9 +123,9 @@ class Checkpointer:
         check_finite: whether a step is refused, on all ranks, if it has floating-point numbers that
             are infinite or not a number, as they were copied: result() raises CheckpointError on
             the rank that has them, naming the first in its shard, PeerFailed elsewhere. Looks at
-            tensors of the state's dicts, lists and state_dicts, of dtypes from float64 to float8
-            (e4m3fn, e5m2), but not inside of other objects or PerRank; small ones are then stored
-            in the first rank's shard. Not with staging="gds", which goes past host memory.
+            tensors of the state's dicts, lists, tuples and state_dicts, of dtypes from float64 to
+            float8 (e4m3fn, e5m2), not inside of other objects or PerRank, nor at sparse or negated
+            ones; small ones are then stored in the first rank's shard. Not with staging="gds".
         staging, stripe, backend, durable: as fastckpt.save's.
         drain_rate: the most bytes per second that a node writes, as a number or a text such as
             "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. This and
