@@ -317,6 +317,7 @@ class FrameReader:
         block_bytes: int,
         frames: Sequence[int],
         codec: str = "zstd",
+        derives: bool = True,
         kept: dict[int, bytes] | None = None,
         unpadded: list[int] | None = None,
     ) -> None:
@@ -329,6 +330,7 @@ class FrameReader:
             block_bytes: the size of its blocks, of which the last may be shorter.
             frames: each block's stored size, as FrameWriter.frames() returned them.
             codec: the one that the file was written with.
+            derives: whether blocks may have derived runs, as the file's index says.
             kept: receives each block's frame as it is in the file, by block number.
             unpadded: receives the numbers of the blocks whose frame was decoded, but does not have
                 the padding that a FrameWriter writes behind it.
@@ -353,7 +355,7 @@ class FrameReader:
                     f"multiple of {PAGE_BYTES}, at most {limit}: load another checkpoint"
                 )
         self._offsets = list(accumulate(frames, initial=0))
-        self._codec = codec
+        self._codec, self._derives = codec, derives
         self._kept, self._unpadded = kept, unpadded
 
     def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
@@ -386,6 +388,8 @@ class FrameReader:
     def _decode(self, stored: bytes, memory: memoryview, offset: int) -> bool:
         if self._codec != "planes":
             return _decompress(stored, memory)
+        if not self._derives:
+            return planes.decode(stored, memory)
         masters = planes.Masters(self._open_frame, self._blocks.block_bytes, offset)
         return planes.decode(stored, memory, masters.derive)
 

@@ -174,8 +174,16 @@ class StepCopies:
 
         with self.opened(index.file, index.file_nbytes) as fd, ExitStack() as reading:
             if index.codec is not None:
-                file, coded = (self._storage, fd, path), (index.frames, index.codec)
-                reader = FrameReader(*file, *sizes, *coded, kept=frames, unpadded=unpadded)
+                file, derives = (self._storage, fd, path), index.derived_nbytes > 0
+                reader = FrameReader(
+                    *file,
+                    *sizes,
+                    index.frames,
+                    index.codec,
+                    derives=derives,
+                    kept=frames,
+                    unpadded=unpadded,
+                )
                 route = reading.enter_context(self._staging.through(fd, reader.transfer))
             blocks = BlockChecksums(*sizes, index.block_crcs, b"")
             yield Body(self._staging, fd, path, blocks, damaged, OVERWRITTEN, route)

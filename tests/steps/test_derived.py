@@ -29,7 +29,7 @@ from fastckpt.state.tree import Leaf
 from fastckpt.steps.shard import Shard
 from tests.engine.test_planes import block_of, header_of
 from tests.state.test_tree import bits
-from tests.steps.test_step_fuzz import small_shards
+from tests.steps.test_step_fuzz import Forgery, small_shards
 
 WAIT_S = 60.0
 SHARD = "rank-00000.safetensors.planes"
@@ -200,6 +200,15 @@ def test_a_damaged_derived_run(step: tuple[Path, SaveStats], disk: Path) -> None
     damaged.change(other_at, struct.pack("<Q", source))
     for key, told in zip(SHAPES, damaged.told("model/embedding", "model/up"), strict=False):
         assert "CRC-32 mismatch" in told and repr(f"model/{key}") in told
+
+
+def test_an_index_that_hides_what_is_derived(step: tuple[Path, SaveStats], disk: Path) -> None:
+    """Its version is what keeps earlier readers away, so it is not the writer's word alone."""
+    hiding = Damaged(step[0], disk)
+    forged = Forgery(hiding.root / step[0].name)
+    forged.index(lambda index: (index.pop("derived_nbytes"), index.update(version=3)))
+    (told,) = hiding.told("model/embedding")
+    assert "CRC-32 mismatch" in told and "'model/embedding'" in told
 
 
 # ---- What may be derived from what ----
