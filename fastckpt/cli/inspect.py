@@ -59,7 +59,7 @@ def _without_collector() -> Iterator[None]:
 
 
 class _Kind(NamedTuple):
-    """What tensors have in common, of which there are few kinds, and how it is told.
+    """A kind of tensors, of which there are few, and how it is told.
 
     Attributes:
         row: the members of the JSON object of each.

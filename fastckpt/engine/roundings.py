@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fastckpt._engine import polyval, round_to_bf16
 from fastckpt.plan.image import ItemRange
 
-# What is compared as a whole, from each tensor's beginning on; it has to lie in one block. The last
+# Grains are compared as wholes, from each tensor's beginning on; each lies in one block. The last
 # grain of a tensor has what is left, too, so that it is no smaller, unless the tensor is.
 GRAIN_ITEMS = 64 << 10
 ITEMS_MIN = 16 << 10  # of a tensor: smaller ones are not worth a hash
@@ -34,7 +34,7 @@ class Rounding(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Where it ends in the block, and where its fp32 items end in the image."""
+        """The part's end in the block, and the end of its fp32 items in the image."""
         return self.begin + self.nbytes, self.source + self.nbytes // _BF16_BYTES * _FP32_BYTES
 
 

@@ -65,7 +65,7 @@ class Entry(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What tensors of a file, often many of them, have in common."""
+    """A kind of tensors, of which a file often has many."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -31,7 +31,7 @@ _RUNS_MAX = 64  # more copies to a device go through the host: each takes micros
 
 
 class Form(NamedTuple):
-    """What tensors, often many of them, have in common.
+    """A form that tensors, often many of them, have in common.
 
     Attributes:
         file: the number of the file.
