@@ -287,5 +287,6 @@ def test_one_rank_refuses_for_all(crew: Callable[[int], Crew], disk: Path, refus
         wanted = fastckpt.CheckpointError if rank == refusing else fastckpt.PeerFailed
         assert type(refused) is wanted and "loss is nan" in str(refused)
         assert str(refused).count("nothing was committed") == 1
-        assert len(set(digests)) == 1 and len(digests) == 3
+        # A rank that hears of the refusal before it has synced its own files is not asked at all.
+        assert len(set(digests)) == 1 and len(digests) in ({3} if rank == refusing else {2, 3})
     assert sorted(os.listdir(disk)) == ["step-00000001", "step-00000003"]
