@@ -11,10 +11,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
-
-import torch
 
 from fastckpt.arguments.checks import (
     FENCES,
@@ -45,9 +44,8 @@ from fastckpt.ranks.stop import StopAgreement
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save, Veto
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
-from fastckpt.state.targets import Target
-from fastckpt.state.template import Template, whole
-from fastckpt.state.tree import State, Stored, fill, own_value
+from fastckpt.state.template import Template
+from fastckpt.state.tree import State
 from fastckpt.steps import log as save_log
 from fastckpt.steps.capture import captured
 from fastckpt.steps.load import StepReader
@@ -241,12 +239,21 @@ class Checkpointer:
                 self._handlers = SignalHandlers(signals, self._stop.ask)
             opened.pop_all()
 
-    def save(self, step: int, state: Any) -> SaveHandle:
+    def save(self, step: int, state: Any, *, deadline_s: float | None = None) -> SaveHandle:
         """Begins to save a step. All ranks call it, with the same step.
 
         Args:
             step: 0 or more. If the step exists, the commit of this one replaces it.
             state: see the class.
+            deadline_s: in how many seconds the job will end, such as after stop_requested(); all
+                ranks pass one, or none does. Nothing then spares other users of the storage:
+                drain_rate, start_jitter_s and max_writers do not delay this save, nor drain_rate
+                those in flight, and no export is begun. With `local` it waits for no other step's
+                drain, and goes to the nodes first, as ever: what the root has not had when the job
+                ends is there for the next restore. But it goes straight to the root if, by the
+                times of the step before, it is in the root in time only so, with a third of the
+                time to spare. The error of an earlier save is left to close(). Nothing is given up
+                when the time is over. Default: none.
 
         Returns:
             A SaveHandle, whose path is the step's directory. Its result() returns when the step is
@@ -261,16 +268,22 @@ class Checkpointer:
                 not begun. The error of an export that could not begin has its own class.
             TypeError, ValueError: a DTensor has a placement or dtype that cannot be saved, or is
                 inside of an object; a tensor's storage was resized to nothing; a key is no Unicode
-                text; the state is nested too deeply; the step is below 0; the root is a step; the
-                Checkpointer is closed, or was made by several ranks before init_process_group().
+                text; the state is nested too deeply; the step is below 0, or deadline_s not above;
+                the root is a step; the Checkpointer is closed, or was made by several ranks before
+                init_process_group().
         """
         started = time.perf_counter()
         step = check_integer("step", step)
+        optional(check_seconds, "deadline_s", deadline_s)
         current = self._current()
         if self._is_step:
             raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
-        begin, options = self._coordinator.begin, self._options
-        agreement = begin(f"step {step} of {self.root!r}", self._timeout_s)
+        options, label = self._options, f"step {step} of {self.root!r}"
+        if deadline_s is not None:
+            options = replace(options, pacing=options.pacing.undelayed())
+            label += " before the job ends"
+        current.rates.lift(self.root, deadline_s is not None)
+        agreement = self._coordinator.begin(label, self._timeout_s)
         self._handles = [each for each in self._handles if each.may_be_told()]
         with ExitStack() as failing:
             failing.enter_context(agreement.failing())
@@ -279,12 +292,13 @@ class Checkpointer:
                 draining = self._tier.begin_drain(step)
                 failing.enter_context(draining.failing())
             handle = SaveHandle(os.path.join(self.root, step_name(step)), started)
-            current.raise_unreported(handle.path)
+            if deadline_s is None:
+                current.raise_unreported(handle.path)
             place: StepPlace | NodePlace = StepPlace(self._steps, agreement, step, options)
             if self._tier is not None and draining is not None:
                 by_way_of = (self._tier, handle, agreement, draining)
                 running = [each for each in self._handles if not each.done()]
-                place = NodePlace(*by_way_of, running, step, options)
+                place = NodePlace(*by_way_of, running, step, options, deadline_s)
             content = captured(
                 state,
                 self._coordinator.rank,
@@ -303,7 +317,7 @@ class Checkpointer:
         del content, plan, parts
         handle = current.save(save)
         self._handles = [*self._handles, handle]
-        if self._export is not None and step % self._export.every == 0:
+        if self._export is not None and step % self._export.every == 0 and deadline_s is None:
             ways = (self._fence, options.durable, options.staging_bytes, self._timeout_s)
             self.exported = export_step(state, step, self._export, Writing(self.group, *ways))
             self._exports = [*filter(SaveHandle.may_be_told, self._exports), self.exported]
@@ -427,24 +441,7 @@ class Checkpointer:
         check_flag("weights_only", weights_only)
 
         def read(reader: StepReader) -> Any:
-            own = reader.per_rank(self._coordinator.rank, weights_only)
-            objects = reader.objects(weights_only)
-            found: dict[str, Stored] = {}
-            fill(objects, lambda stored: found.setdefault(stored.key, stored), lambda _name: None)
-            reader.find([(key, shape, whole(shape)) for key, _dtype, shape in found.values()])
-            tensors = {
-                key: torch.empty(shape, dtype=dtype, device="cpu")
-                for key, dtype, shape in found.values()
-            }
-            reader.read(
-                [
-                    Target(key, tensor, tuple(tensor.shape), whole(tuple(tensor.shape)))
-                    for key, tensor in tensors.items()
-                ]
-            )
-            return fill(
-                objects, lambda stored: tensors[stored.key], lambda name: own_value(own, name)
-            )
+            return reader.values(self._coordinator.rank, weights_only)
 
         started = time.perf_counter()
         with self._restoring() as agreement:

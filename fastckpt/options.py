@@ -6,7 +6,7 @@ The module must not know how any of it is done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 from fastckpt.arguments.checks import (
@@ -66,6 +66,10 @@ class Pacing:
         return bool(
             self.drain_rate or self.start_jitter_s or self.max_writers or self.writers_per_node
         )
+
+    def undelayed(self) -> Pacing:
+        """Returns those limits alone that do not delay writing."""
+        return replace(self, drain_rate=None, start_jitter_s=0.0, max_writers=None)
 
     def text(self) -> str:
         """Returns the limits in words; "" if there are none."""

@@ -12,6 +12,7 @@ from fastckpt.plan.image import BLOCK_BYTES
 # Writes have the size that takes _GRAIN_S at the given rate, so that others who use the device get
 # their turn in between; but no less than _GRAIN_BYTES_MIN, lest the cost of calls tells.
 _GRAIN_S, _GRAIN_BYTES_MIN = 0.01, 256 << 10
+_UNLIMITED = 1e18  # bytes a second
 
 
 class TokenBuckets:
@@ -20,7 +21,8 @@ class TokenBuckets:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._buckets: dict[str, _engine.TokenBucket] = {}
-        self._whole: set[str] = set()
+        self._whole = set[str]()
+        self._lifted = set[str]()
 
     def bucket(self, owner: str, bytes_per_s: float, *, whole: bool = False) -> _engine.TokenBucket:
         """Returns the owner's bucket, which has this rate from now on.
@@ -33,11 +35,22 @@ class TokenBuckets:
         with self._lock:
             if whole:
                 self._whole.add(owner)
+            if owner in self._lifted:
+                bytes_per_s = _UNLIMITED
             grain = BLOCK_BYTES if owner in self._whole else grain_bytes(bytes_per_s)
             if owner not in self._buckets:
                 self._buckets[owner] = _engine.TokenBucket(bytes_per_s, grain)
             self._buckets[owner].set(bytes_per_s, grain)
             return self._buckets[owner]
+
+    def lift(self, owner: str, is_lifted: bool) -> None:
+        """Says whether the owner's rate is lifted from now on, also for what is being written; if
+        not, it counts again for what begins to be written.
+        """
+        with self._lock:
+            (self._lifted.add if is_lifted else self._lifted.discard)(owner)
+            if is_lifted and owner in self._buckets:
+                self._buckets[owner].set(_UNLIMITED, BLOCK_BYTES)
 
 
 def grain_bytes(bytes_per_s: float) -> int:

@@ -30,6 +30,8 @@ from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
 from fastckpt.reading.verified import takes_bytes
 from fastckpt.state.targets import Place, Target
+from fastckpt.state.template import whole
+from fastckpt.state.tree import Stored, fill, own_value
 from fastckpt.steps.copies import StepCopies
 
 _PART_BYTES = 64 << 20  # of a rank's own values, read at a time
@@ -106,6 +108,29 @@ class StepReader:
             nest = file.read_by(lambda file: torch_pickle.unpickled(file, weights_only, what))
             self.nbytes_read += file.nbytes
             return nest
+
+    def values(self, rank: int, weights_only: bool) -> Any:
+        """Returns the whole state: the nest, with all tensors on the CPU, and a rank's own values.
+
+        Raises:
+            As objects(), per_rank() and read().
+        """
+        own = self.per_rank(rank, weights_only)
+        objects = self.objects(weights_only)
+        found: dict[str, Stored] = {}
+        fill(objects, lambda stored: found.setdefault(stored.key, stored), lambda _name: None)
+        self.find([(key, shape, whole(shape)) for key, _dtype, shape in found.values()])
+        tensors = {
+            key: torch.empty(shape, dtype=dtype, device="cpu")
+            for key, dtype, shape in found.values()
+        }
+        self.read(
+            [
+                Target(key, tensor, tuple(tensor.shape), whole(tuple(tensor.shape)))
+                for key, tensor in tensors.items()
+            ]
+        )
+        return fill(objects, lambda stored: tensors[stored.key], lambda name: own_value(own, name))
 
     def per_rank(self, rank: int, weights_only: bool) -> dict[str, Any] | None:
         """Returns a rank's own values, by name; None if the saving job had no such rank.

@@ -56,6 +56,8 @@ class Drain(Job):
 
     Attributes:
         copied_s: how long this rank copied.
+        took_s: how long it was until all ranks had copied and the root had the step, from when the
+            drain began.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Drain(Job):
         self._parts = parts
         self._place = StepDraft(tier.root, agreement)
         self._step: int | None = None
-        self.copied_s = 0.0
+        self.copied_s = self.took_s = 0.0
 
     def forget(self) -> None:
         """Does nothing: a drain holds nothing of the caller's."""
@@ -118,6 +120,7 @@ class Drain(Job):
             self._place.sync_own_directory()
         self.copied_s = time.monotonic() - begun
         self.conclude(b"", lambda _records: self._publish(manifest))
+        self.took_s = time.monotonic() - begun
         self._step = None if manifest is None else manifest.step
         self.handle.path = self._place.path()
 

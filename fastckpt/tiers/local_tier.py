@@ -31,6 +31,7 @@ KEEP_LOCAL = 2
 DRAINED = "drained"  # a file in a step's directory: the root has had the step
 OBJECTS_PART = -1  # the objects' place among parts, which else are ranks of writers
 SPARE_BYTES = 16 << 20  # room for indexes and the manifest, beside shards and objects
+_MARGIN = 1.5  # a step goes straight to the root only if that is hoped to take so much less
 SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
 
 
@@ -125,6 +126,7 @@ class LocalTier:
         self._sequence: int | None = None
         self._highest = 0  # the highest sequence number that a step of any node has
         self._incomplete: set[str] = set()  # names of steps of which no node has some parts
+        self._times_s: tuple[float, float] | None = None
 
     def _device_of(self, path: str) -> int:
         with reported("stat", path):
@@ -194,6 +196,26 @@ class LocalTier:
     def refuse(self, why: str) -> None:
         """Ends the use of the tier by this process; `why` completes "the local tier ..."."""
         self._refusal = self._refusal or why
+
+    def note_times(self, local_s: float, drain_s: float) -> None:
+        """Notes how long the writing and the commit to the tier took for a step, and its drain."""
+        self._times_s = local_s, drain_s
+
+    def too_late(self, left_s: float) -> str:
+        """Returns why a step should go straight to the root if the job ends in so many seconds, in
+        words; "" if it should not: by way of the tier it would be in the root in time, too, or it
+        would be in time in neither way, or nothing is known.
+        """
+        if self._times_s is None:
+            return ""
+        local_s, drain_s = self._times_s
+        if local_s + drain_s < left_s or _MARGIN * drain_s > left_s:
+            return ""
+        return (
+            f"would take too long: by way of it the step before came to the root in "
+            f"{local_s + drain_s:.1f} s, {drain_s:.1f} s of which were its drain, and the job "
+            f"ends in {left_s:.1f} s"
+        )
 
     def check_room(self, nbytes: int) -> None:
         """Raises StorageError if there is no room for so many bytes and SPARE_BYTES."""

@@ -35,6 +35,7 @@ class NodePlace(Place):
         draining: the round in which ranks agree on the commit to the root.
         earlier: the handles of the earlier saves that are not done.
         number: the number of the step.
+        deadline_s: in how many seconds since save() was called the job ends. None: it does not.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class NodePlace(Place):
         earlier: Sequence[SaveHandle],
         number: int,
         options: StepOptions,
+        deadline_s: float | None = None,
     ) -> None:
         self._tier = tier
         self._handle = handle
@@ -54,8 +56,12 @@ class NodePlace(Place):
         self._number = number
         self._options = options
         # The save that has to be in the root before this one is written, so that the tier never
-        # holds more than `keep` undrained steps beside it.
-        self._awaited = earlier[-tier.keep - 1] if len(earlier) > tier.keep else None
+        # holds more than `keep` undrained steps beside it. If the job ends soon, it may.
+        self._awaited = None
+        if deadline_s is None and len(earlier) > tier.keep:
+            self._awaited = earlier[-tier.keep - 1]
+        self._deadline_s = deadline_s
+        self._previous: Sequence[SaveHandle] = ()
         self._own = StepDraft(tier.steps, agreement)
         self._past: StepPlace | None = None  # the root's, once the step goes past the tier
         self._trouble = ""
@@ -78,6 +84,7 @@ class NodePlace(Place):
         # Before anything is staged: the drain that this waits for needs staging memory, too.
         if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:
             self._tier.refuse("cannot be drained with staging memory of one block")
+        self._previous = previous
         awaited, self._awaited = self._awaited, None
         return () if awaited is None else (awaited,)
 
@@ -110,7 +117,7 @@ class NodePlace(Place):
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:
         """Opens the files in the local tier if every rank can, else in the root."""
         # This is the last moment to go past the tier: what was written is no longer in memory.
-        self._trouble = self._trouble or self._tier.refusal()
+        self._trouble = self._trouble or self._tier.refusal() or self._too_late()
         try:
             if self._own.name and not self._trouble:
                 super().open(outputs, pace)
@@ -128,6 +135,16 @@ class NodePlace(Place):
             output.file.close()
         self._go_past(why, pace, sum(output.image.nbytes for output in outputs))
         super().open(outputs, pace)
+
+    def _too_late(self) -> str:
+        """Returns why the job ends too soon for the local tier, in words; "" if it does not. The
+        first rank says so for all.
+        """
+        if self._deadline_s is None or self._agreement.rank:
+            return ""
+        if not all(handle.done() for handle in self._previous):
+            return ""  # straight to the root, this step would have to wait for their drains
+        return self._tier.too_late(self._deadline_s - self._handle.elapsed_s())
 
     def _why_not(self) -> str:
         """Returns why some rank cannot write to the local tier, in words; "" if all can."""
@@ -230,8 +247,11 @@ class NodePlace(Place):
         names = {0: self._own.name, nodes.first(rank): self._own.name}
         local_s = (stats.written_s or 0.0) - self._opened_s
         drain = Drain(self._handle, self._draining, self._tier, self._options, names, parts)
-        drain.previous, self._drain = save.previous, drain
+        # If the job ends soon, the newest step has to be in the root, and not those before it.
+        drain.previous = save.previous if self._deadline_s is None else []
+        self._drain = drain
         drain.commit(pipeline)
+        self._tier.note_times((stats.local_committed_s or 0.0) - self._opened_s, drain.took_s)
         # With a codec, compression took the time, and would take it without a tier, too.
         if self._options.codec is None and local_s > max(SLOW_S, drain.copied_s):
             self._tier.refuse(

@@ -124,3 +124,33 @@ def restore_tiered(
     with Checkpointer(root, group=member.group, local=locals_[member.rank]) as checkpointer:
         found = attempt(lambda: found_in(member, checkpointer, step))
         return found, checkpointer.restored_from
+
+
+def save_soon(
+    member: Member,
+    root: str,
+    locals_: list[str],
+    deadline_s: float,
+    known_s: list[tuple[float, float]],
+) -> tuple[float | None, str]:
+    """Saves a stamped step in a job that ends soon, on ranks that know such times of the step
+    before; returns when it was committed on the nodes, or why it was not.
+    """
+    with Checkpointer(root, group=member.group, local=locals_[member.rank]) as checkpointer:
+        assert checkpointer._tier is not None
+        checkpointer._tier.note_times(*known_s[member.rank])
+        state = stamped(member, 1)
+        stats = checkpointer.save(1, state, deadline_s=deadline_s).result()
+        assert found_in(member, checkpointer, 1) == 1
+    meet(member)
+    return stats.local_committed_s, stats.local_why
+
+
+def one_has_a_deadline(member: Member, root: str) -> tuple[BaseException | None, int | None]:
+    """Only the first rank says that the job ends soon; returns the error, and the step found."""
+    with Checkpointer(root, group=member.group, timeout_s=3) as checkpointer:
+        deadline_s = None if member.rank else 500.0
+        handle = checkpointer.save(1, stamped(member, 1), deadline_s=deadline_s)
+        error = handle.exception()
+        meet(member)
+        return error, checkpointer.latest()
