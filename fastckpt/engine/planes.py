@@ -11,7 +11,8 @@ from __future__ import annotations
 import mmap
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import zstandard
 
@@ -33,6 +34,9 @@ _HEADER_BYTES_MAX = _HEAD.size + RUNS_MAX * (_HEAD.size + 4 * 8)
 _DERIVED_BYTES_MIN = 2 * ITEMS_MIN  # so that a block has few, each of which reads other blocks
 _DERIVED_AT_A_TIME = 1 << 20  # bytes
 _FRAMES_KEPT = 2  # while a block is derived, whose sources ascend as a rule
+# That are opened for one block, of which those of one tensor need three: a bound on the time that a
+# forged block may take.
+FRAMES_MAX = 16
 _OCTETS = 1
 _WIDTH_MAX = 8
 _LEVEL = 1
@@ -43,6 +47,7 @@ _HASH_LOG = 6
 _SAMPLES, _SAMPLE_BYTES = 8, 2048
 _GAIN_MIN = 1 / 32  # of the sample, for a plane to be compressed
 
+F = TypeVar("F")
 # Its size and kind, and the stored sizes of its planes, or the halves of an offset.
 _StoredRun = tuple[int, int, tuple[int, ...]]
 Read = Callable[[int, int], memoryview | bytes]  # so many bytes from an offset on, of a frame
@@ -70,6 +75,7 @@ class PlanesEncoder:
         few = zstandard.ZstdCompressionParameters.from_level(_LEVEL, hash_log=_HASH_LOG)
         self._compressor = zstandard.ZstdCompressor(compression_params=few)
         self._octets_compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        self._block_bytes = block_bytes
         self._planes = memoryview(mmap.mmap(-1, block_bytes))
 
     def see(self, block: memoryview, offset: int) -> bool:
@@ -111,8 +117,13 @@ class PlanesEncoder:
     def _runs_of(self, block: memoryview, offset: int) -> list[tuple[int, int, int]]:
         """Returns size, kind and, if it is derived, source of each run of a block."""
         runs: list[tuple[int, int, int]] = []
-        end = 0
+        end, opened = 0, _Opened(self._block_bytes, lambda _number: None)
         for begin, nbytes, source in self._roundings.of(block, offset):
+            try:
+                for _ in opened.parts(source, 2 * nbytes):
+                    pass
+            except ValueError:
+                break  # from here on, the block's runs are stored
             runs += self._stored_runs(offset + end, begin - end)
             runs.append((nbytes, _DERIVED, source))
             end = begin + nbytes
@@ -217,6 +228,48 @@ class Frame:
         return memoryview(self._planes[at])[low:high]
 
 
+class _Opened(Generic[F]):
+    """The frames that have been opened to derive one block, of which the last ones are kept.
+
+    Args:
+        block_bytes: the size of the image's blocks.
+        open_frame: returns the frame of a block, by its number.
+    """
+
+    def __init__(self, block_bytes: int, open_frame: Callable[[int], F]) -> None:
+        self._block_bytes = block_bytes
+        self._open_frame = open_frame
+        self._left = FRAMES_MAX
+        self._kept: dict[int, F] = {}  # in the order of their use
+
+    def parts(self, offset: int, nbytes: int) -> Iterator[tuple[F, int, int]]:
+        """Yields the frames that have a range of the image, each with where that begins in the
+        frame's block, and how many bytes of it that block has.
+
+        Raises:
+            ValueError: more than FRAMES_MAX would have been opened.
+        """
+        end = offset + nbytes
+        while offset < end:
+            number, inside = divmod(offset, self._block_bytes)
+            count = min(end - offset, self._block_bytes - inside)
+            yield self._frame(number), inside, count
+            offset += count
+
+    def _frame(self, number: int) -> F:
+        if number in self._kept:
+            frame = self._kept.pop(number)
+        elif self._left == 0:
+            raise ValueError(f"a block is derived from more than {FRAMES_MAX} others")
+        else:
+            frame = self._open_frame(number)
+            self._left -= 1
+        self._kept[number] = frame
+        if len(self._kept) > _FRAMES_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return frame
+
+
 class Masters:
     """The fp32 items of an image to which derived runs of one block are rounded.
 
@@ -227,18 +280,16 @@ class Masters:
     """
 
     def __init__(self, open_frame: Callable[[int], Frame], block_bytes: int, offset: int) -> None:
-        self._open_frame = open_frame
-        self._block_bytes = block_bytes
+        self._opened = _Opened(block_bytes, open_frame)
         self._offset = offset
-        self._frames: dict[int, Frame] = {}  # the last ones, in the order of their use
 
     def derive(self, source: int, at: int, target: memoryview) -> None:
         """Fills the target, which is at byte `at` of the block, from the fp32 items from the
         image's byte `source` on.
 
         Raises:
-            ValueError: these do not lie before it, or are themselves derived. What reading their
-                frames raises.
+            ValueError: these do not lie before it, are themselves derived, or lie in too many
+                blocks. What reading their frames raises.
         """
         if source + 2 * len(target) > self._offset + at:
             raise ValueError("items are derived from what follows them")
@@ -252,18 +303,9 @@ class Masters:
     def _fill(self, offset: int, target: memoryview) -> None:
         """Fills target from the image's bytes from this offset on."""
         begin = 0
-        while begin < len(target):
-            number, inside = divmod(offset + begin, self._block_bytes)
-            nbytes = min(len(target) - begin, self._block_bytes - inside)
-            self._frame(number).fill(inside, target[begin : begin + nbytes], refuse_to_derive)
+        for frame, inside, nbytes in self._opened.parts(offset, len(target)):
+            frame.fill(inside, target[begin : begin + nbytes], refuse_to_derive)
             begin += nbytes
-
-    def _frame(self, number: int) -> Frame:
-        frame = self._frames.pop(number, None) or self._open_frame(number)
-        self._frames[number] = frame
-        if len(self._frames) > _FRAMES_KEPT:
-            del self._frames[next(iter(self._frames))]
-        return frame
 
 
 def refuse_to_derive(_source: int, _at: int, _target: memoryview) -> None:

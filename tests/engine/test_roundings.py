@@ -13,6 +13,7 @@ import random
 import struct
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 
 from fastckpt import _engine
 from fastckpt.engine.codec import FrameReader, FrameWriter, encoder_of, stored_nbytes_max
-from fastckpt.engine.planes import PlanesEncoder
+from fastckpt.engine.planes import FRAMES_MAX, PlanesEncoder
 from fastckpt.engine.roundings import GRAIN_ITEMS, ITEMS_MIN, Roundings
 from fastckpt.errors import StorageError
 from fastckpt.plan.image import ItemRange, ItemRun
@@ -312,6 +313,37 @@ def test_what_is_derived_is_derived_from_nothing_that_is(fd: int) -> None:
     assert found[:BLOCK] == master
     assert found[BLOCK : 2 * BLOCK] == 2 * rounded(master), "a right frame was refused"
     assert found[2 * BLOCK :] == bytes(2 * BLOCK)
+
+
+@pytest.mark.parametrize("count", [FRAMES_MAX, FRAMES_MAX + 1])
+def test_no_block_is_derived_from_too_many_others(fd: int, count: int) -> None:
+    """Else a small file could make a reader decode its blocks over and over."""
+    block = count * HALF
+    masters = [elements(torch.float32, block, seed) for seed in range(count)]
+    runs = [derived(HALF, number * block) for number in range(count)]
+    stored = [padded(frame) for frame in (*map(frame_of, masters), forged(*runs))]
+    os.pwrite(fd, b"".join(stored), 0)
+    content = b"".join(masters)
+    nbytes = len(content) + block
+    found = read(fd, nbytes, [*map(len, stored)], block, codec="planes", threads=1)
+    assert found[:-block] == content
+    wanted = b"".join(rounded(master[: 2 * HALF]) for master in masters)
+    assert found[-block:] == (wanted if count == FRAMES_MAX else bytes(block))
+
+
+def test_what_would_be_derived_from_too_many_blocks_is_stored(fd: int) -> None:
+    """Weights in another order than their masters, so that each lies in another block."""
+    count, half = 64, 2 * ITEMS_MIN
+    image = Pairs([(ITEMS_MIN, 0)] * count)
+    begin = image.halves[0].begin
+    halves = [image.content[at : at + half] for at in range(begin, begin + count * half, half)]
+    by_turns = [halves[16 * block + number] for number in range(16) for block in range(4)]
+    image.content = image.content[:begin] + b"".join(by_turns)
+    frames, derived_nbytes = image.write(fd, MIB)
+    of_block = Counter(block for block, _size, _source in runs_of(fd, frames))
+    assert max(of_block.values()) == FRAMES_MAX and len(of_block) == 2
+    assert derived_nbytes == half * sum(of_block.values())
+    assert read(fd, len(image.content), frames, MIB, codec="planes") == image.content
 
 
 class Counted(Storage):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,10 +84,10 @@ def test_no_export_is_begun(disk: Path) -> None:
 
 
 def test_it_waits_for_no_drain_of_other_steps(disk: Path, local: Path) -> None:
-    """It is in the root before them, and what they leave of it is what would be left in order."""
+    """It is in the root before them, and what is left in the end is what would be in order."""
     root = disk / "run"
-    options = {"local": local, "keep_local": 1, "keep_last": 2}
-    with doors() as storage, Checkpointer(root, **options) as checkpointer:  # type: ignore[arg-type]
+    options: dict[str, Any] = {"local": local, "keep_local": 1, "keep_last": 2}
+    with doors() as storage, Checkpointer(root, **options) as checkpointer:
         storage.closed.append(root / "step-00000001" / "rank-00000.safetensors")
         earlier = [checkpointer.save(step, state(step)) for step in (1, 2)]
         assert all(handle.wait_local(WAIT_S) for handle in earlier)
