@@ -14,6 +14,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
+#include <utility>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -67,27 +69,35 @@ py::dict thread_stacks() {
     return stacks;
 }
 
+// Returns the idents of all threads but the caller's, each with its clock, as far as is known.
+std::vector<std::pair<py::object, clockid_t>> clocks_of_others() {
+    std::vector<std::pair<py::object, clockid_t>> clocks;
+#if defined(__linux__)
+    const auto own = PyThread_get_thread_ident();
+    // While this thread holds the GIL, no thread that has frames can end, nor can its clock.
+    py::dict tops = py::module_::import("sys").attr("_current_frames")();
+    for (const auto& [key, top] : tops) {
+        const auto ident = key.cast<unsigned long>();
+        clockid_t clock;
+        if (ident == own || pthread_getcpuclockid(static_cast<pthread_t>(ident), &clock) != 0)
+            continue;
+        clocks.emplace_back(py::reinterpret_borrow<py::object>(key), clock);
+    }
+#endif
+    return clocks;
+}
+
 // Returns, by the ident of each thread but the caller's, the CPU time it has used, in seconds, if
 // that is known.
 py::dict thread_seconds() {
     const NoCollecting paused;
-    const auto own = PyThread_get_thread_ident();
-    // While this thread holds the GIL, no thread that has frames can end, nor can its clock.
-    py::dict tops = py::module_::import("sys").attr("_current_frames")();
     py::dict seconds;
-#if defined(__linux__)
-    for (const auto& [key, top] : tops) {
-        const auto ident = key.cast<unsigned long>();
-        clockid_t clock;
+    for (const auto& [ident, clock] : clocks_of_others()) {
         timespec used{};
-        if (ident == own || pthread_getcpuclockid(static_cast<pthread_t>(ident), &clock) != 0)
-            continue;
         if (clock_gettime(clock, &used) != 0) continue;
-        seconds[key] = static_cast<double>(used.tv_sec) + 1e-9 * static_cast<double>(used.tv_nsec);
+        seconds[ident] =
+            static_cast<double>(used.tv_sec) + 1e-9 * static_cast<double>(used.tv_nsec);
     }
-#else
-    (void)own;
-#endif
     return seconds;
 }
 
@@ -127,22 +137,12 @@ bool waits_for_input(pid_t tid) {
 // Returns the idents of those threads but the caller's that wait for input, as far as is known.
 py::list threads_waiting_for_input() {
     const NoCollecting paused;
-    const auto own = PyThread_get_thread_ident();
-    py::dict tops = py::module_::import("sys").attr("_current_frames")();
     py::list waiting;
-#if defined(__linux__)
-    for (const auto& [key, top] : tops) {
-        const auto ident = key.cast<unsigned long>();
-        clockid_t clock;
-        if (ident == own || pthread_getcpuclockid(static_cast<pthread_t>(ident), &clock) != 0)
-            continue;
+    for (const auto& [ident, clock] : clocks_of_others()) {
         // The clock of a thread is its number, inverted, above three bits (posix-timers.h in
         // Linux).
-        if (waits_for_input(~(clock >> 3))) waiting.append(key);
+        if (waits_for_input(~(clock >> 3))) waiting.append(ident);
     }
-#else
-    (void)own;
-#endif
     return waiting;
 }
 

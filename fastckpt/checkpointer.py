@@ -25,6 +25,7 @@ from fastckpt.arguments.checks import (
     Stripe,
     check_callable,
     check_choice,
+    check_deadline,
     check_flag,
     check_integer,
     check_path,
@@ -75,7 +76,8 @@ class Checkpointer:
     Every rank of the group makes one with the same root and calls the same methods in the same
     order. Each writes its part of a step to files of its own; tensors that several ranks hold are
     divided among them. A step exists once its manifest does, which is written last; every byte of
-    it is verified when it is read. Saves of one Checkpointer commit in the order they were begun.
+    it is verified when it is read. Saves of one Checkpointer commit in the order they were begun,
+    with `local` where they are committed first.
 
     A state is a nest of dicts, lists and tuples of
     - tensors, which must be the same on all ranks (samples of them are compared);
@@ -245,15 +247,15 @@ class Checkpointer:
         Args:
             step: 0 or more. If the step exists, the commit of this one replaces it.
             state: see the class.
-            deadline_s: in how many seconds the job will end, such as after stop_requested(); all
-                ranks pass one, or none does. Nothing then spares other users of the storage:
-                drain_rate, start_jitter_s and max_writers do not delay this save, nor drain_rate
-                those in flight, and no export is begun. With `local` it waits for no other step's
-                drain, and goes to the nodes first, as ever: what the root has not had when the job
-                ends is there for the next restore. But it goes straight to the root if, by the
-                times of the step before, it is in the root in time only so, with a third of the
-                time to spare. The error of an earlier save is left to close(). Nothing is given up
-                when the time is over. Default: none.
+            deadline_s: in how many seconds from now the job will end, such as after
+                stop_requested(); all ranks pass one, or none does. drain_rate, start_jitter_s and
+                max_writers then do not delay this save, and without `local` the first two no longer
+                delay those in flight either, for whose commits it waits. No export is begun. With
+                `local` it waits for no other step's drain, and goes to the nodes first, as ever;
+                but straight to the root if, by the times of the last step that was drained, it is
+                in the root in time only so, with a third of the time to spare. The error of an
+                earlier save does not prevent it, and is raised by the next save without a deadline
+                or by close(). Nothing is given up when the time is over. Default: none.
 
         Returns:
             A SaveHandle, whose path is the step's directory. Its result() returns when the step is
@@ -264,17 +266,18 @@ class Checkpointer:
 
         Raises:
             Exception: what torch.save raises for an object that cannot be pickled.
-            CheckpointError: an earlier save failed and nobody asked for its error. This save was
-                not begun. The error of an export that could not begin has its own class.
+            CheckpointError: an earlier save failed, nobody asked for its error, and there is no
+                deadline_s. This save was not begun. The error of an export that could not begin has
+                its own class.
             TypeError, ValueError: a DTensor has a placement or dtype that cannot be saved, or is
                 inside of an object; a tensor's storage was resized to nothing; a key is no Unicode
-                text; the state is nested too deeply; the step is below 0, or deadline_s not above;
+                text; the state is nested too deeply; the step is below 0; deadline_s is no number;
                 the root is a step; the Checkpointer is closed, or was made by several ranks before
                 init_process_group().
         """
         started = time.perf_counter()
         step = check_integer("step", step)
-        optional(check_seconds, "deadline_s", deadline_s)
+        optional(check_deadline, "deadline_s", deadline_s)
         current = self._current()
         if self._is_step:
             raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
@@ -282,7 +285,6 @@ class Checkpointer:
         if deadline_s is not None:
             options = replace(options, pacing=options.pacing.undelayed())
             label += " before the job ends"
-        current.rates.lift(self.root, deadline_s is not None)
         agreement = self._coordinator.begin(label, self._timeout_s)
         self._handles = [each for each in self._handles if each.may_be_told()]
         with ExitStack() as failing:
@@ -297,7 +299,8 @@ class Checkpointer:
             place: StepPlace | NodePlace = StepPlace(self._steps, agreement, step, options)
             if self._tier is not None and draining is not None:
                 by_way_of = (self._tier, handle, agreement, draining)
-                running = [each for each in self._handles if not each.done()]
+                awaited = self._handles if deadline_s is None else []
+                running = [each for each in awaited if not each.done()]
                 place = NodePlace(*by_way_of, running, step, options, deadline_s)
             content = captured(
                 state,
@@ -315,6 +318,8 @@ class Checkpointer:
             save = Save(*parts, fence=self._fence, lane=self.root)
             self._tell_of(handle, step)
         del content, plan, parts
+        # With a tier this step waits for none that has a rate, and would only share with them.
+        current.rates.lift(self.root, deadline_s is not None and self._tier is None)
         handle = current.save(save)
         self._handles = [*self._handles, handle]
         if self._export is not None and step % self._export.every == 0 and deadline_s is None:
@@ -504,6 +509,7 @@ class Checkpointer:
             handle.wait_done()
         for lane in (self.root, *([] if self._export is None else [self._export.root])):
             pipeline.current().wait_for(lane, ended=True)
+        pipeline.current().rates.lift(self.root, False)
         if self._tier is not None:
             self._tier.close()
         if self._stop is not None:

@@ -20,9 +20,10 @@ class TokenBucket {
     TokenBucket(double bytes_per_s, uint64_t grain_bytes) { set(bytes_per_s, grain_bytes); }
 
     // Sets the rate, also for tokens that are not paid for: a slow job does not delay later ones.
-    void set(double bytes_per_s, uint64_t grain_bytes,
-             Time now = std::chrono::steady_clock::now()) {
+    void set(double bytes_per_s, uint64_t grain_bytes, std::optional<Time> at = std::nullopt) {
         const std::lock_guard lock(mu_);
+        // Under the lock: what was taken after `now` would count as owed, at a rate that may be any.
+        const Time now = at.value_or(std::chrono::steady_clock::now());
         if (paid_at_ > now) {
             const std::chrono::duration<double> owed = paid_at_ - now;
             paid_at_ = now + cost_at(bytes_per_s, owed.count() * bytes_per_s_);
@@ -31,11 +32,11 @@ class TokenBucket {
         grain_bytes_ = grain_bytes;
     }
 
-    // Takes nbytes, or says when to ask again.
+    // Takes nbytes, or says when to ask again: soon, since the rate may have changed by then.
     std::optional<Time> take(uint64_t nbytes, Time now) {
         const std::lock_guard lock(mu_);
         const auto ahead = cost(grain_bytes_);
-        if (paid_at_ > now + ahead) return paid_at_ - ahead;
+        if (paid_at_ > now + ahead) return std::min<Time>(paid_at_ - ahead, now + kLook);
         paid_at_ = std::max(paid_at_, now) + cost(nbytes);
         return std::nullopt;
     }
@@ -47,6 +48,8 @@ class TokenBucket {
     }
 
   private:
+    static constexpr std::chrono::milliseconds kLook{100};
+
     Time::duration cost(uint64_t nbytes) const {
         return cost_at(bytes_per_s_, static_cast<double>(nbytes));
     }

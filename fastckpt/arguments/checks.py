@@ -13,7 +13,7 @@ import re
 import reprlib
 import signal
 from collections.abc import Callable
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any, Literal, TypeVar, get_args
 
 from fastckpt.arguments import quantities
@@ -109,6 +109,14 @@ def check_seconds(name: str, value: object) -> float:
     seconds = check_number(name, value, "a number of seconds")
     if not seconds > 0:
         raise ValueError(f"{name} is {shown(value)}, must be above 0")
+    return seconds
+
+
+def check_deadline(name: str, value: object) -> float:
+    """Returns a number of seconds, of any sign: a deadline may have passed."""
+    seconds = check_number(name, value, "a number of seconds")
+    if isnan(seconds):
+        raise ValueError(f"{name} is {shown(value)}, must be a number of seconds")
     return seconds
 
 

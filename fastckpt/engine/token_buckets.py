@@ -44,13 +44,21 @@ class TokenBuckets:
             return self._buckets[owner]
 
     def lift(self, owner: str, is_lifted: bool) -> None:
-        """Says whether the owner's rate is lifted from now on, also for what is being written; if
-        not, it counts again for what begins to be written.
+        """Says whether the owner's rate is lifted, also for what is being written. When that ends,
+        the rate counts again for what begins to be written.
         """
         with self._lock:
-            (self._lifted.add if is_lifted else self._lifted.discard)(owner)
-            if is_lifted and owner in self._buckets:
-                self._buckets[owner].set(_UNLIMITED, BLOCK_BYTES)
+            if is_lifted:
+                self._lifted.add(owner)
+                if owner in self._buckets:
+                    self._buckets[owner].set(_UNLIMITED, BLOCK_BYTES)
+            elif owner in self._lifted:
+                self._lifted.discard(owner)
+                self._buckets.pop(owner, None)  # whoever has it stays without a limit
+
+    def is_lifted(self, owner: str) -> bool:
+        """Returns whether the owner's rate is lifted."""
+        return owner in self._lifted
 
 
 def grain_bytes(bytes_per_s: float) -> int:

@@ -7,6 +7,7 @@ what is written, nor where to. Everything here delays writing, never staging.
 from __future__ import annotations
 
 import time
+from functools import partial
 from random import SystemRandom
 
 from fastckpt.engine.staging import Route
@@ -133,7 +134,8 @@ class Pace:
         began = time.monotonic()
         if nbytes and self._pacing.start_jitter_s:
             until = began + _random.uniform(0, self._pacing.start_jitter_s)
-            while (left := until - time.monotonic()) > 0:
+            lifted = partial(self._rates.is_lifted, self._owner)
+            while (left := until - time.monotonic()) > 0 and not lifted():
                 time.sleep(min(left, _JITTER_LOOK_S))
                 self._agreement.check()
         most = self._pacing.max_writers

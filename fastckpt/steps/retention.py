@@ -68,9 +68,18 @@ def retain(
 
 
 def supersede(steps: Steps, found: list[Committed], keep: str, step: int) -> None:
-    """Removes earlier attempts at a step that was just committed as `keep`."""
-    own = next((item.manifest.sequence for item in found if item.name == keep), 0)
-    for name, manifest in found:
-        is_earlier = name != keep and manifest.sequence < own
-        if manifest.step == step and is_earlier and not steps.is_unread(Committed(name, manifest)):
-            steps.remove_unread(name)
+    """Removes all attempts at a step but the last. This is the one just committed as `keep`, unless
+    that was drained so late that a later attempt was committed before it.
+    """
+    attempts = [item for item in found if item.manifest.step == step and not steps.is_unread(item)]
+    last = max(
+        (
+            item.manifest.sequence
+            for item in attempts
+            if item.name == keep or not (steps.is_damaged(item) or steps.is_doubtful(item))
+        ),
+        default=0,
+    )
+    for item in attempts:
+        if item.manifest.sequence < last:
+            steps.remove_unread(item.name)

@@ -56,12 +56,9 @@ class NodePlace(Place):
         self._number = number
         self._options = options
         # The save that has to be in the root before this one is written, so that the tier never
-        # holds more than `keep` undrained steps beside it. If the job ends soon, it may.
-        self._awaited = None
-        if deadline_s is None and len(earlier) > tier.keep:
-            self._awaited = earlier[-tier.keep - 1]
+        # holds more than `keep` undrained steps beside it.
+        self._awaited = earlier[-tier.keep - 1] if len(earlier) > tier.keep else None
         self._deadline_s = deadline_s
-        self._previous: Sequence[SaveHandle] = ()
         self._own = StepDraft(tier.steps, agreement)
         self._past: StepPlace | None = None  # the root's, once the step goes past the tier
         self._trouble = ""
@@ -84,7 +81,6 @@ class NodePlace(Place):
         # Before anything is staged: the drain that this waits for needs staging memory, too.
         if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:
             self._tier.refuse("cannot be drained with staging memory of one block")
-        self._previous = previous
         awaited, self._awaited = self._awaited, None
         return () if awaited is None else (awaited,)
 
@@ -142,8 +138,6 @@ class NodePlace(Place):
         """
         if self._deadline_s is None or self._agreement.rank:
             return ""
-        if not all(handle.done() for handle in self._previous):
-            return ""  # straight to the root, this step would have to wait for their drains
         return self._tier.too_late(self._deadline_s - self._handle.elapsed_s())
 
     def _why_not(self) -> str:
@@ -174,9 +168,8 @@ class NodePlace(Place):
     # ---- the commit in the local tier
 
     def wait_turn(self, previous: Sequence[SaveHandle]) -> None:
-        if self._past is not None:
-            self._past.wait_turn(previous)
-            return
+        # Also on the way straight to the root: steps that are still being drained have their
+        # numbers, by which the order of commits is known.
         for handle in previous:
             handle.wait_first()
 
@@ -217,7 +210,7 @@ class NodePlace(Place):
     def follow(self, previous: Sequence[SaveHandle]) -> None:
         """Publishes on the first rank of another node what rank 0 publishes on its own."""
         if self._past is not None:
-            self._past.wait_turn(previous)  # as rank 0 does
+            self.wait_turn(previous)  # as rank 0 does
             return
         if not self._own.is_begun:
             return
@@ -248,10 +241,14 @@ class NodePlace(Place):
         local_s = (stats.written_s or 0.0) - self._opened_s
         drain = Drain(self._handle, self._draining, self._tier, self._options, names, parts)
         # If the job ends soon, the newest step has to be in the root, and not those before it.
-        drain.previous = save.previous if self._deadline_s is None else []
+        if self._deadline_s is None:
+            drain.previous = save.previous
         self._drain = drain
         drain.commit(pipeline)
-        self._tier.note_times((stats.local_committed_s or 0.0) - self._opened_s, drain.took_s)
+        by_node_s = (stats.local_committed_s or 0.0) - self._opened_s
+        # Straight to the root, a codec would compress again what a drain only copies.
+        takes_s = [drain.took_s] if self._options.codec is None else [drain.took_s, by_node_s]
+        self._tier.note_times(by_node_s, max(takes_s))
         # With a codec, compression took the time, and would take it without a tier, too.
         if self._options.codec is None and local_s > max(SLOW_S, drain.copied_s):
             self._tier.refuse(

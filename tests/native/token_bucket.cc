@@ -101,6 +101,18 @@ void changes_its_rate() {
     expect(!when, "what is owed is paid at the new rate");
 }
 
+void notices_a_new_rate() {
+    TokenBucket bucket(1, 1);
+    Time now{std::chrono::hours(1)};
+    bucket.take(10'000, now);  // paid for in some three hours
+    const auto when = bucket.take(1, now);
+    expect(when && seconds(*when - now) <= 0.1, "who waits asks again soon");
+    bucket.set(1e18, 1 << 23, now);
+    if (when) expect(!bucket.take(1 << 23, *when), "a rate that was lifted no longer counts");
+    bucket.set(1e6, 10'000, *when);
+    expect(!bucket.take(10'000, *when), "and nothing is owed for what was written meanwhile");
+}
+
 void bears_any_rate() {
     TokenBucket slow(1e-9, 4096);
     Time now{std::chrono::hours(1)};
@@ -119,6 +131,7 @@ int main() {
     saves_nothing_up();
     is_shared();
     changes_its_rate();
+    notices_a_new_rate();
     bears_any_rate();
     std::printf("token_bucket: %d failures\n", failures);
     return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
