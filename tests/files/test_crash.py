@@ -9,6 +9,7 @@ import errno
 import os
 import resource
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -381,6 +382,19 @@ def test_only_temporaries_of_the_dead_are_debris(disk: Path) -> None:
     assert {str(left) for left in disk.iterdir()} == others - {locked} | {path}
     for name in others - {locked}:
         os.unlink(name)
+
+
+def test_a_process_that_nobody_has_reaped_is_dead(disk: Path) -> None:
+    """Process 1 of a container may never ask what became of a rank that was killed."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        own = atomic.temporary_path(str(disk / "ckpt.pt"))
+        began = {pid: atomic._started(pid) for pid in (os.getpid(), process.pid)}
+        of_another, of_this = (f"-{pid}-{began[pid]}-" for pid in (process.pid, os.getpid()))
+        temporary = own.replace(of_this, of_another)
+        assert temporary != own and not atomic.is_of_dead(temporary)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert Path(f"/proc/{process.pid}").exists() and atomic.is_of_dead(temporary)
 
 
 class Fault:
