@@ -429,7 +429,7 @@ def pytest_unconfigure() -> None:
 def nothing_stays_behind(real_disk: Path) -> Iterator[None]:
     """After the last test no descriptor is open below the directory and no save is running."""
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while saving_threads() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not saving_threads()

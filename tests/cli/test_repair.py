@@ -90,7 +90,8 @@ def test_damaged_and_foreign_directories_stay(
 def test_names_that_are_not_ours_and_links_in_a_circle(
     disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dead = Path(atomic.temporary_path(str(disk / "a"))).name.replace(str(os.getpid()), "999999")
+    mine = Path(atomic.temporary_path(str(disk / "a"))).name
+    dead = mine.replace(f"-{os.getpid()}-", "-999999-")
     (disk / dead).mkdir()
     (disk / dead / "circle").symlink_to("circle")
     (disk / dead[1:]).write_text("mine")
@@ -101,9 +102,9 @@ def test_names_that_are_not_ours_and_links_in_a_circle(
 def test_a_directory_that_a_dead_save_set_aside_gets_its_name_back(
     disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine = str(os.getpid())
+    mine = f"-{os.getpid()}-"
     for name in ("run\x1b", "taken"):
-        aside = Path(atomic.temporary_path(str(disk / name)).replace(mine, "999999"))
+        aside = Path(atomic.temporary_path(str(disk / name)).replace(mine, "-999999-"))
         (aside / atomic.REPLACED).mkdir(parents=True)
         (aside / atomic.REPLACED / "w").write_text("old")
     (disk / "taken").mkdir()

@@ -170,6 +170,6 @@ def die_while_exporting(member: Member, path: str, dying: int) -> Outcome:
     with mock.patch.object(pipeline, "_current", current):
         state = arranged(member, 1)
         dist.barrier(member.group)  # what follows is to take less time than ranks wait
-        outcome = attempt(lambda: exported(state, path, group=member.group, timeout_s=3))
+        outcome = attempt(lambda: exported(state, path, group=member.group, timeout_s=10))
         current.close()
     return outcome

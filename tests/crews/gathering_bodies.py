@@ -77,7 +77,7 @@ def memory_of_a_forgotten_one(member: Member, root: str) -> tuple[int, int]:
     checkpointer.save(1, {"own": PerRank(member.rank)}).result()
     held = memory_files()
     del checkpointer
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while memory_files() and time.monotonic() < until:  # the save may still be ending
         time.sleep(0.05)
         gc.collect()
@@ -106,9 +106,10 @@ def save_and_die(member: Member, root: str, dying: int, moment: str) -> Outcome:
             else (shared_shard.Guest, "written")
         ),
     }
-    with Checkpointer(root, group=member.group, writers_per_node=1, timeout_s=4) as checkpointer:
+    with Checkpointer(root, group=member.group, writers_per_node=1, timeout_s=60) as checkpointer:
         saved(member, checkpointer, 1)
         meet(member)
+        checkpointer._timeout_s = 4.0
         if member.rank == dying:
             setattr(*planted[moment], die)
         return attempt(lambda: saved(member, checkpointer, 2))

@@ -279,7 +279,7 @@ def save_late(member: Member, root: str, late: int) -> int | None:
 def save_again_before_a_late_rank_wakes(member: Member, root: str) -> tuple[Any, ...]:
     """Rank 1's disk stalls in a save that the others give up; then all save that step again."""
     entered, go_on = threading.Event(), threading.Event()
-    with Checkpointer(root, group=member.group, timeout_s=2.0) as checkpointer:
+    with Checkpointer(root, group=member.group, timeout_s=6.0) as checkpointer:
         meet(member)
         with patched_sync(entered, go_on) if member.rank == 1 else nullcontext():
             first = checkpointer.save(5, stamped(member, 1))
@@ -418,11 +418,13 @@ def save_wrongly(
         def once(step: int, wrong: dict[int, str]) -> tuple[Outcome, Outcome, int | None]:
             meet(member)
             did = wrong.get(member.rank)
+            checkpointer._timeout_s = timeout_s
             first = attempt(lambda: _saved_wrongly(member, checkpointer, step, did))
             meet(member)
             state = stamped(member, step + 4)
             if "another content" in wrong.values():
                 state["same"] += member.rank
+            checkpointer._timeout_s = 60.0  # nobody is missed now
             second = attempt(lambda: checkpointer.save(step + 4, state).result())
             meet(member)
             return first, second, attempt(lambda: found_in(member, checkpointer)).value

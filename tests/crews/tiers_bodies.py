@@ -109,11 +109,11 @@ def save_and_die(
     """Saves a step in the midst of which ranks are killed, each by what it does to some path."""
     if member.rank in deaths:
         pipeline._current = pipeline.Pipeline(Deadly(*deaths[member.rank]))
-    checkpointer = Checkpointer(root, group=member.group, local=locals_[member.rank], timeout_s=3)
+    checkpointer = Checkpointer(root, group=member.group, local=locals_[member.rank], timeout_s=10)
     state = stamped(member, step)
     meet(member)
     handle = checkpointer.save(step, state)
-    local = attempt(lambda: handle.wait_local(20))
+    local = attempt(lambda: handle.wait_local(60))
     return local, handle.exception(), handle.stats.local_committed_s
 
 

@@ -50,7 +50,7 @@ from fastckpt.storage.file_system import Storage
 
 PAGE = 4096
 BLOCK = 64 << 10
-WAIT_S = 30.0
+WAIT_S = 60.0
 MAGIC = (0x184D2A50).to_bytes(4, "little")
 
 relaxed = settings(

@@ -37,7 +37,7 @@ from tests.storm import Chance
 
 PAGE = 4096
 BLOCK_SIZES = (4096, 8192, 65536)
-WAIT_S = 20.0
+WAIT_S = 60.0
 POOL = bytearray(random.Random(7).randbytes(1 << 20))
 POOL_ADDRESS = address_of(POOL)
 
@@ -958,7 +958,7 @@ POOL_ADDRESS = ctypes.addressof(ctypes.c_char.from_buffer(POOL))
 """
 
 
-def isolated(scenario: Callable[..., None], *args: Any, seconds: float = 20.0) -> None:
+def isolated(scenario: Callable[..., None], *args: Any, seconds: float = 120.0) -> None:
     """Runs a function of this file alone in a new process; fails if that hangs, fails or dies."""
     source = inspect.getsource(write) + textwrap.dedent(inspect.getsource(scenario))
     call = f"{scenario.__name__}(*{args!r})\nprint('reached the end')\n"
@@ -1090,7 +1090,7 @@ def hammer(path: str, seconds: float, with_uring: bool) -> None:
 
 @pytest.mark.multiprocess
 def test_threads_hammering_one_engine(kind: str, disk: Path) -> None:
-    isolated(hammer, str(disk / "image"), 1.0, kind == "io_uring", seconds=40.0)
+    isolated(hammer, str(disk / "image"), 1.0, kind == "io_uring")
 
 
 def close_after_a_failure(kind: str, how: str) -> None:
@@ -1157,7 +1157,7 @@ def drop_during_callbacks(what: str) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("what", ["job", "stream"])
 def test_dropping_does_not_hold_the_interpreter_lock(what: str) -> None:
-    isolated(drop_during_callbacks, what, seconds=8.0)
+    isolated(drop_during_callbacks, what)
 
 
 def drop_engine_first() -> None:
@@ -1169,7 +1169,7 @@ def drop_engine_first() -> None:
     engine = _engine.Engine(2 * PAGE, PAGE, 1)
     segments = array("Q", [0, PAGE, POOL_ADDRESS])
     job = write(engine, null, 0, segments, array("Q"), backend, False, 1, 1)
-    assert job.wait_written(10.0)
+    assert job.wait_written(60.0)
     stream = engine.read(null, 0, [], backend, False, 1)
     stream.close()
     engine.close()
@@ -1183,7 +1183,7 @@ def drop_engine_first() -> None:
 
 @pytest.mark.multiprocess
 def test_engine_may_be_dropped_first() -> None:
-    isolated(drop_engine_first, seconds=8.0)
+    isolated(drop_engine_first)
 
 
 def answer_nonsense(answer: object) -> None:
@@ -1199,7 +1199,7 @@ def answer_nonsense(answer: object) -> None:
     engine = _engine.Engine(2 * PAGE, PAGE, 2)
     segments = array("Q", [0, 4 * PAGE, POOL_ADDRESS])
     job = write(engine, 0, 0, segments, array("Q"), backend, False, 2, 2)
-    assert job.wait_written(10.0)
+    assert job.wait_written(60.0)
     assert job.failure() == ("write", 0, 5), job.failure()
     engine.close()
     backend.close()

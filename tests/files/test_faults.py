@@ -175,7 +175,9 @@ def test_write_that_meets_the_end_of_the_disk_names_its_offset(disk: Path, backe
         if isinstance(error, fastckpt.BackendUnavailable):
             pytest.skip(str(error))
         error = check_storage_error(error, errno.ENOSPC, path, "write")
-        assert error.offset is not None and 8 * MIB <= error.offset < 32 * MIB  # two were under way
+        # Two were under way, and threads may write the first block last.
+        first = 8 * MIB if backend == "io_uring" else 0
+        assert error.offset is not None and first <= error.offset < 32 * MIB
         assert not path.exists() and not temporaries(mount)
 
 

@@ -1162,9 +1162,10 @@ def test_ranks_killed_in_an_overwrite_leave_the_old_or_the_new(
         assert any(isinstance(outcome, RankDied) for outcome in told)
         held = [crew(2)(bodies.holds_big, str(tmp_path), of) for of in range(seed + 1)]
         assert [True, True] in held
+    interpreters.let_go(tmp_path)
     crew(2)(bodies.save_big, str(tmp_path), 3)
     assert crew(2)(bodies.holds_big, str(tmp_path), 3) == [True, True]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(os.listdir(tmp_path)) > 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(os.listdir(tmp_path)) == 3  # one file of each rank, and what commits them

@@ -217,7 +217,8 @@ def test_what_is_forgotten_is_closed(disk: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         fastckpt.open(disk / "a.pt")
-    assert len(os.listdir("/proc/self/fd")) == before
+    # A thread of an earlier test may close its own in between.
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_keys_that_are_no_text(disk: Path) -> None:

@@ -256,7 +256,8 @@ def test_a_damaged_step_leaves_nothing_open(file: str, disk: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CheckpointError):
         fastckpt.open(path).close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    # A thread of an earlier test may close its own in between.
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_one_damaged_tensor_does_not_fail_the_others_that_were_prefetched(disk: Path) -> None:

@@ -853,9 +853,12 @@ def test_handles_of_step_saves_are_not_collected_without_an_optimizer(disk: Path
         gone.append(weakref.ref(handle))
         del handle
     fastckpt.save(filled(9), disk / "a.pt", fence="step").result(WAIT_S)
-    wait_until(lambda: not saving_threads(), "the last save is over")
-    gc.collect()
-    assert [ref() for ref in gone] == [None, None, None]
+
+    def are_gone() -> bool:
+        gc.collect()
+        return [ref() for ref in gone] == [None, None, None]
+
+    wait_until(are_gone, "the handles of earlier saves are gone")
 
 
 NOTHING_GROWS = """

@@ -119,7 +119,7 @@ def test_a_handler_that_raises_at_any_moment(
 
 
 STORM = """
-import concurrent.futures, faulthandler, random, signal, sys, threading
+import concurrent.futures, faulthandler, random, signal, sys, threading, time
 import torch, fastckpt
 from fastckpt.saving import pipeline
 
@@ -192,6 +192,9 @@ optimizer.step()
 handle.result(60)
 pipeline.current().drain()
 assert pipeline.current()._slots.qsize() == pipeline.IN_FLIGHT_MAX, "a slot was lost"
+until = time.monotonic() + 30  # a thread whose work is done is there for another moment
+while threading.active_count() > 1 and time.monotonic() < until:
+    time.sleep(0.01)
 assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
 print(raised, done)
 """

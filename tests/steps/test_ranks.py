@@ -31,7 +31,7 @@ from tests.torches import needs_fsdp2
 
 SEED = 20261121
 MIB = 1 << 20
-TIMEOUT_S, GRACE_S = 3.0, 20.0  # of saves that miss a rank; what a busy machine may add to that
+TIMEOUT_S, GRACE_S = 6.0, 20.0  # of saves that miss a rank; what a busy machine may add to that
 pytestmark = pytest.mark.multiprocess
 
 
@@ -348,7 +348,7 @@ def test_a_rank_that_saves_nothing_or_another_step(
                 assert re.search(pattern, str(outcome.error)), outcome
                 assert outcome.took_s < TIMEOUT_S + GRACE_S
             elif rank != absent:
-                pattern = rf"step {step} of .*: rank {absent} did not join .*within 3 s"
+                pattern = rf"step {step} of .*: rank {absent} did not join .*within {TIMEOUT_S:g} s"
                 assert_peer_failed(outcome, [absent], pattern)
 
 

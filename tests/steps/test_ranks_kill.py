@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import select
 import signal
 import tempfile
 import threading
@@ -33,7 +34,7 @@ from tests.interpreters import let_go
 from tests.storm import Storm
 
 LANES = 8  # jobs that run beside each other: most of the time they wait for somebody who is dead
-TIMEOUT_S, GRACE_S = 5.0, 20.0  # of a save; what a busy machine may add to that
+TIMEOUT_S, GRACE_S = 10.0, 20.0  # of a save; what a busy machine may add to that
 SAVES, OPERATIONS = 5, 90  # within which a kill comes
 WAIT_S = 60.0
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -180,6 +181,8 @@ def kill_one(lane: Lane, number: int, by_operation: bool) -> None:
         if not by_operation:
             moment = wait_for_a_moment(lane, reports[victim])
             os.kill(reports[victim].last(BORN), signal.SIGKILL)
+        else:  # it dies when it has done so much
+            select.select([crew._pidfds[victim]], [], [], WAIT_S)
         killed = time.monotonic()
         results = crew.end()
     what = f"kill {number} in {lane.root.parent.name} of rank {victim} {moment}"

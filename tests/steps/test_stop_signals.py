@@ -87,7 +87,7 @@ def test_a_job_that_is_told_to_stop_saves_and_goes_on_later(disk: Path, number: 
 
 
 MANNERS = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 import torch, fastckpt
 
 heard = []
@@ -108,6 +108,9 @@ signal.raise_signal(signal.SIGTERM)
 checkpointer.close()
 assert signal.getsignal(signal.SIGUSR1) is own
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+until = time.monotonic() + 30  # a thread whose work is done is there for another moment
+while threading.active_count() > 1 and time.monotonic() < until:
+    time.sleep(0.01)
 assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
 try:
     checkpointer.stop_requested()

@@ -18,7 +18,7 @@ import torch
 
 import fastckpt
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.save import save_directory
+from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.engine import staging
 from fastckpt.errors import StorageError
 from fastckpt.saving import pipeline as pipeline_module
@@ -267,6 +267,7 @@ def test_directories_wait_for_a_ticket_as_well(
 ) -> None:
     on_nfs(WAIT_S)
     save_directory(str(disk / "run"), fill_with(1)).result(WAIT_S)
+    wait_for_directories(str(disk))  # it may still remove something
     double = kind(code, name)
     with process_on(double):
         handle = save_directory(str(disk / "run"), fill_with(2))
@@ -283,6 +284,7 @@ def test_a_directory_stays_whose_ticket_stays_expired(
 ) -> None:
     on_nfs(0.1)
     save_directory(str(disk / "run"), fill_with(1)).result(WAIT_S)
+    wait_for_directories(str(disk))  # it may still remove something
     with process_on(kind(code, name)):
         error = save_directory(str(disk / "run"), fill_with(2)).exception(WAIT_S)
     assert isinstance(error, StorageError) and (error.op, error.errno) == ("rename", code)
