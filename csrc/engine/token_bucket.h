@@ -22,7 +22,7 @@ class TokenBucket {
     // Sets the rate, also for tokens that are not paid for: a slow job does not delay later ones.
     void set(double bytes_per_s, uint64_t grain_bytes, std::optional<Time> at = std::nullopt) {
         const std::lock_guard lock(mu_);
-        // Under the lock: what was taken after `now` would count as owed, at a rate that may be any.
+        // Under the lock: what was taken after `now` would count as owed, at whatever rate.
         const Time now = at.value_or(std::chrono::steady_clock::now());
         if (paid_at_ > now) {
             const std::chrono::duration<double> owed = paid_at_ - now;

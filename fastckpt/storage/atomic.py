@@ -30,7 +30,6 @@ _SUFFIX = re.compile(r"\.(?P<host>[^.]*)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\
 _numbers = itertools.count()
 # The name that a directory which is being replaced has meanwhile, inside a hidden directory.
 REPLACED = ".replaced"
-_ENDED = "ZX"  # states of processes
 _KEPT_OPEN = (errno.EPERM, errno.EBUSY)
 _CLOSED_S, _CLOSED_POLL_S = 0.5, 0.05
 
@@ -53,8 +52,7 @@ def _started(pid: int) -> int | None:
             state, *fields = file.read().rsplit(")", 1)[1].split()
         # One that was killed stays until its parent asks, which in a container may be never. (If
         # its first thread alone has ended, a process looks alike, but has others.)
-        is_gone = state in _ENDED and int(fields[16]) <= 1
-        return None if is_gone else int(fields[18])
+        return None if state in "ZX" and int(fields[16]) <= 1 else int(fields[18])
     except (OSError, IndexError, ValueError):
         return None
 

@@ -331,8 +331,9 @@ def test_what_was_committed_later_is_not_removed(root: Path) -> None:
         with steps.hold(name(3)):
             checkpointer.save(3, state(33)).result(WAIT_S)
             pipeline.current().drain()  # it has tried to remove the first attempt, which is held
-        supersede(steps, steps.committed()[0], name(3), 3)
         assert directories(root) == [name(2), name(3), name(3, 1)]
+        supersede(steps, steps.committed()[0], name(3), 3)  # the first attempt, if it came last
+        assert directories(root) == [name(2), name(3, 1)]
         assert checkpointer.load()["name"] == "step 33"
 
 
