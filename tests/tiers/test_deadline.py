@@ -5,7 +5,7 @@ and nothing that was asked for to spare the storage delays it any more.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,13 @@ import fastckpt
 from fastckpt import Checkpointer, CheckpointError, PeerFailed
 from fastckpt.tiers.local_tier import LocalTier
 from tests.crews import tiers_bodies as bodies
-from tests.crews.group_crew import Crew, Nursery
+from tests.crews.group_crew import Crew
 from tests.steps.test_checkpointer import assert_holds, directories, restored, state
+from tests.tiers.test_ranks_tiers import crew, nursery
 from tests.tiers.test_tiers import WAIT_S, doors, local, local_steps
 
-__all__ = ["local"]
+__all__ = ["crew", "local", "nursery"]  # the fixtures
 SOON_S = 500.0
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    started = Nursery("tests.crews.tiers_imports")
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def crew(nursery: Nursery) -> Callable[[int], Crew]:
-    return nursery.lasting_crew
 
 
 def tier_of(checkpointer: Checkpointer) -> LocalTier:
