@@ -322,7 +322,8 @@ def package_without_liburing(tmp_path: Path) -> Path:
         ignore=shutil.ignore_patterns("*.so", "__pycache__"),
     )
     flags = ["-O0", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread"]
-    flags += ["-DFASTCKPT_WITH_URING=0", f"-I{pybind11.get_include()}", f"-I{header.parent}"]
+    flags += ["-DFASTCKPT_WITH_URING=0", f"-I{ROOT / 'csrc'}"]
+    flags += [f"-I{pybind11.get_include()}", f"-I{header.parent}"]
 
     def compiled(source: Path) -> str:
         target = tmp_path / f"{source.stem}.o"
@@ -342,6 +343,6 @@ def test_build_without_liburing(package_without_liburing: Path, disk: Path) -> N
     here = str(package_without_liburing)
     # Before the path that run_python adds: this package, not the installed one.
     program = f"import sys\nsys.path.insert(0, {here!r})\n" + WITHOUT_LIBURING
-    run_python(program, here, disk / "a.pt")
+    run_python(program, here, disk / "a.pt", started=True)
     fastckpt.save(torch.arange(3 << 20), disk / "b.pt").result(60)
     assert (disk / "a.pt").read_bytes() == (disk / "b.pt").read_bytes()
