@@ -17,8 +17,6 @@ void bind_pickler(py::module_& m);
 
 namespace {
 
-const char* const kHooks = "fastckpt.pickler_hooks";
-
 // Takes ownership of a new reference; throws the Python error if there is none.
 py::object owned(PyObject* made) {
     if (made == nullptr) throw py::error_already_set();
@@ -48,10 +46,10 @@ class Name {
 
 struct Names {
     const Name dict{"__dict__"}, hooks{"_backward_hooks"}, cdata{"_cdata"}, version{"_version"};
-    const Name data_ptr{"data_ptr"}, device{"device"}, dtype{"dtype"}, inference{"is_inference"};
-    const Name layout{"layout"}, nbytes{"nbytes"}, neg{"is_neg"}, nested{"is_nested"};
-    const Name offset{"storage_offset"}, requires_grad{"requires_grad"}, size{"size"};
-    const Name storage{"untyped_storage"}, stride{"stride"}, type{"type"};
+    const Name data_ptr{"data_ptr"}, dtype{"dtype"}, inference{"is_inference"}, layout{"layout"};
+    const Name is_cpu{"is_cpu"}, is_cuda{"is_cuda"}, nbytes{"nbytes"}, neg{"is_neg"};
+    const Name nested{"is_nested"}, offset{"storage_offset"}, requires_grad{"requires_grad"};
+    const Name shape{"shape"}, storage{"untyped_storage"}, stride{"stride"};
     // Literals of torch's, which a pickle names once: it knows what it has met by its identity.
     const py::handle word = PyUnicode_InternFromString("storage");
     const py::handle cpu = PyUnicode_InternFromString("cpu");
@@ -164,14 +162,14 @@ class Hooks {
     py::object reduced_tensor(py::handle tensor) {
         const Names& name = names();
         const py::object dtype = name.dtype.of(tensor);
-        const py::object device = name.type.of(name.device.of(tensor));
-        pending_is_cpu_ = is(device, "cpu");
+        pending_is_cpu_ = name.is_cpu.is_true(tensor);
         const bool is_plain =
             name.layout.of(tensor).is(facts_->strided) && facts_->storage_types.contains(dtype) &&
-            (pending_is_cpu_ || is(device, "cuda")) && !name.dict.is_true(tensor) &&
+            (pending_is_cpu_ || name.is_cuda.is_true(tensor)) && !name.dict.is_true(tensor) &&
             !name.hooks.is_true(tensor) && !name.neg.says(tensor) && !name.nested.is_true(tensor);
         if (!is_plain) return not_implemented();
-        const py::object size = owned(PySequence_Tuple(name.size.call(tensor).ptr()));
+        const py::object shape = name.shape.of(tensor);  // of a class derived from tuple
+        const py::object size = owned(PyTuple_GetSlice(shape.ptr(), 0, PyTuple_Size(shape.ptr())));
         const py::object stride = name.stride.call(tensor), offset = name.offset.call(tensor);
         const py::object has_grad = name.requires_grad.of(tensor);
         const py::object no_hooks = owned(PyObject_CallNoArgs(facts_->ordered_dict.ptr()));
@@ -183,10 +181,6 @@ class Hooks {
         pending_storage_ = std::move(storage);
         pending_dtype_ = dtype;
         return owned(PyTuple_Pack(2, facts_->rebuild.ptr(), values.ptr()));
-    }
-
-    static bool is(py::handle text, const char* expected) {
-        return PyUnicode_CompareWithASCIIString(text.ptr(), expected) == 0;
     }
 
     // Returns what torch's persistent_id does, and notes the storage in torch's tables; nothing if
@@ -236,7 +230,7 @@ class Hooks {
 
 template <py::object (Hooks::*method)(py::handle)>
 PyObject* call(PyObject* capsule, PyObject* object) {
-    auto* const hooks = static_cast<Hooks*>(PyCapsule_GetPointer(capsule, kHooks));
+    auto* const hooks = static_cast<Hooks*>(PyCapsule_GetPointer(capsule, nullptr));
     if (hooks == nullptr) return nullptr;
     try {
         if (hooks->is_released()) throw std::runtime_error("this pickler has ended");
@@ -259,8 +253,8 @@ class PicklerHooks {
                  py::object met, py::object noted, py::object uncounted)
         : capsule_(new Hooks(facts, tables, std::move(of_torch), reduces, std::move(met),
                              std::move(noted), std::move(uncounted)),
-                   kHooks, [](PyObject* capsule) {
-                       delete static_cast<Hooks*>(PyCapsule_GetPointer(capsule, kHooks));
+                   nullptr, [](PyObject* capsule) {
+                       delete static_cast<Hooks*>(PyCapsule_GetPointer(capsule, nullptr));
                    }) {}
 
     py::object function(PyMethodDef& definition) const {

@@ -142,7 +142,7 @@ class Devices:
             DeviceError: the driver refuses, or a current stream is being captured into a graph.
         """
         found: dict[int, list[tuple[int, int]]] = {}
-        for storage in storages:
+        for storage in storages if self.in_use() else ():
             if storage.device.type == self._kind and storage.nbytes():
                 begin = storage.data_ptr()
                 ordinal = storage.device.index or 0

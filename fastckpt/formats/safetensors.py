@@ -83,14 +83,12 @@ def supported(dtype: torch.dtype) -> bool:
 
 def fits(tensor: torch.Tensor) -> bool:
     """Tells whether a tensor is plain elements in memory, of a dtype that the format has."""
-    return (
-        tensor.layout == torch.strided
-        and tensor.device.type != "meta"
-        and not tensor.is_quantized
-        and not tensor.is_conj()
+    return (  # no such dtype is quantized, or may be read as its conjugate
+        tensor.dtype in NAMES
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
         and not tensor.is_neg()
         and tensor.numel() > 0
-        and supported(tensor.dtype)
     )
 
 

@@ -15,7 +15,7 @@ import types
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,20 +71,21 @@ class Capture:
         if name == "data.pkl" and self._on_devices() and not _skips_data():
             self._leaving_out.enter_context(torch.serialization.skip_data())
             self._by_us = True
-        if isinstance(content, str):
-            content = content.encode()
-        if self.copies_small and nbytes and not isinstance(content, bytes):
-            content = self._lasting(content)
-        assert isinstance(content, torch.UntypedStorage) or len(content) == nbytes
+        if isinstance(content, torch.UntypedStorage):
+            if self.copies_small and nbytes:
+                content = self._lasting(content, nbytes)
+        else:
+            content = content.encode() if isinstance(content, str) else content
+            assert len(content) == nbytes
         self.records.append((name, content))
 
-    def _lasting(self, storage: torch.UntypedStorage) -> bytes | torch.UntypedStorage:
+    def _lasting(self, storage: torch.UntypedStorage, nbytes: int) -> bytes | torch.UntypedStorage:
         """Returns the storage if it may be read later, else a copy of it."""
         if self._of_tensors is None:
             tensors = [*(tensor for tensor, _ in self.tensors), *self.uncounted]
             self._of_tensors = set(map(_identity, tensors))
         # torch counts no changes of a storage that the object holds without a tensor.
-        if storage.nbytes() <= SMALL_BYTES or storage._cdata not in self._of_tensors:
+        if nbytes <= SMALL_BYTES or storage._cdata not in self._of_tensors:
             return _copied(storage)
         return storage
 
@@ -161,12 +162,9 @@ def capture(
         return _capture_by_copy(obj, pickle_module, pickle_protocol)
     met = captured.met if readable - _CPU else None
     module = _Shim(pickle_module, captured if observe_tensors else None, met)
-    # Pickling makes many objects but no cycles: a garbage collection in the midst of it would only
-    # lengthen the stall, in proportion to the objects of the whole program.
-    collecting = gc.isenabled()
     try:
-        gc.disable()  # inside of the try: a signal handler may raise as soon as this has returned
-        save(obj, captured, module, pickle_protocol, disable_byteorder_record)
+        with collection_paused():
+            save(obj, captured, module, pickle_protocol, disable_byteorder_record)
     except _UnknownTorch:
         return _capture_by_copy(obj, pickle_module, pickle_protocol)
     finally:
@@ -174,9 +172,21 @@ def capture(
             captured.finish()
         finally:
             module.forget()
-            if collecting:
-                gc.enable()
     return captured
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Keeps Python from collecting garbage. A capture makes many objects but no cycles, so that a
+    collection would only lengthen the stall, in proportion to the objects of the whole program.
+    """
+    collecting = gc.isenabled()
+    try:
+        gc.disable()  # inside of the try: a signal handler may raise as soon as this has returned
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 _REBUILD: Any = getattr(torch._utils, "_rebuild_tensor_v2", None)

@@ -109,12 +109,19 @@ class WatchedTensors:
             captured. The list is emptied. Tensors with storages of at most SMALL_BYTES may change:
             they were copied before save() returned.
         obj: the object that is saved, which gives a tensor its name.
+        are_aliases: whether nobody else has these tensors, so that none can be redirected.
     """
 
-    def __init__(self, tensors: list[tuple[torch.Tensor, int]], obj: object) -> None:
+    def __init__(
+        self, tensors: list[tuple[torch.Tensor, int]], obj: object, are_aliases: bool = False
+    ) -> None:
         self._lock = threading.Lock()
         with torch._C._DisableTorchDispatch():  # a dispatch mode of the caller's must not see this
-            self._counters = [_Counter.of(*item) for item in tensors if not _is_copied(item[0])]
+            lasting = [item for item in tensors if not _is_copied(item[0])]
+            if are_aliases:
+                self._counters = [_Counter(alias, alias, version) for alias, version in lasting]
+            else:
+                self._counters = [_Counter.of(*item) for item in lasting]
         tensors.clear()  # in place: the pickler's class refers to this list, in a circle
         self._samples = _samples(self._counters)
         self._obj = obj
@@ -208,18 +215,18 @@ def _samples(counters: Sequence[_Counter]) -> list[_Sample]:
     if len(counters) > _SAMPLED_TENSORS:
         counters = _RANDOM.sample(counters, _SAMPLED_TENSORS)
     found: list[_Sample] = []
-    for counter in counters:
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():
+        for counter in counters:
+            try:
                 found += _samples_of(counter)
-        except (NotImplementedError, RuntimeError):
-            continue  # the tensor has no memory of its own
+            except (NotImplementedError, RuntimeError):
+                continue  # the tensor has no memory of its own
     return found
 
 
 def _samples_of(counter: _Counter) -> Iterator[_Sample]:
     tensor = counter.alias
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
         return
     storage, size = tensor.untyped_storage(), tensor.element_size()
     address, count = storage.data_ptr(), tensor.numel()

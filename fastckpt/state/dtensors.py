@@ -21,6 +21,8 @@ PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 def is_sharded(value: object) -> bool:
     """Returns whether a value is a DTensor, of which each rank holds a part."""
+    if type(value) in PLAIN_TENSORS:  # asking a tensor for what it lacks takes long
+        return False
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 

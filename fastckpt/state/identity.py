@@ -21,8 +21,9 @@ def memory_of(tensor: torch.Tensor) -> tuple[Hashable, ...] | None:
     """
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         return None
-    if not (tensor.numel() and tensor.untyped_storage().nbytes() and tensor.data_ptr()):
+    address = tensor.data_ptr()  # 0 if there are no elements
+    if not (address and tensor.untyped_storage().nbytes()):
         return None
     # A view may read its memory negated or conjugated: other elements than those that lie there.
     reads_as = tensor.dtype, tensor.is_neg(), tensor.is_conj()
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), *reads_as
+    return tensor.device, address, tensor.shape, tensor.stride(), *reads_as

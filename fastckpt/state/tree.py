@@ -17,7 +17,7 @@ import torch
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import safetensors
 from fastckpt.formats.record_order import SMALL_BYTES, SMALL_SUM_BYTES_MAX
-from fastckpt.formats.strict_json import check_text
+from fastckpt.formats.strict_json import check_text, check_texts
 from fastckpt.formats.torch_pickle import pickles
 from fastckpt.plan.boxes import Box
 from fastckpt.state.dtensors import PLAIN_TENSORS, Parts, is_of_several_ranks, is_sharded
@@ -105,13 +105,13 @@ class Leaf(NamedTuple):
 class TensorSpec(NamedTuple):
     """The kind of a tensor that only the first rank stores; all ranks must have the same."""
 
-    path: tuple[str, ...]
+    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def text(self) -> tuple[str, str]:
         """Returns the tensor's name, and its dtype and shape in words."""
-        return joined(self.path), f"{str(self.dtype)[6:]} {list(self.shape)}"
+        return self.name, f"{str(self.dtype)[6:]} {list(self.shape)}"
 
 
 @dataclass
@@ -191,7 +191,7 @@ class _Small(NamedTuple):
     """A tensor too small for the shards, unless there are too many of them."""
 
     tensor: torch.Tensor
-    path: tuple[str, ...]
+    name: str
 
 
 class _Flattening:
@@ -212,12 +212,13 @@ class _Flattening:
         self.flat = Flat()
         self.keys: set[str] = set()
         self.small: list[_Small] = []
+        self.boxes: dict[tuple[int, ...], Box] = {}  # of whole tensors, by their shape
         self.leaf_of: dict[tuple[Any, ...], Leaf] = {}
         self.searched: dict[int, Any] = {}  # keeps objects alive, so that their ids stay theirs
 
     def run(self, state: object) -> Flat:
-        nest = self.visit(state, (), 0)
-        sizes = [item.tensor.numel() * item.tensor.element_size() for item in self.small]
+        nest = self.visit(state, None, 0)
+        sizes = [item.tensor.nbytes for item in self.small]
         left, moved = sum(sizes), set()
         for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
             if left <= SMALL_SUM_BYTES_MAX:
@@ -225,18 +226,19 @@ class _Flattening:
             left -= sizes[number]
             moved.add(id(self.small[number]))
         self.flat.kinds += [
-            TensorSpec(item.path, item.tensor.dtype, item.tensor.shape)
+            TensorSpec(item.name, item.tensor.dtype, item.tensor.shape)
             for item in self.small
             if id(item) not in moved
         ]
         self.flat.objects = self.settled(nest, moved)
+        check_texts(self.keys)  # ValueError now, rather than when they are written
         return self.flat
 
     def settled(self, value: Any, moved: set[int]) -> Any:
         """Returns the nest with each small tensor kept, or as a placeholder if it is in `moved`."""
         if type(value) is _Small:
             if id(value) in moved:
-                return _placeholder(self._leaf(value.tensor, value.path))
+                return _placeholder(self._leaf(value.tensor, value.name))
             return _apart(value)
         if type(value) is dict:
             return {k: self.settled(v, moved) for k, v in value.items()}
@@ -246,47 +248,50 @@ class _Flattening:
             return tuple(self.settled(v, moved) for v in value)
         return value
 
-    def visit(self, value: Any, path: tuple[str, ...], depth: int) -> Any:
+    def visit(self, value: Any, name: str | None, depth: int) -> Any:
+        """Returns what stands in the place of a value; `name` is None for the state itself."""
         if depth > DEPTH_MAX:
-            raise ValueError(f"state is nested more than {DEPTH_MAX} deep at {joined(path)!r}")
-        if isinstance(value, PerRank):
-            name = self._unique(path)
-            self.flat.per_rank[name] = value
-            return {PER_RANK: name}
+            raise ValueError(f"state is nested more than {DEPTH_MAX} deep at {name or ''!r}")
         if isinstance(value, torch.Tensor):
-            if not is_sharded(value) and not (
-                type(value) in PLAIN_TENSORS and safetensors.fits(value)
-            ):
-                return self._as_it_is(value, path)
-            if is_sharded(value) or value.numel() * value.element_size() >= SMALL_BYTES:
-                return _placeholder(self._leaf(value, path))
-            if self.checks_numbers and value.is_floating_point():
-                return _placeholder(self._leaf(value, path, is_small=True))
-            self.small.append(_Small(value, path))
-            return self.small[-1]
+            return self._visit_tensor(value, name)
+        if isinstance(value, PerRank):
+            key = self._unique(name or "")
+            self.flat.per_rank[key] = value
+            return {PER_RANK: key}
         if is_stateful(value):
-            return self.visit(unwrapped(value).state_dict(), path, depth + 1)
+            return self.visit(unwrapped(value).state_dict(), name, depth + 1)
         if type(value) in (dict, OrderedDict):
-            nest = {k: self.visit(v, (*path, str(k)), depth + 1) for k, v in value.items()}
+            nest = {k: self.visit(v, _below(name, str(k)), depth + 1) for k, v in value.items()}
             return {ESCAPED: nest} if nest.keys() & _PLACEHOLDERS else nest
         if type(value) in (list, tuple):
             items = [
-                v if type(v) in ATOMS else self.visit(v, (*path, str(i)), depth + 1)
+                v if type(v) in ATOMS else self.visit(v, _below(name, str(i)), depth + 1)
                 for i, v in enumerate(value)
             ]
             return items if type(value) is list else tuple(items)
-        return self._as_it_is(value, path)
+        return self._as_it_is(value, name)
 
-    def _as_it_is(self, value: Any, path: tuple[str, ...]) -> Any:
+    def _visit_tensor(self, value: Any, name: str | None) -> Any:
+        if not is_sharded(value):
+            if not (type(value) in PLAIN_TENSORS and safetensors.fits(value)):
+                return self._as_it_is(value, name)
+            if value.nbytes < SMALL_BYTES:
+                if self.checks_numbers and value.is_floating_point():
+                    return _placeholder(self._leaf(value, name or "", is_small=True))
+                self.small.append(_Small(value, name or ""))
+                return self.small[-1]
+        return _placeholder(self._leaf(value, name or ""))
+
+    def _as_it_is(self, value: Any, name: str | None) -> Any:
         """Returns a value that the first rank pickles whole; raises if it holds DTensors."""
         if type(value) in PLAIN_TENSORS:
             if not value.is_nested:
-                self.flat.kinds.append(TensorSpec(path, value.dtype, value.shape))
+                self.flat.kinds.append(TensorSpec(name or "", value.dtype, value.shape))
         elif type(value) not in _WITHOUT_TENSORS and id(value) not in self.searched:
             self.searched[id(value)] = value
             found = pickles(value, is_of_several_ranks)
             if found is not None:
-                where = repr(joined(path)) if path else "the state"
+                where = "the state" if name is None else repr(name)
                 inside = "" if found is value else f" inside of a {type(value).__name__}"
                 raise TypeError(
                     f"{where} is a {type(found).__name__}{inside}, of which only this rank's part "
@@ -294,39 +299,43 @@ class _Flattening:
                 )
         return value
 
-    def _unique(self, path: tuple[str, ...]) -> str:
-        key = base = joined(path)
-        check_text(key)  # ValueError now, rather than when it is written
-        number = 1
+    def _unique(self, name: str) -> str:
+        key, number = name, 1
         while key in self.keys:  # 0 and "0" are two keys of a dict
             number += 1
-            key = f"{base}#{number}"
+            key = f"{name}#{number}"
         self.keys.add(key)
         return key
 
-    def _leaf(self, tensor: Any, path: tuple[str, ...], is_small: bool = False) -> Leaf:
+    def _leaf(self, tensor: Any, name: str, is_small: bool = False) -> Leaf:
         """Adds a leaf and returns it; a tensor that stands in the state twice gets one leaf. Of a
         small one only the first rank's copy counts.
         """
-        shape, everybody = tuple(tensor.shape), self.parts.everybody
+        everybody = self.parts.everybody
         if is_sharded(tensor):
-            local, box, holders, placement, identity = self.parts.of(joined(path), tensor)
+            local, box, holders, placement, identity = self.parts.of(name, tensor)
+            local, shape = local.detach().resolve_neg(), tuple(tensor.shape)
         else:
-            local, box, placement = tensor, Box((0,) * len(shape), shape), "replicated"
-            holders = everybody
-            memory = memory_of(tensor)
+            memory, placement, holders = memory_of(tensor), "replicated", everybody
             if memory is None:
-                raise _no_memory(path)
-            identity = memory
+                raise _no_memory(name)
+            identity, local, box = memory, tensor.detach(), self._whole(tensor.shape)
+            shape = box.sizes
         if identity in self.leaf_of:
             return self.leaf_of[identity]
-        key = self._unique(path)
+        key = self._unique(name)
         if is_small or (holders is everybody and key in self.first_rank):
             holders = (0,)
-        leaf = Leaf(key, local.detach().resolve_neg(), shape, box, holders, placement)
+        leaf = Leaf(key, local, shape, box, holders, placement)
         self.flat.leaves.append(leaf)
         self.leaf_of[identity] = leaf
         return leaf
+
+    def _whole(self, shape: tuple[int, ...]) -> Box:
+        box = self.boxes.get(shape)
+        if box is None:
+            box = self.boxes[shape] = Box((0,) * len(shape), tuple(shape))
+        return box
 
 
 # Types that are common in states and hold no tensor, whatever they are.
@@ -337,12 +346,19 @@ def _apart(small: _Small) -> torch.Tensor:
     """Returns a small tensor, copied if its storage is large, since pickle writes all of that."""
     nbytes = small.tensor.untyped_storage().nbytes()
     if not nbytes:  # no reader could make a tensor of what would be pickled
-        raise _no_memory(small.path)
+        raise _no_memory(small.name)
     return small.tensor if nbytes < SMALL_BYTES else small.tensor.detach().clone()
 
 
-def _no_memory(path: Sequence[str]) -> TypeError:
-    return TypeError(f"{joined(path)!r} is {NO_MEMORY}: gather it before it is saved")
+def _no_memory(name: str) -> TypeError:
+    return TypeError(f"{name!r} is {NO_MEMORY}: gather it before it is saved")
+
+
+def _below(name: str | None, key: str) -> str:
+    """Returns the name of a value that stands under a key of a named one; None is the state."""
+    if "/" in key or "~" in key:
+        key = escaped(key)
+    return key if name is None else f"{name}/{key}"
 
 
 def joined(path: Sequence[str]) -> str:

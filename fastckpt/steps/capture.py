@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Content:
     watched: list[WatchedTensors]
 
 
+@torch_pickle.collection_paused()
 def captured(
     state: Any,
     rank: int,
@@ -84,11 +86,12 @@ def captured(
     watched = []
     if watch:
         versions = [(leaf.local, leaf.local._version) for leaf in leaves]
-        watched.append(WatchedTensors(versions, {leaf.key: leaf.local for leaf in leaves}))
-    storages = [leaf.local.untyped_storage() for leaf in leaves]
+        names = {leaf.key: leaf.local for leaf in leaves}
+        watched.append(WatchedTensors(versions, names, are_aliases=True))
+    storages: Iterable[torch.UntypedStorage] = (leaf.local.untyped_storage() for leaf in leaves)
     if objects is not None:
         watched.append(WatchedTensors(objects.tensors, flat.objects if watch else None))
-        storages += objects.storages()
+        storages = chain(storages, objects.storages())
     return Content(
         leaves,
         objects,
@@ -105,22 +108,29 @@ def _readable(leaf: Leaf, types: frozenset[str], is_late: bool) -> Leaf:
     """
     local = leaf.local
     # torch copies from a GPU into pageable memory, so the host waits for the current stream here.
-    if local.device.type not in types or not local.is_contiguous():
+    # Asking for the CPU by name would take half as long as all else here.
+    if not (local.is_cpu or local.device.type in types) or not local.is_contiguous():
         return leaf._replace(local=local.cpu().contiguous())
-    if is_late and local.numel() * local.element_size() <= torch_pickle.SMALL_BYTES:
+    if is_late and local.nbytes <= torch_pickle.SMALL_BYTES:
         return leaf._replace(local=local.clone())  # may be a buffer that a forward pass changes
     return leaf
 
 
 def _texts(flat: Flat) -> Callable[[], list[tuple[str, str]]]:
     """Returns a function that says in words what all ranks must have in common."""
-    kinds = flat.kinds
-    texts = [
-        (leaf.key, f"{str(leaf.local.dtype)[6:]} {list(leaf.shape)}, {leaf.placement}")
-        for leaf in flat.leaves
-    ]
-    texts += [(name, "a value of each rank") for name in flat.per_rank]
-    return lambda: texts + sorted(kind.text() for kind in kinds)
+    # The texts are made later, since the caller waits; tensors would be kept until then.
+    rows = [(leaf.key, leaf.local.dtype, leaf.shape, leaf.placement) for leaf in flat.leaves]
+    own, kinds = list(flat.per_rank), flat.kinds
+
+    def texts() -> list[tuple[str, str]]:
+        described = [
+            (key, f"{str(dtype)[6:]} {list(shape)}, {placement}")
+            for key, dtype, shape, placement in rows
+        ]
+        described += [(name, "a value of each rank") for name in own]
+        return described + sorted(kind.text() for kind in kinds)
+
+    return texts
 
 
 def _pickled(flat: Flat) -> bytes:

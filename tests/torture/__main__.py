@@ -19,6 +19,9 @@ from tests.paths import ROOT
 
 ROUND_S = 20.0  # a run that has less time than this has not collected the tests yet
 NOTHING_RAN = 5
+# Of one test: a property has dozens of times as many examples as in `make test`, and may have to
+# share the machine. Whatever takes longer than this hangs.
+TIMEOUT_S = 1500
 
 
 def main() -> int:
@@ -31,6 +34,7 @@ def main() -> int:
     while (left_s := end - time.monotonic()) > ROUND_S or options.seconds <= ROUND_S:
         print(f"== torture: seed {seed}, {left_s:.0f} s", flush=True)
         command = [sys.executable, "-m", "pytest", "-q", "-x", f"--seed={seed}"]
+        command += [f"--timeout={TIMEOUT_S}"]
         command += [f"--torture={left_s:.0f}", f"--hypothesis-seed={seed}", *more, "tests"]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         if code not in (0, NOTHING_RAN):
