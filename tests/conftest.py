@@ -282,6 +282,7 @@ def disk(real_disk: Path) -> Iterator[Path]:
     """
     directory = Path(tempfile.mkdtemp(prefix="disk-", dir=real_disk))
     yield directory
+    wait_for_saves()
     left = [path.name for path in directory.rglob(TEMPORARIES)]
     shutil.rmtree(directory)
     assert not left
@@ -295,6 +296,15 @@ def memory(disk: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         yield Path(directory)
+        wait_for_saves()
+
+
+def wait_for_saves() -> None:
+    """Waits until no save of this process does anything more: a result is told before what was
+    replaced is removed.
+    """
+    if pipeline._current is not None:
+        pipeline._current.drain()
 
 
 def descriptors_below(directory: Path) -> list[str]:
