@@ -354,7 +354,8 @@ def test_a_shorter_mtbf_is_never_a_longer_interval(given_job: Job, share: float)
     before, after = advise(given_job), advise(replace(given_job, mtbf_s=given_job.mtbf_s * share))
     assert after.interval_s <= before.interval_s * SLACK
     assert after.lost_share * SLACK >= before.lost_share
-    assert after.torch_one.interval_s <= before.torch_one.interval_s * SLACK
+    if before.torch_one.seconds < 2 * given_job.mtbf_s * share:  # Daly's formula jumps there
+        assert after.torch_one.interval_s <= before.torch_one.interval_s * SLACK
     assert (after.root_s, after.stall_call_s) == (before.root_s, before.stall_call_s)
 
 
