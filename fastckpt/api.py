@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import IO, Any
 
-import safetensors.torch
 import torch
 
 from fastckpt.arguments.checks import (
@@ -290,7 +289,9 @@ def load(
         with _no_memory_told(f), _directory_told(f):
             if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
                 # Newer versions of torch.load do the same by themselves.
-                return safetensors.torch.load_file(f, device=str(map_location or "cpu"))
+                from safetensors.torch import load_file
+
+                return load_file(f, device=str(map_location or "cpu"))
             options = {"weights_only": weights_only, "mmap": mmap, **pickle_load_args}
             return torch_load(source, place, pickle_module, **options)
 

@@ -20,7 +20,7 @@ from fastckpt.formats.file_list import File
 from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
 from fastckpt.plan.image import Image
 from fastckpt.saving.mutation_check import WatchedTensors
-from fastckpt.state.dtensors import PLAIN_TENSORS
+from fastckpt.state.kinds import PLAIN_TENSORS
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
 

@@ -35,9 +35,10 @@ from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import ranks_within
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
-from fastckpt.state.dtensors import PLAIN_TENSORS, OtherRanks, Parts, is_sharded
+from fastckpt.state.dtensors import OtherRanks, Parts
 from fastckpt.state.fit import Fit, Rename
 from fastckpt.state.identity import NO_MEMORY, memory_of
+from fastckpt.state.kinds import PLAIN_TENSORS, is_sharded
 from fastckpt.state.tree import Leaf, dotted, joined, tensors_in
 from fastckpt.storage.file_system import Storage, reported
 

@@ -23,9 +23,8 @@ from fastckpt.lazy.open import opened
 from fastckpt.lazy.selection import whole
 from fastckpt.lazy.source import Source, Stored, Wanted
 from fastckpt.plan.boxes import Box
-from fastckpt.reading.verified import takes_bytes
 from fastckpt.saving import pipeline
-from fastckpt.state.dtensors import dtensor_identity, dtensor_part, is_sharded
+from fastckpt.state.dtensors import dtensor_identity, dtensor_part
 from fastckpt.state.fit import (
     Differences,
     Dtypes,
@@ -37,6 +36,8 @@ from fastckpt.state.fit import (
     refusal,
 )
 from fastckpt.state.identity import memory_of
+from fastckpt.state.kinds import is_sharded
+from fastckpt.state.targets import takes_bytes
 from fastckpt.state.template import check_target
 from fastckpt.state.tied import Tied
 from fastckpt.state.tree import is_stateful, joined, tensors_in

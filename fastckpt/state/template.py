@@ -16,8 +16,9 @@ import torch
 from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.plan.boxes import Box
-from fastckpt.state.dtensors import dtensor_part, is_sharded
+from fastckpt.state.dtensors import dtensor_part
 from fastckpt.state.fit import Differences, Fit, nothing_chosen, refusal, renamed
+from fastckpt.state.kinds import is_sharded
 from fastckpt.state.targets import Place, Target
 from fastckpt.state.tied import Tied
 from fastckpt.state.tree import (

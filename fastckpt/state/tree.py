@@ -20,8 +20,9 @@ from fastckpt.formats.record_order import SMALL_BYTES, SMALL_SUM_BYTES_MAX
 from fastckpt.formats.strict_json import check_text, check_texts
 from fastckpt.formats.torch_pickle import pickles
 from fastckpt.plan.boxes import Box
-from fastckpt.state.dtensors import PLAIN_TENSORS, Parts, is_of_several_ranks, is_sharded
+from fastckpt.state.dtensors import Parts
 from fastckpt.state.identity import NO_MEMORY, memory_of
+from fastckpt.state.kinds import PLAIN_TENSORS, is_of_several_ranks, is_sharded
 
 TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.escaped"
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})

@@ -42,7 +42,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.saving.save import Save
-from fastckpt.state.dtensors import PLAIN_TENSORS
+from fastckpt.state.kinds import PLAIN_TENSORS
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 
