@@ -6,14 +6,11 @@ The module must not know how a save or a load is done.
 from __future__ import annotations
 
 import errno
-import io
-import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import IO, Any
 
 import torch
@@ -21,6 +18,7 @@ import torch
 from fastckpt.arguments.checks import (
     FENCES,
     STAGINGS,
+    TIMEOUT_S,
     BackendName,
     Fence,
     StagingWay,
@@ -33,23 +31,12 @@ from fastckpt.arguments.checks import (
     check_size,
     optional,
 )
-from fastckpt.errors import CheckpointError, StorageError
-from fastckpt.files.load import load_alone, load_together
-from fastckpt.files.place import FilePlace
-from fastckpt.files.plan import FilePlan
-from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
-from fastckpt.formats import torch_pickle
-from fastckpt.formats.torch_pickle import torch_load, torch_save
-from fastckpt.handle import SaveHandle
+from fastckpt.errors import StorageError
+from fastckpt.files.load import TorchLoad, load_alone, load_together
+from fastckpt.files.save import TorchSave, begin_save
+from fastckpt.handle import SaveHandle, Veto
 from fastckpt.options import Pacing, WriteOptions
-from fastckpt.ranks import per_group
-from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
-from fastckpt.saving.save import Save, Veto
-from fastckpt.storage.atomic import check_directory, real_path
-from fastckpt.storage.policies import is_written_through
-
-log = logging.getLogger("fastckpt")
 
 DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL
 
@@ -148,45 +135,10 @@ def save(
     optional(check_callable, "before_commit", before_commit)
     pacing = Pacing(drain_rate, timeout_s=timeout_s)
     options = WriteOptions(backend, durable, staging_bytes, staging, stripe, pacing)
-    target = _checked_path(f)
-    shared, current = per_group.together(group), pipeline.current()
-    if group is None:
-        current.raise_unreported(target or "")
-    stock = (pickle_module, pickle_protocol, _use_new_zipfile_serialization)
-    save_by_torch = _stock_save(obj, *stock, _disable_byteorder_record)
-    if target is None:
-        _refuse_group(group, "to a file-like object")
-        return save_to_object(save_by_torch, f, SaveHandle("", started, f))
-    handle = SaveHandle(path := real_path(target), started)
-    if is_written_through(target):
-        _refuse_group(group, f"to {path!r}, which is no regular file")
-        save_by_torch(target)
-        return finish_stock(handle)
-    if pickle_module is not pickle:
-        torch_save(None, io.BytesIO(), pickle_module, pickle_protocol)  # refused as torch does
-    if not _use_new_zipfile_serialization:
-        _refuse_group(group, "in torch's legacy format")
-        return save_stock(current, save_by_torch, handle, durable)
-    agreement = shared.coordinator.begin(f"save to {path!r}", timeout_s)
-    with agreement.failing():
-        current.raise_unreported(path)  # with a group only now, when the other ranks hear of it
-        if agreement.rank == 0:
-            check_directory(current.storage, path)
-        try:
-            devices = current.staging.devices
-            how = (pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step")
-            captured = torch_pickle.capture(obj, *how, devices.readable())
-        except torch_pickle.SkipDataActive:
-            _refuse_group(group, "under skip_data()")
-            agreement.close()
-            return save_stock(current, save_by_torch, handle, durable)
-        agreed = None if group is None else shared
-        place = FilePlace(current.storage, path, agreement, durable)
-        plan = FilePlan(captured, obj, agreed, devices, agreement, place, options)
-        parts = (handle, agreement, plan, place, options, before_commit)
-        save = Save(*parts, fence=fence, lane=path)
-    del captured, parts
-    return current.save(save)
+    how = (pickle_module, pickle_protocol, _use_new_zipfile_serialization)
+    asked = TorchSave(obj, *how, _disable_byteorder_record)
+    given = (fence, group, timeout_s, before_commit)
+    return begin_save(asked, f, _checked_path(f), options, *given, started)
 
 
 def prepare(nbytes: int | str) -> None:
@@ -216,25 +168,6 @@ def _checked_path(f: Any) -> str | None:
             raise _NoPath("open", path, errno.ENOENT, detail="f is '', must be a path")
         return check_path("f", f)
     return None
-
-
-def _stock_save(
-    obj: object, pickle_module: Any, pickle_protocol: int, as_zip: bool, disable_byteorder: bool
-) -> Callable[..., None]:
-    """Returns a function that saves the object by torch.save, to the target it is given."""
-    return partial(
-        torch_save,
-        obj,
-        pickle_module=pickle_module,
-        pickle_protocol=pickle_protocol,
-        _use_new_zipfile_serialization=as_zip,
-        _disable_byteorder_record=disable_byteorder,
-    )
-
-
-def _refuse_group(group: Any, what: str) -> None:
-    if group is not None:
-        raise ValueError(f"group: several ranks cannot save together {what}")
 
 
 def load(
@@ -283,45 +216,21 @@ def load(
         ValueError: with group, mmap is true or f is a file-like object.
         Exception: what torch.load raises, for the same reasons.
     """
-
-    def load_by_torch(source: Any, place: Any = map_location) -> Any:
-        simple = map_location is None or isinstance(map_location, str | torch.device)
-        with _no_memory_told(f), _directory_told(f):
-            if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
-                # Newer versions of torch.load do the same by themselves.
-                from safetensors.torch import load_file
-
-                return load_file(f, device=str(map_location or "cpu"))
-            options = {"weights_only": weights_only, "mmap": mmap, **pickle_load_args}
-            return torch_load(source, place, pickle_module, **options)
-
     check_choice("staging", staging, STAGINGS)
     check_flag("verify", verify)
     check_seconds("timeout_s", timeout_s)
     path = _checked_path(f)
     if path is not None and path != str(f):  # torch's messages tell the types of paths apart
         f = path
+    options = {"weights_only": weights_only, "mmap": mmap, **pickle_load_args}
+    asked = TorchLoad(f, map_location, pickle_module, options)
     maps = mmap if mmap is not None else _mmap_is_default()
-    if group is not None:
-        if mmap or not isinstance(f, str | os.PathLike):
-            raise ValueError("group: ranks cannot load together with mmap, or a file-like object")
-        return load_together(f, load_by_torch, map_location, verify, group, timeout_s)
-    return load_alone(f, load_by_torch, map_location, verify, maps, staging)
-
-
-@contextmanager
-def _no_memory_told(f: Any) -> Iterator[None]:
-    """Turns what torch and Python raise if memory or address space is short into a StorageError."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        # torch raises a bare RuntimeError with the system's words.
-        is_short = isinstance(error, MemoryError) or os.strerror(errno.ENOMEM) in str(error)
-        if not is_short or isinstance(error, CheckpointError):
-            raise
-        path = str(f if isinstance(f, str | os.PathLike) else getattr(f, "name", f))
-        op, detail = "allocate memory to load", str(error) or type(error).__name__
-        raise StorageError(op, path, errno.ENOMEM, detail=detail) from error
+    if group is not None and (mmap or not isinstance(f, str | os.PathLike)):
+        raise ValueError("group: ranks cannot load together with mmap, or a file-like object")
+    with _directory_told(f):
+        if group is not None:
+            return load_together(asked, verify, group, timeout_s)
+        return load_alone(asked, verify, maps, staging)
 
 
 @contextmanager

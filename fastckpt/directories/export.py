@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.checks import Fence, check_count, check_path, check_size, optional
+from fastckpt.arguments.checks import (
+    TIMEOUT_S,
+    Fence,
+    check_count,
+    check_path,
+    check_size,
+    optional,
+)
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
@@ -33,7 +40,6 @@ from fastckpt.handle import SaveHandle
 from fastckpt.plan.boxes import Box
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import ranks_within
-from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
 from fastckpt.state.dtensors import OtherRanks, Parts
 from fastckpt.state.fit import Fit, Rename

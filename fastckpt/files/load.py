@@ -1,7 +1,6 @@
 """The load of one file: verified bytes for torch.load, on one rank or on several together.
 
-Responsible for which file it is that lies under a path, and for what is loaded by torch.load alone.
-It must not know torch.load's arguments.
+Responsible for which file it is that lies under a path, and for what is left to torch.load alone.
 """
 
 from __future__ import annotations
@@ -12,14 +11,17 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from fastckpt.arguments.quantities import shown_time, shown_transfer
-from fastckpt.errors import RanksDisagree, StorageError
+from fastckpt.errors import CheckpointError, RanksDisagree, StorageError
 from fastckpt.files.map_location import DeferredStorages
+from fastckpt.formats.torch_pickle import torch_load
 from fastckpt.ranks import per_group
 from fastckpt.reading.verified_file import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.saving import pipeline
@@ -31,60 +33,80 @@ log = logging.getLogger("fastckpt")
 _APPEARS_POLL_S = 0.2
 
 
-def load_alone(
-    f: Any,
-    load_by_torch: Callable[..., Any],
-    map_location: Any,
-    verify: bool,
-    maps: bool,
-    staging: str,
-) -> Any:
+class TorchLoad(NamedTuple):
+    """What torch.load is asked for: its arguments."""
+
+    f: Any
+    map_location: Any
+    pickle_module: Any
+    options: dict[str, Any]
+
+    def read(self, source: Any, place: Any = None) -> Any:
+        """Lets torch.load read a file that holds what f does; `place` is another map_location."""
+        f, where = self.f, self.map_location
+        simple = where is None or isinstance(where, str | torch.device)
+        with _no_memory_told(f):
+            if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
+                # Newer versions of torch.load do the same by themselves.
+                from safetensors.torch import load_file
+
+                return load_file(f, device=str(where or "cpu"))
+            where = where if place is None else place
+            return torch_load(source, where, self.pickle_module, **self.options)
+
+
+@contextmanager
+def _no_memory_told(f: Any) -> Iterator[None]:
+    """Turns what torch and Python raise if memory or address space is short into a StorageError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch raises a bare RuntimeError with the system's words.
+        is_short = isinstance(error, MemoryError) or os.strerror(errno.ENOMEM) in str(error)
+        if not is_short or isinstance(error, CheckpointError):
+            raise
+        path = str(f if isinstance(f, str | os.PathLike) else getattr(f, "name", f))
+        op, detail = "allocate memory to load", str(error) or type(error).__name__
+        raise StorageError(op, path, errno.ENOMEM, detail=detail) from error
+
+
+def load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any:
     """Loads a file on this rank alone.
 
     Args:
-        f, map_location: as torch.load's.
-        load_by_torch: torch.load, of what it is given instead of f, with another map_location if
-            that is given as `place`.
         verify: whether to check the file's checksums.
         maps: whether torch.load is to map the file.
         staging: how large storages come to a GPU.
     """
-    load = partial(_load_alone, f, load_by_torch, map_location, verify, maps, staging)
-    return from_the_path(load) if isinstance(f, str | os.PathLike) else load()
+    load = partial(_load_alone, asked, verify, maps, staging)
+    return from_the_path(load) if isinstance(asked.f, str | os.PathLike) else load()
 
 
-def _load_alone(
-    f: Any,
-    load_by_torch: Callable[..., Any],
-    map_location: Any,
-    verify: bool,
-    maps: bool,
-    staging: str,
-) -> Any:
+def _load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any:
     started = time.perf_counter()
-    opened = _open_regular(f)
+    opened = _open_regular(asked.f)
     if opened is None:
-        return load_by_torch(f)
+        return asked.read(asked.f)
     fd, path = opened
     current = pipeline.current()
     try:
         direct = None
         if staging != "host" and not maps:
-            queue = DeferredStorages.queue(current.staging.devices, map_location)
+            queue = DeferredStorages.queue(current.staging.devices, asked.map_location)
             direct = current.staging.direct(staging, queue, os.path.dirname(path))
         file = open_verified(current.storage, current.staging, fd, path, verify, direct=direct)
         if file is None:
-            obj = load_by_torch(f)
+            obj = asked.read(asked.f)
         else:
             with file:
                 if not maps:
-                    obj = _load_placed(f, file, load_by_torch, map_location)
-                elif not verify or not isinstance(f, str | os.PathLike):
-                    obj = load_by_torch(f)
+                    obj = _load_placed(asked, file)
+                elif not verify or not isinstance(asked.f, str | os.PathLike):
+                    obj = asked.read(asked.f)
                 else:
                     file.verify_all()
                     # A save may have committed another file under the path since it was verified.
-                    obj = load_by_torch(f"/proc/self/fd/{fd}")
+                    obj = asked.read(f"/proc/self/fd/{fd}")
     finally:
         close_quietly(current.storage, fd)
     _tell_loaded(path, file, started)
@@ -101,46 +123,34 @@ def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int
     log.log(logging.DEBUG if rank else logging.INFO, "loaded %r: %s", path, told)
 
 
-def _load_placed(
-    f: Any, file: VerifiedFile, load_by_torch: Callable[..., Any], map_location: Any
-) -> Any:
+def _load_placed(asked: TorchLoad, file: VerifiedFile) -> Any:
     """Does what _load_verified() does, and reads large storages straight to their device if the
     map_location allows it.
     """
     devices = pipeline.current().staging.devices
-    if not DeferredStorages.possible(devices, map_location):
-        return _load_verified(f, file, load_by_torch)
+    if not DeferredStorages.possible(devices, asked.map_location):
+        return _load_verified(asked, file)
     try:
-        place = DeferredStorages(file, devices, map_location)
-        return _load_verified(f, file, partial(load_by_torch, place=place))
+        place = DeferredStorages(file, devices, asked.map_location)
+        return _load_verified(asked, file, place)
     except OtherByteOrder:
         file.stop_deferring()
-        return _load_verified(f, file, load_by_torch)
+        return _load_verified(asked, file)
 
 
-def _load_verified(f: Any, file: VerifiedFile, load_by_torch: Callable[[Any], Any]) -> Any:
+def _load_verified(asked: TorchLoad, file: VerifiedFile, place: Any = None) -> Any:
     """Lets torch read from `file` instead of f, and moves f to where torch would have left it."""
-    obj = file.read_by(load_by_torch)
-    if not isinstance(f, str | os.PathLike):
-        f.seek(file.tell())
+    obj = file.read_by(lambda file: asked.read(file, place))
+    if not isinstance(asked.f, str | os.PathLike):
+        asked.f.seek(file.tell())
     return obj
 
 
-def load_together(
-    f: str | os.PathLike[str],
-    load_by_torch: Callable[..., Any],
-    map_location: Any,
-    verify: bool,
-    group: Any,
-    timeout_s: float,
-) -> Any:
-    """Loads a file on the ranks of a group, each of which reads a share of it.
-
-    Args: as load_alone's.
-    """
+def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) -> Any:
+    """Loads a file on the ranks of a group, each of which reads a share of it."""
     started = time.perf_counter()
     current = pipeline.current()
-    path = os.path.realpath(f)
+    path = os.path.realpath(asked.f)
     agreement = per_group.together(group).coordinator.begin(
         f"load of {path!r}", timeout_s, "nothing was loaded"
     )
@@ -154,7 +164,7 @@ def load_together(
             while True:
                 found = b""
                 try:
-                    fd, file, found = from_the_path(lambda: _found(f, verify, group))
+                    fd, file, found = from_the_path(lambda: _found(asked.f, verify, group))
                 finally:
                     if agreement.rank == 0:  # b"": the file is damaged, as other ranks will find
                         agreement.put("found", found)
@@ -177,10 +187,10 @@ def load_together(
                 file.abandon()
             raise
         if file is None:
-            obj = load_by_torch(f)
+            obj = asked.read(asked.f)
         else:
             with file:
-                obj = _load_placed(f, file, load_by_torch, map_location)
+                obj = _load_placed(asked, file)
     _tell_loaded(path, file, started, agreement.rank)
     return obj
 

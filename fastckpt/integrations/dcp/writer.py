@@ -33,10 +33,11 @@ from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import ItemsConclusion, ItemsPlan, Places
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.errors import CheckpointError
-from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
+from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations.dcp.storage_base import StorageBase
 from fastckpt.options import WriteOptions
+from fastckpt.plan.image import BY_VALUE_BYTES
 from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
@@ -275,7 +276,7 @@ def _content(
         tensor: Any = planner.resolve_data(item)
         local = _readable(tensor.detach(), kinds)
         if watch and isinstance(local, torch.Tensor):
-            if local.numel() * local.element_size() <= SMALL_BYTES:
+            if local.numel() * local.element_size() <= BY_VALUE_BYTES:
                 local = local.clone()  # buffers, which a forward pass may change
             elif not local.is_inference():
                 watched.append((local, local._version))
