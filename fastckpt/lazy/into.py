@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from fastckpt.arguments.checks import check_path
 from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.formats.value_names import joined
 from fastckpt.lazy.open import opened
 from fastckpt.lazy.selection import whole
 from fastckpt.lazy.source import Source, Stored, Wanted
@@ -40,7 +41,7 @@ from fastckpt.state.kinds import is_sharded
 from fastckpt.state.targets import takes_bytes
 from fastckpt.state.template import check_target
 from fastckpt.state.tied import Tied
-from fastckpt.state.tree import is_stateful, joined, tensors_in
+from fastckpt.state.tree import is_stateful, tensors_in
 
 log = logging.getLogger("fastckpt")
 

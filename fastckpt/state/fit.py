@@ -15,7 +15,8 @@ from uuid import uuid4
 
 from fastckpt.arguments.checks import check_choice
 from fastckpt.errors import IncompatibleCheckpoint
-from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, joined, keys_of, unescaped
+from fastckpt.formats.value_names import joined, keys_of
+from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, unescaped
 
 Missing = Literal["raise", "keep"]
 Unexpected = Literal["ignore", "raise"]

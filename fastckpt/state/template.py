@@ -15,6 +15,7 @@ import torch
 
 from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.formats.value_names import joined
 from fastckpt.plan.boxes import Box
 from fastckpt.state.dtensors import dtensor_part
 from fastckpt.state.fit import Differences, Fit, nothing_chosen, refusal, renamed
@@ -30,7 +31,6 @@ from fastckpt.state.tree import (
     Stored,
     fill,
     is_stateful,
-    joined,
     stored_of,
     unescaped,
     unwrapped,
