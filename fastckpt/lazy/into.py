@@ -18,7 +18,6 @@ from torch.autograd.graph import increment_version
 
 from fastckpt.arguments.checks import check_path
 from fastckpt.arguments.near_names import instead_of, listed
-from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.formats.value_names import joined
 from fastckpt.lazy.open import opened
 from fastckpt.lazy.selection import whole
@@ -33,6 +32,7 @@ from fastckpt.state.fit import (
     Missing,
     Rename,
     Unexpected,
+    name_taken,
     nothing_chosen,
     refusal,
 )
@@ -196,10 +196,7 @@ def _by_new_name(
         if new is None:
             continue
         if new in by_name:
-            raise IncompatibleCheckpoint(
-                f"{path!r} does not fit: rename gives {old!r} the name {new!r}, which another "
-                "value has"
-            )
+            raise name_taken(path, old, new)
         by_name[new] = old
         if new != old:
             renamed[old] = new
