@@ -1,7 +1,6 @@
 """Checkpointer: the steps of a training run under one directory, saved and restored by all ranks.
 
-The module puts each save and restore together of the parts that do it. It must not know how a step
-is written or read.
+It puts saves and restores together of their parts, and must not know how a step is written or read.
 """
 
 from __future__ import annotations
