@@ -1,9 +1,13 @@
-"""fastckpt: asynchronous checkpoints for PyTorch. The public names, nothing else."""
+"""fastckpt: asynchronous checkpoints for PyTorch. The public names, nothing else.
+
+What save() and load() need is imported with the package, so that no first save waits for it; the
+rest when it is first named.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from fastckpt.api import load, prepare, save
-from fastckpt.api import open as open  # not in __all__: `import *` must not hide the built-in
-from fastckpt.checkpointer import Checkpointer
-from fastckpt.directories.export import HuggingFace, export
 from fastckpt.errors import (
     BackendUnavailable,
     CheckpointError,
@@ -17,14 +21,19 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.handle import SaveHandle, SaveStats
-from fastckpt.lazy.into import load_into
-from fastckpt.lazy.tensors import LazyTensor, LazyTensors
-from fastckpt.state.fit import Differences
-from fastckpt.state.tree import PerRank
+
+if TYPE_CHECKING:
+    from fastckpt.checkpointer import Checkpointer
+    from fastckpt.directories.export import HuggingFace, export
+    from fastckpt.lazy.into import load_into
+    from fastckpt.lazy.open import open as open
+    from fastckpt.lazy.tensors import LazyTensor, LazyTensors
+    from fastckpt.state.fit import Differences
+    from fastckpt.state.tree import PerRank
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # without open: `import *` must not hide the built-in
     "BackendUnavailable",
     "CheckpointError",
     "Checkpointer",
@@ -50,3 +59,28 @@ __all__ = [
     "prepare",
     "save",
 ]
+
+_NAMED_LATER = {
+    "Checkpointer": "fastckpt.checkpointer",
+    "Differences": "fastckpt.state.fit",
+    "HuggingFace": "fastckpt.directories.export",
+    "LazyTensor": "fastckpt.lazy.tensors",
+    "LazyTensors": "fastckpt.lazy.tensors",
+    "PerRank": "fastckpt.state.tree",
+    "export": "fastckpt.directories.export",
+    "load_into": "fastckpt.lazy.into",
+    "open": "fastckpt.lazy.open",
+}
+
+if not TYPE_CHECKING:  # or type checkers would take any name for one of the package
+
+    def __getattr__(name: str) -> object:
+        """Returns a public name, and imports its module."""
+        if name not in _NAMED_LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_NAMED_LATER[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        """Returns the names of the module, with those that are not imported yet."""
+        return sorted({*globals(), *_NAMED_LATER})

@@ -1,4 +1,4 @@
-"""fastckpt.save, load, open and prepare: their signatures, and the calls that they leave to torch.
+"""fastckpt.save, load and prepare: their signatures, and the calls that they leave to torch.
 
 The module must not know how a save or a load is done.
 """
@@ -6,23 +6,19 @@ The module must not know how a save or a load is done.
 from __future__ import annotations
 
 import errno
-import io
-import logging
 import os
 import pickle
-import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
-import safetensors.torch
 import torch
 
 from fastckpt.arguments.checks import (
     FENCES,
     STAGINGS,
+    TIMEOUT_S,
     BackendName,
     Fence,
     StagingWay,
@@ -35,31 +31,13 @@ from fastckpt.arguments.checks import (
     check_size,
     optional,
 )
-from fastckpt.arguments.quantities import shown_time, shown_transfer
-from fastckpt.errors import CheckpointError, RanksDisagree, StorageError
-from fastckpt.files.map_location import DeferredStorages
-from fastckpt.files.place import FilePlace
-from fastckpt.files.plan import FilePlan
-from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
-from fastckpt.formats import torch_pickle
-from fastckpt.formats.torch_pickle import torch_load, torch_save
-from fastckpt.handle import SaveHandle
-from fastckpt.lazy.open import opened
-from fastckpt.lazy.tensors import LazyTensors
+from fastckpt.errors import StorageError
+from fastckpt.files.load import TorchLoad, load_alone, load_together
+from fastckpt.files.save import TorchSave, begin_save
+from fastckpt.handle import SaveHandle, Veto
 from fastckpt.options import Pacing, WriteOptions
-from fastckpt.ranks import per_group
-from fastckpt.ranks.round import TIMEOUT_S
-from fastckpt.reading.verified_file import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.saving import pipeline
-from fastckpt.saving.save import Save, Veto
-from fastckpt.steps.no_steps import hint_for_load
-from fastckpt.storage.atomic import check_directory, close_quietly, real_path
-from fastckpt.storage.file_system import APPEARS_S, Storage, from_the_path, reported
-from fastckpt.storage.policies import is_written_through
 
-log = logging.getLogger("fastckpt")
-
-_APPEARS_POLL_S = 0.2
 DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL
 
 
@@ -157,45 +135,10 @@ def save(
     optional(check_callable, "before_commit", before_commit)
     pacing = Pacing(drain_rate, timeout_s=timeout_s)
     options = WriteOptions(backend, durable, staging_bytes, staging, stripe, pacing)
-    target = _checked_path(f)
-    shared, current = per_group.together(group), pipeline.current()
-    if group is None:
-        current.raise_unreported(target or "")
-    stock = (pickle_module, pickle_protocol, _use_new_zipfile_serialization)
-    save_by_torch = _stock_save(obj, *stock, _disable_byteorder_record)
-    if target is None:
-        _refuse_group(group, "to a file-like object")
-        return save_to_object(save_by_torch, f, SaveHandle("", started, f))
-    handle = SaveHandle(path := real_path(target), started)
-    if is_written_through(target):
-        _refuse_group(group, f"to {path!r}, which is no regular file")
-        save_by_torch(target)
-        return finish_stock(handle)
-    if pickle_module is not pickle:
-        torch_save(None, io.BytesIO(), pickle_module, pickle_protocol)  # refused as torch does
-    if not _use_new_zipfile_serialization:
-        _refuse_group(group, "in torch's legacy format")
-        return save_stock(current, save_by_torch, handle, durable)
-    agreement = shared.coordinator.begin(f"save to {path!r}", timeout_s)
-    with agreement.failing():
-        current.raise_unreported(path)  # with a group only now, when the other ranks hear of it
-        if agreement.rank == 0:
-            check_directory(current.storage, path)
-        try:
-            devices = current.staging.devices
-            how = (pickle_module, pickle_protocol, _disable_byteorder_record, fence == "step")
-            captured = torch_pickle.capture(obj, *how, devices.readable())
-        except torch_pickle.SkipDataActive:
-            _refuse_group(group, "under skip_data()")
-            agreement.close()
-            return save_stock(current, save_by_torch, handle, durable)
-        agreed = None if group is None else shared
-        place = FilePlace(current.storage, path, agreement, durable)
-        plan = FilePlan(captured, obj, agreed, devices, agreement, place, options)
-        parts = (handle, agreement, plan, place, options, before_commit)
-        save = Save(*parts, fence=fence, lane=path)
-    del captured, parts
-    return current.save(save)
+    how = (pickle_module, pickle_protocol, _use_new_zipfile_serialization)
+    asked = TorchSave(obj, *how, _disable_byteorder_record)
+    given = (fence, group, timeout_s, before_commit)
+    return begin_save(asked, f, _checked_path(f), options, *given, started)
 
 
 def prepare(nbytes: int | str) -> None:
@@ -225,25 +168,6 @@ def _checked_path(f: Any) -> str | None:
             raise _NoPath("open", path, errno.ENOENT, detail="f is '', must be a path")
         return check_path("f", f)
     return None
-
-
-def _stock_save(
-    obj: object, pickle_module: Any, pickle_protocol: int, as_zip: bool, disable_byteorder: bool
-) -> Callable[..., None]:
-    """Returns a function that saves the object by torch.save, to the target it is given."""
-    return partial(
-        torch_save,
-        obj,
-        pickle_module=pickle_module,
-        pickle_protocol=pickle_protocol,
-        _use_new_zipfile_serialization=as_zip,
-        _disable_byteorder_record=disable_byteorder,
-    )
-
-
-def _refuse_group(group: Any, what: str) -> None:
-    if group is not None:
-        raise ValueError(f"group: several ranks cannot save together {what}")
 
 
 def load(
@@ -292,77 +216,21 @@ def load(
         ValueError: with group, mmap is true or f is a file-like object.
         Exception: what torch.load raises, for the same reasons.
     """
-
-    def load_by_torch(source: Any, place: Any = map_location) -> Any:
-        simple = map_location is None or isinstance(map_location, str | torch.device)
-        with _no_memory_told(f), _directory_told(f):
-            if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
-                # Newer versions of torch.load do the same by themselves.
-                return safetensors.torch.load_file(f, device=str(map_location or "cpu"))
-            options = {"weights_only": weights_only, "mmap": mmap, **pickle_load_args}
-            return torch_load(source, place, pickle_module, **options)
-
     check_choice("staging", staging, STAGINGS)
     check_flag("verify", verify)
     check_seconds("timeout_s", timeout_s)
     path = _checked_path(f)
     if path is not None and path != str(f):  # torch's messages tell the types of paths apart
         f = path
+    options = {"weights_only": weights_only, "mmap": mmap, **pickle_load_args}
+    asked = TorchLoad(f, map_location, pickle_module, options)
     maps = mmap if mmap is not None else _mmap_is_default()
-    if group is not None:
-        if mmap or not isinstance(f, str | os.PathLike):
-            raise ValueError("group: ranks cannot load together with mmap, or a file-like object")
-        load_shared = partial(_load_placed, load_by_torch=load_by_torch, map_location=map_location)
-        return _load_together(f, load_by_torch, load_shared, verify, group, timeout_s)
-    load_alone = partial(_load_alone, f, load_by_torch, map_location, verify, maps, staging)
-    return load_alone() if path is None else from_the_path(load_alone)
-
-
-def open(path: str | os.PathLike[str]) -> LazyTensors:
-    """Opens a checkpoint for random access: a mapping of names to tensors that are not read yet.
-
-    `tensors[name][...]` reads a part: only the blocks of the files that hold it. No code from the
-    files is run, whatever they hold. Of a nest of dicts and lists, a tensor's name is the path of
-    keys to it, joined by "/"; in a key, "~" and "/" become "~0" and "~1". A second tensor of the
-    same name gets "#2" behind it. Tensors inside of other objects are not found: `others` of the
-    result counts these. Of Megatron, tensors have the shapes that it stored them in.
-
-    Args:
-        path: a file of fastckpt.save, torch.save or safetensors; a step of a Checkpointer, or its
-            root (then the newest whole step); a directory of torch.distributed.checkpoint, of
-            Megatron (torch_dist), or of Hugging Face (safetensors).
-
-    Returns:
-        LazyTensors, to be closed. Its is_verified tells whether what is read is compared with
-            checksums; only files of fastckpt have them.
-
-    Raises:
-        CorruptCheckpoint: the checkpoint is damaged, as far as it was read by now.
-        IncompatibleCheckpoint: its format is of a newer version, or of a very old one.
-        CheckpointError: it is none of these.
-        StorageError: the path does not exist (ENOENT), or cannot be read.
-        pickle.UnpicklingError: a `.metadata` file names classes that it need not have.
-        ValueError, TypeError: the path is a URL, or no path.
-    """
-    checked = check_path("path", path)
-    current = pipeline.current()
-    current.wait_for(os.path.realpath(checked))
-    return LazyTensors(*opened(current.storage, current.staging, checked))
-
-
-@contextmanager
-def _no_memory_told(f: Any) -> Iterator[None]:
-    """Turns what torch and Python raise if memory or address space is short into a StorageError."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        # torch raises a bare RuntimeError with the system's words.
-        is_short = isinstance(error, MemoryError) or os.strerror(errno.ENOMEM) in str(error)
-        if not is_short or isinstance(error, CheckpointError):
-            raise
-        path = str(f if isinstance(f, str | os.PathLike) else getattr(f, "name", f))
-        op, detail = "allocate memory to load", str(error) or type(error).__name__
-        raise StorageError(op, path, errno.ENOMEM, detail=detail) from error
+    if group is not None and (mmap or not isinstance(f, str | os.PathLike)):
+        raise ValueError("group: ranks cannot load together with mmap, or a file-like object")
+    with _directory_told(f):
+        if group is not None:
+            return load_together(asked, verify, group, timeout_s)
+        return load_alone(asked, verify, maps, staging)
 
 
 @contextmanager
@@ -371,209 +239,12 @@ def _directory_told(f: Any) -> Iterator[None]:
     try:
         yield
     except IsADirectoryError as error:
+        from fastckpt.steps.no_steps import hint_for_load  # which few loads need
+
         if not (hint := hint_for_load(os.fspath(f))):
             raise
         why = f"{os.strerror(errno.EISDIR)}; {hint}"
         raise IsADirectoryError(errno.EISDIR, why, f) from error
-
-
-def _load_alone(
-    f: Any,
-    load_by_torch: Callable[..., Any],
-    map_location: Any,
-    verify: bool,
-    maps: bool,
-    staging: str,
-) -> Any:
-    """Loads a file on this rank alone."""
-    started = time.perf_counter()
-    opened = _open_regular(f)
-    if opened is None:
-        return load_by_torch(f)
-    fd, path = opened
-    current = pipeline.current()
-    try:
-        direct = None
-        if staging != "host" and not maps:
-            queue = DeferredStorages.queue(current.staging.devices, map_location)
-            direct = current.staging.direct(staging, queue, os.path.dirname(path))
-        file = open_verified(current.storage, current.staging, fd, path, verify, direct=direct)
-        if file is None:
-            obj = load_by_torch(f)
-        else:
-            with file:
-                if not maps:
-                    obj = _load_placed(f, file, load_by_torch, map_location)
-                elif not verify or not isinstance(f, str | os.PathLike):
-                    obj = load_by_torch(f)
-                else:
-                    file.verify_all()
-                    # A save may have committed another file under the path since it was verified.
-                    obj = load_by_torch(f"/proc/self/fd/{fd}")
-    finally:
-        close_quietly(current.storage, fd)
-    _tell_loaded(path, file, started)
-    return obj
-
-
-def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int = 0) -> None:
-    """Logs one line, on the first rank: the size of the file, and how long the load took."""
-    seconds = time.perf_counter() - started
-    if file is None:
-        told = f"in {shown_time(seconds)}, by torch.load: the file has no checksums of fastckpt"
-    else:
-        told = shown_transfer(file.nbytes, seconds)
-    log.log(logging.DEBUG if rank else logging.INFO, "loaded %r: %s", path, told)
-
-
-def _load_placed(
-    f: Any, file: VerifiedFile, load_by_torch: Callable[..., Any], map_location: Any
-) -> Any:
-    """Does what _load_verified() does, and reads large storages straight to their device if the
-    map_location allows it.
-    """
-    devices = pipeline.current().staging.devices
-    if not DeferredStorages.possible(devices, map_location):
-        return _load_verified(f, file, load_by_torch)
-    try:
-        place = DeferredStorages(file, devices, map_location)
-        return _load_verified(f, file, partial(load_by_torch, place=place))
-    except OtherByteOrder:
-        file.stop_deferring()
-        return _load_verified(f, file, load_by_torch)
-
-
-def _load_verified(f: Any, file: VerifiedFile, load_by_torch: Callable[[Any], Any]) -> Any:
-    """Lets torch read from `file` instead of f, and moves f to where torch would have left it."""
-    obj = file.read_by(load_by_torch)
-    if not isinstance(f, str | os.PathLike):
-        f.seek(file.tell())
-    return obj
-
-
-def _load_together(
-    f: str | os.PathLike[str],
-    load_by_torch: Callable[[Any], Any],
-    load_shared: Callable[[Any, VerifiedFile], Any],
-    verify: bool,
-    group: Any,
-    timeout_s: float,
-) -> Any:
-    started = time.perf_counter()
-    current = pipeline.current()
-    path = os.path.realpath(f)
-    agreement = per_group.together(group).coordinator.begin(
-        f"load of {path!r}", timeout_s, "nothing was loaded"
-    )
-    with ExitStack() as stack:
-        stack.callback(agreement.close)
-        file: VerifiedFile | None = None
-        try:
-            # The file that the first rank finds exists, though an NFS client may not see it yet.
-            wanted = b"" if agreement.rank == 0 else agreement.get("found")
-            until = time.monotonic() + min(timeout_s, APPEARS_S)
-            while True:
-                found = b""
-                try:
-                    fd, file, found = from_the_path(lambda: _found(f, verify, group))
-                finally:
-                    if agreement.rank == 0:  # b"": the file is damaged, as other ranks will find
-                        agreement.put("found", found)
-                if found == wanted or not wanted or time.monotonic() >= until:
-                    break
-                if not current.storage.look_again(path):
-                    break
-                _forget(fd, file)
-                agreement.check()
-                time.sleep(_APPEARS_POLL_S)
-            if fd is not None:
-                stack.callback(close_quietly, current.storage, fd)
-            differing = agreement.same("file", found, lambda: found)
-            if differing is not None:
-                told = "; ".join(f"ranks {ranks}: {text.decode()}" for ranks, text in differing)
-                raise RanksDisagree(f"ranks found different files at {path!r}: {told}")
-        except BaseException as error:
-            agreement.fail(error)
-            if file is not None:
-                file.abandon()
-            raise
-        if file is None:
-            obj = load_by_torch(f)
-        else:
-            with file:
-                obj = load_shared(f, file)
-    _tell_loaded(path, file, started, agreement.rank)
-    return obj
-
-
-def _found(
-    f: str | os.PathLike[str], verify: bool, group: Any
-) -> tuple[int | None, VerifiedFile | None, bytes]:
-    """Returns what one of several ranks finds under a path: a descriptor (None if torch opens f),
-    the file (None if fastckpt did not write it), and a text that tells it from other files.
-    """
-    current, opened = pipeline.current(), _open_regular(f)
-    if opened is None:
-        with reported("open", str(f)):
-            is_there = current.storage.status(os.path.realpath(f)) is not None
-        return None, None, b"none of fastckpt's" if is_there else b"nothing"
-    try:
-        file = open_verified(current.storage, current.staging, *opened, verify, group)
-    except BaseException:
-        close_quietly(current.storage, opened[0])
-        raise
-    found = b"none of fastckpt's" if file is None else f"{file.closing_crc:08x}".encode()
-    return opened[0], file, found
-
-
-def _forget(fd: int | None, file: VerifiedFile | None) -> None:
-    if file is not None:
-        file.abandon()
-    if fd is not None:
-        close_quietly(pipeline.current().storage, fd)
-
-
-def _open_regular(f: Any) -> tuple[int, str] | None:
-    """Opens a path, or anew a file that the caller has open at its beginning. Returns the
-    descriptor and the name, or None: torch.load is to open f, or to say why that is impossible.
-    """
-    current = pipeline.current()
-    if isinstance(f, str | os.PathLike):
-        path = os.path.realpath(f)
-        current.wait_for(path)
-        if not _is_regular(current.storage, path):
-            return None
-        try:
-            return current.storage.open(path), path
-        except (FileNotFoundError, PermissionError):
-            return None
-        except OSError as error:  # say, no descriptor is left; torch would load f unverified
-            raise StorageError("open", path, error.errno or errno.EIO) from error
-    try:
-        if isinstance(f, io.TextIOBase) or f.tell() != 0:
-            return None
-        # An open file description of our own: reads must not change the caller's position or flags.
-        fd = current.storage.open(f"/proc/self/fd/{f.fileno()}")
-    except (AttributeError, OSError, io.UnsupportedOperation):
-        return None
-    return fd, str(getattr(f, "name", fd))
-
-
-_NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)
-
-
-def _is_regular(storage: Storage, path: str) -> bool:
-    """Returns os.path.isfile(path), but raises where that says no of a file being replaced."""
-    try:
-        status = storage.status(path)
-    except OSError as error:
-        if error.errno in _NO_FILE:
-            return False  # torch.load raises its own error
-        op = "open" if error.errno == errno.ESTALE else "stat"
-        raise StorageError(op, path, error.errno or errno.EIO) from error
-    except ValueError:  # no file can have this path
-        return False
-    return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def _mmap_is_default() -> bool:

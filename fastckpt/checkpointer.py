@@ -1,7 +1,6 @@
 """Checkpointer: the steps of a training run under one directory, saved and restored by all ranks.
 
-The module puts each save and restore together of the parts that do it. It must not know how a step
-is written or read.
+It puts saves and restores together of their parts, and must not know how a step is written or read.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 from fastckpt.arguments.checks import (
     FENCES,
+    TIMEOUT_S,
     BackendName,
     Codec,
     Fence,
@@ -36,14 +36,14 @@ from fastckpt.arguments.checks import (
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.directories.export import HuggingFace, Writing, checked_export, export_step
 from fastckpt.formats.step_names import step_name
-from fastckpt.handle import SaveHandle, SaveStats
+from fastckpt.handle import SaveHandle, SaveStats, Veto
 from fastckpt.options import Pacing
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
-from fastckpt.ranks.round import TIMEOUT_S, Round
+from fastckpt.ranks.round import Round
 from fastckpt.ranks.signal_handlers import SignalHandlers
 from fastckpt.ranks.stop import StopAgreement
 from fastckpt.saving import pipeline
-from fastckpt.saving.save import Save, Veto
+from fastckpt.saving.save import Save
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
 from fastckpt.state.template import Template
 from fastckpt.state.tree import State

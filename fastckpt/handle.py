@@ -499,3 +499,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
                 f"the save to {self.path!r} belongs to process {self._pid}, which this "
                 "one was forked from: ask for its result there"
             )
+
+
+# Says no to a commit by an exception: before_commit's, of the statistics so far and the path.
+Veto = Callable[[SaveStats, str], object]

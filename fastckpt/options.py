@@ -15,15 +15,16 @@ from fastckpt.arguments.checks import (
     BackendName,
     StagingWay,
     Stripe,
+    Striping,
     check_choice,
     check_count,
     check_flag,
     check_number,
     check_rate,
     check_size,
+    check_stripe,
     optional,
 )
-from fastckpt.storage import lustre_layout
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,9 @@ class WriteOptions:
         _ = self.striping, self.limit_bytes
 
     @property
-    def striping(self) -> lustre_layout.Stripe:
+    def striping(self) -> Striping:
         """The stripe, with its size in bytes."""
-        return lustre_layout.check_stripe(self.stripe)
+        return check_stripe(self.stripe)
 
     @property
     def limit_bytes(self) -> int | None:

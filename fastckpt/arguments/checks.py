@@ -29,6 +29,14 @@ Codec = Literal["zstd", "planes"]
 Reuse = Literal["auto"]
 OnError = Literal["raise", "warn"]
 Stripe = Literal["auto", "keep"] | tuple[int, int | str]
+Striping = str | tuple[int, int]  # a Stripe that was checked: its size is in bytes
+
+# Of lustre_user.h.
+STRIPE_SIZE_UNIT = 1 << 16  # LOV_MIN_STRIPE_SIZE
+STRIPE_COUNT_MAX = 2000  # LOV_MAX_STRIPE_COUNT
+_STRIPE_SIZE_MAX = (1 << 32) - STRIPE_SIZE_UNIT  # of 32 bits
+
+TIMEOUT_S = 600.0  # the default of every timeout_s
 
 FENCES: tuple[Fence, ...] = get_args(Fence)
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
@@ -145,6 +153,29 @@ def check_rate(name: str, value: object) -> float:
     if not (isfinite(rate) and rate > 0):
         raise ValueError(f"{name} is {shown(value)}, must be bytes a second above 0")
     return rate
+
+
+def check_stripe(stripe: object) -> Striping:
+    """Returns the argument; a list becomes a tuple.
+
+    Raises:
+        ValueError, TypeError: it is neither "auto", "keep" nor a possible count and size.
+    """
+    if stripe in ("auto", "keep"):
+        return str(stripe)
+    if not isinstance(stripe, tuple | list) or len(stripe) != 2:
+        raise ValueError(f'stripe is {stripe!r}, must be "auto", "keep" or (count, size)')
+    count, size = stripe
+    count = check_count("the stripe count", count)
+    size = check_size("the stripe size", size)
+    if count > STRIPE_COUNT_MAX:
+        raise ValueError(f"the stripe count is {count}, must be at most {STRIPE_COUNT_MAX}")
+    if size % STRIPE_SIZE_UNIT or size > _STRIPE_SIZE_MAX:
+        raise ValueError(
+            f"the stripe size is {size}, must be a positive multiple of {STRIPE_SIZE_UNIT} bytes, "
+            f"the size of Lustre's pages, and at most {_STRIPE_SIZE_MAX}"
+        )
+    return count, size
 
 
 def optional(check: Callable[[str, object], T], name: str, value: object) -> T | None:

@@ -37,10 +37,9 @@ from fastckpt.errors import CheckpointError, IncompatibleCheckpoint, StorageErro
 from fastckpt.formats import hugging_face, safetensors
 from fastckpt.formats.file_list import File
 from fastckpt.formats.step_names import NAME as STEP_NAME
+from fastckpt.formats.value_names import dotted, keys_of
 from fastckpt.lazy.selection import parts
-from fastckpt.plan.image import PAGE_BYTES
 from fastckpt.saving import pipeline
-from fastckpt.state.tree import dotted, keys_of
 from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, patiently, reported
@@ -334,7 +333,7 @@ class _Output:
     def _flush(self) -> None:
         nbytes = self._filled
         if self._is_direct:  # in whole pages: end() cuts the file
-            nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+            nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         write = partial(self._storage.write_at, self._fd, self._buffer[:nbytes], self._at)
         with reported("write", self._path, self._at):
             patiently(self._storage, self._fd, write)

@@ -11,6 +11,7 @@ import collections
 import enum
 import gc
 import io
+import math
 import os
 import pathlib
 import pickle
@@ -36,6 +37,7 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import Callee, Instance, Refused
 from fastckpt.formats.strict_json import shown
+from fastckpt.plan.boxes import Box, covers
 from fastckpt.storage.file_system import Storage, reported
 
 NAME = ".metadata"
@@ -322,6 +324,23 @@ def _check_info(name: str, info: Any) -> None:
         isinstance(transforms, list | tuple) and all(type(text) is str for text in transforms)
     ):
         raise ValueError(f"the transforms of {shown(name)} are not a list of texts")
+
+
+def check_cover(key: str, tensor: TensorStorageMetadata) -> None:
+    """Raises unless every element of the tensor lies in exactly one chunk."""
+    for chunk in tensor.chunks:
+        ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(end > size for end, size in zip(ends, tensor.size, strict=True)):
+            raise IncompatibleCheckpoint(
+                f"a shard of {key!r} ends at {ends}, beyond the tensor's sizes {tuple(tensor.size)}"
+            )
+    covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    whole = Box((0,) * len(tensor.size), tuple(tensor.size))
+    if not covers(whole, [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
+        raise IncompatibleCheckpoint(
+            f"the ranks hold {covered} elements of {key!r}, which has {math.prod(tensor.size)}: "
+            "shards overlap or are missing"
+        )
 
 
 def is_within(name: str) -> bool:

@@ -17,10 +17,10 @@ from fastckpt.directories.shared_files import SharedFiles
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats import safetensors, torch_pickle, torch_zip
 from fastckpt.formats.file_list import File
-from fastckpt.formats.torch_pickle import SMALL_BYTES, torch_save
-from fastckpt.plan.image import Image
+from fastckpt.formats.torch_pickle import torch_save
+from fastckpt.plan.image import BY_VALUE_BYTES, Image
 from fastckpt.saving.mutation_check import WatchedTensors
-from fastckpt.state.dtensors import PLAIN_TENSORS
+from fastckpt.state.kinds import PLAIN_TENSORS
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
 
@@ -215,7 +215,7 @@ class Draft:
             return tensor.cpu().contiguous()
         if not tensor.is_contiguous():
             return tensor.contiguous()
-        if self._copies_small and tensor.untyped_storage().nbytes() <= SMALL_BYTES:
+        if self._copies_small and tensor.untyped_storage().nbytes() <= BY_VALUE_BYTES:
             return tensor.clone()
         return tensor
 

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.checks import Fence, check_count, check_path, check_size, optional
+from fastckpt.arguments.checks import (
+    TIMEOUT_S,
+    Fence,
+    check_count,
+    check_path,
+    check_size,
+    optional,
+)
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
@@ -29,16 +36,17 @@ from fastckpt.formats import file_list, hugging_face, safetensors
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.step_names import step_name
 from fastckpt.formats.strict_json import check_text
+from fastckpt.formats.value_names import dotted, joined
 from fastckpt.handle import SaveHandle
 from fastckpt.plan.boxes import Box
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import ranks_within
-from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
-from fastckpt.state.dtensors import PLAIN_TENSORS, OtherRanks, Parts, is_sharded
+from fastckpt.state.dtensors import OtherRanks, Parts
 from fastckpt.state.fit import Fit, Rename
 from fastckpt.state.identity import NO_MEMORY, memory_of
-from fastckpt.state.tree import Leaf, dotted, joined, tensors_in
+from fastckpt.state.kinds import PLAIN_TENSORS, is_sharded
+from fastckpt.state.tree import Leaf, tensors_in
 from fastckpt.storage.file_system import Storage, reported
 
 _FILE_BYTES_MAX = 1 << 30  # of what is copied beside the tensors

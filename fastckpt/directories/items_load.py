@@ -28,7 +28,8 @@ from fastckpt.formats import distcp, torch_pickle
 from fastckpt.plan.boxes import row_major
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums, address_of
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
-from fastckpt.reading.verified import OVERWRITTEN, Body, takes_bytes
+from fastckpt.reading.verified import OVERWRITTEN, Body
+from fastckpt.state.targets import takes_bytes
 from fastckpt.storage.file_system import Storage, naming, reported
 
 OURS = re.compile(r"__\d+_[0-9a-f]{16}\.distcp")  # names of files that fastckpt wrote

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 
+from fastckpt.arguments.checks import Striping
 from fastckpt.directories.draft import CapturedFile, Draft
 from fastckpt.directories.shared_files import SharedFile
 from fastckpt.directories.swap_place import SwapPlace, names_in
@@ -26,7 +27,7 @@ from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan, WholeFile
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import reported
-from fastckpt.storage.lustre_layout import Purpose, Stripe
+from fastckpt.storage.lustre_layout import Purpose
 
 
 class SwapPlan(Plan):
@@ -139,7 +140,7 @@ class _SharedOutput(Output):
     """This rank's part of a file that the first rank makes."""
 
     def __init__(
-        self, file: SharedFile, path: str, place: SwapPlace, agreement: Round, striping: Stripe
+        self, file: SharedFile, path: str, place: SwapPlace, agreement: Round, striping: Striping
     ) -> None:
         super().__init__(file.image, path)
         self.placer = file.placer()

@@ -10,9 +10,16 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from fastckpt import _engine
-from fastckpt.engine.staging import STAGERS_MAX, WINDOW_BLOCKS, stager_count
+from fastckpt.engine.staging import (
+    IO_THREADS,
+    QUEUE_DEPTH,
+    STAGERS_MAX,
+    WINDOW_BLOCKS,
+    Route,
+    stager_count,
+)
 from fastckpt.errors import BackendUnavailable, CheckpointError, StorageError
-from fastckpt.plan.image import block_count
+from fastckpt.plan.image import BLOCK_BYTES, block_count
 
 _WAIT_S = 1.0  # of one wait on the engine, between which signal handlers run; it is repeated
 
@@ -26,6 +33,13 @@ class Cell(NamedTuple):
     block_bytes: int
     depth: int
     direct: bool
+
+    @classmethod
+    def of(cls, route: Route) -> Cell:
+        """Returns the settings of a transfer that goes by a route."""
+        name = route.backend.name
+        depth = QUEUE_DEPTH if name == "io_uring" else IO_THREADS
+        return cls(name, BLOCK_BYTES, depth, route.direct)
 
 
 class CellTrial:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fastckpt import _engine
 from fastckpt.errors import StorageError
-from fastckpt.formats.shard_index import HASH_BYTES, ChunkHashes
+from fastckpt.plan.chunk_hashes import HASH_BYTES, ChunkHashes
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.file_system import Storage, reported
 

@@ -26,7 +26,7 @@ from fastckpt.ranks.same_state import Description, Sampled, disagreement
 from fastckpt.saving.mutation_check import WatchedTensors, named_tensors
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan
-from fastckpt.state.dtensors import is_sharded
+from fastckpt.state.kinds import is_sharded
 from fastckpt.storage.file_system import reported
 from fastckpt.storage.lustre_layout import Purpose, grain_bytes
 

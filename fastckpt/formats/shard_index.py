@@ -30,6 +30,7 @@ from fastckpt.formats.strict_json import (
     without_numbers,
 )
 from fastckpt.plan.boxes import Box
+from fastckpt.plan.chunk_hashes import HASH_BYTES, ChunkHashes
 from fastckpt.plan.image import PAGE_BYTES, block_count
 
 FORMAT, VERSION = "fastckpt-index", 4
@@ -47,7 +48,6 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}")
 _NONCE = re.compile("[0-9a-f]{16,64}")
 _HEX = re.compile("[0-9a-f]*")
 _KEY = re.compile("(?!0{32})[0-9a-f]{32}")  # under the key 0, all hashes are equal
-HASH_BYTES = 16
 
 
 class Piece(NamedTuple):
@@ -62,20 +62,6 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     box: Box
     begin: int
-
-
-class ChunkHashes(NamedTuple):
-    """The hashes by which the next step finds what it has in common with this one.
-
-    Attributes:
-        key: the key of POLYVAL (RFC 8452), HASH_BYTES.
-        chunk_bytes: size of a chunk; the last may be shorter.
-        values: POLYVAL of each chunk, one after the other, HASH_BYTES each.
-    """
-
-    key: bytes
-    chunk_bytes: int
-    values: bytes
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,10 @@ from torch.serialization import location_tag
 
 from fastckpt import _engine
 from fastckpt.errors import CorruptCheckpoint
+from fastckpt.plan.image import BY_VALUE_BYTES
 
 # Bound once, here: a program may put fastckpt.save and fastckpt.load in their places.
 torch_save, torch_load = torch.save, torch.load
-
-SMALL_BYTES = 64 << 10
 
 
 _CPU = frozenset(("cpu",))
@@ -43,8 +42,8 @@ class Capture:
     """The records of a zip that torch's pickler made of an object, in order.
 
     Attributes:
-        copies_small: whether storages up to SMALL_BYTES are copied now, to bytes on the CPU or to
-            a storage on the same device.
+        copies_small: whether storages of up to BY_VALUE_BYTES are copied now, to bytes on the CPU
+            or to a storage on the same device.
         readable: types of devices whose storages are kept; torch copies others to the CPU.
         records: name and content: bytes, or a storage that the record is copied from.
         tensors: the tensors met while pickling, with their version counters at that moment.
@@ -85,7 +84,7 @@ class Capture:
             tensors = [*(tensor for tensor, _ in self.tensors), *self.uncounted]
             self._of_tensors = set(map(_identity, tensors))
         # torch counts no changes of a storage that the object holds without a tensor.
-        if nbytes <= SMALL_BYTES or storage._cdata not in self._of_tensors:
+        if nbytes <= BY_VALUE_BYTES or storage._cdata not in self._of_tensors:
             return _copied(storage)
         return storage
 

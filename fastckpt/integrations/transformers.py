@@ -22,6 +22,7 @@ import safetensors.torch
 from fastckpt.arguments.checks import (
     FENCES,
     ON_ERROR,
+    TIMEOUT_S,
     BackendName,
     Fence,
     OnError,
@@ -36,7 +37,6 @@ from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
 from fastckpt.options import WriteOptions
 from fastckpt.ranks.per_group import group_of_job
-from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving.pipeline import raise_earlier
 
 require("transformers", "5.23", "6", __name__)

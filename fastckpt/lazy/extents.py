@@ -23,7 +23,8 @@ from fastckpt.lazy.selection import whole
 from fastckpt.lazy.source import Shard, Stored, Wanted
 from fastckpt.plan.boxes import row_major
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
-from fastckpt.reading.verified import Body, takes_bytes
+from fastckpt.reading.verified import Body
+from fastckpt.state.targets import takes_bytes
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import reported
 

@@ -18,14 +18,13 @@ from torch.autograd.graph import increment_version
 
 from fastckpt.arguments.checks import check_path
 from fastckpt.arguments.near_names import instead_of, listed
-from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.formats.value_names import joined
 from fastckpt.lazy.open import opened
 from fastckpt.lazy.selection import whole
 from fastckpt.lazy.source import Source, Stored, Wanted
 from fastckpt.plan.boxes import Box
-from fastckpt.reading.verified import takes_bytes
 from fastckpt.saving import pipeline
-from fastckpt.state.dtensors import dtensor_identity, dtensor_part, is_sharded
+from fastckpt.state.dtensors import dtensor_identity, dtensor_part
 from fastckpt.state.fit import (
     Differences,
     Dtypes,
@@ -33,13 +32,16 @@ from fastckpt.state.fit import (
     Missing,
     Rename,
     Unexpected,
+    name_taken,
     nothing_chosen,
     refusal,
 )
 from fastckpt.state.identity import memory_of
+from fastckpt.state.kinds import is_sharded
+from fastckpt.state.targets import takes_bytes
 from fastckpt.state.template import check_target
 from fastckpt.state.tied import Tied
-from fastckpt.state.tree import is_stateful, joined, tensors_in
+from fastckpt.state.tree import is_stateful, tensors_in
 
 log = logging.getLogger("fastckpt")
 
@@ -194,10 +196,7 @@ def _by_new_name(
         if new is None:
             continue
         if new in by_name:
-            raise IncompatibleCheckpoint(
-                f"{path!r} does not fit: rename gives {old!r} the name {new!r}, which another "
-                "value has"
-            )
+            raise name_taken(path, old, new)
         by_name[new] = old
         if new != old:
             renamed[old] = new

@@ -1,4 +1,4 @@
-"""What a path holds, found by what lies there rather than by its name, and opened as a Source.
+"""fastckpt.open: what a path holds, found by what lies there rather than by its name.
 
 It must not know how a format is read.
 """
@@ -11,6 +11,7 @@ import os
 import re
 from contextlib import ExitStack
 
+from fastckpt.arguments.checks import check_path
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
 from fastckpt.formats.manifest import MANIFEST, OBJECTS
@@ -18,8 +19,10 @@ from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.lazy.safetensors_files import INDEX_SUFFIX, hugging_face_directory, safetensors_file
 from fastckpt.lazy.source import Source
 from fastckpt.lazy.step import StepSource
+from fastckpt.lazy.tensors import LazyTensors
 from fastckpt.lazy.torch_file import torch_file
 from fastckpt.reading.verified import opened_regular
+from fastckpt.saving import pipeline
 from fastckpt.steps.no_steps import what_is_there
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage, reported
@@ -33,6 +36,38 @@ _METADATA = ".metadata"  # of torch.distributed.checkpoint
 _TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron
 _TRACKER_BYTES_MAX = 64
 _ITERATION = re.compile(r"\s*(\d{1,18})\s*")
+
+
+def open(path: str | os.PathLike[str]) -> LazyTensors:
+    """Opens a checkpoint for random access: a mapping of names to tensors that are not read yet.
+
+    `tensors[name][...]` reads a part: only the blocks of the files that hold it. No code from the
+    files is run, whatever they hold. Of a nest of dicts and lists, a tensor's name is the path of
+    keys to it, joined by "/"; in a key, "~" and "/" become "~0" and "~1". A second tensor of the
+    same name gets "#2" behind it. Tensors inside of other objects are not found: `others` of the
+    result counts these. Of Megatron, tensors have the shapes that it stored them in.
+
+    Args:
+        path: a file of fastckpt.save, torch.save or safetensors; a step of a Checkpointer, or its
+            root (then the newest whole step); a directory of torch.distributed.checkpoint, of
+            Megatron (torch_dist), or of Hugging Face (safetensors).
+
+    Returns:
+        LazyTensors, to be closed. Its is_verified tells whether what is read is compared with
+            checksums; only files of fastckpt have them.
+
+    Raises:
+        CorruptCheckpoint: the checkpoint is damaged, as far as it was read by now.
+        IncompatibleCheckpoint: its format is of a newer version, or of a very old one.
+        CheckpointError: it is none of these.
+        StorageError: the path does not exist (ENOENT), or cannot be read.
+        pickle.UnpicklingError: a `.metadata` file names classes that it need not have.
+        ValueError, TypeError: the path is a URL, or no path.
+    """
+    checked = check_path("path", path)
+    current = pipeline.current()
+    current.wait_for(os.path.realpath(checked))
+    return LazyTensors(*opened(current.storage, current.staging, checked))
 
 
 def opened(storage: Storage, staging: Staging, path: str) -> tuple[str, Source]:

@@ -18,7 +18,8 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import Callee, Ignored, Instance
 from fastckpt.formats.strict_json import KINDS_MAX
-from fastckpt.state.tree import PER_RANK, Stored, escaped, stored_of, unescaped
+from fastckpt.formats.value_names import escaped
+from fastckpt.state.tree import PER_RANK, Stored, stored_of, unescaped
 
 _DIMS_MAX = 64
 _NUMBER_END = 1 << 63

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = 8 << 20
+# Of a save with a late fence: a storage of at most so many bytes is captured by value.
+BY_VALUE_BYTES = 64 << 10
 
 
 class Segment(NamedTuple):

@@ -15,8 +15,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.gds_read_stream import GdsReadStream
 from fastckpt.engine.read_stream import (
@@ -30,7 +28,6 @@ from fastckpt.engine.staging import Route, Staging
 from fastckpt.errors import CorruptCheckpoint, DeviceError, PeerFailed, StorageError
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums, block_count
 from fastckpt.plan.runs import CopyRow
-from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import NoRegularFile, Storage, reported
 
@@ -129,19 +126,6 @@ class Body:
         raise CorruptCheckpoint(
             f"{path} is damaged: CRC-32 mismatch in bytes {begin} to {end}{where}"
         )
-
-
-def takes_bytes(tensor: torch.Tensor, kinds: Collection[str]) -> bool:
-    """Returns whether bytes put into a tensor's memory become its elements as they are; `kinds` are
-    the types of device that bytes can be moved to.
-    """
-    return (
-        type(tensor) in PLAIN_TENSORS
-        and tensor.layout is torch.strided
-        and tensor.device.type in kinds
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-    )
 
 
 def _is_listed(storage: Storage, path: str) -> bool:

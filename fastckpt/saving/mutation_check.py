@@ -17,7 +17,7 @@ import torch
 
 from fastckpt.engine.calls_under_way import CallsUnderWay, positions
 from fastckpt.errors import StagingConflict
-from fastckpt.formats.torch_pickle import SMALL_BYTES
+from fastckpt.plan.image import BY_VALUE_BYTES
 
 log = logging.getLogger("fastckpt")
 
@@ -106,8 +106,8 @@ class WatchedTensors:
 
     Args:
         tensors: tensors, and the version counters (torch.Tensor._version) they had when they were
-            captured. The list is emptied. Tensors with storages of at most SMALL_BYTES may change:
-            they were copied before save() returned.
+            captured. The list is emptied. Tensors with storages of at most BY_VALUE_BYTES may
+            change: they were copied before save() returned.
         obj: the object that is saved, which gives a tensor its name.
         are_aliases: whether nobody else has these tensors, so that none can be redirected.
     """
@@ -253,7 +253,7 @@ def _any_element(tensor: torch.Tensor) -> int:
 
 def _is_copied(tensor: torch.Tensor) -> bool:
     try:
-        return tensor.untyped_storage().nbytes() <= SMALL_BYTES
+        return tensor.untyped_storage().nbytes() <= BY_VALUE_BYTES
     except (NotImplementedError, RuntimeError):
         return False  # sparse and other tensors without a storage of their own
 

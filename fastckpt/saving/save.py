@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -18,7 +18,7 @@ from fastckpt.engine.gds_trial import Choice
 from fastckpt.engine.staging import stager_count
 from fastckpt.engine.transfer import MemoryCopy
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import Progress, SaveHandle, SaveStats
+from fastckpt.handle import Progress, SaveHandle, Veto
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES, block_count
 from fastckpt.ranks.round import HEED_S, Round
@@ -28,8 +28,6 @@ from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.saving.place import Place
 from fastckpt.saving.plan import Output, Plan
 from fastckpt.storage.file_system import Storage
-
-Veto = Callable[[SaveStats, str], object]
 
 
 class Save(Job):

@@ -15,22 +15,7 @@ import torch
 from fastckpt.formats import safetensors
 from fastckpt.plan.boxes import Box, mesh_holders, shard_box
 from fastckpt.state.identity import NO_MEMORY, memory_of
-
-PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-
-
-def is_sharded(value: object) -> bool:
-    """Returns whether a value is a DTensor, of which each rank holds a part."""
-    if type(value) in PLAIN_TENSORS:  # asking a tensor for what it lacks takes long
-        return False
-    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
-
-
-def is_of_several_ranks(value: object) -> bool:
-    """Returns whether a value is a tensor of several ranks: a DTensor or a ShardedTensor."""
-    if type(value) in PLAIN_TENSORS or not isinstance(value, torch.Tensor):
-        return False
-    return is_sharded(value) or hasattr(value, "local_shards")
+from fastckpt.state.kinds import PLAIN_TENSORS
 
 
 class OtherRanks(TypeError):

@@ -15,7 +15,8 @@ from uuid import uuid4
 
 from fastckpt.arguments.checks import check_choice
 from fastckpt.errors import IncompatibleCheckpoint
-from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, joined, keys_of, unescaped
+from fastckpt.formats.value_names import joined, keys_of
+from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, unescaped
 
 Missing = Literal["raise", "keep"]
 Unexpected = Literal["ignore", "raise"]
@@ -162,12 +163,15 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str]]:
                     f"{where!r} does not fit: rename puts {old!r} at {new!r}, inside of a value"
                 )
         if last in inside:
-            raise IncompatibleCheckpoint(
-                f"{where!r} does not fit: rename gives {old!r} the name {new!r}, which another "
-                "value has"
-            )
+            raise name_taken(where, old, new)
         inside[last] = value
     return left, {old: new for _keys, old, new, _value in moved}
+
+
+def name_taken(where: str, old: str, new: str) -> IncompatibleCheckpoint:
+    """Returns the error that says that `rename` gives two values of a checkpoint one name."""
+    told = f"rename gives {old!r} the name {new!r}, which another value has"
+    return IncompatibleCheckpoint(f"{where!r} does not fit: {told}")
 
 
 class _Moved(NamedTuple):

@@ -5,11 +5,13 @@ It must not know files, nor who reads them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 
 from fastckpt.plan.boxes import Box
+from fastckpt.state.kinds import PLAIN_TENSORS
 
 
 class Target(NamedTuple):
@@ -28,3 +30,16 @@ class Target(NamedTuple):
 
 
 Place = tuple[str, tuple[int, ...], Box]  # key, shape of the whole tensor, part of it
+
+
+def takes_bytes(tensor: torch.Tensor, kinds: Collection[str]) -> bool:
+    """Returns whether bytes put into a tensor's memory become its elements as they are; `kinds` are
+    the types of device that bytes can be moved to.
+    """
+    return (
+        type(tensor) in PLAIN_TENSORS
+        and tensor.layout is torch.strided
+        and tensor.device.type in kinds
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )

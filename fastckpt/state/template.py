@@ -15,9 +15,11 @@ import torch
 
 from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.formats.value_names import joined
 from fastckpt.plan.boxes import Box
-from fastckpt.state.dtensors import dtensor_part, is_sharded
+from fastckpt.state.dtensors import dtensor_part
 from fastckpt.state.fit import Differences, Fit, nothing_chosen, refusal, renamed
+from fastckpt.state.kinds import is_sharded
 from fastckpt.state.targets import Place, Target
 from fastckpt.state.tied import Tied
 from fastckpt.state.tree import (
@@ -29,7 +31,6 @@ from fastckpt.state.tree import (
     Stored,
     fill,
     is_stateful,
-    joined,
     stored_of,
     unescaped,
     unwrapped,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fastckpt.plan.boxes import Box
-from fastckpt.state.dtensors import PLAIN_TENSORS
 from fastckpt.state.identity import memory_of
+from fastckpt.state.kinds import PLAIN_TENSORS
 
 _PART_BYTES = 64 << 20  # of each value that is compared at a time
 _ITEM_BYTES = 16  # of the largest dtype

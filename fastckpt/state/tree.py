@@ -19,9 +19,11 @@ from fastckpt.formats import safetensors
 from fastckpt.formats.record_order import SMALL_BYTES, SMALL_SUM_BYTES_MAX
 from fastckpt.formats.strict_json import check_text, check_texts
 from fastckpt.formats.torch_pickle import pickles
+from fastckpt.formats.value_names import below, joined
 from fastckpt.plan.boxes import Box
-from fastckpt.state.dtensors import PLAIN_TENSORS, Parts, is_of_several_ranks, is_sharded
+from fastckpt.state.dtensors import Parts
 from fastckpt.state.identity import NO_MEMORY, memory_of
+from fastckpt.state.kinds import PLAIN_TENSORS, is_of_several_ranks, is_sharded
 
 TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.escaped"
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})
@@ -261,11 +263,11 @@ class _Flattening:
         if is_stateful(value):
             return self.visit(unwrapped(value).state_dict(), name, depth + 1)
         if type(value) in (dict, OrderedDict):
-            nest = {k: self.visit(v, _below(name, str(k)), depth + 1) for k, v in value.items()}
+            nest = {k: self.visit(v, below(name, str(k)), depth + 1) for k, v in value.items()}
             return {ESCAPED: nest} if nest.keys() & _PLACEHOLDERS else nest
         if type(value) in (list, tuple):
             items = [
-                v if type(v) in ATOMS else self.visit(v, _below(name, str(i)), depth + 1)
+                v if type(v) in ATOMS else self.visit(v, below(name, str(i)), depth + 1)
                 for i, v in enumerate(value)
             ]
             return items if type(value) is list else tuple(items)
@@ -352,33 +354,6 @@ def _apart(small: _Small) -> torch.Tensor:
 
 def _no_memory(name: str) -> TypeError:
     return TypeError(f"{name!r} is {NO_MEMORY}: gather it before it is saved")
-
-
-def _below(name: str | None, key: str) -> str:
-    """Returns the name of a value that stands under a key of a named one; None is the state."""
-    if "/" in key or "~" in key:
-        key = escaped(key)
-    return key if name is None else f"{name}/{key}"
-
-
-def joined(path: Sequence[str]) -> str:
-    """Returns the name of a value: the keys that lead to it, joined by "/"."""
-    return "/".join(map(escaped, path))
-
-
-def escaped(key: str) -> str:
-    """Returns a key as it stands in a name."""
-    return key.replace("~", "~0").replace("/", "~1")
-
-
-def keys_of(name: str) -> list[str]:
-    """Returns the keys of which joined() has made a name."""
-    return [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
-
-
-def dotted(name: str) -> str:
-    """Returns a name with its keys joined by ".", as Hugging Face has them."""
-    return ".".join(keys_of(name))
 
 
 def tensors_in(state: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:

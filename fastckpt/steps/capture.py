@@ -17,6 +17,7 @@ import torch
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_save
+from fastckpt.plan.image import BY_VALUE_BYTES
 from fastckpt.ranks.same_state import Description
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.state.tree import Flat, Leaf, flatten, is_stateful
@@ -111,7 +112,7 @@ def _readable(leaf: Leaf, types: frozenset[str], is_late: bool) -> Leaf:
     # Asking for the CPU by name would take half as long as all else here.
     if not (local.is_cpu or local.device.type in types) or not local.is_contiguous():
         return leaf._replace(local=local.cpu().contiguous())
-    if is_late and local.nbytes <= torch_pickle.SMALL_BYTES:
+    if is_late and local.nbytes <= BY_VALUE_BYTES:
         return leaf._replace(local=local.clone())  # may be a buffer that a forward pass changes
     return leaf
 

@@ -28,8 +28,7 @@ from fastckpt.formats.shard_index import Piece, ShardIndex, is_per_rank
 from fastckpt.plan.boxes import Box, copies, covers, intersect, span
 from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
-from fastckpt.reading.verified import takes_bytes
-from fastckpt.state.targets import Place, Target
+from fastckpt.state.targets import Place, Target, takes_bytes
 from fastckpt.state.template import whole
 from fastckpt.state.tree import Stored, fill, own_value
 from fastckpt.steps.copies import StepCopies

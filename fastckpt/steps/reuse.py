@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from fastckpt.engine.reuse import CHUNK_BYTES, Cloner, OtherFile, refusal_to_clone
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
 from fastckpt.formats.manifest import Writer
-from fastckpt.formats.shard_index import HASH_BYTES, ChunkHashes, ShardIndex
+from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.handle import SaveStats
+from fastckpt.plan.chunk_hashes import HASH_BYTES, ChunkHashes
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.reading.verified import opened_regular
 from fastckpt.saving.image_file import ImageFile

@@ -13,8 +13,9 @@ import torch
 
 from fastckpt.engine.roundings import ITEMS_MIN, Roundings
 from fastckpt.formats import safetensors
-from fastckpt.formats.shard_index import PER_RANK, ChunkHashes, Piece, ShardIndex, entry_name
+from fastckpt.formats.shard_index import PER_RANK, Piece, ShardIndex, entry_name
 from fastckpt.plan.boxes import Held, plan
+from fastckpt.plan.chunk_hashes import ChunkHashes
 from fastckpt.plan.image import BLOCK_BYTES, Image, ItemRange, ItemRun
 from fastckpt.ranks.same_state import Sampled
 from fastckpt.state.tree import Leaf

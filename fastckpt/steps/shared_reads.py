@@ -18,7 +18,7 @@ from fastckpt.errors import PeerFailed
 from fastckpt.plan.boxes import Box, Held, plan
 from fastckpt.ranks.round import Round
 from fastckpt.saving.mutation_check import named_tensors
-from fastckpt.state.dtensors import PLAIN_TENSORS
+from fastckpt.state.kinds import PLAIN_TENSORS
 from fastckpt.state.targets import Place, Target
 
 

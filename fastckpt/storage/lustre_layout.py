@@ -10,7 +10,7 @@ import math
 import struct
 from typing import NamedTuple
 
-from fastckpt.arguments.checks import check_count, check_size
+from fastckpt.arguments.checks import STRIPE_COUNT_MAX, Striping
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.plan.image import BLOCK_BYTES
 
@@ -27,9 +27,6 @@ _COMPOSITE = struct.Struct("<IIIHHH6xQ")  # magic, size, generation, flags, entr
 _PATTERN_RAID0 = 1  # LOV_PATTERN_RAID0
 _OFFSET_ANY = 0xFFFF  # the metadata server chooses the first OST
 ALL_STRIPES = 0xFFFF
-STRIPE_SIZE_UNIT = 1 << 16  # LOV_MIN_STRIPE_SIZE
-STRIPE_SIZE_MAX = (1 << 32) - STRIPE_SIZE_UNIT  # of 32 bits
-STRIPE_COUNT_MAX = 2000  # LOV_MAX_STRIPE_COUNT
 
 OWN_BIG_BYTES = 4 << 30  # a longer file that one rank writes gets several stripes
 OWN_BYTES_PER_STRIPE = 8 << 30
@@ -38,8 +35,6 @@ SHARED_BIG_BYTES = 1 << 30
 SHARED_STRIPES_MAX = 48
 SHARED_SIZES = (32 << 20, 16 << 20, 8 << 20)
 SHARED_STRIPES_PER_RANK = 64  # at least, except with the smallest size
-
-Stripe = str | tuple[int, int]  # "auto", "keep", or (count, size in bytes)
 
 
 class Layout(NamedTuple):
@@ -81,32 +76,9 @@ class Purpose(NamedTuple):
 
     nbytes: int
     writers: int = 1
-    stripe: Stripe = "auto"
+    stripe: Striping = "auto"
     directory: str = ""
     instead: Layout | None = None
-
-
-def check_stripe(stripe: object) -> Stripe:
-    """Returns the argument; a list becomes a tuple.
-
-    Raises:
-        ValueError, TypeError: it is neither "auto", "keep" nor a possible count and size.
-    """
-    if stripe in ("auto", "keep"):
-        return str(stripe)
-    if not isinstance(stripe, tuple | list) or len(stripe) != 2:
-        raise ValueError(f'stripe is {stripe!r}, must be "auto", "keep" or (count, size)')
-    count, size = stripe
-    count = check_count("the stripe count", count)
-    size = check_size("the stripe size", size)
-    if count > STRIPE_COUNT_MAX:
-        raise ValueError(f"the stripe count is {count}, must be at most {STRIPE_COUNT_MAX}")
-    if size % STRIPE_SIZE_UNIT or size > STRIPE_SIZE_MAX:
-        raise ValueError(
-            f"the stripe size is {size}, must be a positive multiple of {STRIPE_SIZE_UNIT} bytes, "
-            f"the size of Lustre's pages, and at most {STRIPE_SIZE_MAX}"
-        )
-    return count, size
 
 
 def encoded(layout: Layout) -> bytes:
@@ -156,7 +128,7 @@ def shared_stripe_bytes(nbytes: int, ranks: int) -> int:
     return next(fitting, SHARED_SIZES[-1])
 
 
-def grain_bytes(nbytes: int, ranks: int, stripe: Stripe) -> int:
+def grain_bytes(nbytes: int, ranks: int, stripe: Striping) -> int:
     """Returns the number of bytes along whose multiples ranks cut a file: whole blocks, and whole
     stripes where possible. All ranks find the same one, since they know the same arguments.
     """

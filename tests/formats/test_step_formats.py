@@ -49,7 +49,6 @@ from fastckpt.formats.safetensors import DTYPES, Entry, layout, parse, supported
 from fastckpt.formats.shard_index import (
     INDEX_BYTES_MAX,
     PER_RANK,
-    ChunkHashes,
     Piece,
     ShardIndex,
     check_version,
@@ -59,6 +58,7 @@ from fastckpt.formats.shard_index import (
     shard_name,
 )
 from fastckpt.plan.boxes import Box, intersect, span
+from fastckpt.plan.chunk_hashes import ChunkHashes
 from fastckpt.plan.image import PAGE_BYTES, Image
 from tests.storm import Chance
 

@@ -19,7 +19,8 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.plan.image import BlockChecksums
-from fastckpt.reading.verified import Body, takes_bytes
+from fastckpt.reading.verified import Body
+from fastckpt.state.targets import takes_bytes
 
 INDEX = BlockChecksums(body_nbytes=2500, block_bytes=1000, block_crcs=(1, 2, 3), tail=b"")
 

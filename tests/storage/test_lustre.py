@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastckpt
+from fastckpt.arguments.checks import check_stripe
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.plan.intervals import bounds
@@ -28,7 +29,6 @@ from fastckpt.storage.lustre_layout import (
     ALL_STRIPES,
     Layout,
     Purpose,
-    check_stripe,
     decide,
     elsewhere,
     encoded,

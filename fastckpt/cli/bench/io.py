@@ -24,9 +24,7 @@ from fastckpt.cli.drawing import drawing
 from fastckpt.cli.paths import path_argument, quantity_argument
 from fastckpt.cli.progress import progress
 from fastckpt.engine.cell_trial import Cell, CellTrial
-from fastckpt.engine.staging import IO_THREADS, QUEUE_DEPTH
 from fastckpt.errors import BackendUnavailable, CheckpointError
-from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.saving import pipeline
 
 _MIB = 1 << 20
@@ -76,9 +74,7 @@ class _Grid:
                 self.notes.append(str(error))
             for operation in _OPERATIONS:
                 own = route(fd, path, "auto", writing=operation == "write")
-                depth = QUEUE_DEPTH if own.backend.name == "io_uring" else IO_THREADS
-                cell = Cell(own.backend.name, BLOCK_BYTES, depth, own.direct)
-                self.defaults[operation] = cell
+                self.defaults[operation] = Cell.of(own)
             refusal = current.storage.set_direct(fd, writing=True)
             if refusal is not None:
                 self.notes.append(f"{refusal}: all cells are buffered")

@@ -23,11 +23,10 @@ import fastckpt
 from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli.bench.command import Command, Result, positive, table
-from fastckpt.cli.bench.rank import DONE
+from fastckpt.cli.bench.rank import DONE, c10d
 from fastckpt.cli.paths import quantity_argument
 from fastckpt.cli.progress import progress
 from fastckpt.errors import CheckpointError
-from fastckpt.ranks.store_client import c10d
 
 _RANK = [sys.executable, "-c", "from fastckpt.cli.bench.rank import main; main()"]
 _POLL_S = 0.05

@@ -27,7 +27,15 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from fastckpt.arguments.checks import FENCES, ON_ERROR, Fence, OnError, check_choice, check_flag
+from fastckpt.arguments.checks import (
+    FENCES,
+    ON_ERROR,
+    TIMEOUT_S,
+    Fence,
+    OnError,
+    check_choice,
+    check_flag,
+)
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import Places
@@ -39,7 +47,7 @@ from fastckpt.integrations.dcp.writer import Writer, results_of
 from fastckpt.latch import SignalSafeFuture
 from fastckpt.ranks.coordinator import Coordinator, warn_of_unknown_ranks
 from fastckpt.ranks.per_group import PerGroup
-from fastckpt.ranks.round import TIMEOUT_S, Round
+from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 
 __all__ = ["Reader", "Saving", "Writer", "async_save", "save"]

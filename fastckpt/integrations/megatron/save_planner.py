@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from fastckpt import IncompatibleCheckpoint
-from fastckpt.plan.boxes import Box, covers
+from fastckpt.directories.dcp_metadata import check_cover
 
 # A smaller shard is written whole: cutting it gains less than another item costs.
 CUT_BYTES_MIN = 1 << 20
@@ -126,7 +126,7 @@ def divide(offers: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     ]
     for key, tensor in described.items():
         if isinstance(tensor, TensorStorageMetadata):
-            _check_cover(key, tensor)
+            check_cover(key, tensor)
     return plans, Metadata(described)
 
 
@@ -220,23 +220,6 @@ def _noted(
     tensor.chunks.append(data.chunk)
     place = dataclasses.replace(item.index, index=len(tensor.chunks) - 1)
     return dataclasses.replace(item, index=place)
-
-
-def _check_cover(key: str, tensor: TensorStorageMetadata) -> None:
-    """Raises unless every element of the tensor lies in exactly one chunk."""
-    for chunk in tensor.chunks:
-        ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if any(end > size for end, size in zip(ends, tensor.size, strict=True)):
-            raise IncompatibleCheckpoint(
-                f"a shard of {key!r} ends at {ends}, beyond the tensor's sizes {tuple(tensor.size)}"
-            )
-    covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-    whole = Box((0,) * len(tensor.size), tuple(tensor.size))
-    if not covers(whole, [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
-        raise IncompatibleCheckpoint(
-            f"the ranks hold {covered} elements of {key!r}, which has {math.prod(tensor.size)}: "
-            "shards overlap or are missing"
-        )
 
 
 def _nbytes(item: WriteItem) -> int:

@@ -1,0 +1,265 @@
+"""The load of one file: verified bytes for torch.load, on one rank or on several together.
+
+Responsible for which file it is that lies under a path, and for what is left to torch.load alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from fastckpt.arguments.quantities import shown_time, shown_transfer
+from fastckpt.errors import CheckpointError, RanksDisagree, StorageError
+from fastckpt.files.map_location import DeferredStorages
+from fastckpt.formats.torch_pickle import torch_load
+from fastckpt.ranks import per_group
+from fastckpt.reading.verified_file import OtherByteOrder, VerifiedFile, open_verified
+from fastckpt.saving import pipeline
+from fastckpt.storage.atomic import close_quietly
+from fastckpt.storage.file_system import APPEARS_S, Storage, from_the_path, reported
+
+log = logging.getLogger("fastckpt")
+
+_APPEARS_POLL_S = 0.2
+
+
+class TorchLoad(NamedTuple):
+    """What torch.load is asked for: its arguments."""
+
+    f: Any
+    map_location: Any
+    pickle_module: Any
+    options: dict[str, Any]
+
+    def read(self, source: Any, place: Any = None) -> Any:
+        """Lets torch.load read a file that holds what f does; `place` is another map_location."""
+        f, where = self.f, self.map_location
+        simple = where is None or isinstance(where, str | torch.device)
+        with _no_memory_told(f):
+            if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
+                # Newer versions of torch.load do the same by themselves.
+                from safetensors.torch import load_file
+
+                return load_file(f, device=str(where or "cpu"))
+            where = where if place is None else place
+            return torch_load(source, where, self.pickle_module, **self.options)
+
+
+@contextmanager
+def _no_memory_told(f: Any) -> Iterator[None]:
+    """Turns what torch and Python raise if memory or address space is short into a StorageError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch raises a bare RuntimeError with the system's words.
+        is_short = isinstance(error, MemoryError) or os.strerror(errno.ENOMEM) in str(error)
+        if not is_short or isinstance(error, CheckpointError):
+            raise
+        path = str(f if isinstance(f, str | os.PathLike) else getattr(f, "name", f))
+        op, detail = "allocate memory to load", str(error) or type(error).__name__
+        raise StorageError(op, path, errno.ENOMEM, detail=detail) from error
+
+
+def load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any:
+    """Loads a file on this rank alone.
+
+    Args:
+        verify: whether to check the file's checksums.
+        maps: whether torch.load is to map the file.
+        staging: how large storages come to a GPU.
+    """
+    load = partial(_load_alone, asked, verify, maps, staging)
+    return from_the_path(load) if isinstance(asked.f, str | os.PathLike) else load()
+
+
+def _load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any:
+    started = time.perf_counter()
+    opened = _open_regular(asked.f)
+    if opened is None:
+        return asked.read(asked.f)
+    fd, path = opened
+    current = pipeline.current()
+    try:
+        direct = None
+        if staging != "host" and not maps:
+            queue = DeferredStorages.queue(current.staging.devices, asked.map_location)
+            direct = current.staging.direct(staging, queue, os.path.dirname(path))
+        file = open_verified(current.storage, current.staging, fd, path, verify, direct=direct)
+        if file is None:
+            obj = asked.read(asked.f)
+        else:
+            with file:
+                if not maps:
+                    obj = _load_placed(asked, file)
+                elif not verify or not isinstance(asked.f, str | os.PathLike):
+                    obj = asked.read(asked.f)
+                else:
+                    file.verify_all()
+                    # A save may have committed another file under the path since it was verified.
+                    obj = asked.read(f"/proc/self/fd/{fd}")
+    finally:
+        close_quietly(current.storage, fd)
+    _tell_loaded(path, file, started)
+    return obj
+
+
+def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int = 0) -> None:
+    """Logs one line, on the first rank: the size of the file, and how long the load took."""
+    seconds = time.perf_counter() - started
+    if file is None:
+        told = f"in {shown_time(seconds)}, by torch.load: the file has no checksums of fastckpt"
+    else:
+        told = shown_transfer(file.nbytes, seconds)
+    log.log(logging.DEBUG if rank else logging.INFO, "loaded %r: %s", path, told)
+
+
+def _load_placed(asked: TorchLoad, file: VerifiedFile) -> Any:
+    """Does what _load_verified() does, and reads large storages straight to their device if the
+    map_location allows it.
+    """
+    devices = pipeline.current().staging.devices
+    if not DeferredStorages.possible(devices, asked.map_location):
+        return _load_verified(asked, file)
+    try:
+        place = DeferredStorages(file, devices, asked.map_location)
+        return _load_verified(asked, file, place)
+    except OtherByteOrder:
+        file.stop_deferring()
+        return _load_verified(asked, file)
+
+
+def _load_verified(asked: TorchLoad, file: VerifiedFile, place: Any = None) -> Any:
+    """Lets torch read from `file` instead of f, and moves f to where torch would have left it."""
+    obj = file.read_by(lambda file: asked.read(file, place))
+    if not isinstance(asked.f, str | os.PathLike):
+        asked.f.seek(file.tell())
+    return obj
+
+
+def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) -> Any:
+    """Loads a file on the ranks of a group, each of which reads a share of it."""
+    started = time.perf_counter()
+    current = pipeline.current()
+    path = os.path.realpath(asked.f)
+    agreement = per_group.together(group).coordinator.begin(
+        f"load of {path!r}", timeout_s, "nothing was loaded"
+    )
+    with ExitStack() as stack:
+        stack.callback(agreement.close)
+        file: VerifiedFile | None = None
+        try:
+            # The file that the first rank finds exists, though an NFS client may not see it yet.
+            wanted = b"" if agreement.rank == 0 else agreement.get("found")
+            until = time.monotonic() + min(timeout_s, APPEARS_S)
+            while True:
+                found = b""
+                try:
+                    fd, file, found = from_the_path(lambda: _found(asked.f, verify, group))
+                finally:
+                    if agreement.rank == 0:  # b"": the file is damaged, as other ranks will find
+                        agreement.put("found", found)
+                if found == wanted or not wanted or time.monotonic() >= until:
+                    break
+                if not current.storage.look_again(path):
+                    break
+                _forget(fd, file)
+                agreement.check()
+                time.sleep(_APPEARS_POLL_S)
+            if fd is not None:
+                stack.callback(close_quietly, current.storage, fd)
+            differing = agreement.same("file", found, lambda: found)
+            if differing is not None:
+                told = "; ".join(f"ranks {ranks}: {text.decode()}" for ranks, text in differing)
+                raise RanksDisagree(f"ranks found different files at {path!r}: {told}")
+        except BaseException as error:
+            agreement.fail(error)
+            if file is not None:
+                file.abandon()
+            raise
+        if file is None:
+            obj = asked.read(asked.f)
+        else:
+            with file:
+                obj = _load_placed(asked, file)
+    _tell_loaded(path, file, started, agreement.rank)
+    return obj
+
+
+def _found(
+    f: str | os.PathLike[str], verify: bool, group: Any
+) -> tuple[int | None, VerifiedFile | None, bytes]:
+    """Returns what one of several ranks finds under a path: a descriptor (None if torch opens f),
+    the file (None if fastckpt did not write it), and a text that tells it from other files.
+    """
+    current, opened = pipeline.current(), _open_regular(f)
+    if opened is None:
+        with reported("open", str(f)):
+            is_there = current.storage.status(os.path.realpath(f)) is not None
+        return None, None, b"none of fastckpt's" if is_there else b"nothing"
+    try:
+        file = open_verified(current.storage, current.staging, *opened, verify, group)
+    except BaseException:
+        close_quietly(current.storage, opened[0])
+        raise
+    found = b"none of fastckpt's" if file is None else f"{file.closing_crc:08x}".encode()
+    return opened[0], file, found
+
+
+def _forget(fd: int | None, file: VerifiedFile | None) -> None:
+    if file is not None:
+        file.abandon()
+    if fd is not None:
+        close_quietly(pipeline.current().storage, fd)
+
+
+def _open_regular(f: Any) -> tuple[int, str] | None:
+    """Opens a path, or anew a file that the caller has open at its beginning. Returns the
+    descriptor and the name, or None: torch.load is to open f, or to say why that is impossible.
+    """
+    current = pipeline.current()
+    if isinstance(f, str | os.PathLike):
+        path = os.path.realpath(f)
+        current.wait_for(path)
+        if not _is_regular(current.storage, path):
+            return None
+        try:
+            return current.storage.open(path), path
+        except (FileNotFoundError, PermissionError):
+            return None
+        except OSError as error:  # say, no descriptor is left; torch would load f unverified
+            raise StorageError("open", path, error.errno or errno.EIO) from error
+    try:
+        if isinstance(f, io.TextIOBase) or f.tell() != 0:
+            return None
+        # An open file description of our own: reads must not change the caller's position or flags.
+        fd = current.storage.open(f"/proc/self/fd/{f.fileno()}")
+    except (AttributeError, OSError, io.UnsupportedOperation):
+        return None
+    return fd, str(getattr(f, "name", fd))
+
+
+_NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)
+
+
+def _is_regular(storage: Storage, path: str) -> bool:
+    """Returns os.path.isfile(path), but raises where that says no of a file being replaced."""
+    try:
+        status = storage.status(path)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return False  # torch.load raises its own error
+        op = "open" if error.errno == errno.ESTALE else "stat"
+        raise StorageError(op, path, error.errno or errno.EIO) from error
+    except ValueError:  # no file can have this path
+        return False
+    return status is not None and stat.S_ISREG(status.st_mode)

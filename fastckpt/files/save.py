@@ -1,0 +1,105 @@
+"""The begin of a save to one file: by this library, or by torch.save itself where only that can
+write what is asked for. It must not know how a save goes on.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, NamedTuple
+
+from fastckpt.files.place import FilePlace
+from fastckpt.files.plan import FilePlan
+from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
+from fastckpt.formats import torch_pickle
+from fastckpt.formats.torch_pickle import torch_save
+from fastckpt.handle import SaveHandle, Veto
+from fastckpt.options import WriteOptions
+from fastckpt.ranks import per_group
+from fastckpt.saving import pipeline
+from fastckpt.saving.save import Save
+from fastckpt.storage.atomic import check_directory, real_path
+from fastckpt.storage.policies import is_written_through
+
+
+class TorchSave(NamedTuple):
+    """What torch.save is asked for: its arguments, except the target."""
+
+    obj: object
+    pickle_module: Any
+    pickle_protocol: int
+    as_zip: bool
+    disable_byteorder: bool
+
+    def write(self, target: Any) -> None:
+        """Lets torch.save itself write to a target."""
+        torch_save(
+            self.obj,
+            target,
+            pickle_module=self.pickle_module,
+            pickle_protocol=self.pickle_protocol,
+            _use_new_zipfile_serialization=self.as_zip,
+            _disable_byteorder_record=self.disable_byteorder,
+        )
+
+
+def begin_save(
+    asked: TorchSave,
+    target: Any,
+    path: str | None,
+    options: WriteOptions,
+    fence: str,
+    group: Any,
+    timeout_s: float,
+    before_commit: Veto | None,
+    started: float,
+) -> SaveHandle:
+    """Begins a save, or lets torch.save do it; returns when the fence opens.
+
+    Args:
+        target, path: fastckpt.save's `f`, and the path that it is; None if it is none.
+        fence, group, timeout_s, before_commit: as fastckpt.save's.
+        started: when fastckpt.save was called.
+    """
+    shared, current = per_group.together(group), pipeline.current()
+    if group is None:
+        current.raise_unreported(path or "")
+    if path is None:
+        _refuse_group(group, "to a file-like object")
+        return save_to_object(asked.write, target, SaveHandle("", started, target))
+    handle = SaveHandle(real_path(path), started)
+    if is_written_through(path):
+        _refuse_group(group, f"to {handle.path!r}, which is no regular file")
+        asked.write(path)
+        return finish_stock(handle)
+    if asked.pickle_module is not pickle:  # refused as torch does
+        torch_save(None, io.BytesIO(), asked.pickle_module, asked.pickle_protocol)
+    if not asked.as_zip:
+        _refuse_group(group, "in torch's legacy format")
+        return save_stock(current, asked.write, handle, options.durable)
+    agreement = shared.coordinator.begin(f"save to {handle.path!r}", timeout_s)
+    with agreement.failing():
+        current.raise_unreported(handle.path)  # with a group only now, when other ranks hear of it
+        if agreement.rank == 0:
+            check_directory(current.storage, handle.path)
+        try:
+            devices = current.staging.devices
+            how = (asked.pickle_module, asked.pickle_protocol, asked.disable_byteorder)
+            copies = fence == "step"
+            captured = torch_pickle.capture(asked.obj, *how, copies, devices.readable())
+        except torch_pickle.SkipDataActive:
+            _refuse_group(group, "under skip_data()")
+            agreement.close()
+            return save_stock(current, asked.write, handle, options.durable)
+        agreed = None if group is None else shared
+        place = FilePlace(current.storage, handle.path, agreement, options.durable)
+        plan = FilePlan(captured, asked.obj, agreed, devices, agreement, place, options)
+        parts = (handle, agreement, plan, place, options, before_commit)
+        save = Save(*parts, fence=fence, lane=handle.path)
+    del captured, parts
+    return current.save(save)
+
+
+def _refuse_group(group: Any, what: str) -> None:
+    if group is not None:
+        raise ValueError(f"group: several ranks cannot save together {what}")

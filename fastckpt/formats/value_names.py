@@ -1,0 +1,32 @@
+"""The names of a checkpoint's values: the keys that lead to them, as one text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def joined(path: Sequence[str]) -> str:
+    """Returns the name of a value: the keys that lead to it, joined by "/"."""
+    return "/".join(map(escaped, path))
+
+
+def below(name: str | None, key: str) -> str:
+    """Returns the name of a value that stands under a key of a named one; None is the state."""
+    if "/" in key or "~" in key:
+        key = escaped(key)
+    return key if name is None else f"{name}/{key}"
+
+
+def escaped(key: str) -> str:
+    """Returns a key as it stands in a name."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def keys_of(name: str) -> list[str]:
+    """Returns the keys of which joined() has made a name."""
+    return [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
+
+
+def dotted(name: str) -> str:
+    """Returns a name with its keys joined by ".", as Hugging Face has them."""
+    return ".".join(keys_of(name))
