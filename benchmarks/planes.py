@@ -24,7 +24,7 @@ sys.path.append(str(ROOT / "examples"))
 
 import report  # noqa: E402
 import torch  # noqa: E402
-from rank_bars import surroundings  # noqa: E402
+from rank_bars import Row, surroundings, write  # noqa: E402
 from state import byte_view  # noqa: E402
 from train_gpt import Preset, make_batch, make_model, train_step  # noqa: E402
 
@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=8, help="windows of 128 bytes in a step")
     parser.add_argument("--rounds", type=int, default=5, help="over the blocks of a kind")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
 
     def progress(line: str) -> None:
@@ -180,7 +181,7 @@ def main() -> None:
     preset = Preset(options.width, options.layers, options.width // 64, 128, options.batch, 0.0)
     kinds = trained(preset, options.steps, progress)
     torch.set_num_threads(1)
-    rows, missed = [], False
+    rows, results, missed = [], list[Row](), False
     for kind, bar in [*BARS.items(), (ALL, ALL_BAR)]:
         nbytes = sum(its.nbytes for name, its in kinds.items() if kind in (name, ALL))
         cells = [kind, f"{nbytes / 1e6:.1f} MB", f"<= {bar:.2f}"]
@@ -190,6 +191,8 @@ def main() -> None:
             else:
                 share, encode_bps, decode_bps = measured(codec, kinds[kind], options.rounds)
             cells += [f"{share:.3f}", f"{encode_bps / 1e9:.2f}", f"{decode_bps / 1e9:.2f}"]
+            row = {"kind": kind, "codec": codec, "nbytes": nbytes, "share": share, "bar": bar}
+            results.append(row | {"encode_bps": encode_bps, "decode_bps": decode_bps})
             if codec == "planes":
                 missed |= share > bar or encode_bps < ENCODE_BPS
         rows.append(cells)
@@ -198,6 +201,7 @@ def main() -> None:
         f"{codec}{what}" for codec in CODECS for what in ("", ", encode GB/s", ", decode GB/s")
     ]
     print(f"{surroundings(environment)}; {options.steps} steps\n\n{report.table(heads, rows)}")
+    print(f"\n{write({'environment': environment, 'results': results}, options.out, 'planes')}")
     sys.exit(missed)
 
 

@@ -20,6 +20,7 @@
 #include "engine/cloning.h"
 #include "engine/engine.h"
 #include "engine/placing.h"
+#include "planes/literals.h"
 #include "planes/planes.h"
 #include "polyval/polyval.h"
 
@@ -205,6 +206,16 @@ void bind_planes(py::module_& m) {
               join_planes(from.bytes.data(), from.count, from.bytes.size(), turned,
                           static_cast<uint8_t*>(to.ptr));
           });
+    m.def("put_literals", [](const py::buffer& source, const py::buffer& target) {
+        const py::buffer_info from = source.request(), to = target.request(/*writable=*/true);
+        const auto count = static_cast<size_t>(from.size * from.itemsize);
+        if (count == 0 || count > UINT32_MAX)
+            throw py::value_error("a frame has one byte to 2^32 - 1");
+        py::gil_scoped_release nogil;
+        return put_literals(static_cast<const uint8_t*>(from.ptr), count,
+                            static_cast<uint8_t*>(to.ptr),
+                            static_cast<size_t>(to.size * to.itemsize));
+    });
 }
 
 void bind_rounding(py::module_& m) {

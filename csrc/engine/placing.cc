@@ -36,7 +36,8 @@ std::byte* window_memory() {
 
 }  // namespace
 
-// A range of the file that is being gathered, in memory aligned as it is.
+// A range of the file that is being gathered, in memory aligned as it is: a window's, or where the
+// op has it, if that is in one piece and needs no conversion.
 class Placer::Window {
   public:
     Window(const Op& op, int buffered, const Transfer& transfer, uint64_t file_nbytes)
@@ -44,35 +45,30 @@ class Placer::Window {
           buffered_(buffered),
           transfer_(transfer),
           file_nbytes_(file_nbytes),
-          memory_(window_memory()) {}
+          memory_(window_memory()),
+          from_(memory_) {}
 
     // Adds items that belong at an offset of the file; returns 0, or the errno of a write.
     int add(uint64_t offset, Dtype held, Dtype stored, const std::byte* source, uint64_t count) {
         if (memory_ == nullptr) return ENOMEM;
-        if (offset != end_) {
-            if (const int error = flush()) return error;
-            begin_from(offset);
-        }
-        const size_t wide = width_of(held), narrow = width_of(stored);
-        while (count > 0) {
-            if (end_ == base_ + kWindowBytes) {
+        std::byte* const here = op_.data + (source - op_.data);
+        const bool goes_on = in_place_ && offset == end_ && here == from_ + (end_ - begin_);
+        if (held == stored && (goes_on || is_in_place(offset, here, count * width_of(held)))) {
+            if (!goes_on) {
                 if (const int error = flush()) return error;
-                begin_from(end_);
+                begin_from(offset, here);
             }
-            const uint64_t some = std::min(count, (base_ + kWindowBytes - end_) / narrow);
-            cast(held, stored, source, memory_ + (end_ - base_), some);
-            end_ += some * narrow;
-            source += some * wide;
-            count -= some;
+            end_ += count * width_of(held);
+            return 0;
         }
-        return 0;
+        return gather(offset, held, stored, source, count);
     }
 
     // Writes what was gathered; returns 0, or errno.
     int flush() {
         if (begin_ == end_) return 0;
         // The register itself, from none of the inversions that the CRC of whole data begins with.
-        const uint32_t crc = ~crc32(~uint32_t{0}, memory_ + (begin_ - base_), end_ - begin_);
+        const uint32_t crc = ~crc32(~uint32_t{0}, from_, end_ - begin_);
         written_.crc ^= crc32_combine(crc, 0, file_nbytes_ - end_);
         written_.nbytes += end_ - begin_;
         const uint64_t first = page_from(begin_), last = page_at(end_);
@@ -91,8 +87,38 @@ class Placer::Window {
     const Written& written() const { return written_; }
 
   private:
-    void begin_from(uint64_t offset) {
-        base_ = page_at(offset);
+    // Whether bytes can be written with O_DIRECT from where they are, and are worth it.
+    bool is_in_place(uint64_t offset, const std::byte* bytes, uint64_t nbytes) const {
+        return op_.direct &&
+               reinterpret_cast<uintptr_t>(bytes) % kPageBytes == offset % kPageBytes &&
+               page_from(offset) + kLeastDirect <= page_at(offset + nbytes);
+    }
+
+    int gather(uint64_t offset, Dtype held, Dtype stored, const std::byte* source, uint64_t count) {
+        if (offset != end_ || in_place_) {
+            if (const int error = flush()) return error;
+            begin_from(offset);
+        }
+        const size_t wide = width_of(held), narrow = width_of(stored);
+        while (count > 0) {
+            const uint64_t base = page_at(begin_);
+            if (end_ == base + kWindowBytes) {
+                if (const int error = flush()) return error;
+                begin_from(end_);
+                continue;
+            }
+            const uint64_t some = std::min(count, (base + kWindowBytes - end_) / narrow);
+            cast(held, stored, source, from_ + (end_ - begin_), some);
+            end_ += some * narrow;
+            source += some * wide;
+            count -= some;
+        }
+        return 0;
+    }
+
+    void begin_from(uint64_t offset, std::byte* in_place = nullptr) {
+        in_place_ = in_place != nullptr;
+        from_ = in_place_ ? in_place : memory_ + offset % kPageBytes;
         begin_ = end_ = offset;
     }
 
@@ -101,7 +127,7 @@ class Placer::Window {
         Op part;
         part.kind = Op::Kind::write;
         part.fd = direct || !op_.direct ? op_.fd : buffered_;
-        part.data = memory_ + (begin - base_);
+        part.data = from_ + (begin - begin_);
         part.nbytes = end - begin;
         part.offset = begin;
         part.direct = direct;
@@ -116,7 +142,8 @@ class Placer::Window {
     const Transfer& transfer_;
     const uint64_t file_nbytes_;
     std::byte* const memory_;
-    uint64_t base_ = 0;  // where in the file the memory lies
+    std::byte* from_;  // the memory of what was gathered
+    bool in_place_ = false;
     uint64_t begin_ = 0;
     uint64_t end_ = 0;
     Written written_{0, 0};

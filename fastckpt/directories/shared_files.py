@@ -20,7 +20,7 @@ from fastckpt.errors import CheckpointError
 from fastckpt.formats import safetensors
 from fastckpt.formats.file_list import File
 from fastckpt.plan.boxes import Box, Held, Piece, copies, plan
-from fastckpt.plan.image import Image
+from fastckpt.plan.image import PAGE_BYTES, Image
 from fastckpt.plan.scattered_crc import crc_of_zeros
 from fastckpt.ranks.same_state import Description, Sampled
 from fastckpt.state.tree import Leaf
@@ -68,13 +68,20 @@ class SharedFile:
         metadata: Mapping[str, str],
         is_first: bool,
     ) -> None:
-        # Those with larger items come first, so that each is aligned to its items.
-        order = sorted(range(len(tensors)), key=lambda number: -tensors[number].dtype.itemsize)
+        # Those that fill whole pages come first, since pages that hold parts of two tensors cost
+        # writes of their own; then those with larger items, so that each is aligned to its items.
+        order = sorted(
+            range(len(tensors)),
+            key=lambda number: (
+                tensors[number].nbytes % PAGE_BYTES > 0,
+                -tensors[number].dtype.itemsize,
+            ),
+        )
         entries = [
             (tensors[n].name, safetensors.NAMES[tensors[n].dtype], tensors[n].leaf.shape)
             for n in order
         ]
-        header = bytearray(safetensors.header(entries, metadata, safetensors.LENGTH_BYTES))
+        header = bytearray(safetensors.header(entries, metadata, PAGE_BYTES))
         self.name, self.nbytes = name, len(header)
         offsets = [0] * len(tensors)
         for number in order:
@@ -82,24 +89,33 @@ class SharedFile:
             self.nbytes += tensors[number].nbytes
         self.image = Image.tailless()
         self._elements: list[Elements] = []
-        # No element may lie across two blocks: so here those with larger items come first, too.
-        staged = [_staged(tensor) for tensor in tensors]
-        for piece in sorted(pieces, key=lambda piece: -staged[piece.held].itemsize):
-            _name, dtype, leaf = tensors[piece.held]
-            whole = Box((0,) * len(leaf.shape), leaf.shape)
-            rows = copies(whole, 0, piece.box, 0, 1)
-            local, its = leaf.local, staged[piece.held]
-            address = local.data_ptr() + piece.begin * local.itemsize
-            number = self._add(address, piece.box.numel * its.itemsize, local)
-            if its != local.dtype:
-                self.image.conversions.extend((number, number_of(local.dtype), number_of(its)))
-            how = (its, dtype, offsets[piece.held], rows)
-            self._elements.append(Elements(piece.box.numel * its.itemsize, *how))
         if is_first:
             content = torch.frombuffer(header, dtype=torch.uint8)
             self._add(content.data_ptr(), len(header), content)
             rows = [(0, 0, len(header), 1, 0, 0)]
             self._elements.append(Elements(len(header), torch.uint8, torch.uint8, 0, rows))
+        staged = [_staged(tensor) for tensor in tensors]
+
+        def nbytes_of(piece: Piece) -> int:
+            return piece.box.numel * staged[piece.held].itemsize
+
+        # No element may lie across two blocks: the order is that of the file. So whole pages of the
+        # file are whole pages of the memory, too, and are written from there.
+        ordered = sorted(
+            pieces,
+            key=lambda piece: (nbytes_of(piece) % PAGE_BYTES > 0, -staged[piece.held].itemsize),
+        )
+        for piece in ordered:
+            _name, dtype, leaf = tensors[piece.held]
+            whole = Box((0,) * len(leaf.shape), leaf.shape)
+            rows = copies(whole, 0, piece.box, 0, 1)
+            local, its = leaf.local, staged[piece.held]
+            address = local.data_ptr() + piece.begin * local.itemsize
+            number = self._add(address, nbytes_of(piece), local)
+            if its != local.dtype:
+                self.image.conversions.extend((number, number_of(local.dtype), number_of(its)))
+            how = (its, dtype, offsets[piece.held], rows)
+            self._elements.append(Elements(nbytes_of(piece), *how))
 
     def _add(self, address: int, nbytes: int, owner: torch.Tensor) -> int:
         self.image.sources.append(owner)

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import zstandard
 
-from fastckpt._engine import join_planes, round_to_bf16, split_planes
+from fastckpt._engine import join_planes, put_literals, round_to_bf16, split_planes
 from fastckpt.engine.roundings import ITEMS_MIN, Roundings
 from fastckpt.plan.image import ItemRun
 
@@ -40,12 +40,14 @@ FRAMES_MAX = 16
 _OCTETS = 1
 _WIDTH_MAX = 8
 _LEVEL = 1
-# For planes: their short repeats are chance, and take more room than the codes of their bytes. With
-# the level's own 14, bf16 weights of a normal distribution take 0.68 of their size, and not 0.66,
-# at less than half the speed.
+# For planes, whose short repeats are chance, and take more room than the codes of their bytes.
 _HASH_LOG = 6
-_SAMPLES, _SAMPLE_BYTES = 8, 2048
-_GAIN_MIN = 1 / 32  # of the sample, for a plane to be compressed
+_SAMPLES, _SAMPLE_BYTES = 32, 512
+_SHARE_MAX = 15 / 16  # of a sample, for a plane to be compressed
+# Of what literals take: a search for repeats is worth its time, here and in the reader, if they are
+# no chance.
+_REPEATS_SHARE_MAX = 7 / 8
+
 
 F = TypeVar("F")
 # Its size and kind, and the stored sizes of its planes, or the halves of an offset.
@@ -143,23 +145,28 @@ class PlanesEncoder:
 
 def _put(compressor: zstandard.ZstdCompressor, plane: memoryview, target: memoryview) -> int:
     """Fills target from a plane, compressed if that makes it smaller; returns how many bytes."""
-    stored: memoryview | bytes = plane
-    if _compresses(compressor, plane):
+    sample = _sample(plane)
+    of_literals = put_literals(sample, target[: len(sample)]) or len(sample)
+    of_repeats = len(compressor.compress(sample))
+    limit, smaller = _SHARE_MAX * len(sample), target[: len(plane) - 1]
+    if of_repeats < _REPEATS_SHARE_MAX * of_literals and of_repeats <= limit:
         frame = compressor.compress(plane)  # a stream into target would go through a buffer
-        if len(frame) < len(plane):
-            stored = frame
-    _copy(stored, target[: len(stored)])
-    return len(stored)
+        if len(frame) <= len(smaller):
+            _copy(frame, target[: len(frame)])
+            return len(frame)
+    elif of_literals <= limit and (nbytes := put_literals(plane, smaller)):
+        return nbytes
+    _copy(plane, target[: len(plane)])
+    return len(plane)
 
 
-def _compresses(compressor: zstandard.ZstdCompressor, plane: memoryview) -> bool:
-    """Tells from a few samples whether a plane may be worth compressing."""
+def _sample(plane: memoryview) -> memoryview | bytes:
+    """Returns a few parts of a plane, which tell how it is best stored; of a small one, all."""
     step = len(plane) // _SAMPLES
     if step < 2 * _SAMPLE_BYTES:
-        return True
-    places = range(0, _SAMPLES * step, step)
-    sample = b"".join(plane[at : at + _SAMPLE_BYTES] for at in places)
-    return len(compressor.compress(sample)) <= (1 - _GAIN_MIN) * len(sample)
+        return plane
+    places = range(step // 2, len(plane), step)
+    return b"".join(plane[at : at + _SAMPLE_BYTES] for at in places)
 
 
 class Frame:

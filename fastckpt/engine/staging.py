@@ -251,7 +251,8 @@ class Staging:
             StorageError: the file cannot be opened once more, or as route().
         """
         transfer, page = self.storage.transfer, placer.whole_page()
-        backend = self._backend("placing", lambda: _engine.PlacingBackend(IO_THREADS, transfer))
+        # Its threads wait for the disk most of the time: as many writes are under way as of a ring.
+        backend = self._backend("placing", lambda: _engine.PlacingBackend(QUEUE_DEPTH, transfer))
         assert isinstance(backend, _engine.PlacingBackend)
         with ExitStack() as opened:
             route, buffered = Route(backend, False, _DOUBLE, PATIENCE_S), None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import mmap
 import os
 import random
 import zlib
@@ -303,6 +304,27 @@ def test_what_follows_each_other_in_the_file_is_written_at_once() -> None:
 
     write_parts([part_of(tensors, 0)], 99, 1 << 20, write)
     assert written == [(0, 210), (218, 10), (236, 10), (254, 10)]
+
+
+def test_whole_pages_that_lie_as_in_the_file_are_written_from_where_they_are() -> None:
+    """Of any size at once, also if they are of several tensors; what else there is, is gathered."""
+    values = torch.randn(3 << 18)
+    tensors = [Tensor(values, torch.float32, cut(values.shape, 0, [len(values)])) for _ in range(2)]
+    tensors.append(Tensor(values[:1000], torch.bfloat16, cut([1000], 0, [1000])))
+    (image, placer), written = part_of(tensors, 0), list[tuple[int, int, int]]()
+    memory = mmap.mmap(-1, -(-len(image) // PAGE) * PAGE)  # whole pages
+    memory[: len(image)] = bytes(image)
+
+    def write(_kind: str, fd: int, part: memoryview, offset: int) -> int:
+        written.append((fd, offset, len(part)))
+        return len(part)
+
+    with placing(99, placer, write, buffered=98) as backend:
+        ops = [("write", 99, address_of(memory), len(image), 0, False)]
+        assert _engine.run_ops(backend, ops) == [(len(image), 0, 0)]
+    whole = 2 * values.nbytes
+    assert written == [(99, 0, whole), (98, whole, 2000)]
+    assert joined_crc([Part(image, placer)], whole + 2000) == zlib.crc32(rendering(tensors))
 
 
 def test_a_write_that_fails_is_the_blocks_error_and_counts_nothing() -> None:
