@@ -368,6 +368,8 @@ def joined(path: Sequence[str]) -> str:
 
 def escaped(key: str) -> str:
     """Returns a key as it stands in a name."""
+    if "~" not in key and "/" not in key:
+        return key
     return key.replace("~", "~0").replace("/", "~1")
 
 
