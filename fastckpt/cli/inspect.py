@@ -11,7 +11,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
@@ -22,6 +22,8 @@ import torch
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli.paths import add_json, path_argument, shown_name, shown_others
+
+_KINDS_MAX = 256
 
 
 def add_arguments(commands: Any) -> None:
@@ -72,8 +74,7 @@ class _Kind(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     with _without_collector(), fastckpt.open(arguments.path) as tensors:
-        names = fnmatch.filter(tensors, arguments.glob)
-        rows = _rows(tensors, names)
+        rows = _rows(tensors, arguments.glob)
         told = {
             "path": tensors.path,
             "kind": tensors.kind,
@@ -91,13 +92,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(tensors: fastckpt.LazyTensors, names: Iterable[str]) -> list[tuple[str, _Kind]]:
-    found = ((name, tensors[name]) for name in names)
-    return [(name, _kind(each.dtype, each.shape, each.shards)) for name, each in found]
+def _rows(tensors: fastckpt.LazyTensors, glob: str) -> list[tuple[str, _Kind]]:
+    """Returns the names that the pattern fits, with what is told of each."""
+    kinds: dict[int, tuple[Any, _Kind]] = {}  # by the identity of what many tensors share
+
+    def kind_of(stored: Any) -> _Kind:
+        found = _kind(stored.dtype, stored.shape, stored.shards)
+        if len(kinds) < _KINDS_MAX:
+            kinds[id(stored)] = stored, found
+        return found
+
+    rows = [
+        (name, known[1] if (known := kinds.get(id(stored))) else kind_of(stored))
+        for name, stored in tensors.listed()
+    ]
+    if glob == "*":
+        return rows
+    names = {*fnmatch.filter((name for name, _kind in rows), glob)}
+    return [row for row in rows if row[0] in names]
 
 
-@lru_cache(256)
-def _kind(dtype: torch.dtype, shape: torch.Size, shards: tuple[Any, ...]) -> _Kind:
+@lru_cache(_KINDS_MAX)
+def _kind(dtype: torch.dtype, shape: tuple[int, ...], shards: tuple[Any, ...]) -> _Kind:
     told, nbytes = str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize
     files = [os.path.basename(shard.path) for shard in shards]
     distinct = [*dict.fromkeys(files)]
@@ -113,15 +129,21 @@ def _print(told: dict[str, Any], rows: list[tuple[str, _Kind]]) -> None:
     print(f"{told['tensors']} tensors, {shown_size(told['nbytes'])}")
     if told["others"]:
         print(shown_others(told["others"]))
-    names = [shown_name(name) for name, _kind in rows]
+    names = [name for name, _kind in rows]
+    if not ("".join(names).isprintable() and all(names)):
+        names = [*map(shown_name, names)]
     kinds = {id(kind): kind.cells for _name, kind in rows}
     widths = [max(map(len, column)) for column in zip(*kinds.values(), strict=True)]
     ends = {
-        number: "  ".join(map(str.ljust, cells, widths)).rstrip() for number, cells in kinds.items()
+        number: f"  {'  '.join(map(str.ljust, cells, widths)).rstrip()}\n"
+        for number, cells in kinds.items()
     }
     width = max(map(len, names), default=0)
-    lines = (
-        f"{name.ljust(width)}  {ends[id(kind)]}\n"
-        for name, (_name, kind) in zip(names, rows, strict=True)
+    sys.stdout.write(
+        "".join(
+            [
+                name.ljust(width) + ends[id(kind)]
+                for name, (_name, kind) in zip(names, rows, strict=True)
+            ]
+        )
     )
-    sys.stdout.writelines(lines)

@@ -12,13 +12,14 @@ def joined(path: Sequence[str]) -> str:
 
 def below(name: str | None, key: str) -> str:
     """Returns the name of a value that stands under a key of a named one; None is the state."""
-    if "/" in key or "~" in key:
-        key = escaped(key)
+    key = escaped(key)
     return key if name is None else f"{name}/{key}"
 
 
 def escaped(key: str) -> str:
     """Returns a key as it stands in a name."""
+    if "~" not in key and "/" not in key:
+        return key
     return key.replace("~", "~0").replace("/", "~1")
 
 

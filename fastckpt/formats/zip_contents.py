@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from itertools import islice
 
 from fastckpt.formats import torch_zip, zip_records
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
@@ -30,25 +29,30 @@ def damaged_records(
         Names such as "data/3"; none if the damage is in a zip header or in padding.
     """
     names = []
-    directory_end = len(index.tail) - torch_zip.END_BYTES
-    for entry in zip_records.directory(index.tail, directory_end):
-        if entry.offset >= end or entry.nbytes > index.body_nbytes:
+    directory = _directory(index)
+    columns = directory.names, directory.offsets, directory.sizes, directory.crcs
+    for name, offset, nbytes, expected in zip(*columns, strict=True):
+        if offset >= end or nbytes > index.body_nbytes:
             continue
-        data = zip_records.data_offset(read_at(entry.offset, zip_records.LOCAL_BYTES), entry.offset)
-        if data is None or data >= end or data + entry.nbytes <= begin:
+        data = zip_records.data_offset(read_at(offset, zip_records.LOCAL_BYTES), offset)
+        if data is None or data >= end or data + nbytes <= begin:
             continue
         crc = 0
-        for at in range(data, data + entry.nbytes, BLOCK_BYTES):
-            crc = zlib.crc32(read_at(at, min(BLOCK_BYTES, data + entry.nbytes - at)), crc)
-        if crc != entry.crc:
-            names.append(entry.name.split("/", 1)[-1])
+        for at in range(data, data + nbytes, BLOCK_BYTES):
+            crc = zlib.crc32(read_at(at, min(BLOCK_BYTES, data + nbytes - at)), crc)
+        if crc != expected:
+            names.append(name.split("/", 1)[-1])
     return names
+
+
+def _directory(index: BlockChecksums) -> zip_records.Directory:
+    return zip_records.directory(index.tail, len(index.tail) - torch_zip.END_BYTES)
 
 
 def storages_offset(index: BlockChecksums) -> int:
     """Returns where, behind data.pkl, the storages begin; 0 if data.pkl is not the first record."""
-    entries = [*islice(zip_records.directory(index.tail, len(index.tail) - torch_zip.END_BYTES), 2)]
-    return entries[1].offset if len(entries) == 2 and entries[0].name.endswith("data.pkl") else 0
+    names, offsets = _directory(index)[:2]
+    return offsets[1] if len(names) >= 2 and names[0].endswith("data.pkl") else 0
 
 
 def blocks_of_large(index: BlockChecksums, nbytes_min: int) -> set[int]:
@@ -58,8 +62,9 @@ def blocks_of_large(index: BlockChecksums, nbytes_min: int) -> set[int]:
     """
     found: set[int] = set()
     size = index.block_bytes
-    for entry in zip_records.directory(index.tail, len(index.tail) - torch_zip.END_BYTES):
-        if nbytes_min <= entry.nbytes <= index.body_nbytes - entry.offset:
-            first = -(-(entry.offset + _HEADER_BYTES_MAX) // size)
-            found.update(range(first, (entry.offset + entry.nbytes) // size))
+    directory = _directory(index)
+    for offset, nbytes in zip(directory.offsets, directory.sizes, strict=True):
+        if nbytes_min <= nbytes <= index.body_nbytes - offset:
+            first = -(-(offset + _HEADER_BYTES_MAX) // size)
+            found.update(range(first, (offset + nbytes) // size))
     return found

@@ -8,15 +8,15 @@ must not know what the records contain.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
+from fastckpt import _engine
 from fastckpt.errors import CorruptCheckpoint
 
 _U16, _U32 = 0xFFFF, 0xFFFFFFFF
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
-_CENTRAL_READ = struct.Struct("<I12xI4xIHH10xI")  # magic, CRC-32, sizes of data, name, extra; place
 _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<IIQI")
@@ -25,18 +25,24 @@ _UTF8, _DESCRIPTOR_FOLLOWS = 0x0800, 0x0008
 LOCAL_BYTES = _LOCAL.size
 END_BYTES = _END.size
 _CENTRAL_MAGIC = 0x02014B50
+_END_MAGIC, _LOCATOR64_MAGIC = b"PK\x05\x06", b"PK\x06\x07"
+DIRECTORY_BYTES_MAX = 1 << 30  # that is read of a file without checksums, which may claim any size
 CRC_AT = 16  # in a central header
 DESCRIPTOR_CRC_AT = 4
 _DESCRIPTOR_BYTES, _WIDE_DESCRIPTOR_BYTES = 16, 24
 
 
-class Entry(NamedTuple):
-    """One record of a zip's central directory; `offset` is that of its local header."""
+class Directory(NamedTuple):
+    """The records of a zip's central directory, a column for each of their attributes.
 
-    name: str
-    offset: int
-    nbytes: int
-    crc: int
+    `offsets` are those of the local headers; `methods` of compression, of which torch uses 0.
+    """
+
+    names: list[str]
+    offsets: list[int]
+    sizes: list[int]
+    crcs: list[int]
+    methods: list[int]
 
 
 def _padding(offset: int, name_nbytes: int, zip64_nbytes: int, alignment: int) -> int:
@@ -141,37 +147,50 @@ def end_records(offset: int, nbytes: int, entries: int, comment_nbytes: int) -> 
     )
 
 
-def directory(data: bytes, end: int) -> Iterator[Entry]:
-    """Yields the entries of a central directory in verified bytes; the end record begins at `end`.
+def directory(data: bytes, end: int) -> Directory:
+    """Reads the central directory in verified bytes; the end record begins at `end`.
 
     Raises:
         CorruptCheckpoint: the directory is malformed, although its checksum is right.
     """
     try:
-        yield from _entries(data, end)
-    except (struct.error, IndexError):
+        row = _END64.unpack_from(data, end - _LOCATOR64.size - _END64.size)
+        begin = end - _LOCATOR64.size - _END64.size - row[8]
+        return Directory(*_engine.zip_directory(data[max(0, begin) : end], row[7]))
+    except (struct.error, ValueError):
         raise CorruptCheckpoint("its zip directory is malformed") from None
 
 
-def _entries(data: bytes, end: int) -> Iterator[Entry]:
-    at = end - _LOCATOR64.size - _END64.size
-    row = _END64.unpack_from(data, at)
-    at, count = max(0, at - row[8]), row[7]
-    for _ in range(min(count, end // _CENTRAL.size)):
-        magic, crc, nbytes, name_nbytes, extra_nbytes, offset = _CENTRAL_READ.unpack_from(data, at)
-        if magic != _CENTRAL_MAGIC:
-            return
-        at += _CENTRAL.size
-        name = data[at : at + name_nbytes].decode(errors="replace")
-        at += name_nbytes
-        if extra_nbytes or nbytes == _U32 or offset == _U32:
-            wide = list(struct.unpack_from(f"<{extra_nbytes // 8}Q", data, at + 4))
-            at += extra_nbytes
-            if nbytes == _U32:
-                nbytes, wide = wide[0], wide[2:]
-            if offset == _U32:
-                offset = wide[0]
-        yield Entry(name, offset, nbytes, crc)
+def directory_of(read_at: Callable[[int, int], bytes], nbytes: int) -> Directory:
+    """Reads the central directory of any zip file.
+
+    Args:
+        read_at: (nbytes, offset) -> that much of the file, unverified.
+        nbytes: of the file.
+
+    Raises:
+        CorruptCheckpoint: it is none, or its directory is damaged.
+    """
+    begin = max(0, nbytes - _END.size - _U16)
+    last = read_at(nbytes - begin, begin)
+    try:
+        at = last.rindex(_END_MAGIC, 0, len(last) - _END.size + len(_END_MAGIC))
+        *_, count, size, offset, _comment = _END.unpack_from(last, at)
+        end = begin + at
+        if last[max(0, at - _LOCATOR64.size) : at].startswith(_LOCATOR64_MAGIC):
+            end -= _LOCATOR64.size + _END64.size
+            row = _END64.unpack(read_at(_END64.size, end) if end >= 0 else b"")
+            *_, count, size, offset = row
+        if size > DIRECTORY_BYTES_MAX or offset + size > end:
+            raise ValueError(f"its directory claims {size} bytes at {offset}")
+        found = Directory(*_engine.zip_directory(read_at(size, offset) if size else b"", size))
+        if len(found.names) != count:
+            raise ValueError(f"its directory has {len(found.names)} records, not {count}")
+        return found
+    except (ValueError, struct.error) as error:
+        raise CorruptCheckpoint(
+            f"it begins as a zip file, but is none ({error}): it is truncated or damaged"
+        ) from None
 
 
 def opening_padding(head: bytes) -> bytes:

@@ -7,10 +7,9 @@ found.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -49,8 +48,9 @@ class Form(NamedTuple):
     is_neg: bool = False
 
 
-# A tensor's form, and the offset of its first element, in bytes; or what returns that, or raises.
-Place = tuple[Form, int | Callable[[], int]]
+# A tensor's form, and where its first element lies: in a record of the file, if it has any, so many
+# bytes behind the record's beginning. It needs so many bytes of the record.
+Place = tuple[Form, str, int, int]
 
 
 class _Part(NamedTuple):
@@ -69,18 +69,32 @@ class _Tensors(Mapping[str, Stored]):
     """
 
     def __init__(self, bodies: Sequence[Body], places: Mapping[str, Place]) -> None:
-        self._places = places
-
-        @lru_cache(KINDS_MAX)
-        def described(form: Form) -> Stored:
-            shards = (Shard(bodies[form.file].path, whole(form.shape)),)
-            repeated = frozenset(dim for dim, stride in enumerate(form.strides) if not stride)
-            return Stored(form.dtype, form.shape, shards, repeated)
-
-        self._described = described
+        self._bodies, self._places = bodies, places
+        self._described: dict[int, tuple[Form, Stored]] = {}  # by the identity of the form
 
     def __getitem__(self, name: str) -> Stored:
-        return self._described(self._places[name][0])
+        form = self._places[name][0]
+        known = self._described.get(id(form))
+        return self._describe(form) if known is None else known[1]
+
+    def _describe(self, form: Form) -> Stored:
+        shards = (Shard(self._bodies[form.file].path, whole(form.shape)),)
+        repeated = frozenset(dim for dim, stride in enumerate(form.strides) if not stride)
+        stored = Stored(form.dtype, form.shape, shards, repeated)
+        if len(self._described) >= KINDS_MAX:
+            self._described.clear()
+        self._described[id(form)] = form, stored
+        return stored
+
+    def items(self) -> ItemsView[str, Stored]:
+        return _Items(self)
+
+    def pairs(self) -> Iterator[tuple[str, Stored]]:
+        """Yields names and descriptions."""
+        described = self._described
+        for name, (form, *_) in self._places.items():
+            known = described.get(id(form))
+            yield name, self._describe(form) if known is None else known[1]
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
@@ -90,6 +104,17 @@ class _Tensors(Mapping[str, Stored]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+
+class _Items(ItemsView[str, Stored]):
+    """The items of _Tensors, made without a call for each."""
+
+    def __init__(self, tensors: _Tensors) -> None:
+        super().__init__(tensors)
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[tuple[str, Stored]]:
+        return self._tensors.pairs()
 
 
 class ExtentsSource:
@@ -103,6 +128,7 @@ class ExtentsSource:
         close: closes the files.
         others: how many objects were passed over, by what makes them; None: names are no paths of
             keys, and nothing was.
+        begin_of: returns where a record begins in the file, or raises; default: there are none.
     """
 
     def __init__(
@@ -113,13 +139,14 @@ class ExtentsSource:
         places: Mapping[str, Place],
         close: Callable[[], None],
         others: Mapping[str, int] | None = None,
+        begin_of: Callable[[str], int] = len,
     ) -> None:
         self.kind = kind
         self.facts: dict[str, str] = {"files": str(len(bodies))}
         self.is_verified = bool(bodies) and all(body.index.block_crcs for body in bodies)
         self.others, self.has_paths = others or {}, others is not None
         self.tensors: Mapping[str, Stored] = _Tensors(bodies, places)
-        self._places = places
+        self._places, self._begin_of = places, begin_of
         self._staging, self._bodies, self._close = staging, bodies, close
         self._lock = threading.Lock()
         self._routed: dict[int, Body] = {}
@@ -163,8 +190,8 @@ class ExtentsSource:
         return self._places[want.name][0]
 
     def _part(self, want: Wanted) -> _Part:
-        (form, found), sizes = self._places[want.name], want.box.sizes
-        dtype, begin = want.target.dtype, found if isinstance(found, int) else found()
+        (form, record, begin, _nbytes), sizes = self._places[want.name], want.box.sizes
+        dtype, begin = want.target.dtype, begin + (self._begin_of(record) if record else 0)
         is_in_body = begin < self._bodies[form.file].index.body_nbytes
         begin += dtype.itemsize * sum(map(int.__mul__, want.box.offsets, form.strides))
         # In the file, the dimensions of a transposed tensor have another order.

@@ -109,5 +109,7 @@ def _opened(
     def form(kind: safetensors.Kind) -> Form:
         return Form(number, kind.dtype, kind.shape, row_major(kind.shape))
 
-    tensors: dict[str, Place] = {name: (form(kind), begin) for name, (kind, begin) in found.items()}
+    tensors: dict[str, Place] = {
+        name: (form(kind), "", begin, kind.nbytes) for name, (kind, begin) in found.items()
+    }
     return body, tensors

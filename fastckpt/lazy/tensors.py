@@ -79,6 +79,12 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
     def __len__(self) -> int:
         return len(self._source.tensors)
 
+    def listed(self) -> Iterable[tuple[str, Stored]]:
+        """Returns each tensor's name with its dtype, shape and shards, in the checkpoint's order:
+        what LazyTensors have, in less time where there are very many.
+        """
+        return self._source.tensors.items()
+
     def __repr__(self) -> str:
         return f"<{len(self)} tensors of {self.path!r}, {self.kind}>"
 

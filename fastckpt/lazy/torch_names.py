@@ -2,25 +2,30 @@
 
 Responsible for what torch's pickler writes for a tensor. Objects of other classes are passed over,
 and counted, so that a file with a user's objects can be opened, too. It must not know files.
+
+What is done for each storage and each tensor is done in C++, in bindings_torch_views.cc, since
+there may be 100,000 of them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
+from fastckpt import _engine
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import Callee, Ignored, Instance
-from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.formats.value_names import escaped
+from fastckpt.lazy.extents import Form
 from fastckpt.state.tree import PER_RANK, Stored, stored_of, unescaped
 
+_FILE = 0  # the number of a torch zip, which is one file
 _DIMS_MAX = 64
 _NUMBER_END = 1 << 63
 # A dict that stands in a state many times gives its tensors many names, each of the length of its
@@ -55,20 +60,16 @@ class StoredView(NamedTuple):
     """A tensor as a pickle describes it: a view of a storage.
 
     Attributes:
-        record: the name of the storage's record, of which the tensor needs `nbytes`.
-        dtype, shape, strides: the tensor's; strides in elements.
-        offset: of its first element in the storage, in elements.
-        is_conj, is_neg: whether its elements are the conjugates, the negatives, of what is stored.
+        form: what it has in common with others.
+        record: the name of the storage's record.
+        begin: of its first element in the storage, in bytes.
+        nbytes: how much of the storage it needs, from the first byte on.
     """
 
+    form: Form
     record: str
+    begin: int
     nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    is_conj: bool = False
-    is_neg: bool = False
 
 
 class Names(NamedTuple):
@@ -87,7 +88,7 @@ class Names(NamedTuple):
 class _Storage(NamedTuple):
     """A storage that the pickle refers to; `dtype` is None if it has only bytes."""
 
-    key: str
+    record: str
     dtype: torch.dtype | None
     nbytes: int
 
@@ -123,57 +124,74 @@ class _Walk:
     def __init__(self, characters: int, is_of_step: bool) -> None:
         self._left, self._is_of_step = characters, is_of_step
         self._found = Names({}, {})
-        self._number: dict[str, int] = {}  # of tensors by each name
+        self._number: dict[str, int] = {}  # of tensors by each name that more than one has
 
     def run(self, nest: Any) -> Names:
-        # A stack of its own: a pickle may be nested more deeply than Python calls.
-        levels: list[Iterator[tuple[Any, str, str]]] = [iter([(nest, "", "")])]
+        # A stack of its own: a pickle may be nested more deeply than Python calls. Of each node the
+        # items that are left, and what begins the names below it: "" only of the whole nest, since
+        # the key "" is one as well.
+        levels: list[tuple[Iterator[tuple[Any, Any]], str]] = [(iter([("", nest)]), "")]
+        tensors = self._found.tensors
         while levels:
-            for value, name, prefix in levels[-1]:
-                if type(value) is StoredView:
-                    self._found.tensors[self._unique(name)] = value
-                elif type(value) in _OTHERS:
-                    what = value.name if type(value) is Ignored else "a storage"
-                    self._found.others[what] = self._found.others.get(what, 0) + 1
-                elif self._is_of_step and (stored := stored_of(value)) is not None:
-                    self._found.tensors[self._unique(name)] = stored
-                elif type(value) in _NODES:
-                    levels.append(self._children(value, prefix))
+            items, prefix = levels[-1]
+            for key, value in items:
+                if type(key) is StoredView:
+                    tensors[self._unique(f"{prefix}key")] = key
+                kind = type(value)
+                if kind not in _NODES:
+                    continue
+                if type(key) is not str:
+                    key = _key_name(key)
+                name = prefix + (escaped(key) if "~" in key or "/" in key else key)
+                self._left -= len(name) + _NODE_CHARACTERS
+                if self._left < 0:
+                    raise _too_many_names()
+                if kind is StoredView:
+                    tensors[self._unique(name) if name in tensors else name] = value
+                elif not self._passes_over(name, value):
+                    levels.append((self._items(value), f"{name}/" if len(levels) > 1 else ""))
                     break
             else:
                 levels.pop()
         return self._found
 
-    def _children(self, value: Any, prefix: str) -> Iterator[tuple[Any, str, str]]:
-        """Yields each value in a node, with its name and what begins the names below it: "" only of
-        the whole nest, since the key "" is one as well.
-        """
+    def _passes_over(self, name: str, value: Any) -> bool:
+        """Returns whether a value is nothing to enter, but counts or stands for a tensor."""
+        if type(value) in _OTHERS:
+            what = value.name if type(value) is Ignored else "a storage"
+            self._found.others[what] = self._found.others.get(what, 0) + 1
+        elif self._is_of_step and (stored := stored_of(value)) is not None:
+            self._found.tensors[self._unique(name)] = stored
+        else:
+            return False
+        return True
+
+    def _items(self, value: Any) -> Iterator[tuple[Any, Any]]:
+        """Returns the keys and values in a node."""
         if self._is_of_step and type(value) is dict:
             if isinstance(value.get(PER_RANK), str):
-                return  # a value of each rank's own
+                return iter(())  # a value of each rank's own
             value = unescaped(value)
-        items = value.items() if isinstance(value, dict) else enumerate(value)
         self._left -= len(value)
-        for key, item in items:
-            if type(key) is StoredView:
-                yield key, f"{prefix}key", ""
-            if type(item) in _NODES:
-                name = prefix + escaped(key if type(key) is str else _key_name(key))
-                self._left -= len(name) + _NODE_CHARACTERS
-                if self._left < 0:
-                    raise IncompatibleCheckpoint(
-                        "its pickle has the same values over and over, or nested too deeply: its "
-                        "tensors have too many names"
-                    )
-                yield item, name, f"{name}/"
+        return iter(value.items() if isinstance(value, dict) else enumerate(value))
 
     def _unique(self, name: str) -> str:
-        unique, number = name, self._number.get(name, 1)
+        """Returns a name that no tensor has yet: this, or one with a number behind it."""
+        if name not in self._found.tensors:
+            return name
+        number, unique = self._number.get(name, 1), name
         while unique in self._found.tensors:
             number += 1
             unique = f"{name}#{number}"
         self._number[name] = number
         return unique
+
+
+def _too_many_names() -> IncompatibleCheckpoint:
+    return IncompatibleCheckpoint(
+        "its pickle has the same values over and over, or nested too deeply: its tensors have too "
+        "many names"
+    )
 
 
 _OTHERS = frozenset({Ignored, _Storage})
@@ -186,15 +204,25 @@ def _key_name(key: Any) -> str:
     return "key" if type(key) is StoredView else str(key)
 
 
-def _storage(name: Any) -> _Storage:
-    """Returns the storage of a persistent id, which is ("storage", class, key, location, size)."""
-    if type(name) is not tuple or len(name) != 5 or name[0] != "storage":
-        raise ValueError("a persistent id is not that of a storage")
-    _word, kind, key, _location, size = name
-    if type(key) is not str or type(size) is not int or not 0 <= size < _NUMBER_END:
-        raise ValueError("a storage has no name or size")
-    dtype = kind if isinstance(kind, torch.dtype) else None
-    return _Storage(key, dtype, size * (1 if dtype is None else _ITEMSIZE[dtype]))
+def _form(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    is_conj: bool = False,
+    is_neg: bool = False,
+) -> tuple[Form, int]:
+    """Returns a form, and the bytes from the first element to the last."""
+    if len(shape) > _DIMS_MAX:
+        raise ValueError(f"a tensor has {len(shape)} dimensions")
+    if any(not 0 <= number < _NUMBER_END for number in (*shape, *strides)):
+        raise ValueError("the place of a tensor is not a number")
+    if prod(size or 1 for size in shape) >= _NUMBER_END:
+        raise ValueError("a tensor has 2^63 elements or more")
+    if is_neg and not dtype.is_complex and dtype not in _NEGATED:
+        raise ValueError(f"a tensor of {dtype} has the attribute neg")
+    span = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    nbytes = 0 if 0 in shape else min(span * _ITEMSIZE[dtype], _NUMBER_END - 1)
+    return Form(_FILE, dtype, shape, strides, is_conj, is_neg), nbytes
 
 
 def _rebuilt_v2(
@@ -205,9 +233,18 @@ def _rebuilt_v2(
     _requires_grad: Any = False,
     _hooks: Any = None,
     bits: Any = None,
+    *,
+    dtype: Any = None,
 ) -> StoredView:
-    """Returns the tensor of torch._utils._rebuild_tensor_v2."""
-    return _view(storage, offset, shape, strides, getattr(storage, "dtype", None), bits)
+    """Returns the tensor of torch._utils._rebuild_tensor_v2, which may have attributes."""
+    view: StoredView = _view(storage, offset, shape, strides, dtype)
+    if bits is None:
+        return view
+    # Of torch.Tensor.is_conj() and is_neg().
+    if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
+        raise ValueError("a tensor has attributes that are not known")
+    its = view.form.dtype, shape, strides, bool(bits.get("conj")), bool(bits.get("neg"))
+    return view._replace(form=_form(*its)[0])
 
 
 def _rebuilt_v3(
@@ -221,46 +258,22 @@ def _rebuilt_v3(
     bits: Any = None,
 ) -> StoredView:
     """Returns the tensor of torch._utils._rebuild_tensor_v3."""
-    return _view(storage, offset, shape, strides, dtype, bits)
-
-
-def _view(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any, bits: Any) -> StoredView:
-    if type(storage) is not _Storage or not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor has no storage, or no dtype")
-    if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
-        raise ValueError("a tensor has not as many strides as dimensions")
-    if len(shape) > _DIMS_MAX:
-        raise ValueError(f"a tensor has {len(shape)} dimensions")
-    # Before anything else is done with these: hash() recurses on the stack of C.
-    if {type(offset), *map(type, shape), *map(type, strides)} != {int}:
-        raise ValueError("the place of a tensor is not a number")
-    if not 0 <= offset < _NUMBER_END:
-        raise ValueError("the place of a tensor is not a number")
-    span = _span(shape, strides)
-    nbytes = (offset + span) * _ITEMSIZE[dtype] if span else 0
-    if nbytes > storage.nbytes:
-        raise ValueError("a tensor reaches beyond its storage")
-    is_conj = is_neg = False
-    if bits is not None:  # of torch.Tensor.is_conj() and is_neg()
-        if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
-            raise ValueError("a tensor has attributes that are not known")
-        is_conj, is_neg = bool(bits.get("conj")), bool(bits.get("neg"))
-        if is_neg and not dtype.is_complex and dtype not in _NEGATED:
-            raise ValueError(f"a tensor of {dtype} has the attribute neg")
-    record = f"data/{storage.key}"
-    return StoredView(record, nbytes, dtype, shape, strides, offset, is_conj, is_neg)
+    return _rebuilt_v2(storage, offset, shape, strides, bits=bits, dtype=dtype)
 
 
-@lru_cache(KINDS_MAX)
-def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Returns the number of elements from the first one of a tensor to the last."""
-    if any(not 0 <= number < _NUMBER_END for number in (*shape, *strides)):
-        raise ValueError("the place of a tensor is not a number")
-    if prod(size or 1 for size in shape) >= _NUMBER_END:
-        raise ValueError("a tensor has 2^63 elements or more")
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+_storage, _rebuilt, _view = _engine.torch_views(
+    {
+        "storage": _Storage,
+        "view": StoredView,
+        "dtype": torch.dtype,
+        "prefix": "data/",  # of a storage's name in that of its record
+        "itemsizes": _ITEMSIZE,
+        "form": _form,
+        "otherwise": _rebuilt_v2,
+    }
+)
 
 
 def _parameter(data: Any, *_rest: Any) -> Any:
@@ -268,7 +281,7 @@ def _parameter(data: Any, *_rest: Any) -> Any:
 
 
 _REBUILT = {
-    "_rebuild_tensor_v2": Callee(_rebuilt_v2),
+    "_rebuild_tensor_v2": Callee(_rebuilt),
     "_rebuild_tensor_v3": Callee(_rebuilt_v3),
     "_rebuild_parameter": Callee(_parameter),
     "_rebuild_parameter_with_state": Callee(_parameter),

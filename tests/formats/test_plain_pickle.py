@@ -9,7 +9,10 @@ from __future__ import annotations
 import collections
 import pickle
 import random
+import signal
 import struct
+import sys
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -228,6 +231,60 @@ def test_what_is_not_needed_is_refused_by_name(content: bytes, refusal: str) -> 
 def test_what_no_pickler_wrote_is_told_apart(content: bytes) -> None:
     with pytest.raises(DAMAGE):
         loads(content)
+
+
+def value_of(rng: random.Random, depth: int = 0) -> Any:
+    """Any value that picklers write without a class, and a Point."""
+    kind = rng.randrange(11 if depth < 4 else 6)
+    if kind < 3:
+        return rng.choice([None, True, 1.5, 255, 65536, -1, 1 << 31, -(1 << 63), 1 << 64, 1 << 300])
+    if kind < 5:
+        return rng.choice(["", "a", "b", "\u20ac" * 300, "\ud800", b"", b"b" * 300])
+    if kind == 5:
+        return bytearray(rng.randbytes(3))
+    items = [value_of(rng, depth + 1) for _ in range(rng.choice((0, 1, 2, 3, 4, 20)))]
+    if kind == 6:
+        return items
+    if kind == 7:
+        return (*items, items)
+    if kind == 8:
+        return {
+            rng.choice([number, str(number), (number, "a")]): v for number, v in enumerate(items)
+        }
+    if kind == 9:
+        return collections.OrderedDict(enumerate(items))
+    return Point({*range(len(items))}, frozenset(map(str, range(len(items)))))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_any_value_is_read_as_pickle_reads_it(protocol: int, storm: Storm) -> None:
+    for rng in storm.rounds(suite=50, torture=5000):
+        content = pickle.dumps(value_of(rng), protocol)
+        back, expected = loads(content), pickle.loads(content)
+        assert back == expected and repr(back) == repr(expected)
+
+
+def test_a_read_can_be_interrupted_and_keeps_nothing() -> None:
+    class Interrupted(BaseException):
+        pass
+
+    def handle(*_: object) -> None:
+        raise Interrupted
+
+    content = b"]" * 200_000 + b"a" * 199_999 + b"."
+    before = signal.signal(signal.SIGUSR1, handle)
+    held = sys.getrefcount(None)
+    try:
+
+        def find(_module: str, _name: str) -> Any:
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+            return None
+
+        with pytest.raises(Interrupted):
+            plain_pickle.loads(_named("a", "b") + b"0" + b"N" * 200_000 + content, find)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert sys.getrefcount(None) < held + 1000
 
 
 def changed(content: bytes, rng: random.Random) -> bytes:

@@ -209,6 +209,32 @@ def test_a_directory_that_claims_more_than_a_file_may_have(disk: Path) -> None:
     refused(path)
 
 
+def test_a_zip_that_another_tool_has_packed(disk: Path) -> None:
+    torch.save({"w": torch.ones(3)}, disk / "a.pt")
+    extra = struct.pack("<HHQ", 0x5455, 8, 1 << 60)  # a field of another kind
+    with zipfile.ZipFile(disk / "a.pt") as old, zipfile.ZipFile(disk / "b.pt", "w") as new:
+        new.comment = b"packed anew, PK"
+        for info in old.infolist():
+            other = zipfile.ZipInfo(info.filename)
+            other.extra, other.comment = extra, b"of a record"
+            new.writestr(other, old.read(info))
+    with fastckpt.open(disk / "b.pt") as tensors:
+        assert tensors["w"][...].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("at", "value"), [(8, 0), (10, 1), (10, 0xFFFE), (12, 7), (16, 1)])
+def test_an_end_of_a_zip_that_lies(at: int, value: int, disk: Path) -> None:
+    zipped(disk / "a.pt", b"\x80\x02].")
+    content = bytearray((disk / "a.pt").read_bytes())
+    end = content.rindex(b"PK\x05\x06")
+    struct.pack_into("<H", content, end + at, value)
+    (disk / "a.pt").write_bytes(content)
+    if at == 8:  # of this disk; the number in all counts
+        fastckpt.open(disk / "a.pt").close()
+    else:
+        refused(disk / "a.pt")
+
+
 @pytest.mark.parametrize("part", ["local", "size"])
 def test_a_pickle_that_claims_gigabytes(part: str, disk: Path) -> None:
     path = disk / "a.pt"

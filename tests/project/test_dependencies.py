@@ -38,15 +38,22 @@ RANK_OF = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 # Imports that the rule forbids and that are there yet, as (module, module). None is added.
 EXCEPTIONS: set[tuple[str, str]] = set()
 # Only these speak to the extension module.
-ENGINE_USERS = {"engine", "storage", "formats.torch_pickle"}
+ENGINE_USERS = {
+    *("engine", "storage"),
+    *("formats.torch_pickle", "formats.plain_pickle", "formats.zip_records", "lazy.torch_names"),
+}
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
 PUBLIC_NAME_USERS = {"integrations", "cli", "__main__"}
 
 PYTHON_BINDINGS = {
     "bindings.cc",
     "bindings_gds.cc",
+    "bindings_pickle_reader.cc",
+    "bindings_pickle_state.h",
     "bindings_pickler.cc",
     "bindings_python_frames.cc",
+    "bindings_torch_views.cc",
+    "bindings_zip_directory.cc",
 }
 PYTHON_HEADER = re.compile(r"^(pybind11/|Python\.h)")
 DEVICE_HEADER = re.compile(
