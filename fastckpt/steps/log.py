@@ -5,6 +5,7 @@ Responsible for what a line holds, and for reading lines. It must not know how a
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from threading import current_thread, main_thread
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.errors import CorruptCheckpoint
+from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, from_the_path, reported
@@ -76,9 +77,16 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
         CorruptCheckpoint: no line is an entry. StorageError: it cannot be read.
     """
     with reported("read", path):
-        if storage.is_directory(path):
-            path = os.path.join(path, NAME)
-        content = from_the_path(partial(_last_lines, storage, path))
+        is_root = storage.is_directory(path)
+    if is_root:
+        path = os.path.join(path, NAME)
+    try:
+        with reported("read", path):
+            content = from_the_path(partial(_last_lines, storage, path))
+    except StorageError as error:
+        if is_root and error.errno == errno.ENOENT:
+            error.reword(f"{error}; no save to this root was logged: pass log=True to Checkpointer")
+        raise
     found: list[dict[str, Any]] = []
     wrong = ""
     for number, line in enumerate(content.split(b"\n"), 1):

@@ -49,6 +49,11 @@ def logged(disk: Path) -> Path:
     return disk
 
 
+def test_a_root_without_a_log(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(disk)]) == 1
+    assert "saves.jsonl" in (told := capsys.readouterr().err) and "pass log=True" in told
+
+
 def test_a_line_for_each_save(logged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(logged)]) == 0
     lines = capsys.readouterr().out.splitlines()
