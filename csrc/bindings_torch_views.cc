@@ -37,6 +37,13 @@ int64_t number(py::handle value, const char* what) {
     return found;
 }
 
+// Tells whether a value is an int of at most 64 bits.
+bool is_short(PyObject* value) {
+    int overflow = 0;
+    return PyLong_CheckExact(value) &&
+           (PyLong_AsLongLongAndOverflow(value, &overflow), overflow == 0);
+}
+
 // Returns the product of two numbers, or the highest number if that is higher.
 int64_t product(int64_t count, int64_t itemsize) {
     int64_t found = 0;
@@ -120,10 +127,11 @@ class Views {
         const bool fits = PyTuple_CheckExact(shape.ptr()) && PyTuple_CheckExact(strides.ptr());
         if (!fits || PyTuple_GET_SIZE(shape.ptr()) != PyTuple_GET_SIZE(strides.ptr()))
             refuse("a tensor has not as many strides as dimensions");
-        // Before anything else is done with these: hash() recurses on the stack of C.
+        // Before anything else is done with these: hash() recurses on the stack of C, and takes the
+        // longer for a number, the more bits that has.
         for (Py_ssize_t dim = 0; dim < PyTuple_GET_SIZE(shape.ptr()); ++dim) {
-            if (!PyLong_CheckExact(PyTuple_GET_ITEM(shape.ptr(), dim)) ||
-                !PyLong_CheckExact(PyTuple_GET_ITEM(strides.ptr(), dim)))
+            if (!is_short(PyTuple_GET_ITEM(shape.ptr(), dim)) ||
+                !is_short(PyTuple_GET_ITEM(strides.ptr(), dim)))
                 refuse("the place of a tensor is not a number");
         }
         const py::object kind = owned(PyTuple_Pack(3, dtype.ptr(), shape.ptr(), strides.ptr()));
