@@ -21,7 +21,7 @@ from fastckpt import errors
 from fastckpt.engine.gds import BLOCKS
 from fastckpt.engine.gds_read_stream import GdsReadStream, whole_blocks
 from fastckpt.formats import zip_contents, zip_records
-from fastckpt.formats.zip_records import Entry
+from fastckpt.formats.zip_records import Directory
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.plan.runs import blocks_of
 from fastckpt.saving import pipeline
@@ -320,8 +320,8 @@ def test_a_directory_that_cannot_be_looked_at(
 
 def test_records_beyond_the_end_are_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a forged directory: the engine is asked for no block that the file does not have."""
-    entry = Entry("a/data/0", 100 * BLOCK_BYTES, 2 * BLOCK_BYTES, 0)
-    monkeypatch.setattr(zip_records, "directory", lambda _data, _end: iter([entry]))
+    forged = Directory(["a/data/0"], [100 * BLOCK_BYTES], [2 * BLOCK_BYTES], [0], [0])
+    monkeypatch.setattr(zip_records, "directory", lambda _data, _end: forged)
     index = BlockChecksums(3 * BLOCK_BYTES, BLOCK_BYTES, (0, 0, 0), b"")
     assert zip_contents.blocks_of_large(index, MIB) == set()
 
