@@ -34,7 +34,7 @@ _APPEARS_POLL_S = 0.2
 
 
 class TorchLoad(NamedTuple):
-    """What torch.load is asked for: its arguments."""
+    """The arguments of torch.load."""
 
     f: Any
     map_location: Any

@@ -23,7 +23,7 @@ from fastckpt.storage.policies import is_written_through
 
 
 class TorchSave(NamedTuple):
-    """What torch.save is asked for: its arguments, except the target."""
+    """The arguments of torch.save, except the target."""
 
     obj: object
     pickle_module: Any

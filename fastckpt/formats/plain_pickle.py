@@ -84,7 +84,7 @@ def loads(
     return found
 
 
-# What the interpreter takes from here.
+# The interpreter takes these names from here.
 _WORDS: dict[str, Any] = {
     "callee": Callee,
     "instance": Instance,
