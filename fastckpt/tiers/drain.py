@@ -6,24 +6,16 @@ The module must not know how a step came into the local tier.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
 from functools import partial
 
-from fastckpt.engine.devices import DeviceSources
-from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, is_visible
 from fastckpt.formats.manifest import Manifest, Writer
-from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.handle import SaveHandle
-from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
 from fastckpt.ranks.round import Round
-from fastckpt.reading.verified import Body
-from fastckpt.reading.verified_file import VerifiedFile
-from fastckpt.saving.image_file import ImageFile
+from fastckpt.saving.copied_file import write_portions
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.steps.copies import StepCopies
@@ -38,9 +30,7 @@ from fastckpt.tiers.local_tier import OBJECTS_PART, LocalTier
 
 log = logging.getLogger("fastckpt")
 
-_CHUNK_BYTES = 32 << 20  # one is read while the one before is written
 DRAIN_BLOCKS_MIN = 2  # of staging memory: one to read a block into while another is written
-_PART_BYTES = 4 << 20  # of a record, put into the store at a time
 
 
 class Drain(Job):
@@ -69,7 +59,7 @@ class Drain(Job):
         names: dict[int, str],
         parts: Sequence[int],
     ) -> None:
-        super().__init__(handle, agreement, DeviceSources(), (), fence="call", lane=tier.root.root)
+        super().__init__(handle, agreement, fence="call", lane=tier.root.root)
         self._tier = tier
         self._options = options
         self._names = names
@@ -138,13 +128,13 @@ class Drain(Job):
         if not self._own_name:
             if rank != 0:
                 return None
-            return Manifest.from_bytes(receive(self.agreement, "manifest", source))
+            return Manifest.from_bytes(self.agreement.get_large("manifest", source))
         try:
             manifest = steps.read(self._own_name)
         except Vanished as error:  # this library removes no step before the root has it
             raise CorruptCheckpoint(f"{steps.path(self._own_name)!r} is missing: {error}") from None
         if travels and rank == source:
-            send(self.agreement, "manifest", manifest.to_bytes())
+            self.agreement.put_large("manifest", manifest.to_bytes())
         return manifest
 
     def _publish(self, manifest: Manifest | None) -> None:
@@ -199,43 +189,19 @@ class _Copying:
         copy is damaged, or StorageError.
         """
         if part == OBJECTS_PART:
-            self._copy_objects()
+            with self._source.stored_objects(self._manifest) as portions:
+                self._write(self._manifest.objects.file, self._manifest.objects.nbytes, portions)
             return
         writer = next(each for each in self._manifest.writers if each.rank == part)
         index, content = self._source.index(writer, self._manifest.nonce)
-        self._copy_shard(index)
+        with self._source.stored_shard(index) as portions:
+            self._write(index.file, index.file_nbytes, portions)
         self._copy_index(writer, content)
 
-    def _copy_objects(self) -> None:
-        name, nbytes, _crc = self._manifest.objects
-        with self._source.objects(self._manifest) as file:
-            self._write(name, nbytes, _octets(file))
-
-    def _copy_shard(self, index: ShardIndex) -> None:
-        frames = None if index.codec is None else dict[int, bytes]()
-        with self._source.shard(index, frames) as body:
-            self._write(index.file, index.file_nbytes, _stored(body, frames))
-
-    def _write(self, name: str, nbytes: int, content: Iterator[bytearray]) -> None:
-        """Writes a file of the root by chunks; while one is written, `content` reads the next."""
-        path, options = self._place.path(name), self._options
-        purpose = Purpose(nbytes, 1, options.striping, self._tier.root.root)
-        with ExitStack() as files, _UnderWay(self._pace) as moving:
-            allowance = self._staging.allowance(2 * _CHUNK_BYTES)
-            file = files.enter_context(
-                ImageFile(self._pipeline, Image.tailless(), path, options, allowance)
-            )
-            file.make(partial(self._place.made, name), purpose)
-            file.begin(0, self._pace)
-            offset = 0
-            for chunk in content:
-                image = Image.of_bytes(chunk)
-                transfer = ImageTransfer(self._staging, image, path, allowance, 1)
-                transfer.write_to(file.fd, offset, file.route)
-                moving.follow(transfer)
-                offset += len(chunk)
-            moving.follow(None)
-            file.end(nbytes)
+    def _write(self, name: str, nbytes: int, portions: Iterator[bytearray]) -> None:
+        purpose = Purpose(nbytes, 1, self._options.striping, self._tier.root.root)
+        path, make = self._place.path(name), partial(self._place.made, name)
+        write_portions(self._pipeline, portions, path, self._options, self._pace, make, purpose)
 
     def _copy_index(self, writer: Writer, content: bytes) -> None:
         path = self._place.path(writer.index)
@@ -243,72 +209,3 @@ class _Copying:
             with reported("write", path):
                 patiently(self._storage, fd, lambda: self._storage.write_at(fd, content, 0))
             settle(self._storage, fd, path, self._options.durable)
-
-
-class _UnderWay:
-    """The chunk that is being written. Leaving the context cancels it and waits for its end."""
-
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
-        self._transfer: ImageTransfer | None = None
-
-    def __enter__(self) -> _UnderWay:
-        return self
-
-    def follow(self, transfer: ImageTransfer | None) -> None:
-        """Takes note of a chunk that has been begun, and waits for the one before, whose memory is
-        free after that.
-        """
-        before, self._transfer = self._transfer, transfer
-        if before is not None:
-            with before:
-                self._pace.wait_one(before)
-
-    def __exit__(self, *_: object) -> None:
-        if self._transfer is not None:
-            self._transfer.__exit__()
-
-
-def _chunks(nbytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[bytearray]:
-    """Yields memory for each chunk of a file; the next but one gets the same memory again."""
-    size = max(1, _CHUNK_BYTES // block_bytes) * block_bytes
-    turns = [bytearray(size) for _ in range(min(2, nbytes // size))]
-    for number in range(nbytes // size):
-        yield turns[number % 2]
-    if nbytes % size:
-        yield bytearray(nbytes % size)
-
-
-def _octets(file: VerifiedFile) -> Iterator[bytearray]:
-    """Yields all of a file, verified, in chunks."""
-    for chunk in _chunks(file.nbytes):
-        file.readinto(chunk)
-        yield chunk
-
-
-def _stored(body: Body, frames: dict[int, bytes] | None) -> Iterator[bytearray]:
-    """Yields all of a shard as it is stored, verified, in chunks; with a codec, its frames, which
-    `frames` receives as blocks are read.
-    """
-    # A stream for each chunk, so that no more is read ahead: later saves may need the memory.
-    index, begin, number = body.index, 0, 0
-    for chunk in _chunks(index.body_nbytes, index.block_bytes):
-        wanted = range(number, number + block_count(len(chunk), index.block_bytes))
-        with closing(body.stream(wanted)) as stream:
-            body.check(stream, stream.readinto(chunk, begin))
-        begin, number = begin + len(chunk), wanted.stop
-        yield chunk if frames is None else bytearray().join(map(frames.pop, wanted))
-
-
-def send(agreement: Round, key: str, content: bytes) -> None:
-    """Leaves a record of any size for other ranks to receive()."""
-    parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
-    agreement.put(key, json.dumps(len(parts)).encode())
-    for number, part in enumerate(parts):
-        agreement.put(f"{key} {number}", part)
-
-
-def receive(agreement: Round, key: str, rank: int) -> bytes:
-    """Waits for the record that `rank` sends, and returns it."""
-    parts = range(json.loads(agreement.get(key, rank)))
-    return b"".join(agreement.get(f"{key} {number}", rank) for number in parts)
