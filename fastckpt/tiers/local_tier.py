@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import socket
 import threading
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.options import Pacing
 from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.nodes import RanksByNode, this_machine
 from fastckpt.ranks.round import Round
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import NEW_MODE, Storage, reported, room_text
@@ -33,29 +33,6 @@ OBJECTS_PART = -1  # the objects' place among parts, which else are ranks of wri
 SPARE_BYTES = 16 << 20  # room for indexes and the manifest, beside shards and objects
 _MARGIN = 1.5  # a step goes straight to the root only if that is hoped to take so much less
 SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
-
-
-class RanksByNode:
-    """The nodes of a job; a node is the ranks that see the same directory.
-
-    Args:
-        first: for each rank, the first rank of its node.
-
-    Attributes:
-        firsts: the first rank of each node, ascending.
-    """
-
-    def __init__(self, first: list[int]) -> None:
-        self._first = first
-        self.firsts = sorted(set(first))
-
-    def first(self, rank: int) -> int:
-        """Returns the first rank on the node of a rank."""
-        return self._first[rank]
-
-    def beside(self, rank: int) -> list[int]:
-        """Returns all ranks on the node of a rank, ascending."""
-        return [other for other, first in enumerate(self._first) if first == self._first[rank]]
 
 
 class Undrained(NamedTuple):
@@ -181,7 +158,7 @@ class LocalTier:
             assert status is not None
         except OSError:
             return f"rank {self._rank}"
-        return f"{_machine()} {status.st_dev} {status.st_ino}"
+        return f"{this_machine()} {status.st_dev} {status.st_ino}"
 
     def refusal(self) -> str:
         """Returns why nothing can be written to the tier now, in words; "" if it can be."""
@@ -370,15 +347,6 @@ class LocalTier:
                 is_newer = one["sequence"] > newest
                 told["undrained"].append([one["step"], names, parts, is_newer])
         return told
-
-
-def _machine() -> str:
-    """Returns a name of this machine that is the same in all of its containers."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def local_tier(
