@@ -15,19 +15,17 @@ import threading
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
-from fastckpt.arguments.checks import check_count, check_path, optional
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
-from fastckpt.options import Pacing
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.nodes import RanksByNode, this_machine
 from fastckpt.ranks.round import Round
+from fastckpt.steps.options import KEEP_LOCAL, StepOptions
 from fastckpt.steps.root import Committed, Steps
-from fastckpt.storage.file_system import NEW_MODE, Storage, reported, room_text
+from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 
 log = logging.getLogger("fastckpt")
 
-KEEP_LOCAL = 2
 DRAINED = "drained"  # a file in a step's directory: the root has had the step
 OBJECTS_PART = -1  # the objects' place among parts, which else are ranks of writers
 SPARE_BYTES = 16 << 20  # room for indexes and the manifest, beside shards and objects
@@ -56,28 +54,22 @@ class LocalTier:
 
     Args:
         directory: as Checkpointer's `local`; steps of several roots may lie in it.
-        keep: how many of the newest steps stay.
         root: the steps of the root, which these are drained to.
-        timeout_s: the longest that ranks wait for each other.
+        coordinator, options: the Checkpointer's.
 
     Attributes:
         steps: the root's steps that lie in the local directory.
-        root, keep: as the arguments.
+        root: as the argument.
+        keep: how many of the newest steps stay.
 
     Raises:
         ValueError: the directory lies on the root's file system.
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        directory: str,
-        keep: int,
-        root: Steps,
-        coordinator: Coordinator,
-        timeout_s: float,
+        self, directory: str, root: Steps, coordinator: Coordinator, options: StepOptions
     ) -> None:
-        self._storage = storage
+        self._storage = storage = root.storage
         self._directory = os.path.realpath(directory)
         self._refusal, self._device = "", -1
         try:
@@ -93,9 +85,9 @@ class LocalTier:
         known_as = hashlib.sha256(os.fsencode(root.root)).hexdigest()[:12]
         name = f"{os.path.basename(root.root) or 'root'}-{known_as}"
         self.steps = Steps(storage, os.path.join(self._directory, name))
-        self.root, self.keep = root, keep
+        self.root, self.keep = root, options.keep_local or KEEP_LOCAL
         self._rank = coordinator.rank
-        self._coordinator, self._timeout_s = coordinator, timeout_s
+        self._coordinator, self._timeout_s = coordinator, options.pacing.timeout_s
         self._meeting = self._begin("local tier")
         self._lock = threading.Lock()
         self._nodes: RanksByNode | None = None  # under _lock
@@ -347,27 +339,3 @@ class LocalTier:
                 is_newer = one["sequence"] > newest
                 told["undrained"].append([one["step"], names, parts, is_newer])
         return told
-
-
-def local_tier(
-    storage: Storage,
-    directory: str | os.PathLike[str] | None,
-    keep: int | None,
-    root: Steps,
-    coordinator: Coordinator,
-    pacing: Pacing,
-) -> LocalTier | None:
-    """Returns the tier that the arguments of a Checkpointer ask for; None if they ask for none.
-
-    Raises:
-        ValueError: the arguments are out of range, or exclude each other.
-    """
-    keep = optional(check_count, "keep_local", keep)
-    if directory is None:
-        if keep is not None:
-            raise ValueError("keep_local without local: there is no local tier to keep steps in")
-        return None
-    if pacing.writers_per_node is not None:
-        raise ValueError("writers_per_node with local: the local tier has a file for each rank")
-    path = check_path("local", directory)
-    return LocalTier(storage, path, keep or KEEP_LOCAL, root, coordinator, pacing.timeout_s)
