@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from fastckpt.arguments.checks import (
     FENCES,
-    TIMEOUT_S,
     BackendName,
     Codec,
     Fence,
@@ -38,7 +37,7 @@ from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle, SaveStats, Veto
 from fastckpt.options import Pacing
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
-from fastckpt.ranks.round import Round
+from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.ranks.signal_handlers import SignalHandlers
 from fastckpt.ranks.stop import StopAgreement
 from fastckpt.saving import pipeline

@@ -16,10 +16,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fastckpt.arguments.checks import TIMEOUT_S
 from fastckpt.arguments.environment import launched_rank
 from fastckpt.errors import CheckpointError
-from fastckpt.ranks.round import COMMITTED_NOTHING, LINGER_S, Round, pause
+from fastckpt.ranks.round import COMMITTED_NOTHING, LINGER_S, TIMEOUT_S, Round, pause
 from fastckpt.ranks.round_numbers import RoundNumbers
 from fastckpt.ranks.store_client import c10d, own_client
 

@@ -21,6 +21,7 @@ from fastckpt.ranks.round_numbers import RoundNumbers, name_of, numbers_in
 
 log = logging.getLogger("fastckpt")
 
+TIMEOUT_S = 600.0  # the default of every timeout_s
 LINGER_S = 5.0
 HEED_S = 0.5  # how often waits for anything but ranks look whether the caller has cancelled
 _BEHIND_S = 3.0  # how far rank 0 may be behind the others, however short the timeout

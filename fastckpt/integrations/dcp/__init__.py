@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from fastckpt.arguments.checks import (
     FENCES,
     ON_ERROR,
-    TIMEOUT_S,
     Fence,
     OnError,
     check_choice,
@@ -47,7 +46,7 @@ from fastckpt.integrations.dcp.writer import Writer, results_of
 from fastckpt.latch import SignalSafeFuture
 from fastckpt.ranks.coordinator import Coordinator, warn_of_unknown_ranks
 from fastckpt.ranks.per_group import PerGroup
-from fastckpt.ranks.round import Round
+from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
 
 __all__ = ["Reader", "Saving", "Writer", "async_save", "save"]
