@@ -31,6 +31,7 @@ from fastckpt.arguments.checks import (
     check_signals,
     optional,
 )
+from fastckpt.arguments.environment import launched_rank
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.directories.export import HuggingFace, Writing, checked_export, export_step
 from fastckpt.formats.step_names import step_name
@@ -546,7 +547,7 @@ class Checkpointer:
         if self._closed:
             raise ValueError(f"the Checkpointer of {self.root!r} is closed")
         if self.group is None:
-            check_alone(f"the Checkpointer of {self.root!r}")
+            check_alone(f"the Checkpointer of {self.root!r}", launched_rank())
         return pipeline.current()
 
     def _note_differing(self, keys: set[str]) -> None:

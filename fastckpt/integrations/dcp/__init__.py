@@ -35,6 +35,7 @@ from fastckpt.arguments.checks import (
     check_choice,
     check_flag,
 )
+from fastckpt.arguments.environment import launched_rank
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import Places
@@ -165,7 +166,7 @@ def async_save(
     writer = _writer(storage_writer, checkpoint_id, durable)
     group, rank = _group(process_group, no_dist)
     if group is None and not no_dist:
-        warn_of_unknown_ranks(f"the save to {writer.path!r}")
+        warn_of_unknown_ranks(f"the save to {writer.path!r}", launched_rank())
     shared = _shared.of(group if use_collectives else None)
     handle = Saving(writer.path, started)
     if on_error == "warn":
