@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, is_visible
-from fastckpt.formats.manifest import Manifest, Writer
+from fastckpt.formats.manifest import Manifest
 from fastckpt.handle import SaveHandle
 from fastckpt.ranks.round import Round
 from fastckpt.saving.copied_file import write_portions
@@ -22,8 +22,7 @@ from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import tidy
 from fastckpt.steps.step_draft import StepDraft
-from fastckpt.storage.atomic import settle
-from fastckpt.storage.file_system import Storage, patiently, reported
+from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.vanishing import Vanished
 from fastckpt.tiers.local_tier import OBJECTS_PART, LocalTier
@@ -99,12 +98,7 @@ class Drain(Job):
             pace.meet(nbytes)
         pace.begin(nbytes)
         if manifest is not None:
-            source = self._tier.steps.path(self._own_name)
-            copying = _Copying(
-                pipeline, self._tier, self._options, self._place, manifest, source, pace
-            )
-            for part in self._parts:
-                copying.copy(part)
+            self._copy(manifest, pipeline, pace)
         pace.end()
         if self._options.durable:
             self._place.sync_own_directory()
@@ -113,6 +107,30 @@ class Drain(Job):
         self.took_s = time.monotonic() - begun
         self._step = None if manifest is None else manifest.step
         self.handle.path = self._place.path()
+
+    def _copy(self, manifest: Manifest, pipeline: Pipeline, pace: Pace) -> None:
+        """Copies this rank's parts from this node's directory to the root. Raises CorruptCheckpoint
+        if the local copy is damaged, or StorageError.
+        """
+        place, options, tier = self._place, self._options, self._tier
+        directory = tier.steps.path(self._own_name)
+        source = StepCopies(pipeline.storage, pipeline.staging, [directory])
+
+        def write(name: str, nbytes: int, portions: Iterator[bytearray]) -> None:
+            make = partial(place.made, name)
+            purpose = Purpose(nbytes, 1, options.striping, tier.root.root)
+            write_portions(pipeline, portions, place.path(name), options, pace, make, purpose)
+
+        writers = {writer.rank: writer for writer in manifest.writers}
+        for part in self._parts:
+            if part == OBJECTS_PART:
+                with source.stored_objects(manifest) as portions:
+                    write(manifest.objects.file, manifest.objects.nbytes, portions)
+                continue
+            index, content = source.index(writers[part], manifest.nonce)
+            with source.stored_shard(index) as portions:
+                write(index.file, index.file_nbytes, portions)
+            place.write(writers[part].index, content, None, options.durable)
 
     @property
     def _own_name(self) -> str:
@@ -152,60 +170,10 @@ class Drain(Job):
             tier.note_drained(self._own_name)
             tier.evict()
         if self._place.is_begun and self._step is not None:
-            keep_last, keep_every = self._options.keep_last, self._options.keep_every
-            tidy(tier.root, self._place.name, self._step, keep_last, keep_every)
+            tidy(tier.root, self._place.name, self._step, self._options)
 
 
 def _nbytes_of(manifest: Manifest, parts: Sequence[int]) -> int:
     """Returns the size of the files of these parts, without their indexes."""
     shards = sum(each.nbytes for each in manifest.writers if each.rank in parts)
     return shards + (manifest.objects.nbytes if OBJECTS_PART in parts else 0)
-
-
-class _Copying:
-    """Copies files of one step from this node's directory into one of the root."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        tier: LocalTier,
-        options: StepOptions,
-        place: StepDraft,
-        manifest: Manifest,
-        source: str,
-        pace: Pace,
-    ) -> None:
-        self._pace = pace
-        self._pipeline = pipeline
-        self._storage, self._staging = pipeline.storage, pipeline.staging
-        self._tier = tier
-        self._options = options
-        self._place = place
-        self._manifest = manifest
-        self._source = StepCopies(self._storage, self._staging, [source])
-
-    def copy(self, part: int) -> None:
-        """Copies the files of one writer, or the objects. Raises CorruptCheckpoint if the local
-        copy is damaged, or StorageError.
-        """
-        if part == OBJECTS_PART:
-            with self._source.stored_objects(self._manifest) as portions:
-                self._write(self._manifest.objects.file, self._manifest.objects.nbytes, portions)
-            return
-        writer = next(each for each in self._manifest.writers if each.rank == part)
-        index, content = self._source.index(writer, self._manifest.nonce)
-        with self._source.stored_shard(index) as portions:
-            self._write(index.file, index.file_nbytes, portions)
-        self._copy_index(writer, content)
-
-    def _write(self, name: str, nbytes: int, portions: Iterator[bytearray]) -> None:
-        purpose = Purpose(nbytes, 1, self._options.striping, self._tier.root.root)
-        path, make = self._place.path(name), partial(self._place.made, name)
-        write_portions(self._pipeline, portions, path, self._options, self._pace, make, purpose)
-
-    def _copy_index(self, writer: Writer, content: bytes) -> None:
-        path = self._place.path(writer.index)
-        with self._place.made(writer.index) as (fd, _name):
-            with reported("write", path):
-                patiently(self._storage, fd, lambda: self._storage.write_at(fd, content, 0))
-            settle(self._storage, fd, path, self._options.durable)
