@@ -18,7 +18,6 @@ import torch
 from fastckpt.arguments.checks import (
     FENCES,
     STAGINGS,
-    TIMEOUT_S,
     BackendName,
     Fence,
     StagingWay,
@@ -36,6 +35,7 @@ from fastckpt.files.load import TorchLoad, load_alone, load_together
 from fastckpt.files.save import TorchSave, begin_save
 from fastckpt.handle import SaveHandle, Veto
 from fastckpt.options import Pacing, WriteOptions
+from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
 
 DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL

@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, TypeVar
 
 from fastckpt.arguments.checks import (
     FENCES,
-    TIMEOUT_S,
     BackendName,
     Codec,
     Fence,
@@ -33,13 +31,14 @@ from fastckpt.arguments.checks import (
     check_signals,
     optional,
 )
+from fastckpt.arguments.environment import launched_rank
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.directories.export import HuggingFace, Writing, checked_export, export_step
 from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle, SaveStats, Veto
 from fastckpt.options import Pacing
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
-from fastckpt.ranks.round import Round
+from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.ranks.signal_handlers import SignalHandlers
 from fastckpt.ranks.stop import StopAgreement
 from fastckpt.saving import pipeline
@@ -58,7 +57,7 @@ from fastckpt.steps.plan import StepPlan
 from fastckpt.steps.root import Steps
 from fastckpt.steps.shared_reads import Spread
 from fastckpt.steps.shared_shard import SharedMemory
-from fastckpt.tiers.local_tier import local_tier
+from fastckpt.tiers.local_tier import LocalTier
 from fastckpt.tiers.place import NodePlace
 from fastckpt.tiers.restore import first_whole_of_tiers
 
@@ -208,7 +207,8 @@ class Checkpointer:
         SignalHandlers.check(signals or ())
         pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
         how = (backend, durable, staging_bytes, staging, stripe, pacing)
-        self._options = StepOptions(*how, codec, keep_last, keep_every, reuse, check_finite)
+        kept = (keep_last, keep_every, local, keep_local)
+        self._options = StepOptions(*how, codec, *kept, reuse, check_finite)
         self._pool = SharedMemory()
         self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
@@ -224,16 +224,15 @@ class Checkpointer:
         self.exported: SaveHandle | None = None
         self._exports = list[SaveHandle]()
         self._closed = self._ended = False
+        self._tier: LocalTier | None = None
         self._stop: StopAgreement | None = None
         with ExitStack() as opened:  # what is open is closed if what comes after it fails
             self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
             opened.callback(self._coordinator.close)
             self._export = checked_export(export, self.root, self._coordinator.rank == 0)
             self._rank_of = ranks_within(self.group)
-            self._tier = local_tier(
-                self._steps.storage, local, keep_local, self._steps, self._coordinator, pacing
-            )
-            if self._tier is not None:
+            if (path := self._options.local_path) is not None:
+                self._tier = LocalTier(path, self._steps, self._coordinator, self._options)
                 opened.callback(self._tier.close)
             if signals is not None:
                 self._stop = StopAgreement(self._coordinator, timeout_s)
@@ -528,12 +527,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
             self.close()
         except Exception as failure:
@@ -553,7 +547,7 @@ class Checkpointer:
         if self._closed:
             raise ValueError(f"the Checkpointer of {self.root!r} is closed")
         if self.group is None:
-            check_alone(f"the Checkpointer of {self.root!r}")
+            check_alone(f"the Checkpointer of {self.root!r}", launched_rank())
         return pipeline.current()
 
     def _note_differing(self, keys: set[str]) -> None:

@@ -6,12 +6,10 @@
 #include <cstring>
 
 #include "check.h"
+#include "cpu.h"
 
 namespace fastckpt {
 namespace {
-
-// For what is compiled once for each kernel.
-#define FASTCKPT_INLINE inline __attribute__((always_inline))
 
 constexpr size_t kItems = 512;  // at a time
 constexpr uint32_t kSign = 0x80000000u;
@@ -164,25 +162,22 @@ FASTCKPT_INLINE void cast_items(Dtype from, Dtype to, const void* source, void* 
 void cast_portable(Dtype from, Dtype to, const void* source, void* target, size_t count) {
     cast_items(from, to, source, target, count);
 }
-bool always() { return true; }
 
 #if defined(__x86_64__)
 __attribute__((target("avx2"))) void cast_avx2(Dtype from, Dtype to, const void* source,
                                                void* target, size_t count) {
     cast_items(from, to, source, target, count);
 }
-bool has_avx2() { return __builtin_cpu_supports("avx2") != 0; }
 #else
 constexpr void (*cast_avx2)(Dtype, Dtype, const void*, void*, size_t) = nullptr;
-bool has_avx2() { return false; }
 #endif
 
 }  // namespace
 
 namespace cast_kernels {
 
-constexpr Kernel portable = {"portable", always, cast_portable};
-constexpr Kernel avx2 = {"avx2", has_avx2, cast_avx2};
+constexpr Kernel portable = {"portable", cpu::always, cast_portable};
+constexpr Kernel avx2 = {"avx2", cpu::has_avx2, cast_avx2};
 
 }  // namespace cast_kernels
 
@@ -196,8 +191,9 @@ bool is_castable(Dtype from, Dtype to) {
 }
 
 void cast(Dtype from, Dtype to, const void* source, void* target, size_t count) {
-    static const auto* const kernel = has_avx2() ? &cast_kernels::avx2 : &cast_kernels::portable;
-    kernel->cast(from, to, source, target, count);
+    using namespace cast_kernels;
+    static const Kernel& kernel = cpu::first_of({&avx2, &portable});
+    kernel.cast(from, to, source, target, count);
 }
 
 }  // namespace fastckpt

@@ -4,12 +4,8 @@
 
 #include <array>
 #include <cstring>
-#include <initializer_list>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
+#include "cpu.h"
 #include "crc32/crc32_polynomial.h"
 
 namespace fastckpt {
@@ -47,14 +43,6 @@ inline T load_once(const uint8_t* source) {
     return value;
 }
 
-inline uint64_t little_endian(uint64_t value) {
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    return __builtin_bswap64(value);
-#else
-    return value;
-#endif
-}
-
 // The state left by the 8 bytes of `word` once `kFollowing` zero bytes have followed them.
 template <int kFollowing>
 inline uint32_t look_up(uint64_t word) {
@@ -74,7 +62,8 @@ uint32_t update_portable(uint32_t state, uint8_t* target, const uint8_t* source,
             std::memcpy(target + 8, &second, 8);
             target += 16;
         }
-        state = look_up<8>(little_endian(first) ^ state) ^ look_up<0>(little_endian(second));
+        state =
+            look_up<8>(cpu::little_endian(first) ^ state) ^ look_up<0>(cpu::little_endian(second));
     }
     for (; n > 0; --n, ++source) {
         const uint32_t byte = load_once<kCopy, uint8_t>(source);
@@ -136,10 +125,6 @@ constexpr size_t kLeastStreamed = 320;
 constexpr size_t kBytesAhead = 2048;
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kPagesAhead = 8;
-
-#define FASTCKPT_SSE __attribute__((target("pclmul,sse4.1")))
-#define FASTCKPT_AVX512 __attribute__((target("pclmul,sse4.1,avx512f,vpclmulqdq")))
-#define FASTCKPT_INLINE inline __attribute__((always_inline))
 
 // Prefetches at the beginning of a step of kStep bytes. Addresses behind the source never fault.
 template <size_t kStep>
@@ -288,16 +273,6 @@ FASTCKPT_AVX512 uint32_t update_vpclmulqdq(uint32_t state, uint8_t* target, cons
     return finish<kCopy>(blocks[3], target, source, n);
 }
 
-bool has_pclmul() {
-    __builtin_cpu_init();  // a constructor of another unit may come first
-    return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
-}
-
-bool has_vpclmulqdq() {
-    return has_pclmul() && __builtin_cpu_supports("avx512f") &&
-           __builtin_cpu_supports("vpclmulqdq");
-}
-
 #endif  // defined(__x86_64__)
 
 // ---- Dispatch ----
@@ -314,24 +289,22 @@ uint32_t checksum_copy(void* target, const void* source, size_t n, uint32_t crc)
     return ~kUpdate(~crc, static_cast<uint8_t*>(target), static_cast<const uint8_t*>(source), n);
 }
 
-bool always() { return true; }
-
 }  // namespace
 
 namespace crc32_kernels {
 
 // constexpr definitions of the header's externs: initialised before any code runs.
-constexpr Kernel portable = {"portable", always, checksum<update_portable<false>>,
+constexpr Kernel portable = {"portable", cpu::always, checksum<update_portable<false>>,
                              checksum_copy<update_portable<true>>};
 #if defined(__x86_64__)
-constexpr Kernel pclmul = {"pclmul", has_pclmul, checksum<update_pclmul<false>>,
+constexpr Kernel pclmul = {"pclmul", cpu::has_pclmul, checksum<update_pclmul<false>>,
                            checksum_copy<update_pclmul<true>>};
-constexpr Kernel vpclmulqdq = {"vpclmulqdq", has_vpclmulqdq, checksum<update_vpclmulqdq<false>>,
+constexpr Kernel vpclmulqdq = {"vpclmulqdq", cpu::has_vpclmulqdq,
+                               checksum<update_vpclmulqdq<false>>,
                                checksum_copy<update_vpclmulqdq<true>>};
 #else
-static bool never() { return false; }
-constexpr Kernel pclmul = {"pclmul", never, nullptr, nullptr};
-constexpr Kernel vpclmulqdq = {"vpclmulqdq", never, nullptr, nullptr};
+constexpr Kernel pclmul = {"pclmul", cpu::has_pclmul, nullptr, nullptr};
+constexpr Kernel vpclmulqdq = {"vpclmulqdq", cpu::has_vpclmulqdq, nullptr, nullptr};
 #endif
 
 }  // namespace crc32_kernels
@@ -339,12 +312,9 @@ constexpr Kernel vpclmulqdq = {"vpclmulqdq", never, nullptr, nullptr};
 namespace {
 
 const crc32_kernels::Kernel& chosen() {
-    static const crc32_kernels::Kernel* const kernel = [] {
-        for (const auto* candidate : {&crc32_kernels::vpclmulqdq, &crc32_kernels::pclmul})
-            if (candidate->supported()) return candidate;
-        return &crc32_kernels::portable;
-    }();
-    return *kernel;
+    using namespace crc32_kernels;
+    static const Kernel& kernel = cpu::first_of({&vpclmulqdq, &pclmul, &portable});
+    return kernel;
 }
 
 // ---- Combination ----

@@ -8,9 +8,7 @@
 
 #include <cstring>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "cpu.h"
 
 namespace fastckpt {
 
@@ -51,22 +49,14 @@ constexpr std::array<Element, 16> make_overflow() {
 
 constexpr std::array<Element, 16> kOverflow = make_overflow();
 
-uint64_t little_endian(uint64_t value) {
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    return __builtin_bswap64(value);
-#else
-    return value;
-#endif
-}
-
 Element load(const uint8_t* bytes) {
     uint64_t halves[2];
     std::memcpy(halves, bytes, kWord);
-    return {little_endian(halves[0]), little_endian(halves[1])};
+    return {cpu::little_endian(halves[0]), cpu::little_endian(halves[1])};
 }
 
 Polyval stored(Element a) {
-    const uint64_t halves[2] = {little_endian(a.low), little_endian(a.high)};
+    const uint64_t halves[2] = {cpu::little_endian(a.low), cpu::little_endian(a.high)};
     Polyval bytes;
     std::memcpy(bytes.data(), halves, kWord);
     return bytes;
@@ -103,10 +93,6 @@ Polyval polyval_portable(const Polyval& key, const void* data, size_t n) {
 #if defined(__x86_64__)
 
 // ---- Folding kernels ----
-
-#define FASTCKPT_SSE __attribute__((target("pclmul,sse4.1")))
-#define FASTCKPT_AVX512 __attribute__((target("pclmul,sse4.1,avx512f,vpclmulqdq")))
-#define FASTCKPT_INLINE inline __attribute__((always_inline))
 
 // A sum of products that is not reduced yet: low + middle * x^64 + high * x^128.
 struct Products {
@@ -217,33 +203,20 @@ FASTCKPT_AVX512 Polyval polyval_vpclmulqdq(const Polyval& key, const void* data,
     return finish(state, powers + kStep / kWord - kWords, source, n);
 }
 
-bool has_pclmul() {
-    __builtin_cpu_init();  // a constructor of another unit may come first
-    return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
-}
-
-bool has_vpclmulqdq() {
-    return has_pclmul() && __builtin_cpu_supports("avx512f") &&
-           __builtin_cpu_supports("vpclmulqdq");
-}
-
 #endif  // defined(__x86_64__)
-
-bool always() { return true; }
 
 }  // namespace
 
 namespace polyval_kernels {
 
 // constexpr definitions of the header's externs: initialised before any code runs.
-constexpr Kernel portable = {"portable", always, polyval_portable};
+constexpr Kernel portable = {"portable", cpu::always, polyval_portable};
 #if defined(__x86_64__)
-constexpr Kernel pclmul = {"pclmul", has_pclmul, polyval_pclmul};
-constexpr Kernel vpclmulqdq = {"vpclmulqdq", has_vpclmulqdq, polyval_vpclmulqdq};
+constexpr Kernel pclmul = {"pclmul", cpu::has_pclmul, polyval_pclmul};
+constexpr Kernel vpclmulqdq = {"vpclmulqdq", cpu::has_vpclmulqdq, polyval_vpclmulqdq};
 #else
-static bool never() { return false; }
-constexpr Kernel pclmul = {"pclmul", never, nullptr};
-constexpr Kernel vpclmulqdq = {"vpclmulqdq", never, nullptr};
+constexpr Kernel pclmul = {"pclmul", cpu::has_pclmul, nullptr};
+constexpr Kernel vpclmulqdq = {"vpclmulqdq", cpu::has_vpclmulqdq, nullptr};
 #endif
 
 }  // namespace polyval_kernels
@@ -251,12 +224,9 @@ constexpr Kernel vpclmulqdq = {"vpclmulqdq", never, nullptr};
 namespace {
 
 const polyval_kernels::Kernel& chosen() {
-    static const polyval_kernels::Kernel* const kernel = [] {
-        for (const auto* candidate : {&polyval_kernels::vpclmulqdq, &polyval_kernels::pclmul})
-            if (candidate->supported()) return candidate;
-        return &polyval_kernels::portable;
-    }();
-    return *kernel;
+    using namespace polyval_kernels;
+    static const Kernel& kernel = cpu::first_of({&vpclmulqdq, &pclmul, &portable});
+    return kernel;
 }
 
 }  // namespace

@@ -36,8 +36,6 @@ STRIPE_SIZE_UNIT = 1 << 16  # LOV_MIN_STRIPE_SIZE
 STRIPE_COUNT_MAX = 2000  # LOV_MAX_STRIPE_COUNT
 _STRIPE_SIZE_MAX = (1 << 32) - STRIPE_SIZE_UNIT  # of 32 bits
 
-TIMEOUT_S = 600.0  # the default of every timeout_s
-
 FENCES: tuple[Fence, ...] = get_args(Fence)
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 STAGINGS: tuple[StagingWay, ...] = get_args(StagingWay)

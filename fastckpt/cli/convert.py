@@ -29,6 +29,7 @@ import fastckpt
 from fastckpt.arguments.checks import check_size
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size
+from fastckpt.cli.parts import parts
 from fastckpt.cli.paths import add_json, path_argument, shown_name, shown_others
 from fastckpt.cli.progress import progress
 from fastckpt.directories.draft import Draft
@@ -38,7 +39,6 @@ from fastckpt.formats import hugging_face, safetensors
 from fastckpt.formats.file_list import File
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.value_names import dotted, keys_of
-from fastckpt.lazy.selection import parts
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic

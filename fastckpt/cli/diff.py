@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 import fastckpt
+from fastckpt.cli.parts import parts
 from fastckpt.cli.paths import add_json, path_argument, shown_name, shown_others
 from fastckpt.cli.progress import progress
-from fastckpt.lazy.selection import parts
 
 _PART_BYTES = 64 << 20  # of a tensor that are compared at a time
 

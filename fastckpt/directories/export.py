@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fastckpt.arguments.checks import (
-    TIMEOUT_S,
     Fence,
     check_count,
     check_path,
@@ -41,6 +40,7 @@ from fastckpt.handle import SaveHandle
 from fastckpt.plan.boxes import Box
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import ranks_within
+from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
 from fastckpt.state.dtensors import OtherRanks, Parts
 from fastckpt.state.fit import Fit, Rename

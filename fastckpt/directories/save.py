@@ -17,7 +17,6 @@ from typing import Any, Literal
 from fastckpt.arguments.checks import (
     FENCES,
     ON_ERROR,
-    TIMEOUT_S,
     BackendName,
     Fence,
     OnError,
@@ -31,7 +30,7 @@ from fastckpt.errors import CheckpointError, fate
 from fastckpt.handle import SaveHandle
 from fastckpt.options import WriteOptions
 from fastckpt.ranks import per_group
-from fastckpt.ranks.round import Round
+from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save
 from fastckpt.storage import atomic

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
 from functools import partial
 
 from fastckpt.arguments.checks import Striping
@@ -22,7 +21,7 @@ from fastckpt.handle import SaveHandle
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
-from fastckpt.ranks.same_state import Description, disagreement
+from fastckpt.ranks.same_state import Description, compare
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan, WholeFile
 from fastckpt.storage.atomic import close_quietly, settle
@@ -76,21 +75,15 @@ class SwapPlan(Plan):
     def agree(self, pace: Pace, nbytes: int) -> None:
         super().agree(pace, nbytes)
         if self._shared is not None:  # before a rank writes where others' elements belong
-            self._compare("files", self._shared.structure, self._shared.differing)
+            self._compare("files", self._shared.structure)
 
     def compare(self) -> None:
         if self._shared is not None:
-            self._compare("state", self._shared.contents, self._shared.differing)
+            self._compare("state", self._shared.contents)
 
-    def _compare(
-        self, key: str, description: Description, differing: Callable[[set[str]], None]
-    ) -> None:
-        """Raises RanksDisagree unless all ranks give the same description."""
-        groups = self._agreement.same(key, description.digest(), description.detail)
-        if groups is not None:
-            error, unequal = disagreement(groups, self._handle.path)
-            differing(unequal)
-            raise error
+    def _compare(self, key: str, description: Description) -> None:
+        assert self._shared is not None
+        compare(self._agreement, key, description, self._handle.path, self._shared.differing)
 
     def record(self) -> bytes:
         storage, directory = self._place.storage, self._directory

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fastckpt.arguments.checks import TIMEOUT_S
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.formats import file_list
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.per_group import together
+from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.reading.verified import opened_regular
 from fastckpt.storage.file_system import Storage, persistently, reported
 from fastckpt.storage.vanishing import Vanished, listed_anew

@@ -22,7 +22,7 @@ from fastckpt.plan.image import Image
 from fastckpt.plan.intervals import Checksums, Part, bounds
 from fastckpt.ranks.per_group import GroupMemo
 from fastckpt.ranks.round import Round
-from fastckpt.ranks.same_state import Description, Sampled, disagreement
+from fastckpt.ranks.same_state import Description, Sampled, compare
 from fastckpt.saving.mutation_check import WatchedTensors, named_tensors
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan
@@ -118,13 +118,9 @@ class FilePlan(Plan):
 
     def compare(self) -> None:
         description, shared = self._description, self._together
-        if description is None or shared is None:
-            return
-        groups = self._agreement.same("state", description.digest(), description.detail)
-        if groups is not None:
-            error, unequal = disagreement(groups, self._place.path)
-            shared.note_unequal(unequal)
-            raise error
+        if description is not None and shared is not None:
+            path = self._place.path
+            compare(self._agreement, "state", description, path, shared.note_unequal)
 
     def publish(self, records: list[bytes]) -> None:
         self._place.publish()

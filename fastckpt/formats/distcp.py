@@ -20,25 +20,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import torch_pickle, torch_zip, zip_records
-from fastckpt.formats.strict_json import check_block_bytes, check_members, decode, encode
-from fastckpt.formats.torch_zip import TAIL_BYTES_MAX
-from fastckpt.plan.image import (
-    BLOCK_BYTES,
-    PAGE_BYTES,
-    BlockChecksums,
-    Image,
-    address_of,
-    block_count,
+from fastckpt.formats.image_builder import (
+    ClosingLine,
+    ImageBuilder,
+    check_body,
+    check_digits,
+    crcs_in,
+    digits_of,
 )
+from fastckpt.formats.strict_json import check_members, decode, encode
+from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, BlockChecksums, Image, block_count
 
 VERSION = 1
 ITEM_ALIGNMENT = torch_zip.TORCH_ALIGNMENT
-# The end of a file: version, offset of the tail, CRC-32 of the tail but for these digits.
-_END = re.compile(rb"fastckpt distcp (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
-END_BYTES = len(f"fastckpt distcp {1:02d} {0:016x} {0:08x}")
-_CRC_DIGITS = 8
+_CLOSING = ClosingLine("fastckpt distcp", VERSION)
+END_BYTES, tail_offset = _CLOSING.nbytes, _CLOSING.tail_offset
 _SEPARATE_BYTES = 1 << 20  # bytes objects of this size and more are not copied by layout()
 _KINDS = {"version": int, "body_bytes": int, "block_bytes": int, "crc32": str, "items": list}
 _KINDS["item_crc32"] = str
@@ -200,84 +198,47 @@ def layout(contents: Sequence[torch.Tensor | bytes]) -> tuple[Image, list[tuple[
     return builder.finish(), [item[:2] for item in builder.items]
 
 
-class _Builder:
+class _Builder(ImageBuilder):
     """The state of one layout()."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.items: list[Item] = []
-        self._offset = 0
-        self._headers = bytearray()
-        self._header_begin = 0
-        # Segments in order: a tensor, bytes, or a range of the headers, which move as they grow.
-        self._parts: list[torch.Tensor | bytes | tuple[int, int]] = []
-        self._slots: list[tuple[int, int]] = []
-        self._awaiting: list[int] = []  # number of an item with elements, number of its slot, ...
+        self._slot_of: dict[int, int] = {}  # of an item with elements; both are numbers
         self._small = _small_records()
 
     def add_bytes(self, content: bytes) -> None:
         begin = self._align(ITEM_ALIGNMENT)
-        if len(content) < _SEPARATE_BYTES:
-            self._put(content)
-        else:
-            self._put_part(content, len(content))
         nbytes = len(content)
+        if nbytes < _SEPARATE_BYTES:
+            self.put(content)
+        else:
+            address = ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value
+            self.put_memory(content, address or 0, nbytes)
         self.items.append(Item(begin, nbytes, begin, nbytes, "", zlib.crc32(content)))
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
         assert tensor.is_contiguous()
         begin, nbytes = self._align(ITEM_ALIGNMENT), tensor.numel() * tensor.element_size()
         shell = _shell(tensor.dtype, tuple(tensor.shape), self._small)
-        self._put(shell.front)
-        data = self._offset
+        self.put(shell.front)
+        data = self.offset
         if nbytes:
-            self._put_part(tensor, nbytes)
-            self._awaiting.extend((len(self.items), len(self._slots)))
-            segment = len(self._parts) - 1
-            self._slots += [(self._offset + place, segment) for place in shell.crc_places]
-        self._put(shell.back)
+            self.put_memory(tensor, tensor.data_ptr(), nbytes)
+            first, _second = [self.put_slot(self.offset + place) for place in shell.crc_places]
+            self._slot_of[len(self.items)] = first
+        self.put(shell.back)
         name = str(tensor.dtype)[6:]
-        self.items.append(Item(begin, self._offset - begin, data, nbytes, name, 0))
+        self.items.append(Item(begin, self.offset - begin, data, nbytes, name, 0))
 
     def _align(self, alignment: int) -> int:
-        self._put(bytes(-self._offset % alignment))
-        return self._offset
-
-    def _put(self, data: bytes) -> None:
-        self._headers += data
-        self._offset += len(data)
-
-    def _put_part(self, part: torch.Tensor | bytes, nbytes: int) -> None:
-        self._close_header()
-        self._parts.append(part)
-        self._offset += nbytes
-
-    def _close_header(self) -> None:
-        if len(self._headers) > self._header_begin:
-            self._parts.append((self._header_begin, len(self._headers)))
-            self._header_begin = len(self._headers)
+        self.put(bytes(-self.offset % alignment))
+        return self.offset
 
     def finish(self) -> Image:
         self._align(PAGE_BYTES)
-        self._close_header()
-        awaiting = iter(self._awaiting)
-        tail = _Tail(self._offset, self.items, dict(zip(awaiting, awaiting, strict=True)))
-        image = Image(tail_nbytes=tail.nbytes, tail=tail.build)
-        image.sources.append(self._headers)
-        base = address_of(self._headers)
-        for part in self._parts:
-            if isinstance(part, tuple):
-                image.append(base + part[0], part[1] - part[0])
-                continue
-            image.sources.append(part)
-            if isinstance(part, bytes):
-                address = ctypes.cast(ctypes.c_char_p(part), ctypes.c_void_p).value
-                image.append(address or 0, len(part))
-            else:
-                image.append(part.data_ptr(), part.numel() * part.element_size())
-        for slot in self._slots:
-            image.slots.extend(slot)
-        assert image.body_nbytes == self._offset and self._offset % PAGE_BYTES == 0
-        return image
+        tail = _Tail(self.offset, self.items, self._slot_of)
+        return self.image(tail.nbytes, tail.build)
 
 
 class _Tail:
@@ -295,9 +256,9 @@ class _Tail:
             "version": VERSION,
             "body_bytes": self._body_nbytes,
             "block_bytes": BLOCK_BYTES,
-            "crc32": _digits(block_crcs),
+            "crc32": digits_of(block_crcs),
             "items": [list(item[:5]) for item in self._items],
-            "item_crc32": _digits(item_crcs),
+            "item_crc32": digits_of(item_crcs),
         }
         validate(described, self._body_nbytes)
         return encode(described).encode()
@@ -306,9 +267,7 @@ class _Tail:
         crcs = [item.crc for item in self._items]
         for item, slot in self._slot_of.items():
             crcs[item] = slot_crcs[slot]
-        tail = self._content(block_crcs, crcs)
-        tail += f"fastckpt distcp {VERSION:02d} {self._body_nbytes:016x} ".encode()
-        tail += f"{zlib.crc32(tail):08x}".encode()
+        tail = _CLOSING.closed(self._content(block_crcs, crcs), self._body_nbytes)
         assert len(tail) == self.nbytes
         return tail
 
@@ -316,18 +275,9 @@ class _Tail:
 def validate(described: Any, body_nbytes: int) -> None:
     """Raises ValueError unless this is a tail's JSON: the one check of writers and readers."""
     check_members(described, _KINDS, "the tail")
-    if described["version"] != VERSION:
-        raise ValueError(f"version is {described['version']}, not {VERSION}")
-    block_bytes, items = described["block_bytes"], described["items"]
-    check_block_bytes(block_bytes)
-    if described["body_bytes"] != body_nbytes or body_nbytes <= 0 or body_nbytes % PAGE_BYTES:
-        raise ValueError(f"body_bytes is {described['body_bytes']}, the body has {body_nbytes}")
-    counts = {"crc32": block_count(body_nbytes, block_bytes), "item_crc32": len(items)}
-    for key, count in counts.items():
-        digits = described[key]
-        if len(digits) != _CRC_DIGITS * count or re.fullmatch("[0-9a-f]*", digits) is None:
-            raise ValueError(f"{key} is not {count} CRC-32s in hex digits")
-    end = 0
+    check_body(described, body_nbytes, VERSION)
+    items, end = described["items"], 0
+    check_digits("item_crc32", described["item_crc32"], len(items))
     for item in items:
         if type(item) is not list or [type(value) for value in item] != [int] * 4 + [str]:
             raise ValueError("an item is not four numbers and a type")
@@ -339,13 +289,6 @@ def validate(described: Any, body_nbytes: int) -> None:
         end = offset + nbytes
 
 
-def tail_offset(end: bytes, nbytes: int) -> int | None:
-    """Returns where the tail of a file of nbytes begins; None if its end is not fastckpt's."""
-    match = _END.search(end)
-    offset = 0 if match is None else int(match[2], 16)
-    return offset if 0 < offset < nbytes <= offset + TAIL_BYTES_MAX else None
-
-
 def parse(tail: bytes, body_nbytes: int) -> Contents:
     """Verifies a file's tail, which begins at body_nbytes, and reads it.
 
@@ -353,30 +296,17 @@ def parse(tail: bytes, body_nbytes: int) -> Contents:
         CorruptCheckpoint: the tail is damaged.
         IncompatibleCheckpoint: a newer fastckpt wrote it.
     """
-    match = _END.search(tail)
-    if match is None or zlib.crc32(tail[:-_CRC_DIGITS]) != int(match[3], 16):
+    if _CLOSING.version(tail) is None:
         raise CorruptCheckpoint("its closing bytes (checksums and list of items) are damaged")
-    if int(match[1]) > VERSION:
-        raise IncompatibleCheckpoint(
-            f"it has format version {int(match[1])}, this fastckpt reads up to {VERSION}: update it"
-        )
     try:
         described: Any = decode(tail[:-END_BYTES])
         validate(described, body_nbytes)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"its list of items is malformed: {error}") from None
-    crcs = _numbers(described["item_crc32"])
+    crcs = crcs_in(described["item_crc32"])
     items = tuple(
         Item(o, n, d, m, t, crc)
         for (o, n, d, m, t), crc in zip(described["items"], crcs, strict=True)
     )
-    block_crcs = tuple(_numbers(described["crc32"]))
+    block_crcs = crcs_in(described["crc32"])
     return Contents(BlockChecksums(body_nbytes, described["block_bytes"], block_crcs, tail), items)
-
-
-def _digits(crcs: Sequence[int]) -> str:
-    return "".join(f"{crc:08x}" for crc in crcs)
-
-
-def _numbers(digits: str) -> list[int]:
-    return [int(digits[i : i + _CRC_DIGITS], 16) for i in range(0, len(digits), _CRC_DIGITS)]

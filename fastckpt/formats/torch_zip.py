@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import sys
 import zipfile
 import zlib
@@ -17,19 +16,20 @@ from typing import Any
 
 import torch
 
-from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import zip_records
-from fastckpt.formats.record_order import RecordOrder, nbytes_of
-from fastckpt.formats.strict_json import check_block_bytes
-from fastckpt.formats.torch_pickle import Capture, torch_save
-from fastckpt.plan.image import (
-    BLOCK_BYTES,
-    PAGE_BYTES,
-    BlockChecksums,
-    Image,
-    address_of,
-    block_count,
+from fastckpt.formats.image_builder import (
+    CRC_DIGITS,
+    ClosingLine,
+    ImageBuilder,
+    check_body,
+    crcs_in,
+    digits_of,
+    refuse_newer,
 )
+from fastckpt.formats.record_order import RecordOrder, nbytes_of
+from fastckpt.formats.torch_pickle import Capture, torch_save
+from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, BlockChecksums, Image, block_count
 
 VERSION = 1
 ARCHIVE = "archive"
@@ -41,12 +41,8 @@ PADDING_SHARE_MAX = 0.01
 MARK = b"fastckpt1"
 HEAD_BYTES = 128
 
-# The end record's comment: version, offset of the tail, CRC-32 of the tail but for these digits.
-_COMMENT = re.compile(rb"fastckpt (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
-_COMMENT_BYTES = len(f"fastckpt {1:02d} {0:016x} {0:08x}")
-_CRC_DIGITS = 8
-END_BYTES = zip_records.END_BYTES + _COMMENT_BYTES
-TAIL_BYTES_MAX = 1 << 32
+_COMMENT = ClosingLine("fastckpt", VERSION)  # the end record's
+END_BYTES, tail_offset = zip_records.END_BYTES + _COMMENT.nbytes, _COMMENT.tail_offset
 HEADER_BYTES_MAX = 2 * PAGE_BYTES
 
 
@@ -125,17 +121,12 @@ def layout_shared(arrangement: RecordOrder) -> tuple[Image, int]:
     return image, front_nbytes
 
 
-class _Builder:
-    """The state of one layout(): the headers so far, and what refers to them."""
+class _Builder(ImageBuilder):
+    """The state of one layout()."""
 
     def __init__(self, alignment: int) -> None:
+        super().__init__()
         self.alignment = alignment
-        self.offset = 0
-        self.headers = bytearray()
-        # Segments in order: a storage, or a range of self.headers, which moves while it grows.
-        self.parts: list[torch.UntypedStorage | tuple[int, int]] = []
-        self.header_begin = 0
-        self.slots: list[tuple[int, int]] = []
         self.central: list[bytes] = []
         # Numbers of the central headers that wait for a CRC, in the order of the slots.
         self.awaiting: list[int] = []
@@ -144,51 +135,27 @@ class _Builder:
         nbytes = nbytes_of(content)
         begin, full_name = self.offset, f"{ARCHIVE}/{name}".encode()
         mark = MARK if begin == 0 else b""
-        self._put(zip_records.local_header(full_name, begin, nbytes, self.alignment, mark))
+        self.put(zip_records.local_header(full_name, begin, nbytes, self.alignment, mark))
         crc = 0
         if isinstance(content, torch.UntypedStorage) and nbytes:
-            self._close_header()
-            self.parts.append(content)
-            self.offset += nbytes
-            self.slots.append((self.offset + zip_records.DESCRIPTOR_CRC_AT, len(self.parts) - 1))
+            self.put_memory(content, content.data_ptr(), nbytes)
+            self.put_slot(self.offset + zip_records.DESCRIPTOR_CRC_AT)
             self.awaiting.append(len(self.central))
         elif nbytes:
             assert isinstance(content, bytes)
             crc = zlib.crc32(content)
-            self._put(content)
-        self._put(zip_records.descriptor(begin, nbytes, crc))
+            self.put(content)
+        self.put(zip_records.descriptor(begin, nbytes, crc))
         self.central.append(zip_records.central_header(full_name, begin, nbytes, crc))
-
-    def _put(self, data: bytes) -> None:
-        self.headers += data
-        self.offset += len(data)
-
-    def _close_header(self) -> None:
-        if len(self.headers) > self.header_begin:
-            self.parts.append((self.header_begin, len(self.headers)))
-            self.header_begin = len(self.headers)
 
     def finish(self, closing: Sequence[tuple[bytes, bytes | bytearray]]) -> Image:
         record_offset = self.offset
         name = f"{ARCHIVE}/{RECORD}".encode()
         # The checksum record's data is where the tail begins, so it is always aligned to a page.
         mark = MARK if record_offset == 0 else b""
-        self._put(zip_records.local_header(name, record_offset, 1, PAGE_BYTES, mark))
-        self._close_header()
+        self.put(zip_records.local_header(name, record_offset, 1, PAGE_BYTES, mark))
         tail = _Tail(record_offset, self.offset, self.central, self.awaiting, closing)
-        image = Image(tail_nbytes=tail.nbytes, tail=tail.build)
-        image.sources.append(self.headers)
-        base = address_of(self.headers)
-        for part in self.parts:
-            if isinstance(part, tuple):
-                image.append(base + part[0], part[1] - part[0])
-            else:
-                image.append(part.data_ptr(), part.nbytes())
-                image.sources.append(part)
-        for slot in self.slots:
-            image.slots.extend(slot)
-        assert image.body_nbytes == self.offset and self.offset % PAGE_BYTES == 0
-        return image
+        return self.image(tail.nbytes, tail.build)
 
 
 class _Tail:
@@ -208,15 +175,14 @@ class _Tail:
         self.awaiting = awaiting
         blocks = block_count(body_nbytes, BLOCK_BYTES)
         self.closing = [(b"version", container_version()), *closing]
-        self.nbytes = len(self._joined([0] * blocks, central)) + _CRC_DIGITS
+        self.nbytes = len(self._joined([0] * blocks, central)) + _COMMENT.nbytes
 
     def build(self, block_crcs: Sequence[int], slot_crcs: Sequence[int]) -> bytes:
         assert len(slot_crcs) == len(self.awaiting)
         central = list(self.central)
         for number, crc in zip(self.awaiting, slot_crcs, strict=True):
             central[number] = zip_records.with_crc(central[number], crc)
-        tail = self._joined(block_crcs, central)
-        tail += f"{zlib.crc32(tail):08x}".encode()
+        tail = _COMMENT.closed(self._joined(block_crcs, central), self.body_nbytes)
         assert len(tail) == self.nbytes
         return tail
 
@@ -226,7 +192,7 @@ class _Tail:
             "version": VERSION,
             "body_bytes": self.body_nbytes,
             "block_bytes": BLOCK_BYTES,
-            "crc32": "".join(f"{crc:08x}" for crc in block_crcs),
+            "crc32": digits_of(block_crcs),
         }
         validate(checksums, self.body_nbytes)
         content = json.dumps(checksums).encode()
@@ -235,7 +201,7 @@ class _Tail:
         return content + zip_records.descriptor(self.record_offset, len(content), crc), entry
 
     def _joined(self, block_crcs: Sequence[int], central: Sequence[bytes]) -> bytes:
-        """Returns the tail without its own checksum."""
+        """Returns the tail without the comment."""
         opening, entry = self._opening(block_crcs)
         parts, entries = [opening], [*central, entry]
         offset = self.body_nbytes + len(opening)
@@ -245,7 +211,6 @@ class _Tail:
             entries.append(its_entry)
             offset += len(record)
         parts.append(self._closing(entries, _identity(zip_records.crc_of(entry)), offset))
-        parts.append(f"fastckpt {VERSION:02d} {self.body_nbytes:016x} ".encode())
         return b"".join(parts)
 
     def _closing(self, entries: Sequence[bytes], identity: bytes, offset: int) -> bytes:
@@ -258,7 +223,7 @@ class _Tail:
                 identity,
                 directory,
                 zip_records.end_records(
-                    offset + len(identity), len(directory), len(entries), _COMMENT_BYTES
+                    offset + len(identity), len(directory), len(entries), _COMMENT.nbytes
                 ),
             )
         )
@@ -285,17 +250,7 @@ def validate(checksums: Any, body_nbytes: int) -> None:
     for key, kind in expected.items():
         if type(checksums.get(key)) is not kind:
             raise ValueError(f"the checksum record has no {kind.__name__} {key!r}")
-    if checksums["version"] != VERSION:
-        raise ValueError(f"version is {checksums['version']}, not {VERSION}")
-    block_bytes = checksums["block_bytes"]
-    check_block_bytes(block_bytes)
-    if checksums["body_bytes"] != body_nbytes or body_nbytes <= 0 or body_nbytes % PAGE_BYTES:
-        raise ValueError(f"body_bytes is {checksums['body_bytes']}, the body has {body_nbytes}")
-    digits = checksums["crc32"]
-    if len(digits) != _CRC_DIGITS * block_count(body_nbytes, block_bytes):
-        raise ValueError(f"{len(digits)} hex digits of CRC-32 do not fit the number of blocks")
-    if re.fullmatch("[0-9a-f]*", digits) is None:
-        raise ValueError("a CRC-32 is not made of hex digits")
+    check_body(checksums, body_nbytes, VERSION)
 
 
 def ends_body(before: bytes) -> bool:
@@ -308,15 +263,6 @@ def is_marked(head: bytes) -> bool:
     return zip_records.opening_padding(head).startswith(MARK)
 
 
-def tail_offset(end: bytes, nbytes: int) -> int | None:
-    """Returns where the tail of a file of nbytes begins; None if its end is not fastckpt's."""
-    match = _COMMENT.search(end)
-    if match is None:
-        return None
-    offset = int(match[2], 16)
-    return offset if 0 < offset < nbytes and nbytes - offset <= TAIL_BYTES_MAX else None
-
-
 def parse(tail: bytes, body_nbytes: int) -> BlockChecksums:
     """Verifies a file's tail, which begins at body_nbytes, and returns how to verify the body.
 
@@ -324,34 +270,25 @@ def parse(tail: bytes, body_nbytes: int) -> BlockChecksums:
         CorruptCheckpoint: the tail is damaged.
         IncompatibleCheckpoint: a newer fastckpt wrote it.
     """
-    comment = _COMMENT.search(tail)
-    if comment is None or zlib.crc32(tail[:-_CRC_DIGITS]) != int(comment[3], 16):
+    version = _COMMENT.version(tail)
+    if version is None:
         raise CorruptCheckpoint("its closing records (checksums and zip directory) are damaged")
-    _check_version(int(comment[1]))  # after the checksum: a damaged digit is damage
     try:
         checksums, _ = json.JSONDecoder().raw_decode(tail[: _json_end(tail)].decode())
         if isinstance(checksums, dict):
-            _check_version(checksums.get("version"))
+            refuse_newer(checksums.get("version"), VERSION)
         validate(checksums, body_nbytes)
-        if checksums["version"] != int(comment[1]):
+        if checksums["version"] != version:
             raise ValueError(f"its version {checksums['version']} is not that of the comment")
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"its checksum record is malformed: {error}") from None
-    digits = checksums["crc32"]
-    crcs = tuple(int(digits[i : i + _CRC_DIGITS], 16) for i in range(0, len(digits), _CRC_DIGITS))
+    crcs = crcs_in(checksums["crc32"])
     return BlockChecksums(body_nbytes, checksums["block_bytes"], crcs, tail)
 
 
 def closing_crc(tail: bytes | bytearray) -> int:
     """Returns the CRC-32 in a tail's comment, which with the size tells one file from another."""
-    return int(tail[-_CRC_DIGITS:], 16)
-
-
-def _check_version(version: Any) -> None:
-    if type(version) is int and version > VERSION:
-        raise IncompatibleCheckpoint(
-            f"it has format version {version}, this fastckpt reads up to {VERSION}: update it"
-        )
+    return int(tail[-CRC_DIGITS:], 16)
 
 
 def _json_end(tail: bytes) -> int:

@@ -19,7 +19,6 @@ from typing import Any
 
 from fastckpt.arguments.checks import (
     ON_ERROR,
-    TIMEOUT_S,
     BackendName,
     Fence,
     OnError,
@@ -33,6 +32,7 @@ from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
 from fastckpt.ranks.per_group import group_of_job
+from fastckpt.ranks.round import TIMEOUT_S
 
 require("accelerate", "1.15", "2", __name__)
 

@@ -20,7 +20,6 @@ import fastckpt
 from fastckpt import CheckpointError, SaveHandle, StorageError
 from fastckpt.arguments.checks import (
     ON_ERROR,
-    TIMEOUT_S,
     BackendName,
     OnError,
     StagingWay,
@@ -31,6 +30,7 @@ from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
 from fastckpt.options import WriteOptions
 from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import raise_earlier
 from fastckpt.storage.atomic import make_directory

@@ -22,7 +22,6 @@ import safetensors.torch
 from fastckpt.arguments.checks import (
     FENCES,
     ON_ERROR,
-    TIMEOUT_S,
     BackendName,
     Fence,
     OnError,
@@ -37,6 +36,7 @@ from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
 from fastckpt.options import WriteOptions
 from fastckpt.ranks.per_group import group_of_job
+from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving.pipeline import raise_earlier
 
 require("transformers", "5.23", "6", __name__)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = 8 << 20
+PORTION_BYTES = 32 << 20  # of a file that is copied: one is read while another is written
 # Of a save with a late fence: a storage of at most so many bytes is captured by value.
 BY_VALUE_BYTES = 64 << 10
 

@@ -16,10 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fastckpt.arguments.checks import TIMEOUT_S
-from fastckpt.arguments.environment import launched_rank
 from fastckpt.errors import CheckpointError
-from fastckpt.ranks.round import COMMITTED_NOTHING, LINGER_S, Round, pause
+from fastckpt.ranks.round import COMMITTED_NOTHING, LINGER_S, TIMEOUT_S, Round, pause
 from fastckpt.ranks.round_numbers import RoundNumbers
 from fastckpt.ranks.store_client import c10d, own_client
 
@@ -193,9 +191,9 @@ def default_group() -> Any:
     return None
 
 
-def check_alone(what: str) -> None:
+def check_alone(what: str, launched: tuple[int, int] | None) -> None:
     """Raises ValueError if there are several ranks by now, but `what` was made for all ranks before
-    torch.distributed was initialised, and so for this rank alone.
+    torch.distributed was initialised, and so for this rank alone. Else warns of unknown ranks.
     """
     group = default_group()
     ranks = 1 if group is None else dist.get_world_size(group)
@@ -206,15 +204,19 @@ def check_alone(what: str) -> None:
             "afterwards, on all ranks; or pass group=, for one rank alone a group of that rank "
             "(torch.distributed.new_subgroups(1)[0])"
         )
-    warn_of_unknown_ranks(what)
+    warn_of_unknown_ranks(what, launched)
 
 
-def warn_of_unknown_ranks(what: str) -> None:
+def warn_of_unknown_ranks(what: str, launched: tuple[int, int] | None) -> None:
     """Warns once, where a launcher has started several ranks, that this one does alone what all
     should do together. The first rank is not warned: that it saves alone may well be meant.
+
+    Args:
+        what: what is done alone.
+        launched: this process's rank and the number of ranks, if a launcher has told them.
     """
     global _has_warned
-    rank, ranks = launched_rank() or (0, 1)
+    rank, ranks = launched or (0, 1)
     if _has_warned or rank == 0 or default_group() is not None:
         return
     _has_warned = True

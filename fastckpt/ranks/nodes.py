@@ -1,4 +1,5 @@
-"""The neighbours of a rank in one save: the ranks on its machine, and how much each has to write.
+"""Ranks that are near each other: those on one machine, with how much each has to write in a save,
+and those that see one directory.
 
 Each rank tells the first one about itself, which answers once for each machine. It must not know
 what is written, nor how the answer is used.
@@ -16,6 +17,29 @@ from typing import NamedTuple
 from fastckpt.ranks.round import Round
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+class RanksByNode:
+    """The nodes of a job; a node is the ranks that see the same directory.
+
+    Args:
+        first: for each rank, the first rank of its node.
+
+    Attributes:
+        firsts: the first rank of each node, ascending.
+    """
+
+    def __init__(self, first: list[int]) -> None:
+        self._first = first
+        self.firsts = sorted(set(first))
+
+    def first(self, rank: int) -> int:
+        """Returns the first rank on the node of a rank."""
+        return self._first[rank]
+
+    def beside(self, rank: int) -> list[int]:
+        """Returns all ranks on the node of a rank, ascending."""
+        return [other for other, first in enumerate(self._first) if first == self._first[rank]]
 
 
 class Neighbour(NamedTuple):
@@ -51,7 +75,7 @@ def neighbours(agreement: Round, nbytes: int) -> list[Neighbour]:
     """Returns the ranks of this machine, ascending. All ranks call it, each with the bytes that it
     has to write, and wait for each other. Raises PeerFailed if a rank failed or is missing.
     """
-    own = [_machine(), nbytes, _space()]
+    own = [this_machine(), nbytes, _space()]
     agreement.put("machine", json.dumps(own).encode())
     if agreement.rank == 0:
         found: dict[str, list[list[object]]] = {}
@@ -60,11 +84,11 @@ def neighbours(agreement: Round, nbytes: int) -> list[Neighbour]:
             found.setdefault(machine, []).append([rank, *rest])
         for machine, ranks in found.items():
             agreement.put(f"machine {machine}", json.dumps(ranks).encode())
-    answer = agreement.get(f"machine {_machine()}")
+    answer = agreement.get(f"machine {this_machine()}")
     return [Neighbour(*each) for each in json.loads(answer)]
 
 
-def _machine() -> str:
+def this_machine() -> str:
     """Returns a name of this machine, which is the same in all of its containers."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:

@@ -21,6 +21,7 @@ from fastckpt.ranks.round_numbers import RoundNumbers, name_of, numbers_in
 
 log = logging.getLogger("fastckpt")
 
+TIMEOUT_S = 600.0  # the default of every timeout_s
 LINGER_S = 5.0
 HEED_S = 0.5  # how often waits for anything but ranks look whether the caller has cancelled
 _BEHIND_S = 3.0  # how far rank 0 may be behind the others, however short the timeout
@@ -28,6 +29,7 @@ _LOOK_S, _GRACE_S = 1.0, 2.0  # how often to look where a missing rank is; its t
 _REJOIN_S, _REJOIN_POLL_S = 10.0, 0.05  # how long, how often a late rank looks for the others
 _RANKS_LOOKED_AT, _RANKS_IN_BATCH, _CAUSE_CHARS = 16, 256, 4000
 _RECORD_BYTES = 8_000_000  # a TCPStore closes the connection on more
+_PART_BYTES = 4_000_000  # of a larger one
 _DECIDED, _ABSENT = b"decided", b"absent"  # the latter makes compare_set a get that does not wait
 _IN_DOUBT = "the checkpoint may or may not be visible"
 COMMITTED_NOTHING = "nothing was committed"
@@ -101,6 +103,29 @@ class Round:
     def gather(self, key: str) -> list[bytes]:
         """Waits for every rank's record under key; returns them in rank order."""
         return self._records(key, range(self.world_size))
+
+    def put_large(self, key: str, content: bytes) -> None:
+        """Leaves a record of any size under key, for get_large()."""
+        self.put(key, self.put_rest(key, content))
+
+    def get_large(self, key: str, rank: int = 0) -> bytes:
+        """Waits for the record that `rank` leaves by put_large(), and returns it."""
+        return self.get_rest(key, rank, self.get(key, rank))
+
+    def put_rest(self, key: str, content: bytes) -> bytes:
+        """Leaves a record of any size but for its beginning, which it returns: the caller leaves
+        that where it likes.
+        """
+        parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
+        for number, part in enumerate(parts[1:], 1):
+            self.put(f"{key}.{number}", part)
+        return len(parts).to_bytes(4, "little") + b"".join(parts[:1])
+
+    def get_rest(self, key: str, rank: int, beginning: bytes) -> bytes:
+        """Returns the whole record that `rank` leaves by put_rest(), given its beginning."""
+        count = int.from_bytes(beginning[:4], "little")
+        others = [self.get(f"{key}.{number}", rank) for number in range(1, count)]
+        return b"".join((beginning[4:], *others))
 
     def same(
         self, key: str, digest: bytes, detail: Callable[[], bytes]

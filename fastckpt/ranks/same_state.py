@@ -1,7 +1,7 @@
 """The comparison of states that all ranks should hold alike: structure, and samples of contents.
 
 Responsible for the description of one rank's state, and for finding the tensor and the ranks where
-descriptions differ. It must not know how ranks exchange them, or what becomes of the save.
+descriptions differ. It must not know what becomes of the save.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fastckpt.errors import RanksDisagree
+from fastckpt.ranks.round import Round
 
 SAMPLED_BYTES = 64 << 10  # of all tensors together, each save
 _RANGE_BYTES = 128  # ranges are few and long, since each from a GPU is a copy of its own
@@ -87,6 +88,23 @@ class Description:
             self._texts = self._texts()
         crcs = [(name, zlib.crc32(b"".join(p for _, p in taken))) for name, taken in self._samples]
         return [self._texts, crcs, self._first_rank, self._storages, self._seed]
+
+
+def compare(
+    agreement: Round,
+    key: str,
+    description: Description,
+    path: str,
+    differing: Callable[[set[str]], None],
+) -> None:
+    """Raises RanksDisagree unless all ranks call this with the same description. `differing` is
+    called with the tensors whose contents differ, if nothing else does; `path` is for the message.
+    """
+    groups = agreement.same(key, description.digest(), description.detail)
+    if groups is not None:
+        error, unequal = disagreement(groups, path)
+        differing(unequal)
+        raise error
 
 
 def disagreement(

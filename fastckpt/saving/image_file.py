@@ -10,7 +10,7 @@ import errno
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
+from typing import Any
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
@@ -93,15 +93,10 @@ class ImageFile:
     def __enter__(self) -> ImageFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         # Blocks in flight arrive before the file is closed and its descriptor becomes another's.
         self.transfer.__exit__()
-        self._files.__exit__(kind, error, trace)
+        self._files.__exit__(*failure)
 
     def make(
         self,

@@ -312,7 +312,7 @@ class Job:
     Args:
         handle: tells the path and takes the clocks; its result is set by the pipeline.
         agreement: this save's round with the other ranks, or of this rank alone.
-        reads: the memory of the state that lies on devices.
+        reads: the memory of the state that lies on devices; None: there is none.
         watched: the tensors that must not change before they have been copied.
         fence: "call" or "step". The caller waits in Pipeline.save() for SaveHandle.pass_fence();
             CopyCompletion lets it go.
@@ -323,8 +323,8 @@ class Job:
         self,
         handle: SaveHandle,
         agreement: Round,
-        reads: DeviceSources,
-        watched: Sequence[WatchedTensors],
+        reads: DeviceSources | None = None,
+        watched: Sequence[WatchedTensors] = (),
         *,
         fence: str,
         lane: str,
@@ -333,7 +333,7 @@ class Job:
         self.agreement = agreement
         handle.stats.ranks = agreement.world_size
         handle.stats.captured_s = handle.elapsed_s()
-        self.reads = reads
+        self.reads = reads = DeviceSources() if reads is None else reads
         self.copying = CopyCompletion(handle, reads, watched, self.forget, agreement.heed)
         self.choice: Choice | None = None
         self.fence = fence

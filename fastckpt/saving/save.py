@@ -69,7 +69,7 @@ class Save(Job):
         with ExitStack() as moving, self._telling():  # a failure is told before files are closed
             moving.callback(self.handle.mark_writing, None)
             # No file exists yet, so copies wait for no metadata server and for no other rank.
-            fetch = self._stage(pipeline, outputs, moving)
+            fetch = self._stage(pipeline, plan, outputs, moving)
             place.begin()
             self.copying.watch()  # from here on the caller may be let go at any time
             plan.agree(pace, nbytes)
@@ -104,11 +104,10 @@ class Save(Job):
             self.conclude(plan.record(), plan.publish)
 
     def _stage(
-        self, pipeline: Pipeline, outputs: Sequence[Output], moving: ExitStack
+        self, pipeline: Pipeline, plan: Plan, outputs: Sequence[Output], moving: ExitStack
     ) -> MemoryCopy:
         """Begins to copy everything: the bytes of the files, and the samples beside them."""
-        plan, staging, options = self.plan, pipeline.staging, self.options
-        assert plan is not None
+        staging, options = pipeline.staging, self.options
         allowance = staging.allowance(options.limit_bytes)
         blocks = sum(block_count(output.image.nbytes, BLOCK_BYTES) for output in outputs)
         self.staging_nbytes = min(allowance.blocks, blocks + 1) * BLOCK_BYTES

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
-from fastckpt.plan.image import BlockChecksums
+from fastckpt.plan.image import BLOCK_BYTES, PORTION_BYTES, BlockChecksums, block_count
 from fastckpt.reading.verified import OVERWRITTEN, Body, opened_regular
 from fastckpt.reading.verified_file import VerifiedFile, body_of
 from fastckpt.storage.file_system import Storage, naming, persistently, reported
@@ -136,18 +136,16 @@ class StepCopies:
     def shard(
         self,
         index: ShardIndex,
-        frames: dict[int, bytes] | None = None,
         unpadded: list[int] | None = None,
     ) -> Iterator[Body]:
         """Opens the shard of a writer, as it was before a codec compressed it.
 
         Args:
             index: the writer's.
-            frames: with a codec, receives the compressed frame of each block that is read.
             unpadded: as FrameReader's, with a codec.
         """
         if self._kept is None:
-            with self._shard(index, frames, unpadded) as body:
+            with self._shard(index, unpadded=unpadded) as body:
                 yield body
             return
         with self._lock:
@@ -206,3 +204,44 @@ class StepCopies:
         """Opens the file of objects, as body(), for torch to read."""
         with self.body(manifest) as body, VerifiedFile(body, body.stream()) as file:
             yield file
+
+    @contextmanager
+    def stored_shard(self, index: ShardIndex) -> Iterator[Iterator[bytearray]]:
+        """Opens the shard of a writer as it is stored; yields that, verified, in portions."""
+        frames = None if index.codec is None else dict[int, bytes]()
+        with self._shard(index, frames) as body:
+            yield _stored(body, frames)
+
+    @contextmanager
+    def stored_objects(self, manifest: Manifest) -> Iterator[Iterator[bytearray]]:
+        """Opens the file of objects to be copied, as stored_shard()."""
+        with self.objects(manifest) as file:
+            yield _octets(file)
+
+
+def _portions(nbytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[bytearray]:
+    """Yields memory for each portion of a file; the next but one gets the same memory again."""
+    size = max(1, PORTION_BYTES // block_bytes) * block_bytes
+    turns = [bytearray(size) for _ in range(min(2, nbytes // size))]
+    for number in range(nbytes // size):
+        yield turns[number % 2]
+    if nbytes % size:
+        yield bytearray(nbytes % size)
+
+
+def _octets(file: VerifiedFile) -> Iterator[bytearray]:
+    for portion in _portions(file.nbytes):
+        file.readinto(portion)
+        yield portion
+
+
+def _stored(body: Body, frames: dict[int, bytes] | None) -> Iterator[bytearray]:
+    """Yields a shard; with a codec, its frames, which `frames` receives as blocks are read."""
+    # A stream for each portion, so that no more is read ahead: later saves may need the memory.
+    index, begin, number = body.index, 0, 0
+    for portion in _portions(index.body_nbytes, index.block_bytes):
+        wanted = range(number, number + block_count(len(portion), index.block_bytes))
+        with closing(body.stream(wanted)) as stream:
+            body.check(stream, stream.readinto(portion, begin))
+        begin, number = begin + len(portion), wanted.stop
+        yield portion if frames is None else bytearray().join(map(frames.pop, wanted))

@@ -1,7 +1,8 @@
-"""StepOptions: the arguments of Checkpointer about how steps are written and how many stay."""
+"""StepOptions: the arguments of Checkpointer about how steps are written, and which stay where."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from fastckpt.arguments.checks import (
@@ -12,9 +13,12 @@ from fastckpt.arguments.checks import (
     check_choice,
     check_count,
     check_flag,
+    check_path,
     optional,
 )
 from fastckpt.options import WriteOptions
+
+KEEP_LOCAL = 2  # steps, if the caller does not say
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class StepOptions(WriteOptions):
     codec: Codec | None = None
     keep_last: int | None = None
     keep_every: int | None = None
+    local: str | os.PathLike[str] | None = None
+    keep_local: int | None = None
     reuse: Reuse | None = None
     check_finite: bool = False
 
@@ -39,6 +45,11 @@ class StepOptions(WriteOptions):
         optional(check_count, "keep_every", self.keep_every)
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError("keep_every without keep_last: all steps are kept anyway")
+        optional(check_count, "keep_local", self.keep_local)
+        if self.local_path is None and self.keep_local is not None:
+            raise ValueError("keep_local without local: there is no local tier to keep steps in")
+        if self.local_path is not None and self.pacing.writers_per_node is not None:
+            raise ValueError("writers_per_node with local: the local tier has a file for each rank")
         if self.codec is not None and self.pacing.writers_per_node is not None:
             raise ValueError("writers_per_node with codec: each compressed shard has its own file")
         check_choice("reuse", self.reuse, REUSES)
@@ -49,6 +60,11 @@ class StepOptions(WriteOptions):
                 'check_finite with staging="gds": numbers are looked at in host memory, past which '
                 "GPUDirect Storage goes"
             )
+
+    @property
+    def local_path(self) -> str | None:
+        """The directory `local` as a path; None if there is no local tier."""
+        return optional(check_path, "local", self.local)
 
     def _check_reuse(self) -> None:
         if self.codec is not None:

@@ -78,5 +78,4 @@ class StepPlace(Place):
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         if failure is None and self.step.is_begun:
-            keep_last, keep_every = self._options.keep_last, self._options.keep_every
-            tidy(self._steps, self.step.name, self._number, keep_last, keep_every)
+            tidy(self._steps, self.step.name, self._number, self._options)

@@ -20,7 +20,7 @@ from fastckpt.formats.shard_index import index_name, shard_name
 from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.ranks.round import Round
-from fastckpt.ranks.same_state import disagreement
+from fastckpt.ranks.same_state import compare
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan, WholeFile
 from fastckpt.steps.capture import Content
@@ -118,12 +118,8 @@ class StepPlan(Plan):
 
     def compare(self) -> None:
         assert self._content is not None
-        description = self._content.description
-        groups = self._agreement.same("state", description.digest(), description.detail)
-        if groups is not None:
-            error, unequal = disagreement(groups, self._handle.path)
-            self._differing(unequal)
-            raise error
+        description, path = self._content.description, self._handle.path
+        compare(self._agreement, "state", description, path, self._differing)
 
     def record(self) -> bytes:
         """Returns the manifest's entry for this writer; b"" if it has no file."""

@@ -8,27 +8,29 @@ from __future__ import annotations
 import logging
 
 from fastckpt.errors import StorageError
+from fastckpt.steps.options import StepOptions
 from fastckpt.steps.root import Committed, Steps
 
 log = logging.getLogger("fastckpt")
 
 
-def tidy(steps: Steps, keep: str, step: int, keep_last: int | None, keep_every: int | None) -> None:
+def tidy(steps: Steps, keep: str, step: int, options: StepOptions) -> None:
     """Removes steps that a commit has made superfluous, and warns of those it cannot remove.
 
     Args:
-        steps, keep, keep_every: as retain()'s.
+        steps, keep: as retain()'s.
         step: the number of the step just committed.
-        keep_last: as retain()'s; None: all steps stay.
+        options: say which steps stay.
     """
     # Listing takes time on network file systems: not unless there may be something to remove.
+    keep_last = options.keep_last
     if keep_last is None and not steps.has_another(keep, step):
         return
     try:
         found, _faults = steps.committed()
         supersede(steps, found, keep, step)
         if keep_last is not None:
-            retain(steps, found, keep, keep_last, keep_every)
+            retain(steps, found, keep, keep_last, options.keep_every)
         steps.remove_left()
     except (StorageError, OSError) as error:
         log.warning("old steps could not be removed: %s", error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from fastckpt.formats.manifest import Manifest
 from fastckpt.ranks.round import Round
@@ -108,12 +109,13 @@ class StepDraft:
         finally:
             close_quietly(self._storage, fd)
 
-    def write(self, name: str, content: bytes, beside: int, durable: bool) -> None:
+    def write(self, name: str, content: bytes, beside: int | None, durable: bool) -> None:
         """Makes a small file with this content, synced if `durable`; `beside` is an open file of
-        the same file system.
+        the same file system, by which that tells whether to try again.
         """
         path, storage = self.path(name), self._storage
-        fd = patiently(storage, beside, lambda: self.create(name))
+        create = partial(self.create, name)
+        fd = create() if beside is None else patiently(storage, beside, create)
         try:
             with reported("write", path):
                 patiently(storage, fd, lambda: storage.write_at(fd, content, 0))

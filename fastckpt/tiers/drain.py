@@ -6,41 +6,30 @@ The module must not know how a step came into the local tier.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
 from functools import partial
 
-from fastckpt.engine.devices import DeviceSources
-from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, is_visible
-from fastckpt.formats.manifest import Manifest, Writer
-from fastckpt.formats.shard_index import ShardIndex
+from fastckpt.formats.manifest import Manifest
 from fastckpt.handle import SaveHandle
-from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
 from fastckpt.ranks.round import Round
-from fastckpt.reading.verified import Body
-from fastckpt.reading.verified_file import VerifiedFile
-from fastckpt.saving.image_file import ImageFile
+from fastckpt.saving.copied_file import write_portions
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import tidy
 from fastckpt.steps.step_draft import StepDraft
-from fastckpt.storage.atomic import settle
-from fastckpt.storage.file_system import Storage, patiently, reported
+from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.vanishing import Vanished
 from fastckpt.tiers.local_tier import OBJECTS_PART, LocalTier
 
 log = logging.getLogger("fastckpt")
 
-_CHUNK_BYTES = 32 << 20  # one is read while the one before is written
 DRAIN_BLOCKS_MIN = 2  # of staging memory: one to read a block into while another is written
-_PART_BYTES = 4 << 20  # of a record, put into the store at a time
 
 
 class Drain(Job):
@@ -69,7 +58,7 @@ class Drain(Job):
         names: dict[int, str],
         parts: Sequence[int],
     ) -> None:
-        super().__init__(handle, agreement, DeviceSources(), (), fence="call", lane=tier.root.root)
+        super().__init__(handle, agreement, fence="call", lane=tier.root.root)
         self._tier = tier
         self._options = options
         self._names = names
@@ -109,12 +98,7 @@ class Drain(Job):
             pace.meet(nbytes)
         pace.begin(nbytes)
         if manifest is not None:
-            source = self._tier.steps.path(self._own_name)
-            copying = _Copying(
-                pipeline, self._tier, self._options, self._place, manifest, source, pace
-            )
-            for part in self._parts:
-                copying.copy(part)
+            self._copy(manifest, pipeline, pace)
         pace.end()
         if self._options.durable:
             self._place.sync_own_directory()
@@ -123,6 +107,30 @@ class Drain(Job):
         self.took_s = time.monotonic() - begun
         self._step = None if manifest is None else manifest.step
         self.handle.path = self._place.path()
+
+    def _copy(self, manifest: Manifest, pipeline: Pipeline, pace: Pace) -> None:
+        """Copies this rank's parts from this node's directory to the root. Raises CorruptCheckpoint
+        if the local copy is damaged, or StorageError.
+        """
+        place, options, tier = self._place, self._options, self._tier
+        directory = tier.steps.path(self._own_name)
+        source = StepCopies(pipeline.storage, pipeline.staging, [directory])
+
+        def write(name: str, nbytes: int, portions: Iterator[bytearray]) -> None:
+            make = partial(place.made, name)
+            purpose = Purpose(nbytes, 1, options.striping, tier.root.root)
+            write_portions(pipeline, portions, place.path(name), options, pace, make, purpose)
+
+        writers = {writer.rank: writer for writer in manifest.writers}
+        for part in self._parts:
+            if part == OBJECTS_PART:
+                with source.stored_objects(manifest) as portions:
+                    write(manifest.objects.file, manifest.objects.nbytes, portions)
+                continue
+            index, content = source.index(writers[part], manifest.nonce)
+            with source.stored_shard(index) as portions:
+                write(index.file, index.file_nbytes, portions)
+            place.write(writers[part].index, content, None, options.durable)
 
     @property
     def _own_name(self) -> str:
@@ -138,13 +146,13 @@ class Drain(Job):
         if not self._own_name:
             if rank != 0:
                 return None
-            return Manifest.from_bytes(receive(self.agreement, "manifest", source))
+            return Manifest.from_bytes(self.agreement.get_large("manifest", source))
         try:
             manifest = steps.read(self._own_name)
         except Vanished as error:  # this library removes no step before the root has it
             raise CorruptCheckpoint(f"{steps.path(self._own_name)!r} is missing: {error}") from None
         if travels and rank == source:
-            send(self.agreement, "manifest", manifest.to_bytes())
+            self.agreement.put_large("manifest", manifest.to_bytes())
         return manifest
 
     def _publish(self, manifest: Manifest | None) -> None:
@@ -162,153 +170,10 @@ class Drain(Job):
             tier.note_drained(self._own_name)
             tier.evict()
         if self._place.is_begun and self._step is not None:
-            keep_last, keep_every = self._options.keep_last, self._options.keep_every
-            tidy(tier.root, self._place.name, self._step, keep_last, keep_every)
+            tidy(tier.root, self._place.name, self._step, self._options)
 
 
 def _nbytes_of(manifest: Manifest, parts: Sequence[int]) -> int:
     """Returns the size of the files of these parts, without their indexes."""
     shards = sum(each.nbytes for each in manifest.writers if each.rank in parts)
     return shards + (manifest.objects.nbytes if OBJECTS_PART in parts else 0)
-
-
-class _Copying:
-    """Copies files of one step from this node's directory into one of the root."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        tier: LocalTier,
-        options: StepOptions,
-        place: StepDraft,
-        manifest: Manifest,
-        source: str,
-        pace: Pace,
-    ) -> None:
-        self._pace = pace
-        self._pipeline = pipeline
-        self._storage, self._staging = pipeline.storage, pipeline.staging
-        self._tier = tier
-        self._options = options
-        self._place = place
-        self._manifest = manifest
-        self._source = StepCopies(self._storage, self._staging, [source])
-
-    def copy(self, part: int) -> None:
-        """Copies the files of one writer, or the objects. Raises CorruptCheckpoint if the local
-        copy is damaged, or StorageError.
-        """
-        if part == OBJECTS_PART:
-            self._copy_objects()
-            return
-        writer = next(each for each in self._manifest.writers if each.rank == part)
-        index, content = self._source.index(writer, self._manifest.nonce)
-        self._copy_shard(index)
-        self._copy_index(writer, content)
-
-    def _copy_objects(self) -> None:
-        name, nbytes, _crc = self._manifest.objects
-        with self._source.objects(self._manifest) as file:
-            self._write(name, nbytes, _octets(file))
-
-    def _copy_shard(self, index: ShardIndex) -> None:
-        frames = None if index.codec is None else dict[int, bytes]()
-        with self._source.shard(index, frames) as body:
-            self._write(index.file, index.file_nbytes, _stored(body, frames))
-
-    def _write(self, name: str, nbytes: int, content: Iterator[bytearray]) -> None:
-        """Writes a file of the root by chunks; while one is written, `content` reads the next."""
-        path, options = self._place.path(name), self._options
-        purpose = Purpose(nbytes, 1, options.striping, self._tier.root.root)
-        with ExitStack() as files, _UnderWay(self._pace) as moving:
-            allowance = self._staging.allowance(2 * _CHUNK_BYTES)
-            file = files.enter_context(
-                ImageFile(self._pipeline, Image.tailless(), path, options, allowance)
-            )
-            file.make(partial(self._place.made, name), purpose)
-            file.begin(0, self._pace)
-            offset = 0
-            for chunk in content:
-                image = Image.of_bytes(chunk)
-                transfer = ImageTransfer(self._staging, image, path, allowance, 1)
-                transfer.write_to(file.fd, offset, file.route)
-                moving.follow(transfer)
-                offset += len(chunk)
-            moving.follow(None)
-            file.end(nbytes)
-
-    def _copy_index(self, writer: Writer, content: bytes) -> None:
-        path = self._place.path(writer.index)
-        with self._place.made(writer.index) as (fd, _name):
-            with reported("write", path):
-                patiently(self._storage, fd, lambda: self._storage.write_at(fd, content, 0))
-            settle(self._storage, fd, path, self._options.durable)
-
-
-class _UnderWay:
-    """The chunk that is being written. Leaving the context cancels it and waits for its end."""
-
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
-        self._transfer: ImageTransfer | None = None
-
-    def __enter__(self) -> _UnderWay:
-        return self
-
-    def follow(self, transfer: ImageTransfer | None) -> None:
-        """Takes note of a chunk that has been begun, and waits for the one before, whose memory is
-        free after that.
-        """
-        before, self._transfer = self._transfer, transfer
-        if before is not None:
-            with before:
-                self._pace.wait_one(before)
-
-    def __exit__(self, *_: object) -> None:
-        if self._transfer is not None:
-            self._transfer.__exit__()
-
-
-def _chunks(nbytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[bytearray]:
-    """Yields memory for each chunk of a file; the next but one gets the same memory again."""
-    size = max(1, _CHUNK_BYTES // block_bytes) * block_bytes
-    turns = [bytearray(size) for _ in range(min(2, nbytes // size))]
-    for number in range(nbytes // size):
-        yield turns[number % 2]
-    if nbytes % size:
-        yield bytearray(nbytes % size)
-
-
-def _octets(file: VerifiedFile) -> Iterator[bytearray]:
-    """Yields all of a file, verified, in chunks."""
-    for chunk in _chunks(file.nbytes):
-        file.readinto(chunk)
-        yield chunk
-
-
-def _stored(body: Body, frames: dict[int, bytes] | None) -> Iterator[bytearray]:
-    """Yields all of a shard as it is stored, verified, in chunks; with a codec, its frames, which
-    `frames` receives as blocks are read.
-    """
-    # A stream for each chunk, so that no more is read ahead: later saves may need the memory.
-    index, begin, number = body.index, 0, 0
-    for chunk in _chunks(index.body_nbytes, index.block_bytes):
-        wanted = range(number, number + block_count(len(chunk), index.block_bytes))
-        with closing(body.stream(wanted)) as stream:
-            body.check(stream, stream.readinto(chunk, begin))
-        begin, number = begin + len(chunk), wanted.stop
-        yield chunk if frames is None else bytearray().join(map(frames.pop, wanted))
-
-
-def send(agreement: Round, key: str, content: bytes) -> None:
-    """Leaves a record of any size for other ranks to receive()."""
-    parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
-    agreement.put(key, json.dumps(len(parts)).encode())
-    for number, part in enumerate(parts):
-        agreement.put(f"{key} {number}", part)
-
-
-def receive(agreement: Round, key: str, rank: int) -> bytes:
-    """Waits for the record that `rank` sends, and returns it."""
-    parts = range(json.loads(agreement.get(key, rank)))
-    return b"".join(agreement.get(f"{key} {number}", rank) for number in parts)

@@ -11,51 +11,26 @@ import hashlib
 import json
 import logging
 import os
-import socket
 import threading
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
-from fastckpt.arguments.checks import check_count, check_path, optional
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
-from fastckpt.options import Pacing
 from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.nodes import RanksByNode, this_machine
 from fastckpt.ranks.round import Round
+from fastckpt.steps.options import KEEP_LOCAL, StepOptions
 from fastckpt.steps.root import Committed, Steps
-from fastckpt.storage.file_system import NEW_MODE, Storage, reported, room_text
+from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 
 log = logging.getLogger("fastckpt")
 
-KEEP_LOCAL = 2
 DRAINED = "drained"  # a file in a step's directory: the root has had the step
 OBJECTS_PART = -1  # the objects' place among parts, which else are ranks of writers
 SPARE_BYTES = 16 << 20  # room for indexes and the manifest, beside shards and objects
 _MARGIN = 1.5  # a step goes straight to the root only if that is hoped to take so much less
 SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
-
-
-class RanksByNode:
-    """The nodes of a job; a node is the ranks that see the same directory.
-
-    Args:
-        first: for each rank, the first rank of its node.
-
-    Attributes:
-        firsts: the first rank of each node, ascending.
-    """
-
-    def __init__(self, first: list[int]) -> None:
-        self._first = first
-        self.firsts = sorted(set(first))
-
-    def first(self, rank: int) -> int:
-        """Returns the first rank on the node of a rank."""
-        return self._first[rank]
-
-    def beside(self, rank: int) -> list[int]:
-        """Returns all ranks on the node of a rank, ascending."""
-        return [other for other, first in enumerate(self._first) if first == self._first[rank]]
 
 
 class Undrained(NamedTuple):
@@ -79,28 +54,22 @@ class LocalTier:
 
     Args:
         directory: as Checkpointer's `local`; steps of several roots may lie in it.
-        keep: how many of the newest steps stay.
         root: the steps of the root, which these are drained to.
-        timeout_s: the longest that ranks wait for each other.
+        coordinator, options: the Checkpointer's.
 
     Attributes:
         steps: the root's steps that lie in the local directory.
-        root, keep: as the arguments.
+        root: as the argument.
+        keep: how many of the newest steps stay.
 
     Raises:
         ValueError: the directory lies on the root's file system.
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        directory: str,
-        keep: int,
-        root: Steps,
-        coordinator: Coordinator,
-        timeout_s: float,
+        self, directory: str, root: Steps, coordinator: Coordinator, options: StepOptions
     ) -> None:
-        self._storage = storage
+        self._storage = storage = root.storage
         self._directory = os.path.realpath(directory)
         self._refusal, self._device = "", -1
         try:
@@ -116,9 +85,9 @@ class LocalTier:
         known_as = hashlib.sha256(os.fsencode(root.root)).hexdigest()[:12]
         name = f"{os.path.basename(root.root) or 'root'}-{known_as}"
         self.steps = Steps(storage, os.path.join(self._directory, name))
-        self.root, self.keep = root, keep
+        self.root, self.keep = root, options.keep_local or KEEP_LOCAL
         self._rank = coordinator.rank
-        self._coordinator, self._timeout_s = coordinator, timeout_s
+        self._coordinator, self._timeout_s = coordinator, options.pacing.timeout_s
         self._meeting = self._begin("local tier")
         self._lock = threading.Lock()
         self._nodes: RanksByNode | None = None  # under _lock
@@ -181,7 +150,7 @@ class LocalTier:
             assert status is not None
         except OSError:
             return f"rank {self._rank}"
-        return f"{_machine()} {status.st_dev} {status.st_ino}"
+        return f"{this_machine()} {status.st_dev} {status.st_ino}"
 
     def refusal(self) -> str:
         """Returns why nothing can be written to the tier now, in words; "" if it can be."""
@@ -370,36 +339,3 @@ class LocalTier:
                 is_newer = one["sequence"] > newest
                 told["undrained"].append([one["step"], names, parts, is_newer])
         return told
-
-
-def _machine() -> str:
-    """Returns a name of this machine that is the same in all of its containers."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-def local_tier(
-    storage: Storage,
-    directory: str | os.PathLike[str] | None,
-    keep: int | None,
-    root: Steps,
-    coordinator: Coordinator,
-    pacing: Pacing,
-) -> LocalTier | None:
-    """Returns the tier that the arguments of a Checkpointer ask for; None if they ask for none.
-
-    Raises:
-        ValueError: the arguments are out of range, or exclude each other.
-    """
-    keep = optional(check_count, "keep_local", keep)
-    if directory is None:
-        if keep is not None:
-            raise ValueError("keep_local without local: there is no local tier to keep steps in")
-        return None
-    if pacing.writers_per_node is not None:
-        raise ValueError("writers_per_node with local: the local tier has a file for each rank")
-    path = check_path("local", directory)
-    return LocalTier(storage, path, keep or KEEP_LOCAL, root, coordinator, pacing.timeout_s)

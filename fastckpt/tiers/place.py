@@ -24,7 +24,7 @@ from fastckpt.saving.plan import Output
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import StepPlace
 from fastckpt.steps.step_draft import StepDraft
-from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain, receive, send
+from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
 from fastckpt.tiers.local_tier import OBJECTS_PART, SLOW_S, LocalTier
 
 
@@ -187,10 +187,10 @@ class NodePlace(Place):
             made = manifest(self._tier.next_sequence(self._own.steps))
         except BaseException:
             if others:
-                send(agreement, "manifest", b"")
+                agreement.put_large("manifest", b"")
             raise
         if others:
-            send(agreement, "manifest", made.to_bytes())
+            agreement.put_large("manifest", made.to_bytes())
         self._publish_here(made)
         for rank in others:
             failure = agreement.get("published", rank).decode()
@@ -214,7 +214,7 @@ class NodePlace(Place):
             return
         if not self._own.is_begun:
             return
-        content = receive(self._agreement, "manifest", 0)
+        content = self._agreement.get_large("manifest", 0)
         if not content:
             return
         failure = ""

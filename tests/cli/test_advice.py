@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastckpt import Checkpointer
-from fastckpt.arguments import checks
 from fastckpt.cli import cost_model
 from fastckpt.cli.cost_model import Advice, Job, advise
+from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.steps import shared_shard
 from tests.paths import ROOT
 
@@ -419,4 +419,4 @@ def test_small_shards_alone_are_gathered() -> None:
 
 def test_constants_are_the_ones_that_count() -> None:
     assert cost_model.GATHERED_BYTES_MAX == shared_shard.GATHERED_BYTES_MAX
-    assert cost_model.TIMEOUT_S == checks.TIMEOUT_S
+    assert cost_model.TIMEOUT_S == TIMEOUT_S

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip, zip_contents
+from fastckpt.formats.image_builder import TAIL_BYTES_MAX
 from fastckpt.formats.torch_pickle import Capture, capture
 from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Image, address_of, block_count
 from tests.plan.slots import slots_of
@@ -521,7 +522,7 @@ def test_tail_offset_is_checked_against_the_file() -> None:
     assert torch_zip.tail_offset(comment(torch_zip.VERSION, 4096), 8192) == 4096
     for offset in (0, 8192, 8193, 1 << 63):
         assert torch_zip.tail_offset(comment(torch_zip.VERSION, offset), 8192) is None
-    too_much = torch_zip.TAIL_BYTES_MAX + 4097
+    too_much = TAIL_BYTES_MAX + 4097
     assert torch_zip.tail_offset(comment(torch_zip.VERSION, 4096), too_much) is None
 
 

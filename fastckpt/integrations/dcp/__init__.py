@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from fastckpt.arguments.checks import (
     FENCES,
     ON_ERROR,
-    TIMEOUT_S,
     Fence,
     OnError,
     check_choice,
     check_flag,
 )
+from fastckpt.arguments.environment import launched_rank
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import Places
@@ -47,7 +47,7 @@ from fastckpt.integrations.dcp.writer import Writer, results_of
 from fastckpt.latch import SignalSafeFuture
 from fastckpt.ranks.coordinator import Coordinator, warn_of_unknown_ranks
 from fastckpt.ranks.per_group import PerGroup
-from fastckpt.ranks.round import Round
+from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
 
 __all__ = ["Reader", "Saving", "Writer", "async_save", "save"]
@@ -166,7 +166,7 @@ def async_save(
     writer = _writer(storage_writer, checkpoint_id, durable)
     group, rank = _group(process_group, no_dist)
     if group is None and not no_dist:
-        warn_of_unknown_ranks(f"the save to {writer.path!r}")
+        warn_of_unknown_ranks(f"the save to {writer.path!r}", launched_rank())
     shared = _shared.of(group if use_collectives else None)
     handle = Saving(writer.path, started)
     if on_error == "warn":

@@ -20,25 +20,18 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from fastckpt.ranks.round import Round
 
-_PART_BYTES = 4_000_000  # of what one rank tells another, compressed
 _KNOWN_MAX = 4  # kinds of state that are saved in turn
 _ASK = b"?"  # rank 0 needs every plan
 
 
 def put(agreement: Round, key: str, value: object) -> bytes:
-    """Puts a value for other ranks; returns its first record, which the caller puts under key."""
-    content = zlib.compress(pickle.dumps(value), 1)
-    parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
-    for number, part in enumerate(parts[1:], 1):
-        agreement.put(f"{key}.{number}", part)
-    return len(parts).to_bytes(4, "little") + parts[0]
+    """Leaves a value for other ranks but for its beginning, as Round.put_rest() does."""
+    return agreement.put_rest(key, zlib.compress(pickle.dumps(value), 1))
 
 
-def get(agreement: Round, key: str, rank: int, first: bytes) -> Any:
-    """Returns the value that a rank of this job has put under key; `first` is its first record."""
-    count = int.from_bytes(first[:4], "little")
-    others = [agreement.get(f"{key}.{number}", rank) for number in range(1, count)]
-    return pickle.loads(zlib.decompress(b"".join((first[4:], *others))))
+def get(agreement: Round, key: str, rank: int, beginning: bytes) -> Any:
+    """Returns the value that a rank of this job has put under key, given its beginning."""
+    return pickle.loads(zlib.decompress(agreement.get_rest(key, rank, beginning)))
 
 
 @dataclass

@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Protocol
 
 from fastckpt import SaveHandle
@@ -75,12 +74,7 @@ class Saves:
     def __enter__(self) -> Saves:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, _error: object, _trace: object) -> None:
         if kind is None:
             self.wait()
         else:
