@@ -86,8 +86,8 @@ class Checkpointer:
     - objects with state_dict and load_state_dict: modules, optimizers, schedulers, data loaders;
     - anything else that can be pickled, but no DTensor inside of it; taken from the first rank.
     Contents of tensors below 1 MiB (of 64 MiB in all) may differ; the first rank's are saved.
-    restore() takes a state that is a dict or a list or has load_state_dict; only load() returns a
-    tuple or a lone tensor.
+    restore() takes a state that is a dict, a list, a tensor, PerRank or has load_state_dict, or a
+    tuple of these: what a tuple holds cannot be replaced. load() returns any other state, too.
 
     Args:
         root: the directory of the run, made at the first save. One job at a time may save to it.
