@@ -350,7 +350,7 @@ def test_symlink_loop(disk: Path) -> None:
 @pytest.mark.parametrize("mmap", [None, True], ids=["read", "mmap"])
 @pytest.mark.parametrize("weights_only", [None, True, False])
 @pytest.mark.parametrize(
-    "content", [None, b"", b"PK\x03\x04", b"garbage " * 50, b"\x80\x02}q\x00.", b"\0" * 5000]
+    "content", [None, b"PK\x03\x04", b"garbage " * 50, b"\x80\x02}q\x00.", b"\0" * 5000]
 )
 def test_files_that_are_no_checkpoint(
     content: bytes | None, weights_only: bool | None, mmap: bool | None, disk: Path
@@ -364,6 +364,24 @@ def test_files_that_are_no_checkpoint(
 
     assert refusal(load(fastckpt.load, path)) == refusal(load(torch.load, path))
     assert refusal(load(fastckpt.load, str(path))) == refusal(load(torch.load, str(path)))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x02}q\x00"])
+@pytest.mark.parametrize("weights_only", [None, False])
+def test_a_path_whose_pickle_ends_early_is_named(
+    content: bytes, weights_only: bool | None, disk: Path
+) -> None:
+    path = disk / "object.pt"
+    path.write_bytes(content)
+    with pytest.raises(EOFError):
+        torch.load(path, weights_only=weights_only)
+    with pytest.raises(EOFError, match=r"'.*object.pt' is empty or was cut off") as named:
+        fastckpt.load(path, weights_only=weights_only)
+    assert isinstance(named.value, fastckpt.CorruptCheckpoint)
+    assert type(pickle.loads(pickle.dumps(named.value))) is type(named.value)
+    with pytest.raises(EOFError) as told:  # a file-like has no name to tell
+        fastckpt.load(io.BytesIO(content), weights_only=weights_only)
+    assert type(told.value) is EOFError
 
 
 def test_folder_is_no_checkpoint(disk: Path) -> None:
