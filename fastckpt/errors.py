@@ -63,7 +63,7 @@ class StorageError(CheckpointError, OSError):
         hint = _HINTS.get(errno)
         above = os.path.dirname(path)
         if op == "open" and errno == errno_names.ENOENT and above and not os.path.isdir(above):
-            hint = f"Parent directory {above} does not exist: create it first"
+            hint = f"Parent directory {above} does not exist"
         if hint is not None:
             self._text += f"; {hint}"
         if detail:

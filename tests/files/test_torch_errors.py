@@ -6,6 +6,7 @@ library has errors of its own.
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import os
 import pickle
@@ -313,8 +314,12 @@ def test_missing_folder_is_not_made(disk: Path) -> None:
     theirs = refusal(lambda: torch.save(tensors(), disk / "missing" / "object.pt"))
     ours = refusal(lambda: fastckpt.save(tensors(), disk / "missing" / "object.pt"))
     assert issubclass(ours[0], theirs[0]) and issubclass(ours[0], OSError)
-    assert theirs[1].rstrip(".") in ours[1]  # "Parent directory ... does not exist"
+    told = theirs[1].rstrip(".")  # "Parent directory ... does not exist"
+    assert f"{told}; create it first" in ours[1]
     assert os.listdir(disk) == []
+    for read in (fastckpt.open, functools.partial(fastckpt.load_into, tensors())):
+        _, text = refusal(functools.partial(read, disk / "missing" / "object.pt"))
+        assert text.endswith(told), "nobody makes a directory to read from"
 
 
 def test_a_file_system_that_makes_no_files_is_told(capsys: pytest.CaptureFixture[str]) -> None:
