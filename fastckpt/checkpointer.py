@@ -51,10 +51,10 @@ from fastckpt.steps.capture import captured
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
 from fastckpt.steps.no_steps import is_step, it_is_a_step
+from fastckpt.steps.open_root import OpenRoot
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import StepPlace
 from fastckpt.steps.plan import StepPlan
-from fastckpt.steps.root import Steps
 from fastckpt.steps.shared_reads import Spread
 from fastckpt.steps.shared_shard import SharedMemory
 from fastckpt.tiers.local_tier import LocalTier
@@ -85,11 +85,12 @@ class Checkpointer:
     - objects with state_dict and load_state_dict: modules, optimizers, schedulers, data loaders;
     - anything else that can be pickled, but no DTensor inside of it; taken from the first rank.
     Contents of tensors below 1 MiB (of 64 MiB in all) may differ; the first rank's are saved.
-    restore() takes a state that is a dict or a list or has load_state_dict; only load() returns a
-    tuple or a lone tensor.
+    restore() takes a state that is a dict, a list, a tensor, PerRank or has load_state_dict, or a
+    tuple of these: what a tuple holds cannot be replaced. load() returns any other state, too.
 
     Args:
-        root: the directory of the run, made at the first save. One job at a time may save to it.
+        root: the directory of the run, made at the first save. One job at a time may save to it,
+            and one Checkpointer of each process: a second one warns, unless the first is closed.
         group: a torch.distributed process group. Default: all ranks if torch.distributed is
             initialised, else this process alone; so make the Checkpointer after
             init_process_group(). For one rank of several pass a group of that rank alone,
@@ -131,12 +132,10 @@ class Checkpointer:
             the next three arguments spare storage that others use, too. They delay writing, never
             the copy that save() waits for (but see staging_bytes); all ranks pass the same.
         start_jitter_s: each rank begins to write at a random moment within so many seconds.
-        max_writers: the most ranks of the job that write at a time; None: all. The wait for a turn
-            counts towards timeout_s.
+        max_writers: the most ranks that write at a time; None: all. timeout_s includes the wait.
         writers_per_node: shards below 256 MiB go into so many files for each node instead of one
             file for each rank; not with codec or local.
-        timeout_s: how many seconds ranks wait for each other at most, in one save or restore.
-            Default: 600.
+        timeout_s: the most seconds that ranks wait for each other in one call. Default: 600.
         log: whether the first rank appends a line of JSON about each save, with the clocks of all
             ranks, to `saves.jsonl` in the root, for `fastckpt report`.
         export: a HuggingFace, which says where steps are exported to, and which ones. save() begins
@@ -213,16 +212,16 @@ class Checkpointer:
         self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
         self._fence, self._timeout_s = fence, timeout_s
-        self._steps = Steps(pipeline.current().storage, self.root)
+        self._open = OpenRoot(pipeline.current().storage, self.root)
+        self._steps = self._open.steps
         self._is_step = is_step(self.root)
         self.restored_from: dict[str, str] = {}
         self.differences = _NO_DIFFERENCES
         self._reader: StepReader | None = None  # of the restore that is running
-        self._handles: list[SaveHandle] = []
         self._differing: frozenset[str] = frozenset()
         self._logs, self._on_commit, self._before_commit = log, on_commit, before_commit
         self.exported: SaveHandle | None = None
-        self._exports = list[SaveHandle]()
+        self._handles, self._exports = list[SaveHandle](), list[SaveHandle]()
         self._closed = self._ended = False
         self._tier: LocalTier | None = None
         self._stop: StopAgreement | None = None
@@ -280,6 +279,7 @@ class Checkpointer:
         current = self._current()
         if self._is_step:
             raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
+        self._open.note_save()
         options, label = self._options, f"step {step} of {self.root!r}"
         if deadline_s is not None:
             options = replace(options, pacing=options.pacing.undelayed())
@@ -440,7 +440,6 @@ class Checkpointer:
         Raises:
             As restore() with required=True.
         """
-
         step = optional(check_integer, "step", step)
         check_flag("weights_only", weights_only)
 
@@ -515,6 +514,7 @@ class Checkpointer:
             self._stop.close()
         self._coordinator.close()
         self._pool.close()
+        self._open.close()
         if self._stop is not None:
             self._handlers.close()  # only now: a second signal must not end what was waited for
         self._ended = True

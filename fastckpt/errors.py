@@ -63,7 +63,7 @@ class StorageError(CheckpointError, OSError):
         hint = _HINTS.get(errno)
         above = os.path.dirname(path)
         if op == "open" and errno == errno_names.ENOENT and above and not os.path.isdir(above):
-            hint = f"Parent directory {above} does not exist: create it first"
+            hint = f"Parent directory {above} does not exist"
         if hint is not None:
             self._text += f"; {hint}"
         if detail:
@@ -101,6 +101,12 @@ _HINTS = {
 
 class CorruptCheckpoint(CheckpointError):
     """Bytes of a file differ from what was written. None of them were returned."""
+
+
+class EndsEarly(CorruptCheckpoint, EOFError):
+    """A file of torch.save is empty or was cut off. It is an EOFError because torch.load raises
+    that.
+    """
 
 
 class IncompatibleCheckpoint(CheckpointError):

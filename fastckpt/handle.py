@@ -6,6 +6,7 @@ slowest. The module must not know how a save is done.
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import threading
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 from fastckpt.arguments.quantities import shown_share, shown_size, shown_time, shown_transfer
 from fastckpt.errors import CheckpointError, SaveCancelled
 from fastckpt.latch import Latch, SignalSafeFuture, TimedOut
+
+log = logging.getLogger("fastckpt")
 
 # Writes are counted by their size: of at most so many bytes, and more than the size before; the
 # last also counts larger ones. All are powers of 2.
@@ -417,6 +420,19 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         """Notes, once, that the step is committed in the local tier, on every node."""
         self.stats.local_committed_s = self.elapsed_s()
         self._first.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits as SignalSafeFuture.wait(); says so if Ctrl-C ends the wait but not the save."""
+        try:
+            return super().wait(timeout)
+        except KeyboardInterrupt:
+            if not self.done():
+                log.warning(
+                    "the %s goes on: at exit this process waits until it has ended, unless Ctrl-C "
+                    "is pressed there again and again; cancel() would end it without a commit",
+                    self.subject(),
+                )
+            raise
 
     def wait_done(self, timeout: float | None = None) -> bool:
         """Waits, for at most `timeout` seconds, for the end of the save, which does not count as

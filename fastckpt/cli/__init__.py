@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (CheckpointError, ValueError, OSError, UnpicklingError, NotImplementedError) as error:
+        if getattr(parsed, "json", False):  # which promises one object, whatever happens
+            print(json.dumps({"error": str(error)}, indent=1))
         print(f"fastckpt {parsed.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -29,7 +29,7 @@ def add_arguments(commands: Any) -> None:
         help="list the steps under a root",
         description="Lists the steps of a Checkpointer's root, the one committed last first: size, "
         "age, ranks, and whether all their files are there with the right sizes (`verify` reads "
-        "them, too); or the names of its exports. The exit status is 0, or 1 if a step is damaged "
+        "them, too); or its exports. The exit status is 0, or 1 if a step is damaged "
         "or there is nothing.",
     )
     help_of_root = "a Checkpointer's root, or the directory of its exports"
@@ -58,12 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
         for each in [tier.root, *below]:
             if os.path.isdir(each):
                 rows += _rows(Steps(storage, each), is_local=True)
-    if arguments.json:
-        print(json.dumps({"root": root, "steps": rows}, indent=1))
-    elif rows:
-        _print(rows)
     if not rows:
         raise CheckpointError(f"{root!r} holds no step: {what_is_there(Steps(storage, root))}")
+    if arguments.json:
+        print(json.dumps({"root": root, "steps": rows}, indent=1))
+    else:
+        _print(rows)
     return int(any(row["state"] in ("damaged", "unreadable") for row in rows))
 
 
@@ -83,9 +83,28 @@ def _rows(steps: Steps, *, is_local: bool) -> Iterator[dict[str, Any]]:
     for fault in faults:
         state = "unreadable" if isinstance(fault.error, StorageError) else "damaged"
         yield {**_row(steps, fault.name, is_local), "state": state, "why": str(fault.error)}
-    for name in steps.incomplete():
-        state = "export" if is_export(steps, name) else "not committed"
-        yield {**_row(steps, name, is_local), "state": state, "why": ""}
+    begun = steps.incomplete()
+    exports = [name for name in begun if is_export(steps, name)]
+    rows = [{**_row(steps, name, is_local), **_export(steps, name)} for name in exports]
+    yield from sorted(rows, key=lambda row: row["saved"], reverse=True)
+    for name in begun:
+        if name not in exports:
+            yield {**_row(steps, name, is_local), "state": "not committed", "why": ""}
+
+
+def _export(steps: Steps, name: str) -> dict[str, Any]:
+    """Returns what there is to tell of an export, whose directory is not changed once it is whole.
+    Raises StorageError if a file cannot be looked at.
+    """
+    path, nbytes = steps.path(name), 0
+    with reported("list", path):
+        for file in steps.storage.names(path):
+            status = steps.storage.status(steps.path(name, file))
+            nbytes += 0 if status is None else status.st_size
+        status = steps.storage.status(path)
+    at = 0.0 if status is None else status.st_mtime  # None: a newer one has been committed since
+    saved = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
+    return {"state": "export", "why": "", "nbytes": nbytes, "saved": saved}
 
 
 def _row(steps: Steps, name: str, is_local: bool) -> dict[str, Any]:
@@ -117,9 +136,10 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         state = f"{row['state']}: {row['why']}" if row["why"] else row["state"]
         facts = [row["name"], row["where"]]
-        if "step" in row:
-            ranks = f"{row['ranks']} rank{'s' if row['ranks'] != 1 else ''}"
-            facts += [shown_size(row["nbytes"]), f"{_age(row['saved'])} old", ranks]
+        if "saved" in row:
+            facts += [shown_size(row["nbytes"]), f"{_age(row['saved'])} old"]
+        if "ranks" in row:
+            facts.append(f"{row['ranks']} rank{'s' if row['ranks'] != 1 else ''}")
         print("  ".join([*facts, state]))
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastckpt.arguments.quantities import shown_time, shown_transfer
-from fastckpt.errors import CheckpointError, RanksDisagree, StorageError
+from fastckpt.errors import CheckpointError, EndsEarly, RanksDisagree, StorageError
 from fastckpt.files.map_location import DeferredStorages
 from fastckpt.formats.torch_pickle import torch_load
 from fastckpt.ranks import per_group
@@ -45,7 +45,7 @@ class TorchLoad(NamedTuple):
         """Lets torch.load read a file that holds what f does; `place` is another map_location."""
         f, where = self.f, self.map_location
         simple = where is None or isinstance(where, str | torch.device)
-        with _no_memory_told(f):
+        with _no_memory_told(f), _end_told(f):
             if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
                 # Newer versions of torch.load do the same by themselves.
                 from safetensors.torch import load_file
@@ -68,6 +68,20 @@ def _no_memory_told(f: Any) -> Iterator[None]:
         path = str(f if isinstance(f, str | os.PathLike) else getattr(f, "name", f))
         op, detail = "allocate memory to load", str(error) or type(error).__name__
         raise StorageError(op, path, errno.ENOMEM, detail=detail) from error
+
+
+@contextmanager
+def _end_told(f: Any) -> Iterator[None]:
+    """Names the path in what torch raises if the file under it ends before its pickle does."""
+    try:
+        yield
+    except EOFError as error:
+        if not isinstance(f, str | os.PathLike) or isinstance(error, CheckpointError):
+            raise
+        raise EndsEarly(
+            f"{os.fspath(f)!r} is empty or was cut off, as by a crash while it was written: load "
+            "an older checkpoint"
+        ) from error
 
 
 def load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any:

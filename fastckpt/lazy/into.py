@@ -145,9 +145,9 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
             continue
         used.add(found)
         stored, shape = source.tensors[found], tuple(tensor.shape)
+        there = "in the checkpoint" + (f", where it is {found}," if found != name else "")
         if stored.shape != shape:
-            text = f"{name} has shape {[*shape]}, in the checkpoint {[*stored.shape]}"
-            misfits.append(text)
+            misfits.append(f"{name} has shape {[*shape]}, {there} {[*stored.shape]}")
             continue
         memory, box = tensor, whole(shape)
         if is_sharded(tensor):
@@ -156,15 +156,15 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         if tensor.dtype != stored.dtype:
             cast.append(name)
             if fit.dtype == "raise":
-                misfits.append(f"{name} is {tensor.dtype}, in the checkpoint {stored.dtype}")
+                misfits.append(f"{name} is {tensor.dtype}, {there} {stored.dtype}")
         parts.append(_Part(found, stored, tensor, memory.detach(), box))
         tied.add(name, memory.detach(), box, found, (found, stored))
     if missing:  # of weights that are tied, a checkpoint may hold one name
         filled = {_identity(part.tensor) for part in parts}
         missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
     if is_missing := bool(missing) and fit.missing == "raise":
-        there = instead_of([*missing], by_name)
-        misfits.append(f"the state has {listed(missing)}, which the checkpoint has not{there}")
+        near = instead_of([*missing], by_name)
+        misfits.append(f"the state has {listed(missing)}, which the checkpoint has not{near}")
     unused = (new for new, old in by_name.items() if old not in used)
     left = [new for new in unused if fit.asks_for(new) or fit.asks_for(new.replace(".", "/"))]
     if left and fit.unexpected == "raise":

@@ -248,7 +248,8 @@ class LazyTensor:
     """A tensor of an open checkpoint, of which `tensor[...]` reads only what is asked for.
 
     An index has integers, slices with steps from 1 on, None and "...", as for a torch.Tensor, and
-    gives a new torch.Tensor. `tensor[...]` reads all of it.
+    gives a new torch.Tensor. `tensor[...]` reads all of it, as do torch.as_tensor(tensor) and, of a
+    dtype that numpy has, numpy.asarray(tensor).
 
     Attributes:
         name: its name in the checkpoint.
@@ -303,6 +304,34 @@ class LazyTensor:
             index: as that of `tensor[index]`; default: the whole tensor.
         """
         return self._tensors._part(self.name, index, torch.device(device))
+
+    # torch and numpy would read what lacks the next three as a sequence, element by element.
+    def __dlpack__(self, **options: Any) -> Any:
+        """Reads the whole tensor, once, for torch.as_tensor() and others that know DLPack."""
+        return self[...].__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Returns what DLPack calls the CPU's memory."""
+        return 1, 0
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Reads the whole tensor, once, for numpy.
+
+        Raises:
+            TypeError: numpy does not have the stored dtype.
+            ValueError: `copy` is False. Others as __getitem__().
+        """
+        if copy is False:
+            raise ValueError(f"{self.name!r} is not in memory: reading it makes a copy")
+        try:
+            torch.empty(0, dtype=self.dtype, device="cpu").numpy()
+        except TypeError:
+            raise TypeError(
+                f"{self.name!r} is of {self.dtype}, which numpy does not have: convert what "
+                "tensor[...] reads, as in tensor[...].float()"
+            ) from None
+        array = self[...].numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

@@ -111,13 +111,7 @@ class Template:
         self._whole: dict[str, torch.Tensor] = {}
         self._saved = saved
         self._filled: dict[int, Any] = {}  # by identity; self._saved keeps the objects alive
-        if not isinstance(state, dict | list) and not is_stateful(state):
-            raise TypeError(f"state is {type(state).__name__}, must be a dict, a list or stateful")
-        new = self._visit(state, saved, _At("state"), 0)
-        if new is not state and isinstance(state, list):
-            if not isinstance(new, list):
-                raise self._misfit(f"state is a list, in the checkpoint {_described(new)}")
-            self._actions.append(lambda: state.__setitem__(slice(None), new))
+        self._in_place(state, saved, _At("state"), 0)
         self._check()
 
     def _check(self) -> None:
@@ -182,6 +176,24 @@ class Template:
         for action in self._actions:
             action()
 
+    def _in_place(self, value: Any, saved: Any, at: _At, depth: int) -> None:
+        """Visits a state, or an item of a tuple that is one: nothing can take its place."""
+        if isinstance(value, tuple) and not is_stateful(value):
+            self._check_items(value, saved, at, depth)
+            for number, item in enumerate(value):
+                self._in_place(item, saved[number], at.of(number), depth + 1)
+            return
+        if not isinstance(value, dict | list | torch.Tensor | PerRank) and not is_stateful(value):
+            raise TypeError(
+                f"{at} is {type(value).__name__}, must be a dict, a list, a tensor, PerRank or "
+                "stateful, or a tuple of these, to be restored in place; load() returns any state"
+            )
+        new = self._visit(value, saved, at, 0)
+        if new is not value and isinstance(value, list):
+            if not isinstance(new, list):
+                raise self._misfit(f"{at} is a list, in the checkpoint {_described(new)}")
+            self._actions.append(partial(value.__setitem__, slice(None), new))
+
     def _visit(self, value: Any, saved: Any, at: _At, depth: int) -> Any:
         """Returns the value that belongs here after the restore: the old object where it can be."""
         if depth > DEPTH_MAX:
@@ -210,13 +222,19 @@ class Template:
         """Visits a list or tuple that has tensors."""
         if saved is _ABSENT:
             saved = [_ABSENT] * len(value)
-        if not isinstance(saved, list | tuple) or len(saved) != len(value):
-            raise self._misfit(f"{at} has {len(value)} items, the checkpoint {_described(saved)}")
+        self._check_items(value, saved, at, depth)
         items = [self._visit(item, saved[i], at.of(i), depth + 1) for i, item in enumerate(value)]
         if isinstance(value, list):
             self._actions.append(lambda: value.__setitem__(slice(None), items))
             return value
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+    def _check_items(self, value: Sequence[Any], saved: Any, at: _At, depth: int) -> None:
+        """Raises unless as many items were saved as a list or tuple has."""
+        if depth > DEPTH_MAX:
+            raise self._misfit(f"{at} is nested more than {DEPTH_MAX} deep")
+        if not isinstance(saved, list | tuple) or len(saved) != len(value):
+            raise self._misfit(f"{at} has {len(value)} items, the checkpoint {_described(saved)}")
 
     def _dict(self, value: dict[Any, Any], saved: Any, at: _At, depth: int) -> None:
         if saved is _ABSENT:

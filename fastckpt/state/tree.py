@@ -141,7 +141,8 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
-State: TypeAlias = dict[Any, Any] | list[Any] | Stateful  # a Checkpointer restores these in place
+# A Checkpointer restores these in place; a tuple, if its items are of these types.
+State: TypeAlias = dict[Any, Any] | list[Any] | tuple[Any, ...] | torch.Tensor | PerRank | Stateful
 
 
 def is_stateful(value: object) -> bool:

@@ -270,7 +270,7 @@ def check_directory(storage: Storage, path: str) -> None:
     except OSError:  # this may pass; opening the file decides
         return
     if is_missing:
-        raise StorageError("open", path, errno.ENOENT)
+        raise StorageError("open", path, errno.ENOENT, detail="create it first")
 
 
 def close_quietly(storage: Storage, fd: int) -> None:

@@ -589,3 +589,17 @@ def test_doctor_leaves_the_gpu_alone_unless_asked(
     assert main(["doctor", str(tmp_path), "--gpu"]) == int(not torch.cuda.is_available())
     expected = r"^GPU 0 " if torch.cuda.is_available() else r"^GPU +torch finds none$"
     assert re.search(expected, capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["inspect {}", "ls {}", "repair {}", "report {}", "diff {} {}", "convert {} {}.pt --to pt"],
+)
+def test_json_is_one_object_of_a_failure_too(
+    arguments: str, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(disk / "missing")
+    assert main([*arguments.replace("{}", missing).split(), "--json"]) == 1
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert missing in told["error"] and err == f"fastckpt {arguments.split()[0]}: {told['error']}\n"

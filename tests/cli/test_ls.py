@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,23 @@ def test_exports_are_called_so(disk: Path, capsys: pytest.CaptureFixture[str]) -
     rows = listed(capsys, str(disk / "hf"))
     assert [row["state"] for row in rows] == ["export", "not committed"]
     assert main(["ls", str(disk / "hf")]) == 0
-    assert capsys.readouterr().out.startswith("step-00000001  root  export\n")
+    assert re.match(r"step-00000001  root  .* old  export\n", capsys.readouterr().out)
+
+
+def test_exports_are_listed_the_newest_first(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, age_s in ((1, 60), (2, 7200), (10, 3600)):
+        name = disk / "hf" / f"step-{number:08d}"
+        fastckpt.export({"w": torch.ones(1000 * number)}, name).result(60)
+        os.utime(name, (time.time() - age_s,) * 2)
+    rows = listed(capsys, str(disk / "hf"))
+    assert [row["name"][-2:] for row in rows] == ["01", "10", "02"]
+    for row in rows:
+        files = Path(row["path"]).iterdir()
+        assert row["nbytes"] == sum(file.stat().st_size for file in files) > 4000
+    assert main(["ls", str(disk / "hf")]) == 0
+    assert re.search(r"step-00000010  root  \d+\.\d KiB  .* old  export", capsys.readouterr().out)
 
 
 def test_damage_that_sizes_tell(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ library has errors of its own.
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import os
 import pickle
@@ -313,8 +314,12 @@ def test_missing_folder_is_not_made(disk: Path) -> None:
     theirs = refusal(lambda: torch.save(tensors(), disk / "missing" / "object.pt"))
     ours = refusal(lambda: fastckpt.save(tensors(), disk / "missing" / "object.pt"))
     assert issubclass(ours[0], theirs[0]) and issubclass(ours[0], OSError)
-    assert theirs[1].rstrip(".") in ours[1]  # "Parent directory ... does not exist"
+    told = theirs[1].rstrip(".")  # "Parent directory ... does not exist"
+    assert f"{told}; create it first" in ours[1]
     assert os.listdir(disk) == []
+    for read in (fastckpt.open, functools.partial(fastckpt.load_into, tensors())):
+        _, text = refusal(functools.partial(read, disk / "missing" / "object.pt"))
+        assert text.endswith(told), "nobody makes a directory to read from"
 
 
 def test_a_file_system_that_makes_no_files_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,7 +355,7 @@ def test_symlink_loop(disk: Path) -> None:
 @pytest.mark.parametrize("mmap", [None, True], ids=["read", "mmap"])
 @pytest.mark.parametrize("weights_only", [None, True, False])
 @pytest.mark.parametrize(
-    "content", [None, b"", b"PK\x03\x04", b"garbage " * 50, b"\x80\x02}q\x00.", b"\0" * 5000]
+    "content", [None, b"PK\x03\x04", b"garbage " * 50, b"\x80\x02}q\x00.", b"\0" * 5000]
 )
 def test_files_that_are_no_checkpoint(
     content: bytes | None, weights_only: bool | None, mmap: bool | None, disk: Path
@@ -364,6 +369,24 @@ def test_files_that_are_no_checkpoint(
 
     assert refusal(load(fastckpt.load, path)) == refusal(load(torch.load, path))
     assert refusal(load(fastckpt.load, str(path))) == refusal(load(torch.load, str(path)))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x02}q\x00"])
+@pytest.mark.parametrize("weights_only", [None, False])
+def test_a_path_whose_pickle_ends_early_is_named(
+    content: bytes, weights_only: bool | None, disk: Path
+) -> None:
+    path = disk / "object.pt"
+    path.write_bytes(content)
+    with pytest.raises(EOFError):
+        torch.load(path, weights_only=weights_only)
+    with pytest.raises(EOFError, match=r"'.*object.pt' is empty or was cut off") as named:
+        fastckpt.load(path, weights_only=weights_only)
+    assert isinstance(named.value, fastckpt.CorruptCheckpoint)
+    assert type(pickle.loads(pickle.dumps(named.value))) is type(named.value)
+    with pytest.raises(EOFError) as told:  # a file-like has no name to tell
+        fastckpt.load(io.BytesIO(content), weights_only=weights_only)
+    assert type(told.value) is EOFError
 
 
 def test_folder_is_no_checkpoint(disk: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,17 @@ def test_what_does_not_fit_changes_nothing(disk: Path, caplog: pytest.LogCapture
         fastckpt.load_into({"c": torch.empty(5, device="meta")}, path)
     with pytest.raises(IncompatibleCheckpoint, match="rename gives 'b' the name 'a'"):
         fastckpt.load_into(state, path, rename={"b": "a"})
+
+
+def test_a_misfit_names_what_the_checkpoint_has(disk: Path) -> None:
+    path = by_safetensors({"head.w": torch.ones(3), "a": torch.ones(3)}, disk)
+    state = {"head": {"w": torch.zeros(4)}, "b": torch.zeros(3, dtype=torch.float64)}
+    told = (
+        "head/w has shape [4], in the checkpoint, where it is head.w, [3]; "
+        "b is torch.float64, in the checkpoint, where it is a, torch.float32"
+    )
+    with pytest.raises(IncompatibleCheckpoint, match=re.escape(told)):
+        fastckpt.load_into(state, path, rename={"^a$": "b"}, dtype="raise")
 
 
 def test_tied_weights_of_which_one_name_was_saved(disk: Path) -> None:

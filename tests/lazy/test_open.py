@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -145,6 +146,53 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
         if found.ndim and found.numel()
         else found.tolist() == expected.tolist()
     )
+
+
+@pytest.mark.parametrize("convert", [torch.as_tensor, torch.tensor, torch.asarray])
+def test_torch_makes_a_tensor_of_one_read(convert: Any, disk: Path) -> None:
+    state = flat() | {"conj": torch.randn(3, 2, dtype=torch.complex64).conj()}
+    with fastckpt.open(by_fastckpt(state, disk)) as tensors:
+        reads = counted_reads(tensors)
+        for name, expected in state.items():
+            same(convert(tensors[name]), expected.resolve_conj())
+            assert reads.pop() == 1 and not reads
+
+
+@pytest.mark.parametrize("convert", [np.asarray, np.array, np.float64])
+def test_numpy_makes_an_array_of_one_read(convert: Any, disk: Path) -> None:
+    state = flat()
+    with fastckpt.open(by_fastckpt(state, disk)) as tensors:
+        reads = counted_reads(tensors)
+        for name, expected in state.items():
+            if expected.dtype in (torch.bfloat16, torch.float8_e4m3fn):
+                with pytest.raises(TypeError, match=rf"'{name}' is of torch\..*tensor\[\.\.\.\]"):
+                    convert(tensors[name])
+                assert not reads
+                continue
+            array, wanted = convert(tensors[name]), convert(expected.numpy())
+            assert array.dtype == wanted.dtype and np.array_equal(array, wanted)
+            assert reads.pop() == 1 and not reads
+
+
+def test_an_array_without_a_copy_is_refused(disk: Path) -> None:
+    with (
+        fastckpt.open(by_fastckpt(flat(), disk)) as tensors,
+        pytest.raises(ValueError, match="'large' is not in memory"),
+    ):
+        tensors["large"].__array__(copy=False)
+
+
+def counted_reads(tensors: LazyTensors) -> list[int]:
+    """Returns a list that gets the number of parts of each read to come."""
+    reads: list[int] = []
+    read = tensors._read
+
+    def counting(wanted: Any) -> None:
+        reads.append(len(wanted))
+        read(wanted)
+
+    tensors._read = counting  # type: ignore[method-assign]
+    return reads
 
 
 def test_views_of_one_storage(disk: Path) -> None:

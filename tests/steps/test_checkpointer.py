@@ -242,15 +242,51 @@ def seen(step: int) -> PerRank:
     return value
 
 
-@pytest.mark.parametrize("bad", [7, "state", None, torch.ones(3), (torch.ones(3),)])
+@pytest.mark.parametrize("bad", [7, "state", None])
 def test_what_cannot_be_restored_in_place_is_refused(disk: Path, bad: Any) -> None:
     with Checkpointer(disk / "run") as checkpointer:
         checkpointer.save(1, state(1))
-        with pytest.raises(TypeError, match="must be a dict, a list or stateful"):
+        with pytest.raises(
+            TypeError, match="must be a dict, a list, a tensor, PerRank or stateful"
+        ):
             checkpointer.restore(bad)
         checkpointer.save(2, bad).result(WAIT_S)  # but it can be saved, and loaded
         loaded = checkpointer.load()
         assert str(loaded) == str(bad) and type(loaded) is type(bad)
+
+
+def test_a_tuple_or_a_tensor_is_restored_in_place(disk: Path) -> None:
+    def made(value: int) -> list[Any]:
+        """A tensor, of which a tuple, and a tuple of tuples hold more and other things."""
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(model.weight, value)
+        rest = ({"step": value}, [value, torch.full((2,), value)], [value], model)
+        large = torch.full((1 << 20,), value)
+        return [large, (large.clone(), rest), (PerRank(value),), (), PerRank(value)]
+
+    with Checkpointer(disk / "run") as checkpointer:
+        for step, (saved, found) in enumerate(zip(made(3), made(8), strict=True)):
+            checkpointer.save(step, saved)
+            parts = [*flattened(found)]
+            assert checkpointer.restore(found, step) == step
+            assert str([*flattened(found)]) == str([*flattened(saved)])
+            kept = zip(flattened(found), parts, strict=True)
+            assert all(now is before for now, before in kept if not isinstance(now, int))
+        with pytest.raises(fastckpt.IncompatibleCheckpoint, match=r"state has 3 items.* 2 items"):
+            checkpointer.restore(({}, {}, {}), 1)
+
+
+def flattened(value: Any) -> Iterator[Any]:
+    """Yields the items of nested tuples; of PerRank, what it holds."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from flattened(item)
+    elif isinstance(value, PerRank):
+        yield value.value
+    else:
+        yield value
+        if isinstance(value, torch.nn.Module):
+            yield value.weight
 
 
 # ---- close ----

@@ -1,0 +1,62 @@
+"""OpenRoot: the root of a Checkpointer that is open, and what this process knows of its steps.
+
+The module must not know how a step is saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+
+from fastckpt.steps.root import Steps
+from fastckpt.storage.file_system import Storage
+
+log = logging.getLogger("fastckpt")
+
+# Changed and copied by single operations, which need no lock: a fork may leave one taken.
+_open: set[weakref.ref[OpenRoot]] = set()
+
+
+class OpenRoot:
+    """The root of a Checkpointer until that is closed or forgotten.
+
+    Checkpointers of one process that have one root open at a time share what they know of it, and
+    the lock under which directories are removed. Else one would make a directory that another one
+    is about to empty, and its step would lack files.
+
+    Attributes:
+        steps: the steps under the root.
+    """
+
+    def __init__(self, storage: Storage, root: str) -> None:
+        self._pid = os.getpid()
+        self._saves = self._has_warned = False
+        known = [each.steps for each in _others(root) if each.steps.storage is storage]
+        self.steps: Steps = known[0] if known else Steps(storage, root)
+        _open.add(weakref.ref(self, _open.discard))
+
+    def note_save(self) -> None:
+        """Notes that the Checkpointer saves, and warns once if another one does that is open."""
+        self._saves = True
+        if not self._has_warned and any(
+            each._saves for each in _others(self.steps.root) if each is not self
+        ):
+            self._has_warned = True
+            log.warning(
+                "two open Checkpointers of this process save to %r, and each removes steps of the "
+                "other by its own keep_last: close() the first one before another one saves",
+                self.steps.root,
+            )
+
+    def close(self) -> None:
+        """Ends that; idempotent."""
+        self._saves = False
+        _open.difference_update([each for each in _open.copy() if each() is self])
+
+
+def _others(root: str) -> list[OpenRoot]:
+    """Returns what this process has open of a root."""
+    known = [each() for each in _open.copy()]
+    pid = os.getpid()  # what was open before a fork is another process's, and so are its locks
+    return [each for each in known if each and each.steps.root == root and each._pid == pid]
