@@ -32,6 +32,7 @@ from fastckpt.integrations.megatron import load, save, strategies
 from fastckpt.integrations.megatron.state import rng_objects, rng_state
 from tests.crews import megatron_bodies as bodies
 from tests.crews.group_crew import Member
+from tests.saving.test_handle import wait_until
 
 NOT_RUNNING = RerunState.NOT_RUNNING_YET
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -257,6 +258,9 @@ class Double:
             preprocess_common_state_dict_fn=self._preprocess_common,
         )
         if self.args.log_progress and not non_persistent_ckpt:
+            if self.args.async_save and dist.get_rank() == 0:  # a small save may be this fast
+                told = f"successfully saved checkpoint from iteration {iteration:7d} "
+                wait_until(lambda: any(told in line for line in self.said), told)
             prefix = "Saving async checkpoint" if self.args.async_save else "Saved checkpoint"
             self.training.append_to_progress_log(
                 f"{prefix}\tIteration: {iteration}\tJob throughput: 0.0 TFLOP/s/GPU\tCumulative "

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
@@ -42,6 +43,10 @@ class Reports:
         self._given: dict[str, str] = {}  # directories as the user named them, by real path
         self._begun: SaveHandle | None = None
         self._noting: list[Latch] = []  # for lines of progress.txt
+        # Iterations whose "Saved async checkpoint" waits for the "Saving async checkpoint" of the
+        # save that was begun last, since Megatron writes that when its call has returned.
+        self._saved = deque[int]()
+        self._is_announced = True  # whether that line has been written
         self._due: list[tuple[SaveHandle, Callable[[], None]]] = []  # hooks for the training thread
 
     @contextlib.contextmanager
@@ -49,6 +54,7 @@ class Reports:
         """Reports the beginning of a save in its body, which calls the result with the handle."""
         args = self._get_args()
         self._given[os.path.realpath(root)] = root
+        self._is_announced = not (args.log_progress and args.async_save)
         metrics = self._megatron.on_save_checkpoint_start(args.async_save)
         self._megatron.ft_integration.on_checkpointing_start()
         self.say(
@@ -79,7 +85,9 @@ class Reports:
             f"{self._given.get(root, root)} {_place()}"
         )
         if args.log_progress and args.async_save:
-            self._note_progress(f"Saved async checkpoint\tIteration: {iteration}")
+            self._saved.append(iteration)
+            if self._is_announced:
+                self._note_saved()
 
     def removed(self, root: str, iteration: int) -> None:
         """See Listener."""
@@ -95,6 +103,9 @@ class Reports:
         handle = self._begun
         if handle is None or not str(given[-1]).startswith("Saved checkpoint\t"):
             self._append_to_progress_log(*given, **named)
+            if str(given[-1]).startswith("Saving async checkpoint\t"):
+                self._is_announced = True  # before the next line: a commit may come in between
+                self._note_saved()
         elif dist.get_rank() == 0:
             named["barrier"] = False  # other ranks know of it at another time
             noted = Latch()
@@ -120,6 +131,8 @@ class Reports:
                 _when_committed(handle, tell)
             else:
                 self._due.append((handle, tell))
+        self._is_announced = True  # or never will be: Megatron's call is over
+        self._note_saved()
 
     def trying(self, root: str, iteration: int, path: str) -> None:
         """Says which iteration will be loaded, and from where."""
@@ -161,6 +174,13 @@ class Reports:
             root,
             iteration,
         )
+
+    def _note_saved(self) -> None:
+        """Writes the lines that were held back, each once, on whichever thread."""
+        while self._saved:
+            with contextlib.suppress(IndexError):  # the other thread has it
+                iteration = self._saved.popleft()
+                self._note_progress(f"Saved async checkpoint\tIteration: {iteration}")
 
     def _note_progress(self, text: str) -> None:
         parameters = inspect.signature(self._append_to_progress_log).parameters
