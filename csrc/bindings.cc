@@ -407,7 +407,8 @@ void bind_engine(py::module_& m) {
             [](Engine& engine, const py::buffer& segments, const py::buffer& slots,
                std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
                std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
-               const py::buffer& numbers, const py::buffer& conversions) {
+               const py::buffer& numbers, const py::buffer& conversions,
+               std::shared_ptr<Cloner> known) {
                 auto segment_rows = rows<Segment>(segments);
                 auto slot_rows = rows<Slot>(slots);
                 auto number_rows = rows<NumberRun>(numbers);
@@ -416,11 +417,12 @@ void bind_engine(py::module_& m) {
                 return engine.stage(std::move(segment_rows), std::move(slot_rows),
                                     std::move(devices), std::move(gds), std::move(allowance),
                                     stagers_limit, std::move(number_rows),
-                                    std::move(conversion_rows));
+                                    std::move(conversion_rows), std::move(known));
             },
             py::arg("segments"), py::arg("slots"), py::arg("allowance"), py::arg("stagers_limit"),
             py::arg("devices") = std::vector<DeviceRange>(), py::arg("gds") = nullptr,
-            py::arg("numbers") = py::bytes(), py::arg("conversions") = py::bytes())
+            py::arg("numbers") = py::bytes(), py::arg("conversions") = py::bytes(),
+            py::arg("known") = nullptr)
         .def(
             "read",
             [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
@@ -453,13 +455,15 @@ void bind_cloning(py::module_& m) {
     py::class_<Cloner, std::shared_ptr<Cloner>>(m, "Cloner")
         .def(py::init([](uint64_t nbytes, size_t block_bytes, size_t chunk_bytes,
                          const std::string& key, int other, const py::buffer& old,
-                         std::optional<py::function> clone) {
+                         std::optional<py::function> clone, std::optional<py::function> read) {
                  return std::make_shared<Cloner>(
                      nbytes, block_bytes, chunk_bytes, key_of(key), other, rows<Polyval>(old),
-                     clone ? python_clone(std::move(*clone)) : clone_by_ioctl);
+                     clone ? python_clone(std::move(*clone)) : clone_by_ioctl,
+                     read ? python_transfer(std::move(*read)) : transfer_by_syscall);
              }),
              py::arg("nbytes"), py::arg("block_bytes"), py::arg("chunk_bytes"), py::arg("key"),
-             py::arg("other"), py::arg("old"), py::arg("clone") = std::nullopt)
+             py::arg("other"), py::arg("old"), py::arg("clone") = std::nullopt,
+             py::arg("read") = std::nullopt)
         .def("hashes",
              [](const Cloner& cloner) {
                  const Cloner::Hashes& hashes = cloner.hashes();
@@ -467,6 +471,8 @@ void bind_cloning(py::module_& m) {
                                   hashes.size() * sizeof(Polyval));
              })
         .def("cloned", &Cloner::cloned)
+        .def("taken", &Cloner::taken)
+        .def("loss", &Cloner::loss)
         .def("refusal", &Cloner::refusal);
     py::class_<CloningBackend, Backend, std::shared_ptr<CloningBackend>>(
         m, "CloningBackend", py::release_gil_before_calling_cpp_dtor())

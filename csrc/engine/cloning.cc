@@ -7,6 +7,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <future>
 
 #include "check.h"
 
@@ -19,6 +22,7 @@ namespace {
 constexpr size_t kSamples = 8;
 // Whoever waits for copies of memory is not to wait for their hashes, too.
 constexpr int kNiceness = 10;
+constexpr size_t kDirectAlign = 4096;
 
 // The hash of a chunk that was not hashed. It is equal to nothing: a chunk that has this hash by
 // chance is written.
@@ -40,58 +44,80 @@ int clone_by_ioctl(int target, int source, uint64_t offset, uint64_t nbytes) {
 }
 
 Cloner::Cloner(uint64_t nbytes, size_t block_bytes, size_t chunk_bytes, const Polyval& key,
-               int other, Hashes old, Clone clone)
+               int other, Hashes old, Clone clone, Transfer read)
     : nbytes_(nbytes),
       block_bytes_(block_bytes),
       chunk_bytes_(chunk_bytes),
       key_(key),
       other_(other),
       old_(std::move(old)),
-      clone_(std::move(clone)) {
+      clone_(std::move(clone)),
+      read_(std::move(read)) {
     CHECK(nbytes > 0 && chunk_bytes > 0 && block_bytes % chunk_bytes == 0);
     hashes_.assign((nbytes + chunk_bytes - 1) / chunk_bytes, kUnknown);
     cloned_.assign((nbytes + block_bytes - 1) / block_bytes, 0);
+    taken_ = cloned_;
+    unstaged_.assign(cloned_.size(), 0);
     CHECK(old_.size() <= hashes_.size());
 }
 
-Cloner::Ranges Cloner::rest(const Op& op) {
+bool Cloner::has(uint64_t offset, const std::byte* bytes, size_t nbytes) {
+    const size_t chunk = offset / chunk_bytes_;
+    if (chunk >= old_.size()) return false;
+    // The hash of what is staged is taken of that, since these bytes may be others by then.
+    if (old_[chunk] == kUnknown || polyval(key_, bytes, nbytes) != old_[chunk]) return false;
+    hashes_[chunk] = old_[chunk];
+    ++unstaged_[offset / block_bytes_];
+    return true;
+}
+
+Cloner::Rest Cloner::rest(const Op& op) {
     CHECK(op.kind == Op::Kind::write && op.offset % block_bytes_ == 0 && op.offset < nbytes_);
     const uint64_t end = std::min(nbytes_, op.offset + op.nbytes);  // without padding
     CHECK(end - op.offset <= block_bytes_);
     const size_t first = op.offset / chunk_bytes_;
     const size_t last = (end + chunk_bytes_ - 1) / chunk_bytes_;
-    if (!compare(op, first, last)) return {{0, op.nbytes}};
-    Ranges left;
-    uint64_t& cloned = cloned_[op.offset / block_bytes_];
+    const size_t block = op.offset / block_bytes_;
+    const size_t staged = first + unstaged_[block];
+    if (staged < last) compare(op, first, staged, last);
+    Rest left;
+    const auto leave = [&](Ranges& ranges, size_t from, size_t to) {
+        const size_t begin = from * chunk_bytes_ - op.offset;
+        if (ranges.empty() || ranges.back().second != begin) ranges.emplace_back(begin, begin);
+        ranges.back().second = to == last ? op.nbytes : to * chunk_bytes_ - op.offset;
+    };
     for (size_t chunk = first, next; chunk < last; chunk = next) {
         const bool equal = is_equal(chunk);
         for (next = chunk + 1; next < last && is_equal(next) == equal;) ++next;
         const uint64_t from = chunk * chunk_bytes_;
         const uint64_t to = std::min<uint64_t>(end, next * chunk_bytes_);
         if (equal && clone(op.fd, from, to - from)) {
-            cloned += to - from;
+            cloned_[block] += to - from;
+            taken_[block] += to - from;
             continue;
         }
-        const size_t begin = from - op.offset;
-        if (left.empty() || left.back().second != begin) left.emplace_back(begin, begin);
-        left.back().second = next == last ? op.nbytes : to - op.offset;
+        const size_t known = std::clamp(staged, chunk, next);
+        if (chunk < known) {
+            leave(left.of_other, chunk, known);
+            taken_[block] += std::min<uint64_t>(end, known * chunk_bytes_) - from;
+        }
+        if (known < next) leave(left.staged, known, next);
     }
     return left;
 }
 
-// Hashes the chunks of a block that are worth it; returns whether one of them may be cloned.
-bool Cloner::compare(const Op& op, size_t first, size_t last) {
+// Hashes those chunks of a block that are worth it, of the ones that were staged.
+void Cloner::compare(const Op& op, size_t first, size_t staged, size_t last) {
     const size_t stride = std::max<size_t>(1, (last - first) / kSamples);
     bool any_equal = false;
     for (size_t chunk = first; chunk < last; chunk += stride) {
-        hash(op, chunk);
+        if (chunk >= staged) hash(op, chunk);
         any_equal = any_equal || is_equal(chunk);
     }
     const bool is_new = first >= old_.size();  // the next file is compared with it
-    if (!any_equal && !is_new) return false;
-    for (size_t chunk = first; chunk < last; ++chunk)
+    if (!any_equal && !is_new) return;
+    for (size_t chunk = staged; chunk < last; ++chunk)
         if ((chunk - first) % stride != 0) hash(op, chunk);
-    return any_equal;
 }
 
 void Cloner::hash(const Op& op, size_t chunk) {
@@ -111,6 +137,27 @@ bool Cloner::clone(int fd, uint64_t offset, uint64_t nbytes) {
     std::lock_guard lock(mu_);
     if (refusal_.first == 0) refusal_ = {error, offset};
     return false;
+}
+
+bool Cloner::fetch(uint64_t offset, std::byte* bytes, size_t nbytes) {
+    if (loss()) return false;
+    Op op;
+    op.kind = Op::Kind::read;
+    op.fd = other_;
+    op.data = bytes;
+    op.nbytes = nbytes;
+    op.offset = offset;
+    carry_out(op, read_);
+    const bool is_whole = op.error == 0 && op.done == nbytes;
+    if (is_whole && polyval(key_, bytes, nbytes) == old_[offset / chunk_bytes_]) return true;
+    std::lock_guard lock(mu_);
+    if (!loss_) loss_ = {op.error, offset};
+    return false;
+}
+
+std::optional<Cloner::Loss> Cloner::loss() const {
+    std::lock_guard lock(mu_);
+    return loss_;
 }
 
 std::pair<int, uint64_t> Cloner::refusal() const {
@@ -154,10 +201,42 @@ void CloningBackend::close() {
 }
 
 void CloningBackend::handle(Op& op) {
-    const Cloner::Ranges left = cloner_of(op.fd)->rest(op);
-    if (!left.empty()) return divide(op, left);
-    op.done = op.nbytes;
+    const auto cloner = cloner_of(op.fd);
+    const Cloner::Rest left = cloner->rest(op);
+    for (const auto& [begin, end] : left.of_other) bring(*cloner, op, begin, end);
+    if (op.error == 0 && !left.staged.empty()) return divide(op, left.staged);
+    if (op.error == 0) op.done = op.nbytes;
     finish(op);
+}
+
+// Writes bytes [begin, end) of an op, which are not in memory, chunk by chunk, so that little
+// memory is taken. What cannot be fetched is a Loss, which the cloner tells.
+void CloningBackend::bring(Cloner& cloner, Op& whole, size_t begin, size_t end) {
+    const size_t chunk_bytes = cloner.chunk_bytes();
+    const std::unique_ptr<std::byte, void (*)(void*)> memory(
+        static_cast<std::byte*>(std::aligned_alloc(kDirectAlign, chunk_bytes)), std::free);
+    for (size_t at = begin; at < end && whole.error == 0; at += chunk_bytes) {
+        const size_t nbytes = std::min(chunk_bytes, end - at);
+        const uint64_t offset = whole.offset + at;
+        const size_t content = std::min<uint64_t>(nbytes, cloner.nbytes() - offset);
+        CHECK(memory != nullptr);
+        if (!cloner.fetch(offset, memory.get(), content)) return;
+        std::memset(memory.get() + content, 0, nbytes - content);
+        Op part;
+        part.kind = whole.kind;
+        part.fd = whole.fd;
+        part.data = memory.get();
+        part.nbytes = nbytes;
+        part.offset = offset;
+        part.direct = whole.direct;
+        part.patience = whole.patience;
+        const auto written = std::make_shared<std::promise<void>>();
+        part.finished = [written](Op&) { written->set_value(); };
+        inner_->submit(&part);
+        written->get_future().wait();
+        whole.error = part.error;
+        whole.done = at + part.done;
+    }
 }
 
 void CloningBackend::divide(Op& whole, const Cloner::Ranges& ranges) {

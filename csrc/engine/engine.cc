@@ -36,11 +36,13 @@ std::shared_ptr<WriteJob> Engine::stage(std::vector<Segment> segments, std::vect
                                         std::shared_ptr<GdsStage> gds,
                                         std::shared_ptr<Allowance> allowance,
                                         unsigned stagers_limit, std::vector<NumberRun> numbers,
-                                        std::vector<Conversion> conversions) {
+                                        std::vector<Conversion> conversions,
+                                        std::shared_ptr<Known> known) {
     CHECK(gds == nullptr || (gds->block_bytes() == block_bytes() && numbers.empty()));
-    std::shared_ptr<WriteJob> job(new WriteJob(
-        *this, std::move(segments), std::move(slots), std::move(devices), std::move(gds),
-        std::move(allowance), stagers_limit, std::move(numbers), std::move(conversions)));
+    std::shared_ptr<WriteJob> job(
+        new WriteJob(*this, std::move(segments), std::move(slots), std::move(devices),
+                     std::move(gds), std::move(allowance), stagers_limit, std::move(numbers),
+                     std::move(conversions), std::move(known)));
     {
         std::lock_guard lock(mu_);
         CHECK(!closing_);

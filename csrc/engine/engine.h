@@ -88,6 +88,17 @@ class Allowance {
     size_t held_max_ = 0;
 };
 
+// What can be written without being staged, since whoever writes has it already. Chunks begin at
+// multiples of chunk_bytes, which divides the engine's blocks.
+class Known {
+  public:
+    virtual ~Known() = default;
+    virtual size_t chunk_bytes() const = 0;
+    // Whether a chunk of the image, as it lies in memory, is known. If so, the job's backend sees
+    // to it, and gets ops whose `data` has nothing there: null if nothing of the op was staged.
+    virtual bool has(uint64_t offset, const std::byte* bytes, size_t nbytes) = 0;
+};
+
 class Engine;
 
 // At i, how many writes had at most 2^i bytes, and more than 2^(i-1).
@@ -151,12 +162,13 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
   private:
     friend class Engine;
     struct Block;
-    enum class State : uint8_t { waiting, copied, sealed };
+    enum class State : uint8_t { waiting, copied, sealed, written };
 
     WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
              std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
              std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
-             std::vector<NumberRun> numbers, std::vector<Conversion> conversions);
+             std::vector<NumberRun> numbers, std::vector<Conversion> conversions,
+             std::shared_ptr<Known> known);
     void check_plan() const;
     void check_numbers() const;
     void check_conversions() const;
@@ -185,7 +197,10 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     void discard_clocks();
     bool is_lost(const Block& block) const;
     void copy(Block& block);
-    void look_at_numbers(Block& block) const;
+    void copy_from(Block& block, uint64_t at);
+    uint64_t pass_known(Block& block) const;
+    const std::byte* lying(uint64_t begin, uint64_t end, std::vector<std::byte>& gathered) const;
+    void look_at_numbers(Block& block, const std::byte* bytes, uint64_t first, uint64_t end) const;
     void copied(Block& block);
     uint32_t copy_host(std::byte* target, const Segment& segment, uint64_t begin, uint64_t end,
                        uint32_t crc) const;
@@ -202,6 +217,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     void seal(Block& block);
     void patch(Block& block, uint64_t begin, uint64_t end) const;
     void fail(const Failure& failure);
+    void release(Block& block);
     void on_written(Block& block);
 
     Engine& engine_;
@@ -213,6 +229,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     const unsigned stagers_limit_;
     const std::vector<NumberRun> numbers_;  // ascending
     const std::vector<Conversion> conversions_;
+    const std::shared_ptr<Known> known_;  // null: everything is staged
     uint64_t nbytes_ = 0;
     std::vector<int64_t> slot_of_segment_;  // the first one; -1: none
 
@@ -249,7 +266,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
         uint64_t nbytes = 0;
     };
     std::map<DeviceQueue*, Clocked> clocks_;
-    size_t blocks_held_ = 0;
+    size_t blocks_held_ = 0;         // those that have memory
+    size_t blocks_under_way_ = 0;    // claimed, and not written yet
     uint32_t open_segment_crc_ = 0;  // of the segment that crosses the last sealed block's end
     uint64_t nbytes_written_ = 0;
     Failure failure_;
@@ -361,13 +379,15 @@ class Engine {
     // ever. The segments' memory stays valid until wait_staged() returns true. `devices` says which
     // of it is devices'. With `gds`, blocks that lie on its device as a whole are staged there: its
     // blocks have this engine's size, and write_to()'s backend can write them. Of `numbers`, those
-    // that are not finite are counted in the staged bytes, which with `gds` nobody on the host
-    // sees.
+    // that are not finite are counted as they are staged, which with `gds` nobody on the host sees.
+    // Of a block in the host's memory, the chunks up to the first that is not `known` are only
+    // read; such a job has no slots and converts nothing.
     std::shared_ptr<WriteJob> stage(std::vector<Segment> segments, std::vector<Slot> slots,
                                     std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
                                     std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
                                     std::vector<NumberRun> numbers = {},
-                                    std::vector<Conversion> conversions = {});
+                                    std::vector<Conversion> conversions = {},
+                                    std::shared_ptr<Known> known = nullptr);
 
     // Begins to read [0, nbytes) of fd, which stays open until close(). crcs holds the CRC-32 of
     // every block, or nothing; `wanted` the ascending numbers of the blocks that will be asked for,

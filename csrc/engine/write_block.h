@@ -40,6 +40,7 @@ struct WriteJob::Block {
     size_t direct = GdsStage::kNone;  // the number of a block of device memory
     size_t words_used = 0;            // of its checksums on the device
     State state = State::waiting;
+    uint64_t known = 0;  // so many bytes at its begin are not in its memory, since Known has them
     // The block's bytes are before ++ [late_begin, late_end) ++ after. The late ones hold slots of
     // the segment that was open when the block began, whose CRC is known only when the blocks
     // before this one are sealed.
@@ -60,6 +61,7 @@ struct WriteJob::Block {
 
     bool is_arriving() const { return !arrivals.empty() || device_error != cuda::kSuccess; }
 
+    bool is_known() const { return known == end - begin; }
     bool holds_memory() const { return memory != nullptr || is_direct(); }
     bool is_direct() const { return direct != GdsStage::kNone; }
     bool has_late() const { return late_end != 0; }

@@ -20,7 +20,8 @@ constexpr size_t kConvertedAtOnce = 16 << 10;  // which the first-level cache ho
 WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
                    std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
                    std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
-                   std::vector<NumberRun> numbers, std::vector<Conversion> conversions)
+                   std::vector<NumberRun> numbers, std::vector<Conversion> conversions,
+                   std::shared_ptr<Known> known)
     : engine_(engine),
       segments_(std::move(segments)),
       slots_(std::move(slots)),
@@ -29,11 +30,14 @@ WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Sl
       allowance_(std::move(allowance)),
       stagers_limit_(std::max(1U, stagers_limit)),
       numbers_(std::move(numbers)),
-      conversions_(std::move(conversions)) {
+      conversions_(std::move(conversions)),
+      known_(std::move(known)) {
     check_plan();
     check_conversions();
     nbytes_ = segments_.back().offset + segments_.back().nbytes;
     check_numbers();
+    CHECK(known_ == nullptr || (slots_.empty() && conversions_.empty() &&
+                                engine_.block_bytes() % known_->chunk_bytes() == 0));
     non_finite_.assign(numbers_.size(), 0);
     const size_t block_bytes = engine_.block_bytes();
     const size_t count = (nbytes_ + block_bytes - 1) / block_bytes;
@@ -133,7 +137,7 @@ bool WriteJob::queued() const {
 
 bool WriteJob::sources_released() const { return queued() && arriving_ == 0; }
 
-bool WriteJob::finished() const { return sources_released() && blocks_held_ == 0; }
+bool WriteJob::finished() const { return sources_released() && blocks_under_way_ == 0; }
 
 WriteJob::Block& WriteJob::claim(std::byte* memory, size_t direct) {
     auto block = std::make_unique<Block>();
@@ -145,6 +149,7 @@ WriteJob::Block& WriteJob::claim(std::byte* memory, size_t direct) {
     if (no_memory_since_) memory_waited_ += Clock::now() - *no_memory_since_;
     no_memory_since_.reset();
     ++stagers_;
+    ++blocks_under_way_;
     ++blocks_held_;
     allowance_->held_max_ = std::max(allowance_->held_max_, ++allowance_->held_);
     blocks_[block->index] = std::move(block);
@@ -159,6 +164,7 @@ void WriteJob::copied(Block& block) {
     size_t& under_way = block.is_arriving() ? arriving_ : stagers_;
     CHECK(under_way > 0);
     --under_way;
+    if (block.is_known()) release(block);
     seal_ready_blocks();
 }
 
@@ -193,12 +199,56 @@ uint32_t WriteJob::copy_piece(Block& block, const Segment& segment, uint64_t beg
 }
 
 void WriteJob::copy(Block& block) {
-    auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
+    block.known = pass_known(block);
+    if (!block.is_known()) copy_from(block, block.begin + block.known);
+}
+
+// Looks at a block where it lies, until a chunk is not known; returns how many bytes that passes.
+// Their CRC-32 and their numbers are taken of this memory, as of what is copied.
+uint64_t WriteJob::pass_known(Block& block) const {
+    if (known_ == nullptr || block.is_arriving() || block.is_direct()) return 0;
+    std::vector<std::byte> gathered;
+    uint64_t at = block.begin;
+    while (at < block.end) {
+        const uint64_t end = std::min<uint64_t>(block.end, at + known_->chunk_bytes());
+        const std::byte* const bytes = lying(at, end, gathered);
+        if (bytes == nullptr || !known_->has(at, bytes, end - at)) break;
+        block.append(crc32(0, bytes, end - at), end - at);
+        look_at_numbers(block, bytes, at, end);
+        at = end;
+    }
+    return at - block.begin;
+}
+
+// Returns where bytes [begin, end) of the image lie; `gathered`, which receives them, if they lie
+// in several segments. Null if some lie on a device.
+const std::byte* WriteJob::lying(uint64_t begin, uint64_t end,
+                                 std::vector<std::byte>& gathered) const {
+    auto segment = std::upper_bound(segments_.begin(), segments_.end(), begin,
+                                    [](uint64_t at, const Segment& s) { return at < s.offset; });
+    --segment;
+    if (range_of(devices_, segment->address) != nullptr) return nullptr;
+    const auto* bytes = reinterpret_cast<const std::byte*>(segment->address);
+    if (segment->offset + segment->nbytes >= end) return bytes + (begin - segment->offset);
+    gathered.resize(end - begin);
+    for (uint64_t at = begin; at < end; ++segment) {
+        if (range_of(devices_, segment->address) != nullptr) return nullptr;
+        bytes = reinterpret_cast<const std::byte*>(segment->address) + (at - segment->offset);
+        const uint64_t nbytes = std::min(end, segment->offset + segment->nbytes) - at;
+        std::memcpy(gathered.data() + (at - begin), bytes, nbytes);
+        at += nbytes;
+    }
+    return gathered.data();
+}
+
+// Copies what a block has from `from` on.
+void WriteJob::copy_from(Block& block, uint64_t from) {
+    auto segment = std::upper_bound(segments_.begin(), segments_.end(), from,
                                     [](uint64_t at, const Segment& s) { return at < s.offset; });
     CHECK(segment != segments_.begin());
     for (--segment; segment != segments_.end() && segment->offset < block.end; ++segment) {
         const uint64_t segment_end = segment->offset + segment->nbytes;
-        const uint64_t begin = std::max(block.begin, segment->offset);
+        const uint64_t begin = std::max(from, segment->offset);
         const uint64_t end = std::min(block.end, segment_end);
         const int64_t slot = slot_of_segment_[static_cast<size_t>(segment - segments_.begin())];
         if (slot < 0) {
@@ -218,17 +268,19 @@ void WriteJob::copy(Block& block) {
     const uint64_t nbytes = block.end - block.begin;
     const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
     std::memset(block.memory + nbytes, 0, padded - nbytes);
-    look_at_numbers(block);
+    look_at_numbers(block, block.memory + (from - block.begin), from, block.end);
 }
 
-void WriteJob::look_at_numbers(Block& block) const {
-    auto run = std::upper_bound(numbers_.begin(), numbers_.end(), block.begin,
+// Counts the numbers of bytes [first, end) of the image, which are a block's, that are not finite.
+void WriteJob::look_at_numbers(Block& block, const std::byte* bytes, uint64_t first,
+                               uint64_t end) const {
+    auto run = std::upper_bound(numbers_.begin(), numbers_.end(), first,
                                 [](uint64_t at, const NumberRun& r) { return at < r.end; });
-    for (; run != numbers_.end() && run->begin < block.end; ++run) {
-        const uint64_t begin = std::max(block.begin, run->begin);
-        const uint64_t nbytes = std::min(block.end, run->end) - begin;
-        const std::byte* bytes = block.memory + (begin - block.begin);
-        const uint64_t count = count_non_finite(bytes, nbytes, run->width, run->mask);
+    for (; run != numbers_.end() && run->begin < end; ++run) {
+        const uint64_t begin = std::max(first, run->begin);
+        const uint64_t nbytes = std::min(end, run->end) - begin;
+        const uint64_t count =
+            count_non_finite(bytes + (begin - first), nbytes, run->width, run->mask);
         if (count > 0) block.non_finite.emplace_back(run - numbers_.begin(), count);
     }
 }
@@ -328,7 +380,15 @@ void WriteJob::seal_ready_blocks() {
 }
 
 void WriteJob::on_written(Block& block) {
-    CHECK(block.state == State::sealed && (block.memory != nullptr || block.is_direct()));
+    CHECK(block.state == State::sealed && blocks_under_way_ > 0);
+    if (block.holds_memory()) release(block);
+    block.state = State::written;
+    --blocks_under_way_;
+}
+
+// Gives a block's memory back.
+void WriteJob::release(Block& block) {
+    CHECK(block.memory != nullptr || block.is_direct());
     if (block.is_direct())
         gds_->release(std::exchange(block.direct, GdsStage::kNone));
     else

@@ -92,7 +92,8 @@ void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
     part.kind = Op::Kind::write;
     part.fd = fd_;
     part.data = block.is_direct() ? reinterpret_cast<std::byte*>(gds_->address(block.direct))
-                                  : block.memory + begin;
+                : block.memory == nullptr ? nullptr  // all of it is known
+                                          : block.memory + begin;
     part.nbytes = (direct_ ? padded : end) - begin;
     part.offset = file_offset_ + block.begin + begin;
     part.direct = direct_;
@@ -113,9 +114,8 @@ void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
             ++writes_[log2_up(op.nbytes)];
         }
         if (failure_.error != 0) submit_ready_blocks();  // gives up what waits for tokens
-        if (block.parts_under_way == 0 && block.submitted == block.end - block.begin &&
-            block.holds_memory())
-            on_written(block);
+        const bool all = block.submitted == block.end - block.begin;
+        if (all && block.parts_under_way == 0 && block.state == State::sealed) on_written(block);
         engine.changed_.notify_all();
     };
     ++block.parts_under_way;

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fastckpt import _engine
-from fastckpt.errors import StorageError
+from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.plan.chunk_hashes import HASH_BYTES, ChunkHashes
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.file_system import Storage, reported
@@ -44,25 +44,23 @@ def refusal_to_clone(storage: Storage, fd: int, path: str) -> StorageError | Non
 
 class Cloner:
     """Clones those chunks of one file that another file has in the same place, block by block.
+    Where another file is given, the file has its size before the first block, so that a range at
+    its end can be cloned.
 
     Args:
-        path: the file's path, for messages. Where another file is given, the file has its size
-            before the first block, so that a range at its end can be cloned.
-        nbytes: the size of its content.
+        nbytes: the size of the file's content.
         key: the key of the hashes; it is `other`'s, if there is one.
         other: the file to clone from, which stays open; None if all is to be written.
 
     Attributes:
-        of_engine: the engine's part, which sees each block.
+        of_engine: the engine's part, which sees each block before it is written; and before it is
+            staged, if it is told of there.
     """
 
-    def __init__(
-        self, storage: Storage, path: str, nbytes: int, key: bytes, other: OtherFile | None
-    ) -> None:
+    def __init__(self, storage: Storage, nbytes: int, key: bytes, other: OtherFile | None) -> None:
         assert other is None or other.hashes.key == key
-        self._path = path
         self._nbytes = nbytes
-        self._other_nbytes = 0 if other is None else other.nbytes
+        self._other = other
         self._key = key
         self.of_engine = _engine.Cloner(
             nbytes,
@@ -72,6 +70,7 @@ class Cloner:
             -1 if other is None else other.fd,
             b"" if other is None else _comparable(other, nbytes),
             None if storage.transfer is None else storage.clone_range,
+            storage.transfer,
         )
 
     # The properties below are known after the last block.
@@ -87,22 +86,39 @@ class Cloner:
         return sum(self.of_engine.cloned())
 
     @property
-    def cloned_blocks(self) -> list[int]:
-        """The numbers of the blocks that were cloned whole, and that end there in both files."""
+    def shared_blocks(self) -> list[int]:
+        """The numbers of the blocks all bytes of which are the other file's, cloned or read, and
+        that end there in both files.
+        """
+        other_nbytes = 0 if self._other is None else self._other.nbytes
         return [
             number
-            for number, cloned in enumerate(self.of_engine.cloned())
-            if cloned == _block_nbytes(self._nbytes, number)
-            and cloned == _block_nbytes(self._other_nbytes, number)
+            for number, nbytes in enumerate(self.of_engine.taken())
+            if nbytes == _block_nbytes(self._nbytes, number)
+            and nbytes == _block_nbytes(other_nbytes, number)
         ]
 
-    @property
-    def refusal(self) -> StorageError | None:
-        """The error of the clone after which everything was written, if one failed. Whatever it
-        was, the bytes were in memory, and could be written.
+    def refusal(self, path: str) -> StorageError | None:
+        """Returns the error of the clone to this path after which everything was written, if one
+        failed. Whatever it was, the bytes were in memory or in the other file.
         """
         number, offset = self.of_engine.refusal()
-        return StorageError("clone", self._path, number, offset) if number else None
+        return StorageError("clone", path, number, offset) if number else None
+
+    def loss(self) -> StorageError | CorruptCheckpoint | None:
+        """Returns why bytes that only the other file had, and that could not be cloned, are not in
+        this file either; None if all are.
+        """
+        loss, other = self.of_engine.loss(), self._other
+        if loss is None or other is None:
+            return None
+        number, offset = loss
+        if number:
+            return StorageError("read", other.path, number, offset)
+        end = min(other.nbytes, offset + CHUNK_BYTES)
+        return CorruptCheckpoint(
+            f"bytes [{offset}, {end}) of {other.path!r} do not have the hash that its index says"
+        )
 
 
 def _block_nbytes(nbytes: int, number: int) -> int:

@@ -15,6 +15,7 @@ from operator import add
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
+from fastckpt.engine.reuse import Cloner
 from fastckpt.engine.staging import Allowance, Route, Staging
 from fastckpt.errors import DeviceError, StorageError
 from fastckpt.handle import WRITE_SIZES, SaveStats
@@ -103,6 +104,7 @@ class ImageTransfer:
         stagers: the most threads that copy.
         reads: says which of its memory is on devices.
         direct: writes blocks of a GPU straight to the file where it can.
+        known: has what need not be staged, and sees to it when the rest is written.
 
     Attributes:
         nbytes: the size of the body.
@@ -121,6 +123,7 @@ class ImageTransfer:
         stagers: int,
         reads: DeviceSources | None = None,
         direct: GdsDevice | None = None,
+        known: Cloner | None = None,
     ) -> None:
         self._path = path
         self._devices = staging.devices
@@ -144,6 +147,7 @@ class ImageTransfer:
                 None if direct is None else direct.stage,
                 image.numbers,
                 image.conversions,
+                None if known is None else known.of_engine,
             )
 
     def __enter__(self) -> ImageTransfer:

@@ -59,6 +59,7 @@ class ImageFile:
         reads: the memory that lies on devices.
         direct: writes what it can from a GPU straight to the file.
         stats: the save's numbers, which get the route.
+        known: as ImageTransfer's; it is given to clone_by(), too, before begin().
 
     Attributes:
         transfer: the transfer of the body.
@@ -77,6 +78,7 @@ class ImageFile:
         reads: DeviceSources | None = None,
         direct: GdsDevice | None = None,
         stats: SaveStats | None = None,
+        known: Cloner | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._image = image
@@ -87,8 +89,8 @@ class ImageFile:
         self._pace: Pace | None = None
         self._files = ExitStack()
         self.is_open = False
-        staging = pipeline.staging
-        self.transfer = ImageTransfer(staging, image, path, allowance, stagers, reads, direct)
+        how = (stagers, reads, direct, known)
+        self.transfer = ImageTransfer(pipeline.staging, image, path, allowance, *how)
 
     def __enter__(self) -> ImageFile:
         return self

@@ -122,7 +122,7 @@ class Save(Job):
             how = (
                 (1, self.reads)
                 if output.is_small
-                else (stagers, self.reads, direct, self.handle.stats)
+                else (stagers, self.reads, direct, self.handle.stats, output.known(moving))
             )
             output.file = ImageFile(pipeline, output.image, output.path, options, allowance, *how)
             self.copying.transfers.append(moving.enter_context(output.file).transfer)

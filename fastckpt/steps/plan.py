@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from functools import partial
 
 from fastckpt.engine.codec import FrameWriter, encoder_of
+from fastckpt.engine.reuse import Cloner
 from fastckpt.engine.roundings import Roundings
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
@@ -196,6 +198,11 @@ class _ShardOutput(Output):
     def nbytes(self) -> int:
         return self.shard.head.body_nbytes + self.image.body_nbytes
 
+    def known(self, files: ExitStack) -> Cloner | None:
+        if self._reuse is None or self.own.is_empty:
+            return None
+        return self._reuse.known(self._place.lasting, self.own.nbytes, files)
+
     def open(self) -> None:
         shard, file, step, codec = self.shard, self.file, self._place.step, self._options.codec
         self._writer = None
@@ -247,6 +254,8 @@ class _ShardOutput(Output):
             derived = self._stats.derived_nbytes = self._roundings.derived_nbytes
             coded = (self._options.codec, frames, hashes, derived)
             index = shard.index(self.nonce, self._name, crcs, *coded)
+            if self._reuse is not None:
+                self._reuse.note(index)
         file.end(shard.nbytes)
         name, content = index_name(self._rank), index.to_bytes()
         step.write(name, content, file.fd, self._options.durable)

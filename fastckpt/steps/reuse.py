@@ -48,25 +48,48 @@ class Reuse:
     def __init__(self, rank: int, stats: SaveStats) -> None:
         self._rank = rank
         self._stats = stats
+        self._path = ""
         self._steps: Steps | None = None
         self._last: _LastShard | None = None
         self._cloner: Cloner | None = None
+
+    def known(self, steps: Steps | None, nbytes: int, files: ExitStack) -> Cloner | None:
+        """Returns what has the last shard's bytes, so that they need not be staged: if that shard
+        was written here, so that nothing but its file has to be opened before all is staged.
+
+        Args:
+            steps: the steps among which the new one will be, unless the save fails.
+            nbytes: the new shard's size.
+            files: keeps the last shard's file open.
+        """
+        if steps is None or steps.own_index is None:
+            return None
+        last = _opened(steps, self._rank, files, steps.own_index)
+        if last is None:
+            return None
+        self._steps, self._last = steps, last
+        self._cloner = Cloner(steps.storage, nbytes, last.file.hashes.key, last.file)
+        return self._cloner
 
     def open(
         self, steps: Steps, file: ImageFile, path: str, nbytes: int, make: Callable[..., str]
     ) -> None:
         """Makes the new shard's file, whose blocks are compared with the last shard's from now on
-        if the file system can clone ranges.
+        if the file system can clone ranges, or if known() has compared them.
 
         Args:
             steps: the steps among which the last one is looked for.
             file, path, nbytes: the new shard's.
             make: makes the file, as ImageFile.make(), whose `allocates` it takes.
         """
-        self._steps, self._last, self._cloner = steps, None, None
-        storage = steps.storage
+        storage, self._path = steps.storage, path
+        if self._cloner is not None:
+            make(allocates=False)
+            self._begin(file, nbytes)
+            return
+        self._steps = steps
         with ExitStack() as others:
-            last = _opened(steps, self._rank, others)
+            last = self._last = _opened(steps, self._rank, others)
             make(allocates=last is None)  # what is shared needs no blocks of its own
             file.keep_open(others.pop_all())
         refusal = refusal_to_clone(storage, file.fd, path)
@@ -83,10 +106,14 @@ class Reuse:
             key, other = bytes.fromhex(secrets.token_hex(HASH_BYTES)), None
         else:
             key, other = last.file.hashes.key, last.file
-            with reported("truncate", path):
-                storage.truncate(file.fd, nbytes)
-        self._last = last
-        self._cloner = Cloner(storage, path, nbytes, key, other)
+        self._cloner = Cloner(storage, nbytes, key, other)
+        self._begin(file, nbytes)
+
+    def _begin(self, file: ImageFile, nbytes: int) -> None:
+        assert self._cloner is not None and self._steps is not None
+        if self._last is not None:
+            with reported("truncate", self._path):
+                self._steps.storage.truncate(file.fd, nbytes)
         file.clone_by(self._cloner)
 
     def hashes(self, crcs: list[int]) -> ChunkHashes | None:
@@ -98,13 +125,25 @@ class Reuse:
 
         Raises:
             CorruptCheckpoint: a block that the last shard has as well, by its hashes, has another
-                CRC-32 there. The next save does not compare with that step.
+                CRC-32 there; or what had to be read from there is not what its hash says. The next
+                save does not compare with that step.
+            StorageError: what had to be read from there could not be.
         """
         last, cloner, steps = self._last, self._cloner, self._steps
         if cloner is None:
             return None
-        for number in cloner.cloned_blocks:
-            assert last is not None and steps is not None
+        assert steps is not None
+        loss, refusal = cloner.loss(), cloner.refusal(self._path)
+        if loss is not None:
+            assert last is not None
+            if isinstance(loss, CorruptCheckpoint):
+                steps.note_damaged(last.step)
+            loss.reword(
+                f"{loss}; they were to be written again, since {refusal}; nothing was committed"
+            )
+            raise loss
+        for number in cloner.shared_blocks:
+            assert last is not None
             if crcs[number] != last.index.block_crcs[number]:
                 steps.note_damaged(last.step)
                 raise CorruptCheckpoint(
@@ -113,19 +152,26 @@ class Reuse:
                     f"{crcs[number]:08x}: its index is wrong, or memory or a processor is faulty; "
                     "nothing was committed, and the next save does not reuse this step"
                 )
-        refusal = cloner.refusal
         if refusal is not None:
             log.warning("the rest is written, not reused: %s", refusal)
         self._stats.reused_nbytes = cloner.cloned_nbytes
         return cloner.hashes
 
+    def note(self, index: ShardIndex) -> None:
+        """Keeps the new shard's index for the next save."""
+        if self._steps is not None and index.hashes is not None:
+            self._steps.own_index = index
 
-def _opened(steps: Steps, rank: int, files: ExitStack) -> _LastShard | None:
+
+def _opened(
+    steps: Steps, rank: int, files: ExitStack, own: ShardIndex | None = None
+) -> _LastShard | None:
     """Opens the shard of a rank in the step that was committed last, of those not known to be
     damaged. Returns None if it has none with hashes; or if it cannot be read, which is logged.
 
     Args:
         files: keeps the shard's file open.
+        own: the shard's index; if it is another shard's, None is returned.
     """
     try:
         found, _faults = steps.committed(afresh=False)
@@ -134,7 +180,7 @@ def _opened(steps: Steps, rank: int, files: ExitStack) -> _LastShard | None:
                 # Held until the file is open: that outlives its name, so retention need not wait
                 # for this save.
                 with steps.hold(item.name):
-                    return _opened_of(steps, item, rank, files)
+                    return _opened_of(steps, item, rank, files, own)
     except Vanished:
         return None  # retention was faster
     except (CheckpointError, OSError) as error:
@@ -142,11 +188,15 @@ def _opened(steps: Steps, rank: int, files: ExitStack) -> _LastShard | None:
     return None
 
 
-def _opened_of(steps: Steps, item: Committed, rank: int, files: ExitStack) -> _LastShard | None:
+def _opened_of(
+    steps: Steps, item: Committed, rank: int, files: ExitStack, own: ShardIndex | None
+) -> _LastShard | None:
+    if own is not None and own.nonce != item.manifest.nonce:
+        return None
     writer = next((each for each in item.manifest.writers if each.rank == rank), None)
     if writer is None:
         return None
-    index = _index(steps, item, writer)
+    index = own or _index(steps, item, writer)
     hashes = index.hashes
     if hashes is None or (hashes.chunk_bytes, index.block_bytes) != (CHUNK_BYTES, BLOCK_BYTES):
         return None

@@ -12,11 +12,11 @@ import os
 import threading
 import time
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
+from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.formats.step_names import NAME, OURS, step_name
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import (
@@ -76,8 +76,7 @@ class _Look(NamedTuple):
     bare: set[str]
 
 
-@dataclass(frozen=True)
-class Begun:
+class Begun(NamedTuple):
     """A directory that a save is writing to.
 
     Attributes:
@@ -120,6 +119,7 @@ class Steps:
         self._doubtful: set[str] = set()  # names of steps that were committed, perhaps not durably
         self._unread: set[str] = set()  # names of steps that may be whole, but could not be read
         self.told_empty = self.told_uncloned = False  # whether no steps, no clones were told of
+        self.own_index: ShardIndex | None = None  # with hashes, of a shard that was written here
         self._begun: set[str] = set()  # names that saves of this process are writing to
         self._left: set[str] = set()  # names of directories that only open files still keep
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet

@@ -77,6 +77,10 @@ class NodePlace(Place):
         """The path that the step's directory lies in."""
         return self.step.steps.root
 
+    @property
+    def lasting(self) -> None:
+        """None: the step may go past the tier because that is lost, and the shards in it too."""
+
     def awaited(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> Sequence[SaveHandle]:
         # Before anything is staged: the drain that this waits for needs staging memory, too.
         if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:

@@ -8,11 +8,13 @@ fastckpt._engine; must not know formats, nor how a step finds the other file.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import threading
+import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -61,14 +63,20 @@ def hashes_of(content: bytes) -> list[bytes]:
 
 @dataclass
 class Disk:
-    """Clones ranges by copies, writes what is given to it, and notes both."""
+    """Clones ranges by copies, reads and writes what it is asked to, and notes all of it."""
 
     clones: list[Range] = field(default_factory=list)
+    reads: list[Range] = field(default_factory=list)
     writes: list[Range] = field(default_factory=list)
 
     def clone(self, target: int, source: int, offset: int, nbytes: int) -> None:
         self.clones.append(Range(offset, offset + nbytes))
         os.pwrite(target, os.pread(source, nbytes, offset), offset)
+
+    def read(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        assert kind == "read"
+        self.reads.append(Range(offset, offset + len(memory)))
+        return os.preadv(fd, [memory], offset)
 
     def write(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
         assert kind == "write"
@@ -90,10 +98,18 @@ def cloning(
             backend.remove(fd)
 
 
-def staged(engine: _engine.Engine, content: bytearray, blocks: int) -> _engine.WriteJob:
-    """Begins to stage what the caller holds until it is staged."""
-    segments = array("Q", [0, len(content), address_of(content)])
-    return engine.stage(segments, array("Q"), _engine.Allowance(blocks), 2)
+def staged(
+    engine: _engine.Engine,
+    content: bytearray,
+    blocks: int,
+    known: _engine.Cloner | None = None,
+    cuts: Iterable[int] = (),
+) -> _engine.WriteJob:
+    """Begins to stage what the caller holds until then, in segments that end at the cuts."""
+    segments, address = array("Q"), address_of(content)
+    for begin, end in itertools.pairwise(sorted({0, len(content), *cuts})):
+        segments.extend((begin, end - begin, address + begin))
+    return engine.stage(segments, array("Q"), _engine.Allowance(blocks), 2, known=known)
 
 
 class Saved(NamedTuple):
@@ -113,17 +129,29 @@ def save(
     *,
     key: bytes = KEY,
     direct: bool = False,
+    in_place: bool = False,
+    cuts: Iterable[int] = (),
 ) -> Saved:
-    """Writes a file of which another one, with hashes, is the last version."""
+    """Writes a file of which another one, with hashes, is the last version.
+
+    Args:
+        in_place: whether what the other file has as it lies in memory is not even staged.
+        cuts: the ends of segments.
+    """
     with ExitStack() as files, engine_of(3, block_bytes) as engine:
         source, fd = memory_file(files, old), memory_file(files, nbytes=len(new))
         sizes = (len(new), block_bytes, CHUNK)
-        cloner = _engine.Cloner(*sizes, key, source, b"".join(known), disk.clone)
+        cloner = _engine.Cloner(*sizes, key, source, b"".join(known), disk.clone, disk.read)
         with cloning(disk, fd, cloner) as backend:
             held = bytearray(new)
-            job = staged(engine, held, 3)
+            job = staged(engine, held, 3, cloner if in_place else None, cuts)
             job.write_to(fd, 0, backend, direct)
-            assert job.wait_staged(WAIT_S) and job.wait_written(WAIT_S)
+            assert job.wait_staged(WAIT_S)
+            held[:] = bytes(len(held))
+            assert job.wait_written(WAIT_S) and engine.arena_blocks_in_use() == 0
+            if job.failure() is None:
+                blocks = [new[at : at + block_bytes] for at in range(0, len(new), block_bytes)]
+                assert job.block_crcs() == [zlib.crc32(block) for block in blocks]
             return Saved(content_of(fd), cloner, job.failure())
 
 
@@ -143,10 +171,13 @@ def changed(content: bytes, chunks: set[int]) -> bytes:
     unknown=st.sets(st.integers(0, 59), max_size=5),
     comparable=st.integers(0, 60),
     direct=st.booleans(),
+    in_place=st.booleans(),
+    cuts=st.sets(st.integers(1, 59 * CHUNK), max_size=8),
 )
-@example(16, 32, 100, {0, 2, 4, 6, 8, 10, 12, 14}, set(), 60, False)  # all samples of a block
-@example(16, 32, 100, {0, 2, 4, 6, 8, 10, 12}, {20}, 60, True)
-@example(16, 48, CHUNK, set(), set(), 20, False)
+@example(16, 32, 9, {0, 2, 4, 6, 8, 10, 12, 14}, set(), 60, False, False, set())  # all samples
+@example(16, 32, 100, {0, 2, 4, 6, 8, 10, 12}, {20}, 60, True, False, set())
+@example(16, 48, CHUNK, set(), set(), 20, False, False, set())
+@example(16, 48, 100, {20}, set(), 60, True, True, {CHUNK, CHUNK + 1, 20 * CHUNK + 5})
 @relaxed
 def test_equal_chunks_are_cloned_and_all_others_written(
     block_chunks: int,
@@ -156,6 +187,8 @@ def test_equal_chunks_are_cloned_and_all_others_written(
     unknown: set[int],
     comparable: int,
     direct: bool,
+    in_place: bool,
+    cuts: set[int],
 ) -> None:
     """Of a block in which each of the chunks looked at first has changed, nothing is cloned."""
     old = random.Random(chunks).randbytes((chunks - 1) * CHUNK + ending)
@@ -164,7 +197,9 @@ def test_equal_chunks_are_cloned_and_all_others_written(
         :comparable
     ]
     disk = Disk()
-    saved = save(new, old, known, block_chunks * CHUNK, disk, direct=direct)
+    cuts = {cut for cut in cuts if cut < len(new)}
+    how = (block_chunks * CHUNK, disk)
+    saved = save(new, old, known, *how, direct=direct, in_place=in_place, cuts=cuts)
     padding = bytes(-len(new) % PAGE)
     assert saved.failure is None and saved.content[: len(new)] == new
 
@@ -195,7 +230,7 @@ def test_equal_chunks_are_cloned_and_all_others_written(
             runs[-1] = kind, Range(runs[-1][1].begin, end)
         else:
             runs.append((kind, Range(chunk * CHUNK, end)))
-    assert sorted(disk.clones) == [each for kind, each in runs if kind]
+    assert sorted(disk.clones) == [each for kind, each in runs if kind] and not disk.reads
     assert sorted(disk.writes) == [each for kind, each in runs if not kind]
     padded = direct and not equal[-1]
     assert saved.content == new + (padding if padded else b"")
@@ -246,6 +281,76 @@ def test_after_a_refused_clone_everything_is_written() -> None:
     assert cloner.refusal() == (errno.EXDEV, 2 * CHUNK)
     assert cloner.cloned() == [CHUNK, 0, 0]
     assert cloner.hashes() == b"".join(hashes_of(new))  # the next file is compared with it
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_was_not_staged_and_cannot_be_cloned_is_read_from_the_other_file(
+    direct: bool,
+) -> None:
+    old = random.Random(8).randbytes(24 * CHUNK + 100)
+    new = changed(old, {12})
+    disk = RefusesFrom(0, *[errno.EXDEV] * 4)
+    saved = save(new, old, hashes_of(old), 8 * CHUNK, disk, direct=direct, in_place=True)
+    assert saved.failure is None and saved.cloner.loss() is None
+    assert saved.content == new + bytes(-len(new) % PAGE if direct else 0)
+    ends = [min(len(new), at + CHUNK) for at in range(0, len(new), CHUNK)]
+    chunks = [Range(at * CHUNK, end) for at, end in enumerate(ends)]
+    assert sorted(disk.reads) == chunks[:12] + chunks[16:]  # the others were staged
+    assert saved.cloner.cloned() == [0, 0, 0, 0]
+    assert saved.cloner.taken() == [8 * CHUNK, 4 * CHUNK, 8 * CHUNK, 100]
+
+
+@pytest.mark.parametrize("what", ["flipped", "cut", "unreadable"])
+def test_a_chunk_of_the_other_file_that_is_not_what_its_hash_says_is_a_loss(what: str) -> None:
+    class Refuses(RefusesFrom):
+        def read(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+            if what == "unreadable" and offset >= 3 * CHUNK:
+                raise OSError(errno.EIO, "failed")
+            return super().read(kind, fd, memory, offset)
+
+    new = random.Random(9).randbytes(8 * CHUNK)
+    old = {"flipped": changed(new, {3}), "cut": new[: 4 * CHUNK - 1], "unreadable": new}[what]
+    disk = Refuses(0, errno.EXDEV)
+    saved = save(new, old, hashes_of(new), 8 * CHUNK, disk, in_place=True)
+    assert saved.cloner.loss() == (errno.EIO if what == "unreadable" else 0, 3 * CHUNK)
+    assert disk.writes == [Range(at * CHUNK, (at + 1) * CHUNK) for at in range(3)]
+
+
+def test_what_is_known_keeps_no_memory() -> None:
+    """All is staged though nothing can be written yet, in the memory of the only block that has
+    changed.
+    """
+    old = random.Random(10).randbytes(80 * CHUNK)
+    held = bytearray(changed(old, {79}))
+    with ExitStack() as files, engine_of(1, 8 * CHUNK) as engine:
+        source, fd = memory_file(files, old), memory_file(files, nbytes=len(old))
+        sizes, hashes, disk = (len(old), 8 * CHUNK, CHUNK), b"".join(hashes_of(old)), Disk()
+        cloner = _engine.Cloner(*sizes, KEY, source, hashes, disk.clone, disk.read)
+        with cloning(disk, fd, cloner) as backend:
+            job = staged(engine, held, 1, cloner)
+            assert job.wait_staged(WAIT_S) and engine.arena_blocks_in_use() == 1
+            job.write_to(fd, 0, backend, False)
+            assert job.wait_written(WAIT_S) and job.failure() is None
+        assert content_of(fd) == held and disk.writes == [Range(79 * CHUNK, 80 * CHUNK)]
+
+
+def test_numbers_that_are_not_finite_are_counted_where_they_lie() -> None:
+    numbers = array("f", [1.0] * (8 * CHUNK // 4))
+    for at in (0, 5000, len(numbers) - 1):
+        numbers[at] = float("nan")
+    held = bytearray(numbers.tobytes())
+    with ExitStack() as files, engine_of(1, 4 * CHUNK) as engine:
+        source, fd = memory_file(files, bytes(held)), memory_file(files, nbytes=len(held))
+        known, disk = b"".join(hashes_of(bytes(held))), Disk()
+        cloner = _engine.Cloner(len(held), 4 * CHUNK, CHUNK, KEY, source, known, disk.clone)
+        segments = array("Q", [0, len(held), address_of(held)])
+        run = array("Q", [0, len(held), 4, 0xFF << 23])
+        how = (_engine.Allowance(1), 1)
+        job = engine.stage(segments, array("Q"), *how, numbers=run, known=cloner)
+        with cloning(disk, fd, cloner) as backend:
+            job.write_to(fd, 0, backend, False)
+            assert job.wait_written(WAIT_S) and job.non_finite() == [3]
+    assert not disk.writes
 
 
 class Fails(Disk):

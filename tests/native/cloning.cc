@@ -117,7 +117,8 @@ void write_versions(Random& random) {
         auto& version = *versions.emplace_back(std::make_unique<Version>(random, clones_left));
         const auto address = reinterpret_cast<uint64_t>(version.now.data());
         version.job = engine.stage({{0, version.now.size(), address}}, {}, {}, nullptr,
-                                   std::make_shared<Allowance>(1 + below(random, 3)), 2);
+                                   std::make_shared<Allowance>(1 + below(random, 3)), 2, {}, {},
+                                   below(random, 2) == 0 ? version.cloner : nullptr);
         backend->add(version.target.fd(), version.cloner);
         version.job->write_to(version.target.fd(), 0, backend, false);
     }
@@ -131,6 +132,7 @@ void write_versions(Random& random) {
         expect(version->target.content(version->now.size()) == version->now, "bytes are right");
         const int refusal = version->cloner->refusal().first;
         expect(refusal == 0 || refusal == EXDEV, "a refusal is told");
+        expect(!version->cloner->loss(), "what was not staged is found in the old file");
     }
     engine.close();
 }
