@@ -48,6 +48,7 @@ PUBLIC_NAME_USERS = {"integrations", "cli", "__main__"}
 PYTHON_BINDINGS = {
     "bindings.cc",
     "bindings_gds.cc",
+    "bindings_names.h",
     "bindings_pickle_reader.cc",
     "bindings_pickle_state.h",
     "bindings_pickler.cc",
