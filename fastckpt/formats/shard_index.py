@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from fastckpt.formats.safetensors import DTYPES, METADATA, nbytes_of
+from fastckpt.formats.safetensors import DTYPES, METADATA, kind_of
 from fastckpt.formats.strict_json import (
     KINDS_MAX,
     NUMBER_END,
@@ -341,8 +341,8 @@ def _check_pieces(index: Any) -> tuple[Piece, ...]:
 
 def _check_piece(key: str, dtype: Any, shape: Any, offset: Any, size: Any) -> int:
     """Returns a piece's bytes; raises ValueError unless it lies inside its tensor."""
-    nbytes_of(dtype, shape, key)
-    nbytes = nbytes_of(dtype, size, key)
+    kind_of(dtype, shape, key)
+    nbytes = kind_of(dtype, size, key).nbytes
     if not is_numbers(offset) or not len(offset) == len(size) == len(shape):
         raise ValueError(f"a piece of {shown(key)} and the tensor differ in their dimensions")
     if any(o + s > end for o, s, end in zip(offset, size, shape, strict=True)):

@@ -10,7 +10,7 @@ import io
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain, product
+from itertools import chain, filterfalse, product
 from typing import Any
 
 import torch
@@ -80,16 +80,15 @@ class StepReader:
     def _path(self, file: str) -> str:
         return self.copies.path(file) if file else self.path
 
-    def pieces(self) -> Iterator[tuple[str, Piece]]:
-        """Yields the stored pieces of tensors, each after the path of its file.
+    def pieces(self) -> Iterator[tuple[str, Sequence[Piece]]]:
+        """Yields the path of each file with its pieces of tensors.
 
         Raises:
             CorruptCheckpoint: an index is damaged. StorageError: it cannot be read.
         """
         for writer in self.manifest.writers:
             index = self._index(writer)
-            path = self._path(index.file)
-            yield from ((path, piece) for piece in index.pieces if not is_per_rank(piece))
+            yield self._path(index.file), [*filterfalse(is_per_rank, index.pieces)]
 
     def objects(self, weights_only: bool) -> Any:
         """Returns the nest of everything that is not in shards.
