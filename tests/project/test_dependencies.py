@@ -40,7 +40,8 @@ EXCEPTIONS: set[tuple[str, str]] = set()
 # Only these speak to the extension module.
 ENGINE_USERS = {
     *("engine", "storage"),
-    *("formats.torch_pickle", "formats.plain_pickle", "formats.zip_records", "lazy.torch_names"),
+    *("formats.strict_json", "formats.torch_pickle", "formats.plain_pickle"),
+    *("formats.zip_records", "lazy.torch_names"),
 }
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
 PUBLIC_NAME_USERS = {"integrations", "cli", "__main__"}
@@ -48,6 +49,7 @@ PUBLIC_NAME_USERS = {"integrations", "cli", "__main__"}
 PYTHON_BINDINGS = {
     "bindings.cc",
     "bindings_gds.cc",
+    "bindings_json.cc",
     "bindings_names.h",
     "bindings_pickle_reader.cc",
     "bindings_pickle_state.h",
