@@ -56,12 +56,12 @@ def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what
 
 def columns_of(
     values: Sequence[Any], kinds: Mapping[str, type | tuple[type, ...]], what: str
-) -> list[tuple[Any, ...]]:
+) -> list[list[Any]]:
     """Returns the members of many objects, a column for each; raises as check_members() of each."""
-    columns: list[tuple[Any, ...]] = [()] * len(kinds)
-    if values and {*map(type, values)} == {dict} and {*map(len, values)} == {len(kinds)}:
+    columns: list[list[Any]] = [[] for _ in kinds]
+    if {*map(type, values)} == {dict} and {*map(len, values)} == {len(kinds)}:
         try:
-            columns = [*zip(*map(itemgetter(*kinds), values), strict=True)]
+            columns = [[*map(itemgetter(name), values)] for name in kinds]
         except KeyError:
             pass  # told below, with the name
         else:
@@ -72,11 +72,13 @@ def columns_of(
     return columns
 
 
-def _fits(column: tuple[Any, ...], kind: type | tuple[type, ...]) -> bool:
+def _fits(column: list[Any], kind: type | tuple[type, ...]) -> bool:
     found = {*map(type, column)}
     if not found <= {*(kind if isinstance(kind, tuple) else (kind,))}:
         return False
-    return int not in found or _in_range([member for member in column if type(member) is int])
+    if int not in found:
+        return True
+    return _in_range(column if len(found) == 1 else [m for m in column if type(m) is int])
 
 
 def _in_range(numbers: list[int]) -> bool:

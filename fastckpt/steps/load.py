@@ -24,7 +24,7 @@ from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats import safetensors, torch_pickle
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_have_values, may_hold
-from fastckpt.formats.shard_index import Piece, ShardIndex, is_per_rank
+from fastckpt.formats.shard_index import Piece, ShardIndex, gathers, is_per_rank
 from fastckpt.plan.boxes import Box, copies, covers, intersect, span
 from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
@@ -88,7 +88,10 @@ class StepReader:
         """
         for writer in self.manifest.writers:
             index = self._index(writer)
-            yield self._path(index.file), [*filterfalse(is_per_rank, index.pieces)]
+            pieces: Sequence[Piece] = index.pieces
+            if gathers(pieces):
+                pieces = [*filterfalse(is_per_rank, pieces)]
+            yield self._path(index.file), pieces
 
     def objects(self, weights_only: bool) -> Any:
         """Returns the nest of everything that is not in shards.
