@@ -29,6 +29,7 @@ namespace py = pybind11;
 namespace fastckpt {
 
 void bind_gds(py::module_& m);            // bindings_gds.cc
+void bind_json(py::module_& m);           // bindings_json.cc
 void bind_pickle_reader(py::module_& m);  // bindings_pickle_reader.cc
 void bind_pickler(py::module_& m);        // bindings_pickler.cc
 void bind_python_frames(py::module_& m);  // bindings_python_frames.cc
@@ -548,6 +549,7 @@ PYBIND11_MODULE(_engine, m) {
     bind_cloning(m);
     bind_placing(m);
     bind_gds(m);
+    bind_json(m);
     bind_pickle_reader(m);
     bind_pickler(m);
     bind_python_frames(m);

@@ -268,7 +268,7 @@ class Machine {
     }
 
     bool push_ignored(py::handle like) {
-        const py::object name = attribute(like, words_.name);
+        const py::object name = words_.name.of(like);
         return stack_.push(owned(PyObject_CallOneArg(words_.ignored.ptr(), name.ptr())));
     }
 
@@ -291,7 +291,7 @@ class Machine {
         if (!PyTuple_CheckExact(arguments.ptr()))
             fail(PyExc_ValueError, "the arguments of a call are not a tuple");
         bounds_.call(arguments);
-        const py::object make = attribute(called, words_.make);
+        const py::object make = words_.make.of(called);
         return stack_.push(owned(PyObject_Call(make.ptr(), arguments.ptr(), nullptr)));
     }
 
@@ -307,9 +307,9 @@ class Machine {
         if (is_a(named, words_.ignored)) return push_ignored(named);
         if (!is_a(named, words_.instance))
             fail(words_.refused, "an instance of something that may have no instances");
-        const py::object kind = attribute(named, words_.kind);
+        const py::object kind = words_.kind.of(named);
         if (done(PyObject_RichCompareBool(arguments.ptr(), py::tuple().ptr(), Py_NE)) == 1) {
-            const py::object its = attribute(kind, words_.type_name);
+            const py::object its = words_.type_name.of(kind);
             fail(PyExc_ValueError, "a %S is made with arguments", its.ptr());
         }
         return stack_.push(owned(PyObject_CallOneArg(words_.bare.ptr(), kind.ptr())));
@@ -320,12 +320,12 @@ class Machine {
         const py::object target = stack_.top();
         if (is_a(target, words_.ignored)) return true;
         const py::handle record = bounds_.record(target);
-        const py::object its = attribute(type_of(target), words_.type_name);
+        const py::object its = words_.type_name.of(type_of(target));
         if (!record) {
             if (is_a(target, words_.instance)) fail(words_.refused, "a change of a class");
             fail(words_.refused, "a change of a %S", its.ptr());
         }
-        const py::object take = attribute(record, words_.take);
+        const py::object take = words_.take.of(record);
         if (!take.is_none()) {
             owned(PyObject_CallFunctionObjArgs(take.ptr(), target.ptr(), state.ptr(), nullptr));
             return true;
@@ -338,7 +338,7 @@ class Machine {
             if (!PyUnicode_CheckExact(name))
                 fail(PyExc_ValueError, "an attribute's name in a %S is not text", its.ptr());
         }
-        done(PyDict_Update(attribute(target, words_.attributes).ptr(), state.ptr()));
+        done(PyDict_Update(words_.attributes.of(target).ptr(), state.ptr()));
         return true;
     }
 

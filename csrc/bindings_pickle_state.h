@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-namespace fastckpt::pickle {
+#include "bindings_names.h"
 
-namespace py = pybind11;
+namespace fastckpt::pickle {
 
 constexpr int kKeyDepthMax = 8;  // of tuples in a key that is a tuple: hash() recurses on the stack
 constexpr uint64_t kKeyBitsMax = 64;  // of a key that is an int, which is hashed anew each time
@@ -25,35 +25,17 @@ template <class... Values>
     throw py::error_already_set();
 }
 
-// Throws the Python error if a call has failed.
-inline int done(int result) {
-    if (result < 0) throw py::error_already_set();
-    return result;
-}
-
-// Takes ownership of a new reference; throws the Python error if there is none.
-inline py::object owned(PyObject* made) {
-    if (made == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(made);
-}
-
-inline py::object interned(const char* text) { return owned(PyUnicode_InternFromString(text)); }
-
-inline py::object attribute(py::handle object, py::handle name) {
-    return owned(PyObject_GetAttr(object.ptr(), name.ptr()));
-}
-
 inline PyObject* type_of(py::handle value) {
     return reinterpret_cast<PyObject*>(Py_TYPE(value.ptr()));
 }
 
 inline bool is_a(py::handle value, py::handle type) { return type_of(value) == type.ptr(); }
 
-inline bool has_length(py::handle value, py::handle name) {
+inline bool has_length(py::handle value, const Name& len) {
     const PyTypeObject* const type = Py_TYPE(value.ptr());
     return (type->tp_as_sequence != nullptr && type->tp_as_sequence->sq_length != nullptr) ||
            (type->tp_as_mapping != nullptr && type->tp_as_mapping->mp_length != nullptr) ||
-           PyObject_HasAttr(value.ptr(), name.ptr()) == 1;
+           len.is_in(value);
 }
 
 inline int64_t length(py::handle value) {
@@ -122,9 +104,8 @@ struct Words {
 
     const py::object callee, instance, ignored, refused, ordered_dict, struct_error, vars, bare;
     const py::dict opcodes;  // the names of all
-    const py::object make = interned("make"), kind = interned("kind"), take = interned("take");
-    const py::object name = interned("name"), type_name = interned("__name__");
-    const py::object attributes = interned("__dict__"), len = interned("__len__");
+    const Name make{"make"}, kind{"kind"}, take{"take"}, name{"name"}, type_name{"__name__"};
+    const Name attributes{"__dict__"}, len{"__len__"};
 };
 
 // The bytes of a pickle, read from the front.
@@ -302,7 +283,7 @@ class Bounds {
         return found;
     }
 
-    void note(py::handle instance) { records_[attribute(instance, words_.kind)] = instance; }
+    void note(py::handle instance) { records_[words_.kind.of(instance)] = instance; }
 
     void copy(int64_t count) {
         if (count > copies_) fail(PyExc_ValueError, "it copies the same values over and over");

@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "bindings_names.h"
+
 namespace py = pybind11;
 
 namespace fastckpt {
@@ -16,33 +18,6 @@ namespace fastckpt {
 void bind_pickler(py::module_& m);
 
 namespace {
-
-// Takes ownership of a new reference; throws the Python error if there is none.
-py::object owned(PyObject* made) {
-    if (made == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(made);
-}
-
-// A name of an attribute or method, interned once.
-class Name {
-  public:
-    explicit Name(const char* text) : text_(PyUnicode_InternFromString(text)) {}
-    py::object of(py::handle object) const { return owned(PyObject_GetAttr(object.ptr(), text_)); }
-    py::object call(py::handle object) const {
-        return owned(PyObject_CallMethodNoArgs(object.ptr(), text_));
-    }
-    bool is_true(py::handle object) const { return truth(of(object)); }
-    bool says(py::handle object) const { return truth(call(object)); }
-
-    static bool truth(const py::object& value) {
-        const int result = PyObject_IsTrue(value.ptr());
-        if (result < 0) throw py::error_already_set();
-        return result == 1;
-    }
-
-  private:
-    PyObject* const text_;
-};
 
 struct Names {
     const Name dict{"__dict__"}, hooks{"_backward_hooks"}, cdata{"_cdata"}, version{"_version"};
@@ -103,10 +78,8 @@ class Hooks {
 
     py::object persistent_id(py::handle object) {
         if (pending_storage_.ptr() != object.ptr()) {
-            const int never = PySet_Contains(facts_->never_storages.ptr(),
-                                             reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())));
-            if (never < 0) throw py::error_already_set();
-            if (never == 1) return py::none();
+            auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
+            if (done(PySet_Contains(facts_->never_storages.ptr(), type)) == 1) return py::none();
             return noted_storage(object, of_torch_(object));
         }
         pending_storage_ = py::object();  // the pickler holds it
@@ -153,7 +126,7 @@ class Hooks {
         } else if (is_plain || Name::truth(known)) {
             const py::object version = names().version.of(tensor);
             const py::object row = owned(PyTuple_Pack(2, tensor.ptr(), version.ptr()));
-            if (PyList_Append(noted_.ptr(), row.ptr()) != 0) throw py::error_already_set();
+            done(PyList_Append(noted_.ptr(), row.ptr()));
         }
     }
 

@@ -202,10 +202,9 @@ void bind_torch_views(py::module_& m) {
                 delete static_cast<pickle::Views*>(PyCapsule_GetPointer(object, pickle::kViews));
             });
             views.release();
-            return py::make_tuple(
-                pickle::owned(PyCFunction_New(&pickle::storage_def, capsule.ptr())),
-                pickle::owned(PyCFunction_New(&pickle::rebuilt_def, capsule.ptr())),
-                pickle::owned(PyCFunction_New(&pickle::view_def, capsule.ptr())));
+            return py::make_tuple(owned(PyCFunction_New(&pickle::storage_def, capsule.ptr())),
+                                  owned(PyCFunction_New(&pickle::rebuilt_def, capsule.ptr())),
+                                  owned(PyCFunction_New(&pickle::view_def, capsule.ptr())));
         },
         py::arg("words"));
 }

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "bindings_names.h"
+
 namespace py = pybind11;
 
 namespace fastckpt {
@@ -68,10 +70,8 @@ py::tuple zip_directory(const py::bytes& data, uint64_t count) {
         const char* const extra = name + name_nbytes;
         if (nbytes == kWide || offset == kWide)
             widen_all(nbytes, stored, offset, extra, extra + extra_nbytes);
-        PyObject* const text =
-            PyUnicode_DecodeUTF8(name, static_cast<Py_ssize_t>(name_nbytes), "replace");
-        if (text == nullptr) throw py::error_already_set();
-        names.append(py::reinterpret_steal<py::object>(text));
+        names.append(
+            owned(PyUnicode_DecodeUTF8(name, static_cast<Py_ssize_t>(name_nbytes), "replace")));
         offsets.append(offset);
         sizes.append(nbytes);
         crcs.append(number(at + 16, 4));

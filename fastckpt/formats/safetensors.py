@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -232,17 +233,16 @@ def validate(header: object, size: int, nbytes: int) -> dict[str, tuple[Kind, in
         raise ValueError(f"data_offsets of {shown(names[wrong])} are not two numbers")
     wrong = without_numbers(shapes)
     if wrong is not None:
-        nbytes_of(dtypes[wrong], shapes[wrong], names[wrong])  # raises
+        kind_of(dtypes[wrong], shapes[wrong], names[wrong])  # raises
     found: dict[str, tuple[Kind, int]] = {}
     kinds: dict[tuple[str, tuple[int, ...]], Kind] = {}
     for name, dtype, shape, (begin, end) in zip(names, dtypes, shapes, offsets, strict=True):
         key = (dtype, tuple(shape)) if type(dtype) is str else ("", ())
         kind = kinds.get(key)
         if kind is None:
-            expected = nbytes_of(dtype, shape, name)
             if len(kinds) == KINDS_MAX:
                 kinds.clear()
-            kind = kinds[key] = Kind(DTYPES[dtype], key[1], expected)
+            kind = kinds[key] = kind_of(dtype, shape, name)
         if end - begin != kind.nbytes:
             raise ValueError(f"data_offsets of {shown(name)} do not span its {kind.nbytes} bytes")
         found[name] = kind, size + begin
@@ -274,8 +274,8 @@ def _check_metadata(metadata: object) -> None:
         check_text(value)
 
 
-def nbytes_of(dtype: Any, shape: Any, name: str) -> int:
-    """Returns the bytes of a tensor of this dtype, by its name in the format, and shape.
+def kind_of(dtype: Any, shape: Any, name: str) -> Kind:
+    """Returns the kind of a tensor of this dtype, by its name in the format, and shape.
 
     Raises:
         ValueError: the dtype is not known, the shape is not a list of numbers from 0, or the size
@@ -285,9 +285,18 @@ def nbytes_of(dtype: Any, shape: Any, name: str) -> int:
         raise UnknownDtype(f"dtype of {shown(name)} is {shown(dtype)}, which is not known")
     if not is_numbers(shape):
         raise ValueError(f"shape of {shown(name)} is not a list of numbers from 0 to 2^63")
+    kind = _kind(dtype, tuple(shape))
+    if kind is None:
+        raise ValueError(f"shape of {shown(name)} has 2^63 bytes or more")
+    return kind
+
+
+@lru_cache(KINDS_MAX)
+def _kind(dtype: str, shape: tuple[int, ...]) -> Kind | None:
+    """Returns a kind; None if its size does not fit 63 bits."""
     nbytes = DTYPES[dtype].itemsize
     for size in shape:  # step by step: the product of a hostile shape has millions of digits
         nbytes *= size or 1
         if nbytes >= NUMBER_END:
-            raise ValueError(f"shape of {shown(name)} has 2^63 bytes or more")
-    return 0 if 0 in shape else nbytes
+            return None
+    return Kind(DTYPES[dtype], shape, 0 if 0 in shape else nbytes)

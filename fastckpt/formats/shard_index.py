@@ -12,10 +12,11 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from fastckpt.formats.safetensors import DTYPES, METADATA, nbytes_of
+from fastckpt.formats.safetensors import DTYPES, METADATA, kind_of
 from fastckpt.formats.strict_json import (
     KINDS_MAX,
     NUMBER_END,
@@ -132,7 +133,7 @@ class ShardIndex:
         written = {
             "format": FORMAT,
             "version": _version(
-                any(map(is_per_rank, self.pieces)),
+                gathers(self.pieces),
                 self.codec,
                 has_hashes=self.hashes is not None,
                 derives=self.derived_nbytes > 0,
@@ -300,49 +301,56 @@ def _check_pieces(index: Any) -> tuple[Piece, ...]:
     file.
     """
     columns = columns_of(index["pieces"], _PIECE_KINDS, "a piece")
-    check_texts(columns[0])
-    for lists in columns[2:5]:
+    keys, dtypes, shapes, offsets, sizes, begins = columns
+    check_texts(keys)
+    for lists in (shapes, offsets, sizes):
         wrong = without_numbers(lists)
         if wrong is not None:
             _check_piece(*(column[wrong] for column in columns[:5]))  # raises
     known: dict[Any, tuple[tuple[int, ...], Box, int]] = {}
-    pieces, extents = [], []
-    for key, dtype, shape, offset, size, begin in zip(*columns, strict=True):
-        kind = dtype, tuple(shape), tuple(offset), tuple(size)
-        found = known.get(kind)
-        if found is None:
-            nbytes = _check_piece(key, dtype, shape, offset, size)
+    rectangles = []
+    forms = zip(dtypes, map(tuple, shapes), map(tuple, offsets), map(tuple, sizes), strict=True)
+    for number, form in enumerate(forms):
+        rectangle = known.get(form)
+        if rectangle is None:
+            its_nbytes = _check_piece(*(column[number] for column in columns[:5]))
             if len(known) == KINDS_MAX:
                 known.clear()
-            found = known[kind] = tuple(shape), Box(tuple(offset), tuple(size)), nbytes
-        pieces.append(Piece(key, dtype, found[0], found[1], begin))
-        extents.append((begin, found[2], key))
-    gathers = any(map(is_per_rank, pieces))
+            rectangle = known[form] = form[1], Box(form[2], form[3]), its_nbytes
+        rectangles.append(rectangle)
+    wholes, boxes, nbytes = zip(*rectangles, strict=True) if rectangles else ((), (), ())
+    pieces = tuple(map(Piece._make, zip(keys, dtypes, wholes, boxes, begins, strict=True)))
     has = {"has_hashes": "hashes" in index, "derives": "derived_nbytes" in index}
-    if index["version"] != _version(gathers, index["codec"], **has):
+    if index["version"] != _version(gathers(pieces), index["codec"], **has):
         told = "2 has values of other ranks, 3 has planes or hashes, 4 has derived bytes"
         raise ValueError(f"its version {index['version']} does not fit: {told}")
+    extents = [*zip(begins, nbytes, keys, strict=True)]
     if index["per_rank"] is not None:
         if not is_numbers(index["per_rank"]) or len(index["per_rank"]) != 2:
             raise ValueError("per_rank is not a list of two numbers")
         if index["per_rank"][1] == 0:
             raise ValueError("per_rank is an entry without bytes")
         extents.append((*index["per_rank"], PER_RANK))
+    _check_extents(extents, index["nbytes"])
+    return pieces
+
+
+def _check_extents(extents: list[tuple[int, int, str]], file_nbytes: int) -> None:
+    """Raises ValueError unless pieces (first byte, bytes, key) lie apart, and inside the file."""
     extents.sort()
     end = 0
     for begin, nbytes, key in extents:
-        if nbytes and begin < end:
+        if begin < end and nbytes:
             raise ValueError(f"a piece of {shown(key)} overlaps another in the file")
         end = max(end, begin + nbytes)
-    if end > index["nbytes"]:
-        raise ValueError(f"pieces end at {end}, but the file ends at {index['nbytes']}")
-    return tuple(pieces)
+    if end > file_nbytes:
+        raise ValueError(f"pieces end at {end}, but the file ends at {file_nbytes}")
 
 
 def _check_piece(key: str, dtype: Any, shape: Any, offset: Any, size: Any) -> int:
     """Returns a piece's bytes; raises ValueError unless it lies inside its tensor."""
-    nbytes_of(dtype, shape, key)
-    nbytes = nbytes_of(dtype, size, key)
+    kind_of(dtype, shape, key)
+    nbytes = kind_of(dtype, size, key).nbytes
     if not is_numbers(offset) or not len(offset) == len(size) == len(shape):
         raise ValueError(f"a piece of {shown(key)} and the tensor differ in their dimensions")
     if any(o + s > end for o, s, end in zip(offset, size, shape, strict=True)):
@@ -404,6 +412,11 @@ def padding_key(rank: int) -> str:
 def is_per_rank(piece: Piece) -> bool:
     """Tells whether a piece holds the values of a rank, and is not of a tensor."""
     return piece.key.startswith(_PER_RANK_OF)
+
+
+def gathers(pieces: Sequence[Piece]) -> bool:
+    """Tells whether one of these is_per_rank()."""
+    return _PER_RANK_OF in "".join(map(itemgetter(0), pieces)) and any(map(is_per_rank, pieces))
 
 
 def entry_name(key: str, shape: Sequence[int], box: Box) -> str:

@@ -7,12 +7,12 @@ uses. It must not know any format.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
 
+from fastckpt import _engine
 from fastckpt.plan.image import PAGE_BYTES
 
 NUMBER_END = 1 << 63
@@ -20,9 +20,6 @@ BLOCK_BYTES_MAX = 64 << 20  # a reader holds whole blocks in memory, however lit
 # Of shapes and such, which many tensors have in common, whoever looks at each but once remembers at
 # most so many: tuples of numbers can be made that all have one hash.
 KINDS_MAX = 256
-_NUMBER_CHARS_MAX = 32  # no format here has longer numbers
-_LONG = b"0" * (_NUMBER_CHARS_MAX - 1)  # with a sign, one more
-_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _SHOWN_CHARS_MAX = 100
 
 
@@ -34,39 +31,7 @@ def decode(text: bytes) -> object:
             infinite or too long.
         RecursionError: it is nested too deeply.
     """
-    # A call for each number would take half of the time of a header with 100,000 tensors.
-    may_be_long = _LONG in text.translate(_AS_ZEROS)
-    return json.loads(
-        text.decode(),
-        object_pairs_hook=_distinct,
-        parse_int=_integer if may_be_long else None,
-        parse_float=_float,
-        parse_constant=_refused,
-    )
-
-
-def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        raise ValueError("an object has a name twice")
-    return members
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > _NUMBER_CHARS_MAX:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
-
-
-def _float(digits: str) -> float:
-    number = float(digits) if len(digits) <= _NUMBER_CHARS_MAX else math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"the number {shown(digits)} is too large or too long")
-    return number
-
-
-def _refused(name: str) -> float:
-    raise ValueError(f"{name} is not a number")
+    return _engine.read_json(text.decode())
 
 
 def encode(value: object) -> str:
@@ -91,12 +56,12 @@ def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what
 
 def columns_of(
     values: Sequence[Any], kinds: Mapping[str, type | tuple[type, ...]], what: str
-) -> list[tuple[Any, ...]]:
+) -> list[list[Any]]:
     """Returns the members of many objects, a column for each; raises as check_members() of each."""
-    columns: list[tuple[Any, ...]] = [()] * len(kinds)
-    if values and {*map(type, values)} == {dict} and {*map(len, values)} == {len(kinds)}:
+    columns: list[list[Any]] = [[] for _ in kinds]
+    if {*map(type, values)} == {dict} and {*map(len, values)} == {len(kinds)}:
         try:
-            columns = [*zip(*map(itemgetter(*kinds), values), strict=True)]
+            columns = [[*map(itemgetter(name), values)] for name in kinds]
         except KeyError:
             pass  # told below, with the name
         else:
@@ -107,11 +72,13 @@ def columns_of(
     return columns
 
 
-def _fits(column: tuple[Any, ...], kind: type | tuple[type, ...]) -> bool:
+def _fits(column: list[Any], kind: type | tuple[type, ...]) -> bool:
     found = {*map(type, column)}
     if not found <= {*(kind if isinstance(kind, tuple) else (kind,))}:
         return False
-    return int not in found or _in_range([member for member in column if type(member) is int])
+    if int not in found:
+        return True
+    return _in_range(column if len(found) == 1 else [m for m in column if type(m) is int])
 
 
 def _in_range(numbers: list[int]) -> bool:

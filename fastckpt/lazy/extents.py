@@ -7,7 +7,7 @@ found.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import chain
@@ -18,6 +18,7 @@ import torch
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats.strict_json import KINDS_MAX
+from fastckpt.lazy.described import Described
 from fastckpt.lazy.selection import whole
 from fastckpt.lazy.source import Shard, Stored, Wanted
 from fastckpt.plan.boxes import row_major
@@ -63,17 +64,15 @@ class _Part(NamedTuple):
     steps: tuple[int, ...]  # in the file, along the dimensions of the memory
 
 
-class _Tensors(Mapping[str, Stored]):
-    """The tensors by name. Each form is described once, when it is asked for: there may be 100,000
-    tensors, and the collector of garbage would look at all descriptions again and again.
-    """
+class _Forms:
+    """Descriptions of tensors, one for each form."""
 
-    def __init__(self, bodies: Sequence[Body], places: Mapping[str, Place]) -> None:
-        self._bodies, self._places = bodies, places
+    def __init__(self, bodies: Sequence[Body]) -> None:
+        self._bodies = bodies
         self._described: dict[int, tuple[Form, Stored]] = {}  # by the identity of the form
 
-    def __getitem__(self, name: str) -> Stored:
-        form = self._places[name][0]
+    def stored(self, place: Place) -> Stored:
+        form = place[0]
         known = self._described.get(id(form))
         return self._describe(form) if known is None else known[1]
 
@@ -85,36 +84,6 @@ class _Tensors(Mapping[str, Stored]):
             self._described.clear()
         self._described[id(form)] = form, stored
         return stored
-
-    def items(self) -> ItemsView[str, Stored]:
-        return _Items(self)
-
-    def pairs(self) -> Iterator[tuple[str, Stored]]:
-        """Yields names and descriptions."""
-        described = self._described
-        for name, (form, *_) in self._places.items():
-            known = described.get(id(form))
-            yield name, self._describe(form) if known is None else known[1]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
-class _Items(ItemsView[str, Stored]):
-    """The items of _Tensors, made without a call for each."""
-
-    def __init__(self, tensors: _Tensors) -> None:
-        super().__init__(tensors)
-        self._tensors = tensors
-
-    def __iter__(self) -> Iterator[tuple[str, Stored]]:
-        return self._tensors.pairs()
 
 
 class ExtentsSource:
@@ -129,6 +98,9 @@ class ExtentsSource:
         others: how many objects were passed over, by what makes them; None: names are no paths of
             keys, and nothing was.
         begin_of: returns where a record begins in the file, or raises; default: there are none.
+
+    Attributes:
+        stored: returns the tensor that lies in a place.
     """
 
     def __init__(
@@ -145,7 +117,8 @@ class ExtentsSource:
         self.facts: dict[str, str] = {"files": str(len(bodies))}
         self.is_verified = bool(bodies) and all(body.index.block_crcs for body in bodies)
         self.others, self.has_paths = others or {}, others is not None
-        self.tensors: Mapping[str, Stored] = _Tensors(bodies, places)
+        self.stored = _Forms(bodies).stored
+        self.tensors: Mapping[str, Stored] = Described(places, self.stored)
         self._places, self._begin_of = places, begin_of
         self._staging, self._bodies, self._close = staging, bodies, close
         self._lock = threading.Lock()

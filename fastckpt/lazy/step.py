@@ -5,7 +5,7 @@ It must not know which step is chosen, nor how its files are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -13,6 +13,8 @@ import torch
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import safetensors
+from fastckpt.formats.strict_json import KINDS_MAX
+from fastckpt.lazy.described import Described
 from fastckpt.lazy.source import Shard, Stored, Wanted
 from fastckpt.lazy.torch_file import zip_of_ours
 from fastckpt.state.targets import Target
@@ -52,45 +54,33 @@ class StepSource:
             "ranks": str(manifest.world_size),
             "files": str(1 + len(manifest.writers)),
         }
-        kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        parts: dict[str, list[Shard]] = {}
-        for file, piece in self._reader.pieces():
-            kind = safetensors.DTYPES[piece.dtype], piece.shape
-            if kinds.setdefault(piece.key, kind) != kind:
-                raise CorruptCheckpoint(f"{path!r} holds {piece.key!r} in two dtypes or shapes")
-            parts.setdefault(piece.key, []).append(Shard(file, piece.box))
+        parts = _Parts(path, self._reader)
         with ExitStack() as failing:
             failing.callback(self._files.close)
             body = self._files.enter_context(copies.body(manifest))
             objects = zip_of_ours(body, is_of_step=True)
             self._objects = objects.source(self.kind)
             self.others = objects.others
-            self.tensors: dict[str, Stored] = {}
-            self._keys: dict[str, str] = {}  # of the tensors in shards, by name
-            for name, view in objects.tensors.items():
-                if name in self._objects.tensors:
-                    self.tensors[name] = self._objects.tensors[name]
-                    continue
-                assert isinstance(view, Placeholder)
-                self._keys[name] = view.key
-                kind, its = (view.dtype, view.shape), parts.get(view.key, ())
-                if kinds.get(view.key, kind) != kind or not (its or 0 in view.shape):
-                    raise CorruptCheckpoint(
-                        f"{path!r} has no shards of {name!r} with the dtype and shape that its "
-                        "objects name"
-                    )
-                self.tensors[name] = Stored(*kind, tuple(its))
+            parts.check(objects.tensors)
+            self._places = objects.tensors
+            small, in_shards = self._objects.stored, parts.stored
+            self.tensors: Mapping[str, Stored] = Described(
+                objects.tensors,
+                lambda view: in_shards(view) if isinstance(view, Placeholder) else small(view),
+            )
             failing.pop_all()
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        targets = [
-            Target(self._keys[want.name], want.target, self.tensors[want.name].shape, want.box)
-            for want in wanted
-            if want.name in self._keys
-        ]
+        targets, small = list[Target](), list[Wanted]()
+        for want in wanted:
+            place = self._places[want.name]
+            if isinstance(place, Placeholder):
+                targets.append(Target(place.key, want.target, place.shape, want.box))
+            else:
+                small.append(want)
         if targets:
             self._reader.read(targets)
-        self._objects.read([want for want in wanted if want.name not in self._keys])
+        self._objects.read(small)
 
     def close(self) -> None:
         try:
@@ -98,3 +88,58 @@ class StepSource:
             self._files.close()
         finally:
             self._close()
+
+
+class _Parts:
+    """What the indexes of a step say of its tensors.
+
+    Raises:
+        CorruptCheckpoint: they contradict each other, or an index is damaged.
+        StorageError: an index cannot be read.
+    """
+
+    def __init__(self, path: str, reader: StepReader) -> None:
+        self._path = path
+        self._kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}  # by key
+        self._shards: dict[str, Sequence[Shard]] = {}  # by key
+        self._described: dict[object, Stored] = {}
+        for file, pieces in reader.pieces():
+            alone: dict[int, tuple[Shard]] = {}  # by the identity of the box, which many share
+            for key, dtype, shape, box, _begin in pieces:
+                kind = safetensors.DTYPES[dtype], shape
+                if self._kinds.setdefault(key, kind) != kind:
+                    raise CorruptCheckpoint(f"{path!r} holds {key!r} in two dtypes or shapes")
+                shards = alone.get(id(box))
+                if shards is None:
+                    shards = alone[id(box)] = (Shard(file, box),)
+                known = self._shards.get(key)
+                if known is None:
+                    self._shards[key] = shards
+                elif type(known) is list:
+                    known += shards
+                else:
+                    self._shards[key] = [*known, *shards]
+
+    def check(self, tensors: Mapping[str, object]) -> None:
+        """Raises CorruptCheckpoint unless there are shards for each placeholder."""
+        for name, view in tensors.items():
+            if type(view) is Placeholder:
+                key, dtype, shape = view
+                is_there = key in self._shards or 0 in shape
+                if not is_there or self._kinds.get(key, (dtype, shape)) != (dtype, shape):
+                    raise CorruptCheckpoint(
+                        f"{self._path!r} has no shards of {name!r} with the dtype and shape that "
+                        "its objects name"
+                    )
+
+    def stored(self, placeholder: Placeholder) -> Stored:
+        """Returns the tensor of a placeholder; many have one description in common."""
+        key, dtype, shape = placeholder
+        shards: Sequence[Shard] = self._shards.get(key, ())
+        kind = id(shards), dtype, shape
+        stored = self._described.get(kind)
+        if stored is None:
+            if len(self._described) >= KINDS_MAX:
+                self._described.clear()
+            stored = self._described[kind] = Stored(dtype, shape, tuple(shards))
+        return stored

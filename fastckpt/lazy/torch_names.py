@@ -146,25 +146,19 @@ class _Walk:
                 self._left -= len(name) + _NODE_CHARACTERS
                 if self._left < 0:
                     raise _too_many_names()
-                if kind is StoredView:
+                if kind is dict and self._is_of_step and (stored := stored_of(value)) is not None:
+                    value, kind = stored, Stored
+                if kind in _TENSORS:
                     tensors[self._unique(name) if name in tensors else name] = value
-                elif not self._passes_over(name, value):
+                elif kind in _OTHERS:
+                    what = value.name if kind is Ignored else "a storage"
+                    self._found.others[what] = self._found.others.get(what, 0) + 1
+                else:
                     levels.append((self._items(value), f"{name}/" if len(levels) > 1 else ""))
                     break
             else:
                 levels.pop()
         return self._found
-
-    def _passes_over(self, name: str, value: Any) -> bool:
-        """Returns whether a value is nothing to enter, but counts or stands for a tensor."""
-        if type(value) in _OTHERS:
-            what = value.name if type(value) is Ignored else "a storage"
-            self._found.others[what] = self._found.others.get(what, 0) + 1
-        elif self._is_of_step and (stored := stored_of(value)) is not None:
-            self._found.tensors[self._unique(name)] = stored
-        else:
-            return False
-        return True
 
     def _items(self, value: Any) -> Iterator[tuple[Any, Any]]:
         """Returns the keys and values in a node."""
@@ -195,6 +189,7 @@ def _too_many_names() -> IncompatibleCheckpoint:
 
 
 _OTHERS = frozenset({Ignored, _Storage})
+_TENSORS = frozenset({StoredView, Stored})
 _NODES = _OTHERS | {StoredView, dict, OrderedDict, list, tuple, set, frozenset}
 
 

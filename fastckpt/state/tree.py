@@ -73,10 +73,10 @@ def stored_of(value: object) -> Stored | None:
         if not isinstance(key, str):
             raise ValueError("its key is not a string")
         check_text(key)
-        safetensors.nbytes_of(dtype, shape, key)
+        kind = safetensors.kind_of(dtype, shape, key)
     except ValueError as error:
         raise CorruptCheckpoint(f"a placeholder for a tensor is malformed: {error}") from None
-    return Stored(key, safetensors.DTYPES[str(dtype)], tuple(shape or ()))
+    return Stored(key, kind.dtype, kind.shape)
 
 
 def _placeholder(leaf: Leaf) -> dict[str, Any]:

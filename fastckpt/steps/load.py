@@ -10,7 +10,7 @@ import io
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain, product
+from itertools import chain, filterfalse, product
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats import safetensors, torch_pickle
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_have_values, may_hold
-from fastckpt.formats.shard_index import Piece, ShardIndex, is_per_rank
+from fastckpt.formats.shard_index import Piece, ShardIndex, gathers, is_per_rank
 from fastckpt.plan.boxes import Box, copies, covers, intersect, span
 from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
@@ -80,16 +80,18 @@ class StepReader:
     def _path(self, file: str) -> str:
         return self.copies.path(file) if file else self.path
 
-    def pieces(self) -> Iterator[tuple[str, Piece]]:
-        """Yields the stored pieces of tensors, each after the path of its file.
+    def pieces(self) -> Iterator[tuple[str, Sequence[Piece]]]:
+        """Yields the path of each file with its pieces of tensors.
 
         Raises:
             CorruptCheckpoint: an index is damaged. StorageError: it cannot be read.
         """
         for writer in self.manifest.writers:
             index = self._index(writer)
-            path = self._path(index.file)
-            yield from ((path, piece) for piece in index.pieces if not is_per_rank(piece))
+            pieces: Sequence[Piece] = index.pieces
+            if gathers(pieces):
+                pieces = [*filterfalse(is_per_rank, pieces)]
+            yield self._path(index.file), pieces
 
     def objects(self, weights_only: bool) -> Any:
         """Returns the nest of everything that is not in shards.

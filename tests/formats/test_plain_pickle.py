@@ -12,11 +12,11 @@ import random
 import signal
 import struct
 import sys
-import threading
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -265,26 +265,31 @@ def test_any_value_is_read_as_pickle_reads_it(protocol: int, storm: Storm) -> No
 
 
 def test_a_read_can_be_interrupted_and_keeps_nothing() -> None:
-    class Interrupted(BaseException):
-        pass
+    value = object()
+    begun = []
 
-    def handle(*_: object) -> None:
-        raise Interrupted
+    def find(_module: str, name: str) -> Any:
+        begun.append(name)
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+        return value
 
-    content = b"]" * 200_000 + b"a" * 199_999 + b"."
-    before = signal.signal(signal.SIGUSR1, handle)
-    held = sys.getrefcount(None)
+    def handle(_number: int, frame: FrameType | None) -> None:
+        assert frame is not None
+        if frame.f_code is find.__code__:  # too early, or too late
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+        else:
+            raise KeyboardInterrupt
+
+    rest = b"2" * 200_000 + b"N0" * 10_000_000 + _named("the", "end") + b"."
+    before, held = signal.signal(signal.SIGALRM, handle), sys.getrefcount(value)
     try:
-
-        def find(_module: str, _name: str) -> Any:
-            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
-            return None
-
-        with pytest.raises(Interrupted):
-            plain_pickle.loads(_named("a", "b") + b"0" + b"N" * 200_000 + content, find)
+        with pytest.raises(KeyboardInterrupt):
+            plain_pickle.loads(_named("the", "beginning") + rest, find)
     finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert sys.getrefcount(None) < held + 1000
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert begun == ["beginning"]
+    assert sys.getrefcount(value) == held
 
 
 def changed(content: bytes, rng: random.Random) -> bytes:

@@ -43,7 +43,8 @@ PAIRS_MAX = 75
 # Only these speak to the extension module.
 ENGINE_USERS = {
     *("engine", "storage"),
-    *("formats.torch_pickle", "formats.plain_pickle", "formats.zip_records", "lazy.torch_names"),
+    *("formats.strict_json", "formats.torch_pickle", "formats.plain_pickle"),
+    *("formats.zip_records", "lazy.torch_names"),
 }
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
 PUBLIC_NAME_USERS = {"integrations", "cli", "__main__"}
@@ -51,6 +52,8 @@ PUBLIC_NAME_USERS = {"integrations", "cli", "__main__"}
 PYTHON_BINDINGS = {
     "bindings.cc",
     "bindings_gds.cc",
+    "bindings_json.cc",
+    "bindings_names.h",
     "bindings_pickle_reader.cc",
     "bindings_pickle_state.h",
     "bindings_pickler.cc",

@@ -1,0 +1,124 @@
+"""What strict_json.decode() reads is what Python's reader reads, and it refuses what it has to.
+
+Random values, as json.dumps writes them, and random changes of that text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from random import Random
+from typing import Any
+
+import pytest
+
+from fastckpt.formats.strict_json import decode
+from tests.storm import Storm
+
+_CHARACTERS = 'ab"\\/\n\t\x7f\x01é€😀\ud800\udc00 :,{}[]0u'
+_FRAGMENTS = (
+    *('"', "\\", "\\u", "\\ud83d", "\\ude00", "\\u00E9", "{", "}", "[", "]", ",", ":", '"a":1'),
+    *("1", "00", "-", "0", ".", "e", "E", "+", "1e999", "9" * 20, "9" * 40, "true", "nul", "NaN"),
+    *("-Infinity", " ", "\r", "\x00", "\x0b", "é", "\ufeff"),
+)
+
+
+def value(rng: Random, depth: int = 0) -> Any:
+    kind = rng.randrange(12 if depth < 4 else 9)
+    if kind == 0:
+        return rng.choice((True, False, None))
+    if kind < 3:
+        return rng.randrange(-(10**30), 10**30) >> rng.randrange(100)
+    if kind < 5:
+        return rng.uniform(-1, 1) * 10 ** rng.randrange(-320, 308)
+    if kind < 9:
+        return "".join(rng.choices(_CHARACTERS, k=rng.randrange(40)))
+    if kind == 9:
+        return [value(rng, depth + 1) for _ in range(rng.randrange(5))]
+    names = ("a", "b", "é", '"', "\ud801", "a name of more than thirty-two characters")
+    return {
+        f"{rng.choice(names)}{rng.randrange(9)}": value(rng, depth + 1)
+        for _ in range(rng.randrange(5))
+    }
+
+
+def changed(text: str, rng: Random) -> str:
+    for _ in range(rng.choice((1, 1, 2, 6))):
+        begin = rng.randrange(len(text) + 1)
+        end = begin + rng.choice((0, 0, 1, 1, 3))
+        text = text[:begin] + rng.choice((*_FRAGMENTS, "", "", "")) + text[end:]
+    return text
+
+
+def expected(text: str) -> Any:
+    """Python's reader with the additional rules; raises ValueError."""
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({name for name, _ in pairs}) != len(pairs):
+            raise ValueError("twice")
+        return dict(pairs)
+
+    def real(digits: str) -> float:
+        if len(digits) > 32 or not math.isfinite(float(digits)):
+            raise ValueError("too large or too long")
+        return float(digits)
+
+    def integer(digits: str) -> int:
+        if len(digits) > 32:
+            raise ValueError("too long")
+        return int(digits)
+
+    return json.loads(
+        text,
+        object_pairs_hook=members,
+        parse_float=real,
+        parse_int=integer,
+        parse_constant=lambda _name: real("inf"),
+    )
+
+
+def test_it_agrees_with_pythons_reader(storm: Storm) -> None:
+    refused = 0
+    for rng in storm.rounds(3000, 200_000):
+        text = json.dumps(value(rng), ensure_ascii=rng.random() < 0.5, indent=rng.choice((None, 1)))
+        text = text.encode(errors="replace").decode()  # halves of pairs that are not escaped
+        assert repr(decode(text.encode())) == repr(expected(text))
+        text = changed(text, rng)
+        try:
+            wanted = expected(text)
+        except ValueError:
+            refused += 1
+            with pytest.raises(ValueError):
+                decode(text.encode())
+        else:
+            assert repr(decode(text.encode())) == repr(wanted), text
+    assert refused
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_what_is_nested_too_deeply_is_refused(opening: str) -> None:
+    with pytest.raises(RecursionError):
+        decode(opening.encode() * 1_000_000)
+    assert decode(b"[" * 200 + b"]" * 200)
+    assert decode(b"[" + b"[{}]," * 1000 + b"0]")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"", "Expecting value at byte 0, found ''"),
+        (b'{"a" 1}', "Expecting ':' at byte 5, found '1}'"),
+        (b'{"a": 1 "b": 2}', "Expecting ',' at byte 8"),
+        (b'{"a": 1, "b": 2, "a": 3}', "an object has a name twice"),
+        (b'"\\x"', "Expecting an escape at byte 2"),
+        (b'"\\u12g4"', "Expecting a hex digit at byte 5"),
+        (b'"abc', "Expecting the end of a text at byte 4"),
+        (b"[1, 02]", "Expecting no digit behind a zero"),
+        (b"[1] 2", "Extra data at byte 4, found '2'"),
+        (b"[NaN]", "Expecting value at byte 1, found 'NaN]'"),
+    ],
+)
+def test_errors_say_what_is_wrong_and_where(text: bytes, told: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        decode(text)
+    assert told in str(raised.value)
