@@ -148,9 +148,9 @@ $(SETUP): pyproject.toml
 	@$(install-system-packages)
 	@echo "== setup: $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "== setup: $(TORCH)"
+	@echo "== setup: $(TORCH), which may take minutes to download"
 	@$(BIN)/python -m pip install -qq "setuptools>=77" wheel "pybind11>=3" "$(TORCH)"
-	@echo "== setup: fastckpt (editable) and the development tools"
+	@echo "== setup: fastckpt (editable), which is compiled, and the development tools"
 	@$(BIN)/python -m pip install -qq --no-build-isolation -e ".[dev]"
 	@mkdir -p build && touch $@ && touch $(ENGINE)
 

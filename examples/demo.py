@@ -478,7 +478,7 @@ def run(preset: str, seed: int) -> int:
     with tempfile.TemporaryDirectory(prefix="fastckpt-demo-") as directory:
         demo = Demo(preset, seed, Path(directory))
         plan = demo.plan
-        print(f"Everything below happens in {directory}, which is removed at the end.")
+        print(f"Everything below happens in {directory}, which is removed at the end.", flush=True)
         print(f"The model is padded with {plan.ballast_mib} MiB of constant fp32 values, so that")
         print("its checkpoint is as big as that of a model which would not train in seconds.")
         demo.stage(f"1. Train {plan.steps} steps without a save.")

@@ -253,7 +253,7 @@ class Checkpointer:
                 but straight to the root if, by the times of the last step that was drained, it is
                 in the root in time only so, with a third of the time to spare. The error of an
                 earlier save does not prevent it, and is raised by the next save without a deadline
-                or by close(). Nothing is given up when the time is over. Default: none.
+                or by close(). Nothing is given up when the time is over, as below 0. Default: none.
 
         Returns:
             A SaveHandle, whose path is the step's directory. Its result() returns when the step is

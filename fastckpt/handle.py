@@ -112,6 +112,7 @@ class SaveStats:
             of the same shard, rounded to bf16.
         ranks: how many ranks save together.
         total_nbytes: the bytes that all ranks write; known on the first rank, when all are done.
+        stored_nbytes: the size of all files of a step, after a codec; known as total_nbytes is.
         by_rank: the clocks of all ranks; known on the first rank, when all are done.
         staged_bytes_max: the most bytes of staging memory that the save held at a time.
         backend: "io_uring" or "threads"; "stock" if torch.save itself wrote to the target.
@@ -147,6 +148,7 @@ class SaveStats:
     derived_nbytes: int = 0
     ranks: int = 1
     total_nbytes: int | None = None
+    stored_nbytes: int | None = None
     by_rank: tuple[RankClocks, ...] = ()
     staged_bytes_max: int = 0
     backend: str = ""
@@ -202,6 +204,7 @@ def profile_of(stats: SaveStats) -> dict[str, Any]:
     profile: dict[str, Any] = {
         "ranks": stats.ranks,
         "nbytes": total,
+        "stored_nbytes": stats.stored_nbytes,
         "stall_s": stats.stall_s,
         "local_committed_s": stats.local_committed_s,
         "committed_s": committed_s,
@@ -381,13 +384,13 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         """Returns where the time of this save went, as values for JSON.
 
         Returns:
-            "ranks", "nbytes" of all ranks, "stall_s", "committed_s", "local_committed_s", "rate" in
-                bytes a second, "backend", "direct" and "staging" as in SaveStats; "by_rank": for
-                each member of RankClocks the list of all ranks' values; "write_sizes": the sizes by
-                which their "writes" are counted, in bytes; "slowest": the rank whose
-                files were durable last, the phase ("capture", "copy", "write" or "sync") in which
-                it was slow, and the "seconds" of that; "commit_s": from then to the commit. Ranks
-                other than the first know only themselves.
+            "ranks", "nbytes" of all ranks, "stored_nbytes" of a step, "stall_s", "committed_s",
+                "local_committed_s", "rate" in bytes a second, "backend", "direct" and "staging" as
+                in SaveStats; "by_rank": for each member of RankClocks the list of all ranks'
+                values; "write_sizes": the sizes by which their "writes" are counted, in bytes;
+                "slowest": the rank whose files were durable last, the phase ("capture", "copy",
+                "write" or "sync") in which it was slow, and the "seconds" of that; "commit_s": from
+                then to the commit. Ranks other than the first know only themselves.
         """
         return profile_of(self.stats)
 

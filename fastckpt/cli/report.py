@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(found: list[dict[str, Any]], limit: float) -> None:
-    rows = [("step", "began", "ranks", "size", "stall", "committed", "rate", "of limit", "slowest")]
+    clocks = ("stall", "committed", "rate", "of limit", "slowest")
+    rows = [("step", "began", "ranks", "size", "stored", *clocks)]
     for entry in found:
         rate, slowest = entry["rate"], entry.get("slowest")
         last = "" if slowest is None else _slowest(slowest)
@@ -92,6 +93,7 @@ def _print(found: list[dict[str, Any]], limit: float) -> None:
                 shown_name(entry["began"][:19]),
                 str(entry["ranks"]),
                 shown_size(entry["nbytes"]),
+                _stored(entry),
                 _time(entry["stall_s"]),
                 _time(entry["committed_s"]),
                 "" if rate is None else shown_rate(rate),
@@ -109,13 +111,19 @@ def _slowest(slowest: dict[str, Any]) -> str:
     return f"rank {slowest['rank']}, {phase} {shown_time(slowest['seconds'])}"
 
 
+def _stored(entry: dict[str, Any]) -> str:
+    nbytes = entry.get("stored_nbytes")
+    return "" if nbytes is None else shown_size(nbytes)
+
+
 def _time(seconds: float | None) -> str:
     return "" if seconds is None else shown_time(seconds)
 
 
 def _print_one(entry: dict[str, Any], limit: float) -> None:
     began = shown_name(entry["began"])
-    print(f"step {entry['step']}, begun {began}: {shown_size(entry['nbytes'])}")
+    stored = f", {_stored(entry)} of files" if _stored(entry) else ""
+    print(f"step {entry['step']}, begun {began}: {shown_size(entry['nbytes'])}{stored}")
     if entry["error"] is not None:
         print(f"failed: {shown_name(entry['error'])}")
     print(f"{'phase':10}{'median':>12}{'longest':>12}  on rank")

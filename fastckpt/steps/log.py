@@ -155,6 +155,9 @@ def _entry(value: Any) -> dict[str, Any]:
     for name in ("step", "ranks", "nbytes"):
         if type(value.get(name)) is not int or not 0 <= value[name] < _NUMBER_END:
             raise ValueError(f"its {name} is no number")
+    stored = value.get("stored_nbytes")  # None: an earlier version wrote it, or the save failed
+    if stored is not None and not (type(stored) is int and 0 <= stored < _NUMBER_END):
+        raise ValueError("its stored_nbytes is no number")
     for name in ("stall_s", "committed_s", "commit_s"):
         if not _is_clock(value.get(name)):
             raise ValueError(f"its {name} is no time")

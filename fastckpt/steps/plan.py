@@ -132,6 +132,8 @@ class StepPlan(Plan):
         objects = self._objects
         assert objects is not None
         writers = tuple(Writer.from_bytes(record) for record in records if record)
+        sizes = (its.nbytes + its.index_nbytes for its in writers)
+        self._handle.stats.stored_nbytes = objects.written.nbytes + sum(sizes)
 
         def manifest(sequence: int) -> Manifest:
             return Manifest(

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt.arguments.quantities import shown_size
+from fastckpt.cli import main
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.handle import CLOCKS_BYTES, RankClocks, SaveHandle, slowest_of
 from fastckpt.plan.image import BLOCK_BYTES
@@ -51,6 +53,23 @@ def test_the_clocks_of_a_save_are_in_order(disk: Path) -> None:
     assert profile["slowest"]["rank"] == 0 and profile["rate"] > 0
     assert profile["by_rank"]["writes"] == [[*stats.writes]]
     assert handle.progress() == (stats.nbytes, stats.nbytes)
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_the_log_has_the_size_of_the_files(
+    codec: Any, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fastckpt.Checkpointer(disk / "run", codec=codec, log=True) as checkpointer:
+        handle = checkpointer.save(1, state())
+        stats = handle.result(60)
+    files = (disk / "run" / "step-00000001").iterdir()
+    nbytes = sum(file.stat().st_size for file in files if file.name != "manifest.json")
+    (entry,) = log.entries(Storage(), str(disk / "run"))
+    assert entry["stored_nbytes"] == stats.stored_nbytes == nbytes
+    assert (nbytes < entry["nbytes"] / 10) == (codec is not None)
+    for step in ([], ["--step", "1"]):
+        assert main(["report", str(disk / "run"), *step]) == 0
+        assert shown_size(nbytes) in capsys.readouterr().out
 
 
 def test_writes_are_counted_by_their_size(disk: Path) -> None:
