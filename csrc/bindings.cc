@@ -19,7 +19,7 @@
 #include "crc32/crc32.h"
 #include "engine/cloning.h"
 #include "engine/engine.h"
-#include "engine/placing.h"
+#include "engine/scattered_writes.h"
 #include "planes/literals.h"
 #include "planes/planes.h"
 #include "polyval/polyval.h"
@@ -33,7 +33,7 @@ void bind_json(py::module_& m);           // bindings_json.cc
 void bind_pickle_reader(py::module_& m);  // bindings_pickle_reader.cc
 void bind_pickler(py::module_& m);        // bindings_pickler.cc
 void bind_python_frames(py::module_& m);  // bindings_python_frames.cc
-void bind_torch_views(py::module_& m);    // bindings_torch_views.cc
+void bind_torch_names(py::module_& m);    // bindings_torch_names.cc
 void bind_zip_directory(py::module_& m);  // bindings_zip_directory.cc
 
 namespace {
@@ -497,30 +497,30 @@ void cast_into(const cast_kernels::Kernel& kernel, unsigned from, unsigned to,
     kernel.cast(held, stored, source.ptr, target.ptr, count);
 }
 
-void bind_placing(py::module_& m) {
-    py::class_<Placer, std::shared_ptr<Placer>>(m, "Placer")
+void bind_scattered_writes(py::module_& m) {
+    py::class_<Scatterer, std::shared_ptr<Scatterer>>(m, "Scatterer")
         .def(py::init([](uint64_t file_nbytes, const py::buffer& items, const py::buffer& offsets) {
-                 return std::make_shared<Placer>(file_nbytes, rows<Placer::Items>(items),
-                                                 rows<uint64_t>(offsets));
+                 return std::make_shared<Scatterer>(file_nbytes, rows<Scatterer::Items>(items),
+                                                    rows<uint64_t>(offsets));
              }),
              py::arg("file_nbytes"), py::arg("items"), py::arg("rows"))
         .def("written",
-             [](const Placer& placer) {
-                 const Placer::Written written = placer.written();
+             [](const Scatterer& scatterer) {
+                 const Scatterer::Written written = scatterer.written();
                  return py::make_tuple(written.nbytes, written.crc);
              })
-        .def("whole_page", &Placer::whole_page);
-    py::class_<PlacingBackend, Backend, std::shared_ptr<PlacingBackend>>(
-        m, "PlacingBackend", py::release_gil_before_calling_cpp_dtor())
+        .def("whole_page", &Scatterer::whole_page);
+    py::class_<ScatterBackend, Backend, std::shared_ptr<ScatterBackend>>(
+        m, "ScatterBackend", py::release_gil_before_calling_cpp_dtor())
         .def(py::init([](unsigned threads, std::optional<py::function> transfer) {
-                 return std::make_shared<PlacingBackend>(
+                 return std::make_shared<ScatterBackend>(
                      threads,
                      transfer ? python_transfer(std::move(*transfer)) : transfer_by_syscall);
              }),
              py::arg("threads"), py::arg("transfer") = std::nullopt)
-        .def("add", &PlacingBackend::add, py::arg("fd"), py::arg("placer"),
+        .def("add", &ScatterBackend::add, py::arg("fd"), py::arg("scatterer"),
              py::arg("buffered") = std::nullopt)
-        .def("remove", &PlacingBackend::remove);
+        .def("remove", &ScatterBackend::remove);
     m.def("cast_kernels", [] {
         py::dict kernels;
         for (const auto* kernel : {&cast_kernels::portable, &cast_kernels::avx2}) {
@@ -547,13 +547,13 @@ PYBIND11_MODULE(_engine, m) {
     bind_devices(m);
     bind_engine(m);
     bind_cloning(m);
-    bind_placing(m);
+    bind_scattered_writes(m);
     bind_gds(m);
     bind_json(m);
     bind_pickle_reader(m);
     bind_pickler(m);
     bind_python_frames(m);
-    bind_torch_views(m);
+    bind_torch_names(m);
     bind_zip_directory(m);
     m.def("allocate", &allocate, "fallocate(2) of [0, nbytes); raises OSError");
     m.def("clone_range", &clone_range, "ioctl_ficlonerange(2); raises OSError");

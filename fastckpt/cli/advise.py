@@ -16,7 +16,7 @@ from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli import cost_model, measure
 from fastckpt.cli.cost_model import Advice, BlockingSave, Job
-from fastckpt.cli.paths import path_argument, quantity_argument
+from fastckpt.cli.shared_arguments import path_argument, quantity_argument
 
 _GPUS_PER_NODE = 8
 

@@ -16,8 +16,8 @@ import torch
 
 import fastckpt
 from fastckpt.cli.parts import parts
-from fastckpt.cli.paths import add_json, path_argument, shown_name, shown_others
 from fastckpt.cli.progress import progress
+from fastckpt.cli.shared_arguments import add_json, path_argument, shown_name, shown_others
 
 _PART_BYTES = 64 << 20  # of a tensor that are compared at a time
 

@@ -17,7 +17,7 @@ import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.paths import add_json, path_argument
+from fastckpt.cli.shared_arguments import add_json, path_argument
 from fastckpt.engine import budget, devices, gds
 from fastckpt.engine.staging import Route, crc32_kernel, stager_count
 from fastckpt.errors import BackendUnavailable, CheckpointError

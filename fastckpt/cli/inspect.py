@@ -21,7 +21,7 @@ import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.paths import add_json, path_argument, shown_name, shown_others
+from fastckpt.cli.shared_arguments import add_json, path_argument, shown_name, shown_others
 
 _KINDS_MAX = 256
 

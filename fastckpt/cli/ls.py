@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_size, shown_time
-from fastckpt.cli.paths import add_json, path_argument
+from fastckpt.cli.shared_arguments import add_json, path_argument
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.paths import add_json, path_argument, shown_name
+from fastckpt.cli.shared_arguments import add_json, path_argument, shown_name
 from fastckpt.saving import pipeline
 from fastckpt.steps.root import Steps
 from fastckpt.storage import atomic

@@ -12,8 +12,8 @@ from typing import Any
 
 from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
-from fastckpt.cli.drawing import drawing
-from fastckpt.cli.paths import add_json, path_argument, quantity_argument, shown_name
+from fastckpt.cli.pyplot import load_pyplot
+from fastckpt.cli.shared_arguments import add_json, path_argument, quantity_argument, shown_name
 from fastckpt.errors import CheckpointError
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import entries
@@ -172,7 +172,7 @@ def _spans(entry: dict[str, Any], begin: str, end: str) -> dict[int, tuple[float
 
 def _draw(entry: dict[str, Any], path: str) -> None:
     """Draws a save: time to the right, ranks upwards, a colour for each phase."""
-    pyplot = drawing()
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(figsize=(10, 5))
     count = len(entry["by_rank"]["captured_s"])
     step = -(-count // _RANKS_DRAWN)

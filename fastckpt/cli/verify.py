@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.paths import add_json, path_argument
+from fastckpt.cli.shared_arguments import add_json, path_argument
 from fastckpt.directories import verify as directory_check
 from fastckpt.directories.items_load import contents_of
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastckpt.engine.placing import Elements, Placer, number_of
+from fastckpt.engine.scattered_writes import Elements, Scatterer, number_of
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import safetensors
@@ -121,12 +121,12 @@ class SharedFile:
         self.image.sources.append(owner)
         return self.image.append(address, nbytes)
 
-    def placer(self) -> Placer:
+    def scatterer(self) -> Scatterer:
         """Returns what writes this rank's part."""
-        return Placer(self.nbytes, self._elements)
+        return Scatterer(self.nbytes, self._elements)
 
     def joined(self, parts: Sequence[File]) -> File:
-        """Returns the size and CRC-32 of the file, given what Placer.written() was on each rank.
+        """Returns the size and CRC-32 of the file, given what Scatterer.written() was on each rank.
 
         Raises:
             CheckpointError: together they have not written the bytes of the file.

@@ -94,7 +94,7 @@ class SwapPlan(Plan):
         for name in others:
             self._files[name] = self._settled(name)
         own = self._place.bring(self._files)
-        parts = {name: File(*output.placer.written()) for name, output in self._parts.items()}
+        parts = {name: File(*output.scatterer.written()) for name, output in self._parts.items()}
         written = [*own.values(), *parts.values()]
         self._handle.stats.nbytes = sum(file.nbytes for file in written)
         return file_list.to_record(parts if self._agreement.rank == 0 else {**own, **parts})
@@ -136,7 +136,7 @@ class _SharedOutput(Output):
         self, file: SharedFile, path: str, place: SwapPlace, agreement: Round, striping: Striping
     ) -> None:
         super().__init__(file.image, path)
-        self.placer = file.placer()
+        self.scatterer = file.scatterer()
         self.shared = file
         self._place = place
         self._agreement = agreement
@@ -146,9 +146,9 @@ class _SharedOutput(Output):
         shared, place = self.shared, self._place
         if self._agreement.rank == 0:
             purpose = Purpose(shared.nbytes, self._agreement.world_size, self._striping)
-            self.file.make(partial(place.made, shared.name), purpose, placer=self.placer)
+            self.file.make(partial(place.made, shared.name), purpose, scatterer=self.scatterer)
         elif self.image.body_nbytes:
-            self.file.join(place.joined(shared.name), self.path, placer=self.placer)
+            self.file.join(place.joined(shared.name), self.path, scatterer=self.scatterer)
 
     def fill_in(self) -> None:
         pass  # the header follows from sizes, and is in the first rank's image

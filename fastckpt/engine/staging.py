@@ -19,8 +19,8 @@ from fastckpt import _engine
 from fastckpt.engine.budget import default_budget_bytes
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.engine.gds import BLOCKS, Gds, GdsDevice
-from fastckpt.engine.placing import Placer
 from fastckpt.engine.read_stream import EngineReadStream
+from fastckpt.engine.scattered_writes import Scatterer
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.handle import SaveHandle
 from fastckpt.latch import items_of
@@ -241,8 +241,8 @@ class Staging:
             backend.remove(fd)
 
     @contextmanager
-    def placing(self, fd: int, path: str, placer: Placer) -> Iterator[Route]:
-        """Yields a route that has a placer write the blocks of fd, while the body runs.
+    def scatter_route(self, fd: int, path: str, scatterer: Scatterer) -> Iterator[Route]:
+        """Yields a route that has a scatterer write the blocks of fd, while the body runs.
 
         Args:
             path: the file's path, for messages.
@@ -250,10 +250,10 @@ class Staging:
         Raises:
             StorageError: the file cannot be opened once more, or as route().
         """
-        transfer, page = self.storage.transfer, placer.whole_page()
+        transfer, page = self.storage.transfer, scatterer.whole_page()
         # Its threads wait for the disk most of the time: as many writes are under way as of a ring.
-        backend = self._backend("placing", lambda: _engine.PlacingBackend(QUEUE_DEPTH, transfer))
-        assert isinstance(backend, _engine.PlacingBackend)
+        backend = self._backend("scatter", lambda: _engine.ScatterBackend(QUEUE_DEPTH, transfer))
+        assert isinstance(backend, _engine.ScatterBackend)
         with ExitStack() as opened:
             route, buffered = Route(backend, False, _DOUBLE, PATIENCE_S), None
             if transfer is None:
@@ -270,7 +270,7 @@ class Staging:
                 with reported("open", path):
                     buffered = self.storage.open_of(os.getpid(), fd)
                 opened.callback(close_quietly, self.storage, buffered)
-            backend.add(fd, placer.of_engine, buffered)
+            backend.add(fd, scatterer.of_engine, buffered)
             opened.callback(backend.remove, fd)
             yield route
 

@@ -16,10 +16,10 @@ from fastckpt.engine.devices import Devices
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.files.place import FilePlace
 from fastckpt.formats import torch_pickle, torch_zip
-from fastckpt.formats.record_order import arrange, nbytes_of
+from fastckpt.formats.record_division import arrange, nbytes_of
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import Image
-from fastckpt.plan.intervals import Checksums, Part, bounds
+from fastckpt.plan.rank_intervals import Checksums, Part, bounds
 from fastckpt.ranks.per_group import GroupMemo
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import Description, Sampled, compare

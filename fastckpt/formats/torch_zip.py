@@ -27,7 +27,7 @@ from fastckpt.formats.image_builder import (
     digits_of,
     refuse_newer,
 )
-from fastckpt.formats.record_order import RecordOrder, nbytes_of
+from fastckpt.formats.record_division import RecordDivision, nbytes_of
 from fastckpt.formats.torch_pickle import Capture, torch_save
 from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, BlockChecksums, Image, block_count
 
@@ -91,7 +91,7 @@ def layout(captured: Capture) -> Image:
     return builder.finish([] if has_byteorder else [(b"byteorder", sys.byteorder.encode())])
 
 
-def layout_shared(arrangement: RecordOrder) -> tuple[Image, int]:
+def layout_shared(arrangement: RecordDivision) -> tuple[Image, int]:
     """Lays records out as one torch zip that several ranks write.
 
     Returns:

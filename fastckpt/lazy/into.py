@@ -40,7 +40,7 @@ from fastckpt.state.identity import memory_of
 from fastckpt.state.kinds import is_sharded
 from fastckpt.state.targets import takes_bytes
 from fastckpt.state.template import check_target
-from fastckpt.state.tied import Tied
+from fastckpt.state.tied_conflicts import Tied
 from fastckpt.state.tree import is_stateful, tensors_in
 
 log = logging.getLogger("fastckpt")

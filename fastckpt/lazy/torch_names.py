@@ -3,7 +3,7 @@
 Responsible for what torch's pickler writes for a tensor. Objects of other classes are passed over,
 and counted, so that a file with a user's objects can be opened, too. It must not know files.
 
-What is done for each storage and each tensor is done in C++, in bindings_torch_views.cc, since
+What is done for each storage and each tensor is done in C++, in bindings_torch_names.cc, since
 there may be 100,000 of them.
 """
 

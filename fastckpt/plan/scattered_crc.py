@@ -1,8 +1,8 @@
 """The CRC-32 of a file of which several writers write parts, in any order and however scattered.
 
-CRC-32 is linear: the contributions of all bytes (csrc/engine/placing.h), joined by exclusive or
-with the CRC-32 of as many zeros as the file has bytes, are the file's CRC-32. The module must not
-know who writes what.
+CRC-32 is linear: the contributions of all bytes (csrc/engine/scattered_writes.h), joined by
+exclusive or with the CRC-32 of as many zeros as the file has bytes, are the file's CRC-32. The
+module must not know who writes what.
 """
 
 from __future__ import annotations

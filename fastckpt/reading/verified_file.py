@@ -22,7 +22,7 @@ from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.read_stream import ReadStream
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
-from fastckpt.formats import torch_zip, zip_contents
+from fastckpt.formats import record_locations, torch_zip
 from fastckpt.reading.verified import Body
 from fastckpt.storage.file_system import Storage, naming, reported
 
@@ -83,7 +83,7 @@ class VerifiedFile(io.RawIOBase):
         """Leaves large storages unread from now on, until deferred() and fill() ask for them."""
         if self._stream.defers:
             with naming(self._body.path):
-                self._deferring_from = zip_contents.storages_offset(self._index)
+                self._deferring_from = record_locations.storages_offset(self._index)
 
     def stop_deferring(self) -> None:
         """Begins anew, and reads everything as soon as it is asked for."""
@@ -202,7 +202,7 @@ def open_verified(
         sizes = (body.index.body_nbytes, body.index.block_bytes)
         return VerifiedFile(body, BroadcastReadStream(group, body.stream, *sizes))
     with naming(path):
-        large = zip_contents.blocks_of_large(body.index, DEFERRED_BYTES) if direct else ()
+        large = record_locations.blocks_of_large(body.index, DEFERRED_BYTES) if direct else ()
     return VerifiedFile(body, body.divided((), direct, large))
 
 
@@ -247,7 +247,7 @@ def body_of(
 
     def damaged(begin: int, end: int) -> str:
         try:
-            names = zip_contents.damaged_records(
+            names = record_locations.damaged_records(
                 lambda at, size: storage.read_at(fd, size, at), index, begin, end
             )
         except (OSError, CorruptCheckpoint):

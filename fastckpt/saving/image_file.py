@@ -14,8 +14,8 @@ from typing import Any
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
-from fastckpt.engine.placing import Placer
 from fastckpt.engine.reuse import Cloner
+from fastckpt.engine.scattered_writes import Scatterer
 from fastckpt.engine.staging import Allowance, Route
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import StorageError
@@ -108,7 +108,7 @@ class ImageFile:
         *,
         allocates: bool = True,
         timed: bool = False,
-        placer: Placer | None = None,
+        scatterer: Scatterer | None = None,
     ) -> str:
         """Makes the file, with room for purpose.nbytes. Where one part of the file system is full,
         makes it once more in another.
@@ -121,7 +121,7 @@ class ImageFile:
             allocates: whether to allocate purpose.nbytes before the first write.
             timed: whether this process alone writes the file, at once, so that the time it takes
                 tells how good its route is (Policy.measured).
-            placer: writes the blocks where they belong, which may be anywhere in the file.
+            scatterer: writes the blocks where they belong, which may be anywhere in the file.
 
         Returns:
             The file's name.
@@ -134,10 +134,10 @@ class ImageFile:
             try:
                 with ExitStack() as making:
                     fd, name = making.enter_context(make(purpose))
-                    route = self._ready(fd, purpose, allocates, timed, placer is None)
+                    route = self._ready(fd, purpose, allocates, timed, scatterer is None)
                     self._files.push(making.pop_all())
                 # Entered after the file, and so left before that is closed.
-                self._take(fd, route or self._placing(fd, placer))
+                self._take(fd, route or self._scatter_route(fd, scatterer))
                 return name
             except _Full as full:
                 layout = full.layout
@@ -151,15 +151,15 @@ class ImageFile:
         *,
         writing: bool = True,
         offset: int | None = 0,
-        placer: Placer | None = None,
+        scatterer: Scatterer | None = None,
     ) -> None:
         """Takes a file that another rank has made and this one has opened for writing; closes it in
-        the end. `writing` and `offset` are as Staging.route()'s, `placer` as make()'s.
+        the end. `writing` and `offset` are as Staging.route()'s, `scatterer` as make()'s.
         """
         self._files.callback(close_quietly, self._pipeline.storage, fd)
         self._path = path
-        if placer is not None:
-            self._take(fd, self._placing(fd, placer))
+        if scatterer is not None:
+            self._take(fd, self._scatter_route(fd, scatterer))
             return
         backend = self._options.backend
         route = self._pipeline.staging.route(fd, path, backend, writing=writing, offset=offset)
@@ -190,10 +190,10 @@ class ImageFile:
         """Keeps other files open until nothing is in flight to this one any more."""
         self._files.push(files)
 
-    def _placing(self, fd: int, placer: Placer | None) -> Route:
-        assert placer is not None
-        placing = self._pipeline.staging.placing(fd, self._path, placer)
-        return self._files.enter_context(placing)
+    def _scatter_route(self, fd: int, scatterer: Scatterer | None) -> Route:
+        assert scatterer is not None
+        route = self._pipeline.staging.scatter_route(fd, self._path, scatterer)
+        return self._files.enter_context(route)
 
     def close(self) -> None:
         """Closes the file, with nothing in flight to it; then another may be made or joined."""

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from fastckpt.engine.calls_under_way import CallsUnderWay, positions
 from fastckpt.errors import StagingConflict
 from fastckpt.plan.image import BY_VALUE_BYTES
+from fastckpt.saving.thread_calls import ThreadCalls, positions
 
 log = logging.getLogger("fastckpt")
 
@@ -59,7 +59,7 @@ class MutationCheck:
             parts = [part for part in self._watched if part.is_open()]
             if not parts:
                 return
-            calls = CallsUnderWay(self._before)
+            calls = ThreadCalls(self._before)
             try:
                 ended = calls.have_ended() or any([part.has_changed() for part in parts])
                 if not ended:
@@ -70,7 +70,7 @@ class MutationCheck:
             for part in parts:
                 part.look()
 
-    def _wait(self, calls: CallsUnderWay) -> None:
+    def _wait(self, calls: ThreadCalls) -> None:
         if calls.wait(_NOTICE_S):
             return
         log.info("a save waits for %s, which may be changing what is saved", calls.text())

@@ -21,7 +21,7 @@ from fastckpt.state.dtensors import dtensor_part
 from fastckpt.state.fit import Differences, Fit, nothing_chosen, refusal, renamed
 from fastckpt.state.kinds import is_sharded
 from fastckpt.state.targets import Place, Target
-from fastckpt.state.tied import Tied
+from fastckpt.state.tied_conflicts import Tied
 from fastckpt.state.tree import (
     ATOMS,
     DEPTH_MAX,

@@ -16,7 +16,7 @@ import torch
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import safetensors
-from fastckpt.formats.record_order import SMALL_BYTES, SMALL_SUM_BYTES_MAX
+from fastckpt.formats.record_division import SMALL_BYTES, SMALL_SUM_BYTES_MAX
 from fastckpt.formats.strict_json import check_text, check_texts
 from fastckpt.formats.torch_pickle import pickles
 from fastckpt.formats.value_names import below, joined

@@ -17,7 +17,7 @@ from fastckpt.saving.place import Place
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import tidy
 from fastckpt.steps.root import Steps
-from fastckpt.steps.step_draft import StepDraft
+from fastckpt.steps.uncommitted_step import UncommittedStep
 
 
 class AnyStepPlace(Protocol):
@@ -31,7 +31,7 @@ class AnyStepPlace(Protocol):
     """
 
     @property
-    def step(self) -> StepDraft: ...
+    def step(self) -> UncommittedStep: ...
     @property
     def directory(self) -> str: ...
     @property
@@ -51,7 +51,7 @@ class StepPlace(Place):
     """The root, as one rank of a save sees it; `number` is the step's."""
 
     def __init__(self, steps: Steps, agreement: Round, number: int, options: StepOptions) -> None:
-        self.step = StepDraft(steps, agreement)
+        self.step = UncommittedStep(steps, agreement)
         self.directory = steps.root
         self.lasting = steps
         self._steps = steps

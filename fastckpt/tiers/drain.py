@@ -21,7 +21,7 @@ from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import tidy
-from fastckpt.steps.step_draft import StepDraft
+from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.vanishing import Vanished
@@ -63,7 +63,7 @@ class Drain(Job):
         self._options = options
         self._names = names
         self._parts = parts
-        self._place = StepDraft(tier.root, agreement)
+        self._place = UncommittedStep(tier.root, agreement)
         self._step: int | None = None
         self.copied_s = self.took_s = 0.0
 

@@ -23,7 +23,7 @@ from fastckpt.saving.place import Place
 from fastckpt.saving.plan import Output
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import StepPlace
-from fastckpt.steps.step_draft import StepDraft
+from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
 from fastckpt.tiers.local_tier import OBJECTS_PART, SLOW_S, LocalTier
 
@@ -59,7 +59,7 @@ class NodePlace(Place):
         # holds more than `keep` undrained steps beside it.
         self._awaited = earlier[-tier.keep - 1] if len(earlier) > tier.keep else None
         self._deadline_s = deadline_s
-        self._own = StepDraft(tier.steps, agreement)
+        self._own = UncommittedStep(tier.steps, agreement)
         self._past: StepPlace | None = None  # the root's, once the step goes past the tier
         self._trouble = ""
         self._opened_s = 0.0
@@ -68,7 +68,7 @@ class NodePlace(Place):
         self._drain: Drain | None = None
 
     @property
-    def step(self) -> StepDraft:
+    def step(self) -> UncommittedStep:
         """The directory that is written to."""
         return self._own if self._past is None else self._past.step
 

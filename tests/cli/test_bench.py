@@ -19,9 +19,9 @@ import torch
 
 from fastckpt.cli import main
 from fastckpt.cli.bench import COMMANDS, fio, io, machine, ranks, saves
-from fastckpt.cli.bench.command import in_turn
+from fastckpt.cli.bench.benchmark import in_turn
 from fastckpt.cli.bench.state import differing, gpt_state, nbytes_of
-from fastckpt.engine.cell_trial import Cell, CellTrial
+from fastckpt.engine.timed_engine import Cell, TimedEngine
 from fastckpt.errors import CheckpointError
 
 MIB = 1 << 20
@@ -144,7 +144,7 @@ def test_a_trial_tells_damage(disk: Path) -> None:
     source, target = torch.arange(MIB // 8), torch.zeros(MIB // 8, dtype=torch.int64)
     path = disk / "file"
     cell = Cell("threads", MIB // 4, 2, False)
-    with CellTrial(cell, str(path), MIB) as trial, open(path, "w+b") as file:
+    with TimedEngine(cell, str(path), MIB) as trial, open(path, "w+b") as file:
         crcs = trial.write(file.fileno(), source.data_ptr())
         assert path.read_bytes() == source.numpy().tobytes() and len(crcs) == 4
         trial.read(file.fileno(), crcs, target.data_ptr())
@@ -169,9 +169,9 @@ def test_a_trial_without_memory_leaves_nothing_open(monkeypatch: pytest.MonkeyPa
 
     backend = SimpleNamespace(close=lambda: closed.append("backend"))
     fake = SimpleNamespace(threads_backend=lambda _: backend, Engine=Engine)
-    monkeypatch.setattr("fastckpt.engine.cell_trial._engine", fake)
+    monkeypatch.setattr("fastckpt.engine.timed_engine._engine", fake)
     with pytest.raises(CheckpointError, match="no memory or threads for Cell"):
-        CellTrial(Cell("threads", MIB, 1, False), "file", MIB)
+        TimedEngine(Cell("threads", MIB, 1, False), "file", MIB)
     assert closed == ["engine", "backend"]
 
 
@@ -193,7 +193,7 @@ def test_an_interrupted_trial_cancels_and_waits(monkeypatch: pytest.MonkeyPatch)
         def cancel(self) -> None:
             said.append("cancel")
 
-    with CellTrial(Cell("threads", MIB, 1, False), "file", MIB) as trial:
+    with TimedEngine(Cell("threads", MIB, 1, False), "file", MIB) as trial:
         engine = SimpleNamespace(arena_blocks=1, stage=lambda *_: Job(), close=trial._engine.close)
         monkeypatch.setattr(trial, "_engine", engine)
         with pytest.raises(KeyboardInterrupt):

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, RanksDisagree, StorageError
-from fastckpt.formats import record_order, torch_zip
+from fastckpt.formats import record_division, torch_zip
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, attempt
@@ -301,11 +301,11 @@ def many_tensors(rank: int) -> Any:
 
 def save_many(member: Member, path: Path) -> Outcome:
     """Ten thousand shared tensors without 10 GB: they count as big here."""
-    small_bytes, record_order.SMALL_BYTES = record_order.SMALL_BYTES, 64
+    small_bytes, record_division.SMALL_BYTES = record_division.SMALL_BYTES, 64
     try:
         return save(member, path, many_tensors)
     finally:
-        record_order.SMALL_BYTES = small_bytes
+        record_division.SMALL_BYTES = small_bytes
 
 
 def test_ten_thousand_shared_tensors(crew: Crew, disk: Path, assert_same: Any) -> None:

@@ -32,7 +32,6 @@ from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle, Save
 from fastckpt.integrations import dcp, megatron
 from fastckpt.integrations.megatron import iterations, load, partial_reads, save_planner, strategies
 from fastckpt.integrations.megatron import optimizer as optimizers
-from fastckpt.integrations.megatron.buckets import _scatter
 from fastckpt.integrations.megatron.iterations import Retention
 from fastckpt.integrations.megatron.reshard import (
     Catalog,
@@ -42,6 +41,7 @@ from fastckpt.integrations.megatron.reshard import (
     common_runs,
     split_at,
 )
+from fastckpt.integrations.megatron.stored_buckets import _scatter
 from fastckpt.saving import pipeline
 from tests.doubles import (
     Crash,

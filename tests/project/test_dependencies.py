@@ -44,7 +44,7 @@ PAIRS_MAX = 75
 ENGINE_USERS = {
     *("engine", "storage"),
     *("formats.strict_json", "formats.torch_pickle", "formats.plain_pickle"),
-    *("formats.zip_records", "lazy.torch_names"),
+    *("formats.zip_records", "lazy.torch_names", "saving.thread_calls"),
 }
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
 PUBLIC_NAME_USERS = {"integrations", "cli", "__main__"}
@@ -56,9 +56,9 @@ PYTHON_BINDINGS = {
     "bindings_names.h",
     "bindings_pickle_reader.cc",
     "bindings_pickle_state.h",
-    "bindings_pickler.cc",
+    "bindings_pickler_hooks.cc",
     "bindings_python_frames.cc",
-    "bindings_torch_views.cc",
+    "bindings_torch_names.cc",
     "bindings_zip_directory.cc",
 }
 PYTHON_HEADER = re.compile(r"^(pybind11/|Python\.h)")

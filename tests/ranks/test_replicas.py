@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from fastckpt.errors import RanksDisagree
 from fastckpt.formats import torch_zip
-from fastckpt.formats.record_order import (
+from fastckpt.formats.record_division import (
     SMALL_BYTES,
     SMALL_SUM_BYTES_MAX,
-    RecordOrder,
+    RecordDivision,
     arrange,
     nbytes_of,
 )
@@ -323,7 +323,7 @@ def test_what_cannot_be_compared_is_the_first_ranks() -> None:
     assert names(arrangement.front) == ["data/0", "data/2"] and arrangement.shared == []
 
 
-def body(arrangement: RecordOrder) -> Any:
+def body(arrangement: RecordDivision) -> Any:
     image, front_nbytes = torch_zip.layout_shared(arrangement)
     slots = list(image.slots)
     segments = [(segment.offset, segment.nbytes) for segment in image.rows()]

@@ -23,7 +23,7 @@ import zstandard
 
 from fastckpt.errors import CheckpointError
 from fastckpt.integrations import dcp
-from fastckpt.integrations.dcp import plans as dcp_plans
+from fastckpt.integrations.dcp import plan_exchange as dcp_plans
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import Pipeline

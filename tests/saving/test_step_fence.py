@@ -28,16 +28,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastckpt
-from fastckpt.engine import calls_under_way
-from fastckpt.engine.calls_under_way import (
+from fastckpt.saving import mutation_check, thread_calls
+from fastckpt.saving.thread_calls import (
     OWN_FILES,
     WAITING,
-    CallsUnderWay,
+    ThreadCalls,
     ThreadPosition,
     _callee,
     positions,
 )
-from fastckpt.saving import mutation_check
 from fastckpt.state import tree
 from fastckpt.steps import load as step_load
 from tests.saving.test_handle import (
@@ -219,10 +218,10 @@ def test_a_call_that_began_before_the_save_does_not_hold_it_up(
             wait_until(lambda: blocked_in(thread, "call"), "it is in the call")
             as_file({"w": torch.ones(NBYTES // 4)}, disk).result(WAIT_S)
             before = positions()
-            assert CallsUnderWay(before).wait(WAIT_S)
+            assert ThreadCalls(before).wait(WAIT_S)
             # What is given up after a while must not have been before this looks.
-            monkeypatch.setattr(calls_under_way, "STAYED_S", WAIT_S)
-            assert not CallsUnderWay({}).wait(0)
+            monkeypatch.setattr(thread_calls, "STAYED_S", WAIT_S)
+            assert not ThreadCalls({}).wait(0)
             os.write(writing, b"x")
 
 
@@ -259,7 +258,7 @@ def test_a_loop_that_has_come_to_a_tensor_of_the_state_is_waited_for(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stands where it stood at the call, at another tensor; what it has computed tells."""
-    monkeypatch.setattr(calls_under_way, "STAYED_S", 0.0)
+    monkeypatch.setattr(thread_calls, "STAYED_S", 0.0)
     weight, other = (torch.full((NBYTES // 4,), 3.0) for _ in range(2))
     with HeldTensor(NBYTES) as gate, HeldTensor(NBYTES) as first, HeldTensor(NBYTES) as second:
 
@@ -430,7 +429,7 @@ def test_a_thread_that_waits_is_in_no_operation(case: str) -> None:
 
         with running(call) as thread:
             wait_until(
-                lambda: stands_in(thread, "call") and thread.ident not in CallsUnderWay({})._left,
+                lambda: stands_in(thread, "call") and thread.ident not in ThreadCalls({})._left,
                 "it waits",
             )
             end()
@@ -483,7 +482,7 @@ def test_a_loop_of_the_main_thread_that_is_always_met_in_one_call_moves_on() -> 
 
     def ask() -> None:
         try:
-            ended.append(CallsUnderWay(others).wait(WAIT_S))
+            ended.append(ThreadCalls(others).wait(WAIT_S))
         finally:
             ended.append(False)
 

@@ -32,7 +32,7 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
 from fastckpt.steps.retention import retain, supersede
 from fastckpt.steps.root import DEAD_AFTER_S, Begun, Steps
-from fastckpt.steps.step_draft import StepDraft
+from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.vanishing import Vanished
@@ -567,8 +567,8 @@ def test_a_file_that_comes_while_a_failed_step_is_removed(root: Path, removed_fi
             return real()
 
     agreement = Coordinator.alone().begin("step 1")
-    first = StepDraft(Steps(Between(), str(root)), agreement)
-    late = StepDraft(Steps(Storage(), str(root)), agreement)
+    first = UncommittedStep(Steps(Between(), str(root)), agreement)
+    late = UncommittedStep(Steps(Storage(), str(root)), agreement)
     late.name = first.begin(1)
     first.abandon()
     late.abandon()

@@ -21,7 +21,7 @@ import fastckpt
 from fastckpt.arguments.checks import check_stripe
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.plan.image import BLOCK_BYTES
-from fastckpt.plan.intervals import bounds
+from fastckpt.plan.rank_intervals import bounds
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage import lustre
 from fastckpt.storage.file_system import Storage

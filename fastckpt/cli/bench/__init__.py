@@ -16,10 +16,10 @@ import torch
 
 from fastckpt.arguments import quantities
 from fastckpt.cli.bench import io, ranks, saves, train
-from fastckpt.cli.bench.command import Command, positive
+from fastckpt.cli.bench.benchmark import Command, positive
 from fastckpt.cli.bench.machine import environment
-from fastckpt.cli.paths import add_json, path_argument, quantity_argument
 from fastckpt.cli.scratch import check_room, own_directory
+from fastckpt.cli.shared_arguments import add_json, path_argument, quantity_argument
 
 COMMANDS = {
     "io": io.COMMAND,

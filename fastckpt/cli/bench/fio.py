@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from fastckpt.engine.cell_trial import Cell
+from fastckpt.engine.timed_engine import Cell
 
 _RUN_S = 600.0
 

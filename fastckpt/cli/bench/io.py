@@ -18,12 +18,12 @@ import torch
 from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size
 from fastckpt.cli.bench import fio
-from fastckpt.cli.bench.command import Command, Result, in_turn, positive, table
+from fastckpt.cli.bench.benchmark import Command, Result, in_turn, positive, table
 from fastckpt.cli.bench.machine import make_cold, removed
-from fastckpt.cli.drawing import drawing
-from fastckpt.cli.paths import path_argument, quantity_argument
 from fastckpt.cli.progress import progress
-from fastckpt.engine.cell_trial import Cell, CellTrial
+from fastckpt.cli.pyplot import load_pyplot
+from fastckpt.cli.shared_arguments import path_argument, quantity_argument
+from fastckpt.engine.timed_engine import Cell, TimedEngine
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.saving import pipeline
 
@@ -116,7 +116,7 @@ class _Transfers:
 
     def _by_engine(self, cell: Cell) -> Rates:
         storage, name = pipeline.current().storage, str(self._path)
-        with CellTrial(cell, name, self._nbytes) as trial:
+        with TimedEngine(cell, name, self._nbytes) as trial:
             fd = storage.create(name, 0o600)
             try:
                 storage.allocate(fd, self._nbytes)  # before the clock, as fio does
@@ -149,7 +149,7 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
     depths = arguments.depths or (_QUICK_DEPTHS if arguments.quick else _DEPTHS)
     nbytes = max(arguments.size, *blocks) // _MIB * _MIB
     if arguments.png:  # what is missing is better known now than at the end
-        drawing()
+        load_pyplot()
         os.stat(os.path.dirname(os.path.realpath(arguments.png)))
     grid, transfers = _Grid(own, blocks, depths), _Transfers(own, nbytes)
     found: dict[Cell, list[Rates]] = {}
@@ -232,7 +232,7 @@ def _lines(result: Result) -> Iterator[str]:
 
 def _draw(result: Result, path: str) -> None:
     """Draws a heat map for each operation and backend: depths to the right, blocks upwards."""
-    pyplot = drawing()
+    pyplot = load_pyplot()
     backends = _backends(result["write"]["cells"])
     size = (4.5 * len(backends), 8)
     figure, axes = pyplot.subplots(len(_OPERATIONS), len(backends), figsize=size, squeeze=False)

@@ -22,10 +22,10 @@ from typing import Any
 import fastckpt
 from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
-from fastckpt.cli.bench.command import Command, Result, positive, table
+from fastckpt.cli.bench.benchmark import Command, Result, positive, table
 from fastckpt.cli.bench.rank import DONE, c10d
-from fastckpt.cli.paths import quantity_argument
 from fastckpt.cli.progress import progress
+from fastckpt.cli.shared_arguments import quantity_argument
 from fastckpt.errors import CheckpointError
 
 _RANK = [sys.executable, "-c", "from fastckpt.cli.bench.rank import main; main()"]

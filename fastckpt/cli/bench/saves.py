@@ -17,7 +17,7 @@ import safetensors.torch
 import fastckpt
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
-from fastckpt.cli.bench.command import Command, Result, in_turn, medians, no_arguments, table
+from fastckpt.cli.bench.benchmark import Command, Result, in_turn, medians, no_arguments, table
 from fastckpt.cli.bench.machine import make_cold, make_warm, removed
 from fastckpt.cli.bench.state import State, differing, gpt_state, nbytes_of, touch
 from fastckpt.cli.progress import progress

@@ -15,7 +15,7 @@ import torch
 import fastckpt
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size, shown_time
-from fastckpt.cli.bench.command import Command, Result, in_turn, positive, table
+from fastckpt.cli.bench.benchmark import Command, Result, in_turn, positive, table
 from fastckpt.cli.bench.machine import removed
 from fastckpt.cli.bench.saves import TORCH, blocking, failures_told, stock_load
 from fastckpt.cli.bench.state import differing, nbytes_of

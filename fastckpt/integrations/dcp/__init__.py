@@ -41,7 +41,7 @@ from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import Places
 from fastckpt.errors import CheckpointError, fate
 from fastckpt.handle import SaveHandle
-from fastckpt.integrations.dcp import plans as dcp_plans
+from fastckpt.integrations.dcp import plan_exchange as dcp_plans
 from fastckpt.integrations.dcp.reader import Reader
 from fastckpt.integrations.dcp.writer import Writer, results_of
 from fastckpt.latch import SignalSafeFuture
@@ -106,7 +106,7 @@ class _Shared:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
-        self.plans = dcp_plans.Plans()
+        self.plans = dcp_plans.PlanExchange()
         self.failed: SaveHandle | None = None  # the last with "warn", to be logged again
 
 

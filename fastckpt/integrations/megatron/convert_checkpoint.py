@@ -22,11 +22,15 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from fastckpt import IncompatibleCheckpoint
 from fastckpt.integrations import dcp
-from fastckpt.integrations.megatron.buckets import GROUPS_APART, StoredBuckets, chunks_in_order
 from fastckpt.integrations.megatron.optimizer import CONTENT, SHARDING
 from fastckpt.integrations.megatron.partial_reads import box_item, read_boxes, read_objects
 from fastckpt.integrations.megatron.reshard import Piece, Runs, split_at
 from fastckpt.integrations.megatron.save_planner import DividingSavePlanner
+from fastckpt.integrations.megatron.stored_buckets import (
+    GROUPS_APART,
+    StoredBuckets,
+    chunks_in_order,
+)
 from fastckpt.integrations.megatron.strategies import (
     Writer,
     object_keys,

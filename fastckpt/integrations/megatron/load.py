@@ -23,7 +23,6 @@ from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.arguments.checks import check_path
 from fastckpt.integrations.megatron import fsdp, iterations
 from fastckpt.integrations.megatron import optimizer as optimizers
-from fastckpt.integrations.megatron.buckets import MAP
 from fastckpt.integrations.megatron.optimizer import SHARDING
 from fastckpt.integrations.megatron.state import (
     OWN_RNG,
@@ -35,6 +34,7 @@ from fastckpt.integrations.megatron.state import (
     rng_objects,
     set_rng_state,
 )
+from fastckpt.integrations.megatron.stored_buckets import MAP
 from fastckpt.integrations.megatron.strategies import LoadStrategy, stored_common, stored_metadata
 from fastckpt.storage.vanishing import Vanished, listed_anew
 

@@ -28,14 +28,14 @@ from megatron.core.optimizer.distrib_optimizer import (
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fastckpt import IncompatibleCheckpoint
-from fastckpt.integrations.megatron.buckets import (
+from fastckpt.integrations.megatron.reshard import Catalog, Piece, Uncovered
+from fastckpt.integrations.megatron.stored_buckets import (
     MAP,
     ONE_OF_ONE,
     BucketCopy,
     StoredBuckets,
     identity,
 )
-from fastckpt.integrations.megatron.reshard import Catalog, Piece, Uncovered
 
 CONTENT, SHARDING = "content_metadata", "distrib_optim_sharding_type"
 

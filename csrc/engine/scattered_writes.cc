@@ -1,6 +1,6 @@
 // Gathers converted items in windows of the file, and writes each of these with O_DIRECT as far as
-// it fills pages. See placing.h for the contract.
-#include "engine/placing.h"
+// it fills pages. See scattered_writes.h for the contract.
+#include "engine/scattered_writes.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -38,7 +38,7 @@ std::byte* window_memory() {
 
 // A range of the file that is being gathered, in memory aligned as it is: a window's, or where the
 // op has it, if that is in one piece and needs no conversion.
-class Placer::Window {
+class Scatterer::Window {
   public:
     Window(const Op& op, int buffered, const Transfer& transfer, uint64_t file_nbytes)
         : op_(op),
@@ -149,7 +149,7 @@ class Placer::Window {
     Written written_{0, 0};
 };
 
-Placer::Placer(uint64_t file_nbytes, std::vector<Items> items, std::vector<uint64_t> rows)
+Scatterer::Scatterer(uint64_t file_nbytes, std::vector<Items> items, std::vector<uint64_t> rows)
     : file_nbytes_(file_nbytes), items_(std::move(items)), rows_(std::move(rows)) {
     uint64_t end = 0, row = 0;
     for (const Items& each : items_) {
@@ -172,7 +172,7 @@ Placer::Placer(uint64_t file_nbytes, std::vector<Items> items, std::vector<uint6
     CHECK(row == rows_.size());
 }
 
-int Placer::write(const Op& op, int buffered, const Transfer& transfer) {
+int Scatterer::write(const Op& op, int buffered, const Transfer& transfer) {
     CHECK(op.kind == Op::Kind::write);
     Window window(op, buffered, transfer, file_nbytes_);
     const uint64_t end = op.offset + op.nbytes;
@@ -201,12 +201,12 @@ int Placer::write(const Op& op, int buffered, const Transfer& transfer) {
     return 0;
 }
 
-Placer::Written Placer::written() const {
+Scatterer::Written Scatterer::written() const {
     const std::lock_guard lock(mu_);
     return written_;
 }
 
-std::optional<uint64_t> Placer::whole_page() const {
+std::optional<uint64_t> Scatterer::whole_page() const {
     for (const Items& each : items_) {
         const uint64_t narrow = width_of(static_cast<Dtype>(each.stored));
         const uint64_t offset = rows_[each.first_row];
@@ -216,21 +216,22 @@ std::optional<uint64_t> Placer::whole_page() const {
     return std::nullopt;
 }
 
-PlacingBackend::PlacingBackend(unsigned threads, Transfer transfer)
+ScatterBackend::ScatterBackend(unsigned threads, Transfer transfer)
     : transfer_(std::move(transfer)),
       threads_(handing_backend([this](Op& op) { handle(op); }, threads)) {}
 
-void PlacingBackend::add(int fd, std::shared_ptr<Placer> placer, std::optional<int> buffered) {
+void ScatterBackend::add(int fd, std::shared_ptr<Scatterer> scatterer,
+                         std::optional<int> buffered) {
     const std::lock_guard lock(mu_);
-    files_[fd] = {std::move(placer), buffered};
+    files_[fd] = {std::move(scatterer), buffered};
 }
 
-void PlacingBackend::remove(int fd) {
+void ScatterBackend::remove(int fd) {
     const std::lock_guard lock(mu_);
     files_.erase(fd);
 }
 
-void PlacingBackend::handle(Op& op) {
+void ScatterBackend::handle(Op& op) {
     Placed file;
     {
         const std::lock_guard lock(mu_);
@@ -239,7 +240,7 @@ void PlacingBackend::handle(Op& op) {
         file = found->second;
     }
     op.direct = file.buffered.has_value();
-    op.error = file.placer->write(op, file.buffered.value_or(-1), transfer_);
+    op.error = file.scatterer->write(op, file.buffered.value_or(-1), transfer_);
     if (op.error == 0) op.done = op.nbytes;
     finish(op);
 }

@@ -7,7 +7,7 @@ from typing import Any
 from fastckpt.errors import CheckpointError
 
 
-def drawing() -> Any:
+def load_pyplot() -> Any:
     """Returns matplotlib.pyplot.
 
     Raises:

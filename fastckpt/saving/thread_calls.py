@@ -1,8 +1,8 @@
 """The calls that Python threads are in at one moment, and when the last of them has ended.
 
 torch counts a change in place when the operation ends, so version counters show all changes before
-a moment only when all calls of that moment have ended. The extension reads the frames, hence this
-module is in the engine's room. It must not know tensors, nor what a save is.
+a moment only when all calls of that moment have ended. The extension reads the frames. The module
+must not know tensors, nor what a save is.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _positions(stacks: dict[int, Stack]) -> dict[int, ThreadPosition]:
     return found
 
 
-class CallsUnderWay:
+class ThreadCalls:
     """The calls that other threads than the caller's are in when this is made.
 
     The GIL makes the picture consistent: a thread that does not hold it is in a call that has

@@ -1,4 +1,4 @@
-"""Plans of torch.distributed.checkpoint, made by several ranks over the job's store.
+"""PlanExchange of torch.distributed.checkpoint, made by several ranks over the job's store.
 
 Responsible for exchanging local plans for central ones, unless nothing has changed since an earlier
 save. It must not know what is planned for, nor how it is written.
@@ -45,7 +45,7 @@ class _Known:
     metadata: Metadata | None  # on rank 0
 
 
-class Plans:
+class PlanExchange:
     """The plans that the ranks of one group have made so far."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@
 namespace fastckpt {
 
 // Where the bytes of one image belong in one file.
-class Placer {
+class Scatterer {
   public:
     // Items [begin, end) of the image, in bytes, which go to rows of `count` runs, each of `size`
     // items and `stride` items after the one before. Dtypes are those of the image and the file.
@@ -41,7 +41,7 @@ class Placer {
 
     // The items cover the image in order; `rows` are the offsets in the file at which rows begin,
     // which has file_nbytes. No item may lie across two blocks of the image.
-    Placer(uint64_t file_nbytes, std::vector<Items> items, std::vector<uint64_t> rows);
+    Scatterer(uint64_t file_nbytes, std::vector<Items> items, std::vector<uint64_t> rows);
 
     // Writes the bytes of an op, whose offset is the image's; returns 0, or errno. With op.direct,
     // what fills no pages goes to `buffered`, a descriptor of the same file without O_DIRECT, or
@@ -64,16 +64,16 @@ class Placer {
     Written written_{0, 0};  // protected by mu_
 };
 
-// Has a file's placer write the ops for it, on threads of its own.
-class PlacingBackend final : public Backend {
+// Has a file's scatterer write the ops for it, on threads of its own.
+class ScatterBackend final : public Backend {
   public:
     // `transfer` makes each attempt to write.
-    PlacingBackend(unsigned threads, Transfer transfer);
-    ~PlacingBackend() override { close(); }
+    ScatterBackend(unsigned threads, Transfer transfer);
+    ~ScatterBackend() override { close(); }
 
-    // Says which placer writes the ops for fd, until remove(). With `buffered`, a descriptor of the
-    // same file, fd has O_DIRECT; the ops themselves are not direct.
-    void add(int fd, std::shared_ptr<Placer> placer, std::optional<int> buffered);
+    // Says which scatterer writes the ops for fd, until remove(). With `buffered`, a descriptor of
+    // the same file, fd has O_DIRECT; the ops themselves are not direct.
+    void add(int fd, std::shared_ptr<Scatterer> scatterer, std::optional<int> buffered);
     void remove(int fd);
 
     void submit(Op* op) override { threads_->submit(op); }
@@ -82,7 +82,7 @@ class PlacingBackend final : public Backend {
 
   private:
     struct Placed {
-        std::shared_ptr<Placer> placer;
+        std::shared_ptr<Scatterer> scatterer;
         std::optional<int> buffered;
     };
     void handle(Op& op);

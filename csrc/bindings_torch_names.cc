@@ -16,7 +16,7 @@ namespace py = pybind11;
 
 namespace fastckpt {
 
-void bind_torch_views(py::module_& m);
+void bind_torch_names(py::module_& m);
 
 namespace pickle {
 namespace {
@@ -191,7 +191,7 @@ PyMethodDef view_def{"view", call<view>, METH_VARARGS, nullptr};
 }  // namespace
 }  // namespace pickle
 
-void bind_torch_views(py::module_& m) {
+void bind_torch_names(py::module_& m) {
     // Returns the three functions of Views, as functions of Python, which are called without
     // pybind11's conversions.
     m.def(

@@ -1,4 +1,4 @@
-"""Plans that ranks make over a store: when they are exchanged, and what each rank is given.
+"""PlanExchange that ranks make over a store: when they are exchanged, and what each rank is given.
 
 Ranks are threads here, over a store in memory. Must not know what is planned for.
 """
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from fastckpt import PeerFailed
-from fastckpt.integrations.dcp.plans import Plans
+from fastckpt.integrations.dcp.plan_exchange import PlanExchange
 from fastckpt.ranks.coordinator import Coordinator
 
 RANKS = 3
@@ -27,7 +27,7 @@ class Job:
     def __init__(self) -> None:
         store = dist.HashStore()
         self.coordinators = [Coordinator(store, rank, RANKS, "plans") for rank in range(RANKS)]
-        self.plans = [Plans() for _ in range(RANKS)]
+        self.plans = [PlanExchange() for _ in range(RANKS)]
         self.seen: list[list[SavePlan]] = []
 
     def plan(self, names: list[str], settings: object = 0) -> list[tuple[SavePlan, object]]:

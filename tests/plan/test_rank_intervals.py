@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastckpt import _engine
-from fastckpt.plan import intervals
+from fastckpt.plan import rank_intervals
 from fastckpt.plan.image import BLOCK_BYTES, Image, address_of
 from tests.plan.slots import slots_of
 from tests.storm import Chance
 
 MEMORY = bytearray(random.Random(0).randbytes(1 << 20)) * 40
-SLOT = intervals.SLOT_BYTES
+SLOT = rank_intervals.SLOT_BYTES
 
 
 def image_of(records: list[tuple[int, int]]) -> Image:
@@ -51,7 +51,7 @@ def content_of(image: Image) -> bytearray:
     return whole
 
 
-def staged(part: intervals.Part) -> tuple[bytearray, list[int], list[int]]:
+def staged(part: rank_intervals.Part) -> tuple[bytearray, list[int], list[int]]:
     """What the engine makes of a part: its bytes, block CRCs, slot CRCs."""
     content, crcs = bytearray(), []
     for segment in part.image.rows():
@@ -69,10 +69,10 @@ def staged(part: intervals.Part) -> tuple[bytearray, list[int], list[int]]:
 
 def check(image: Image, cuts: list[int]) -> None:
     whole = content_of(image)
-    checksums = intervals.Checksums(image, cuts, _engine.crc32_combine)
+    checksums = rank_intervals.Checksums(image, cuts, _engine.crc32_combine)
     assembled = bytearray()
     for rank in range(len(cuts) - 1):
-        part = intervals.Part(image, cuts[rank], cuts[rank + 1])
+        part = rank_intervals.Part(image, cuts[rank], cuts[rank + 1])
         content, block_crcs, slot_crcs = staged(part)
         assert len(slot_crcs) == len(part.slots)
         checksums.add(rank, block_crcs, slot_crcs)
@@ -108,7 +108,7 @@ near = st.builds(
 )
 def test_parts_join_to_the_whole(records: list[tuple[int, int]], ranks: int) -> None:
     image = image_of(records)
-    check(image, intervals.bounds(image.body_nbytes, ranks))
+    check(image, rank_intervals.bounds(image.body_nbytes, ranks))
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,14 @@ def test_parts_join_to_the_whole(records: list[tuple[int, int]], ranks: int) -> 
 )
 def test_a_block_edge_anywhere_around_a_slot(shift: int) -> None:
     image = image_of([(64, BLOCK_BYTES - 64 + shift), (64, BLOCK_BYTES), (20, 100)])
-    check(image, intervals.bounds(image.body_nbytes, 2))
-    check(image, intervals.bounds(image.body_nbytes, 4))
+    check(image, rank_intervals.bounds(image.body_nbytes, 2))
+    check(image, rank_intervals.bounds(image.body_nbytes, 4))
     check(image, [0, BLOCK_BYTES, BLOCK_BYTES, image.body_nbytes])
 
 
 def test_one_segment_over_many_ranks() -> None:
     image = image_of([(50, 4 * BLOCK_BYTES + 123)])
-    check(image, intervals.bounds(image.body_nbytes, 5))
+    check(image, rank_intervals.bounds(image.body_nbytes, 5))
 
 
 @given(
@@ -138,7 +138,7 @@ def test_one_segment_over_many_ranks() -> None:
 )
 def test_bounds_are_even(nbytes: int, ranks: int, first_min: int, elsewhere: int) -> None:
     first_min = min(first_min, nbytes)
-    cuts = intervals.bounds(nbytes, ranks, first_min, elsewhere)
+    cuts = rank_intervals.bounds(nbytes, ranks, first_min, elsewhere)
     assert cuts[0] == 0 and cuts[-1] == nbytes and cuts == sorted(cuts) and len(cuts) == ranks + 1
     assert all(cut % BLOCK_BYTES == 0 or cut == nbytes for cut in cuts)
     assert cuts[1] >= first_min

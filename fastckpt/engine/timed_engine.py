@@ -42,7 +42,7 @@ class Cell(NamedTuple):
         return cls(name, BLOCK_BYTES, depth, route.direct)
 
 
-class CellTrial:
+class TimedEngine:
     """An engine of its own with the settings of a cell; its memory is there when it is made.
 
     Args:
@@ -74,7 +74,7 @@ class CellTrial:
                 raise CheckpointError(f"no memory or threads for {cell}: {error}") from error
             opened.pop_all()
 
-    def __enter__(self) -> CellTrial:
+    def __enter__(self) -> TimedEngine:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -21,7 +21,7 @@ SMALL_SUM_BYTES_MAX = 64 << 20
 
 
 @dataclass
-class RecordOrder:
+class RecordDivision:
     """The order of the records in a file that several ranks write.
 
     Everything before the tail follows from names and sizes of the big storages alone, so each rank
@@ -48,7 +48,7 @@ def nbytes_of(content: bytes | torch.UntypedStorage) -> int:
 _COMPUTED_OFFSETS = frozenset({".format_version", ".storage_alignment"})
 
 
-def arrange(captured: Capture, first_rank: Set[str]) -> RecordOrder:
+def arrange(captured: Capture, first_rank: Set[str]) -> RecordDivision:
     """Sorts the records of a capture for a file that several ranks write.
 
     Args:
@@ -72,4 +72,4 @@ def arrange(captured: Capture, first_rank: Set[str]) -> RecordOrder:
             shared.append((name, content))
     placed = {name for name, _ in [*front, *shared]} | _COMPUTED_OFFSETS
     tail = [(name, c) for name, c in captured.records if name not in placed]
-    return RecordOrder(front, shared, tail, left)
+    return RecordDivision(front, shared, tail, left)

@@ -45,7 +45,7 @@ class Elements(NamedTuple):
     rows: Sequence[CopyRow]
 
 
-class Placer:
+class Scatterer:
     """Writes the blocks of one image, one rank's part of a file, to where they belong there.
 
     Args:
@@ -66,7 +66,7 @@ class Placer:
             itemsize = each.stored.itemsize
             starts.extend(each.offset + row[0] * itemsize for row in each.rows)
             begin = end
-        self.of_engine = _engine.Placer(nbytes, table, starts)
+        self.of_engine = _engine.Scatterer(nbytes, table, starts)
 
     def written(self) -> tuple[int, int]:
         """Returns how many bytes were written, and their contribution to the file's CRC-32."""

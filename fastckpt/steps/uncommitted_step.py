@@ -19,7 +19,7 @@ from fastckpt.storage.file_system import patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 
 
-class StepDraft:
+class UncommittedStep:
     """The directory that one rank writes its files of a step to, before a manifest commits it.
 
     Attributes:

@@ -1,7 +1,7 @@
-// The placing backend without Python: several images written at once into one file, converted, by
-// writes that are short and interrupted by chance. Meant for the sanitizers, and checks every byte
-// besides. Knows the engine's headers; must not know formats.
-#include "engine/placing.h"
+// The scattering backend without Python: several images written at once into one file, converted,
+// by writes that are short and interrupted by chance. Meant for the sanitizers, and checks every
+// byte besides. Knows the engine's headers; must not know formats.
+#include "engine/scattered_writes.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -24,8 +24,8 @@ using fastckpt::Backend;
 using fastckpt::Dtype;
 using fastckpt::Engine;
 using fastckpt::Op;
-using fastckpt::Placer;
-using fastckpt::PlacingBackend;
+using fastckpt::ScatterBackend;
+using fastckpt::Scatterer;
 using fastckpt::Segment;
 
 constexpr size_t kBlock = 64 << 10;
@@ -39,7 +39,7 @@ std::atomic<unsigned> attempts{0};
 
 void expect(bool condition, const char* what) {
     if (condition) return;
-    std::fprintf(stderr, "placing: not so: %s\n", what);
+    std::fprintf(stderr, "scattering: not so: %s\n", what);
     ++failures;
 }
 
@@ -62,37 +62,37 @@ struct Rank {
             for (uint64_t column = 0; column < kColumns; ++column)
                 values.push_back(value_at(row, number * kColumns + column));
         const uint64_t width = fastckpt::width_of(stored);
-        const Placer::Items items{0,
-                                  values.size() * sizeof(float),
-                                  static_cast<uint64_t>(Dtype::f32),
-                                  static_cast<uint64_t>(stored),
-                                  0,
-                                  kColumns,
-                                  kRows,
-                                  kRanks * kColumns};
-        placer = std::make_shared<Placer>(kRows * kRanks * kColumns * width,
-                                          std::vector<Placer::Items>{items},
-                                          std::vector<uint64_t>{number * kColumns * width});
+        const Scatterer::Items items{0,
+                                     values.size() * sizeof(float),
+                                     static_cast<uint64_t>(Dtype::f32),
+                                     static_cast<uint64_t>(stored),
+                                     0,
+                                     kColumns,
+                                     kRows,
+                                     kRanks * kColumns};
+        scatterer = std::make_shared<Scatterer>(kRows * kRanks * kColumns * width,
+                                                std::vector<Scatterer::Items>{items},
+                                                std::vector<uint64_t>{number * kColumns * width});
     }
     std::vector<float> values;
-    std::shared_ptr<Placer> placer;
+    std::shared_ptr<Scatterer> scatterer;
 };
 
 void write_matrix(Dtype stored) {
     const size_t width = fastckpt::width_of(stored);
     const size_t count = kRows * kRanks * kColumns;
-    const int fd = memfd_create("placing", MFD_CLOEXEC);
+    const int fd = memfd_create("scattering", MFD_CLOEXEC);
     if (fd < 0) std::abort();
     const auto allowance = std::make_shared<Allowance>(8);
     Engine engine(8 * kBlock, kBlock, 2);
     std::vector<Rank> ranks;
     std::vector<int> descriptors;
     for (uint64_t number = 0; number < kRanks; ++number) ranks.emplace_back(number, stored);
-    const auto backend = std::make_shared<PlacingBackend>(3, write_some);
+    const auto backend = std::make_shared<ScatterBackend>(3, write_some);
     std::vector<std::shared_ptr<fastckpt::WriteJob>> jobs;
     for (Rank& rank : ranks) {
         descriptors.push_back(dup(fd));
-        backend->add(descriptors.back(), rank.placer, std::nullopt);
+        backend->add(descriptors.back(), rank.scatterer, std::nullopt);
         const Segment segment{0, rank.values.size() * sizeof(float),
                               reinterpret_cast<uint64_t>(rank.values.data())};
         jobs.push_back(engine.stage({segment}, {}, {}, nullptr, allowance, 2));
@@ -105,8 +105,8 @@ void write_matrix(Dtype stored) {
         expect(jobs[i]->failure().error == 0, "a job succeeds");
         backend->remove(descriptors[i]);
         ::close(descriptors[i]);
-        written += ranks[i].placer->written().nbytes;
-        crc ^= ranks[i].placer->written().crc;
+        written += ranks[i].scatterer->written().nbytes;
+        crc ^= ranks[i].scatterer->written().crc;
     }
     engine.close();
     backend->close();

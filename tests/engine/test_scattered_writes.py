@@ -1,7 +1,7 @@
 """Elements come to where they belong in a file, as torch would convert them, by the engine alone;
 together they have the checksum of the file, and a write that fails is the job's failure.
 
-Knows fastckpt._engine and the tables of engine.placing; must not know formats or checkpoints.
+Knows fastckpt._engine and the tables of engine.scattering; must not know formats or checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastckpt import _engine
-from fastckpt.engine.placing import Elements, Placer, number_of
+from fastckpt.engine.scattered_writes import Elements, Scatterer, number_of
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.plan.boxes import Box, copies
 from fastckpt.plan.image import address_of
@@ -123,7 +123,7 @@ class Part(NamedTuple):
     """What one rank writes."""
 
     image: bytearray
-    placer: Placer
+    scatterer: Scatterer
 
 
 def rendering(tensors: Sequence[Tensor]) -> bytes:
@@ -144,15 +144,15 @@ def part_of(tensors: Sequence[Tensor], rank: int) -> Part:
         offset += whole.numel() * stored.itemsize
     found.sort(key=lambda each: -each[1].held.itemsize)
     image = bytearray(b"".join(content for content, _elements in found))
-    return Part(image, Placer(offset, [elements for _content, elements in found]))
+    return Part(image, Scatterer(offset, [elements for _content, elements in found]))
 
 
 @contextmanager
-def placing(
-    fd: int, placer: Placer, write: Write | None = None, buffered: int | None = None
-) -> Iterator[_engine.PlacingBackend]:
-    backend = _engine.PlacingBackend(3, write)
-    backend.add(fd, placer.of_engine, buffered)
+def scattering(
+    fd: int, scatterer: Scatterer, write: Write | None = None, buffered: int | None = None
+) -> Iterator[_engine.ScatterBackend]:
+    backend = _engine.ScatterBackend(3, write)
+    backend.add(fd, scatterer.of_engine, buffered)
     try:
         yield backend
     finally:
@@ -169,14 +169,14 @@ def write_parts(
 ) -> list[tuple[int, int, int]]:
     """Writes parts block by block, in no order; returns how the blocks ended."""
     ended = []
-    for image, placer in parts:
+    for image, scatterer in parts:
         address = address_of(image) if image else 0
         ops = [
             ("write", fd, address + at, min(block_bytes, len(image) - at), at, False)
             for at in range(0, len(image), block_bytes)
         ]
         random.Random(len(ops)).shuffle(ops)
-        with placing(fd, placer, write, buffered) as backend:
+        with scattering(fd, scatterer, write, buffered) as backend:
             ended += _engine.run_ops(backend, ops)
     return ended
 
@@ -184,7 +184,7 @@ def write_parts(
 def joined_crc(parts: Sequence[Part], nbytes: int) -> int:
     crc, total = crc_of_zeros(nbytes, combine_crcs), 0
     for part in parts:
-        count, contribution = part.placer.written()
+        count, contribution = part.scatterer.written()
         crc, total = crc ^ contribution, total + count
     assert total == nbytes
     return crc
@@ -283,10 +283,10 @@ def test_large_parts_on_a_disk(disk: Path, direct: bool) -> None:
 
 def test_the_page_to_try_is_the_ranks_own() -> None:
     tensors = large()
-    pages = [part_of(tensors, rank).placer.whole_page() for rank in range(3)]
+    pages = [part_of(tensors, rank).scatterer.whole_page() for rank in range(3)]
     bounds = [0, 600 * 1001 * 4, 1201 * 1001 * 4]
     assert pages == [-(-bound // PAGE) * PAGE for bound in bounds]
-    assert part_of(tensors[3:4], 0).placer.whole_page() is None
+    assert part_of(tensors[3:4], 0).scatterer.whole_page() is None
 
 
 def test_what_follows_each_other_in_the_file_is_written_at_once() -> None:
@@ -311,7 +311,7 @@ def test_whole_pages_that_lie_as_in_the_file_are_written_from_where_they_are() -
     values = torch.randn(3 << 18)
     tensors = [Tensor(values, torch.float32, cut(values.shape, 0, [len(values)])) for _ in range(2)]
     tensors.append(Tensor(values[:1000], torch.bfloat16, cut([1000], 0, [1000])))
-    (image, placer), written = part_of(tensors, 0), list[tuple[int, int, int]]()
+    (image, scatterer), written = part_of(tensors, 0), list[tuple[int, int, int]]()
     memory = mmap.mmap(-1, -(-len(image) // PAGE) * PAGE)  # whole pages
     memory[: len(image)] = bytes(image)
 
@@ -319,12 +319,12 @@ def test_whole_pages_that_lie_as_in_the_file_are_written_from_where_they_are() -
         written.append((fd, offset, len(part)))
         return len(part)
 
-    with placing(99, placer, write, buffered=98) as backend:
+    with scattering(99, scatterer, write, buffered=98) as backend:
         ops = [("write", 99, address_of(memory), len(image), 0, False)]
         assert _engine.run_ops(backend, ops) == [(len(image), 0, 0)]
     whole = 2 * values.nbytes
     assert written == [(99, 0, whole), (98, whole, 2000)]
-    assert joined_crc([Part(image, placer)], whole + 2000) == zlib.crc32(rendering(tensors))
+    assert joined_crc([Part(image, scatterer)], whole + 2000) == zlib.crc32(rendering(tensors))
 
 
 def test_a_write_that_fails_is_the_blocks_error_and_counts_nothing() -> None:
@@ -337,11 +337,11 @@ def test_a_write_that_fails_is_the_blocks_error_and_counts_nothing() -> None:
         return len(memory)
 
     assert write_parts([part], 99, PAGE, write) == [(0, errno.ENOSPC, 0)]
-    assert part.placer.written() == (0, 0) and next(calls) == 51
+    assert part.scatterer.written() == (0, 0) and next(calls) == 51
 
 
 def test_a_write_that_makes_no_progress_ends() -> None:
     tensors = [Tensor(torch.randn(30), torch.float16, cut([30], 0, [30]))]
     part = part_of(tensors, 0)
     assert write_parts([part], 99, PAGE, lambda *_: 0) == [(0, errno.EIO, 0)]
-    assert part.placer.written() == (0, 0)
+    assert part.scatterer.written() == (0, 0)
