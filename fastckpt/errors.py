@@ -103,12 +103,6 @@ class CorruptCheckpoint(CheckpointError):
     """Bytes of a file differ from what was written. None of them were returned."""
 
 
-class EndsEarly(CorruptCheckpoint, EOFError):
-    """A file of torch.save is empty or was cut off. It is an EOFError because torch.load raises
-    that.
-    """
-
-
 class IncompatibleCheckpoint(CheckpointError):
     """The checkpoint is whole but cannot be used here: a newer fastckpt wrote it, in a format that
     this version does not know, or the state to be restored has other keys, shapes or types.

@@ -23,7 +23,7 @@ import zstandard
 
 from fastckpt.errors import CheckpointError
 from fastckpt.integrations import dcp
-from fastckpt.integrations.dcp import plan_exchange as dcp_plans
+from fastckpt.integrations.dcp import plan_exchange
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import Pipeline
@@ -129,7 +129,7 @@ def play(member: Member | None, scene: Scene, directory: Path) -> str:
         stack.enter_context(mock.patch.object(storage, "_PAUSE_S", 0.0))
         # Plans that are known from other scenes draw no token.
         for known in (dcp._shared._alone, *dcp._shared._kept.values()):
-            stack.enter_context(mock.patch.object(known, "plans", dcp_plans.Plans()))
+            stack.enter_context(mock.patch.object(known, "plans", plan_exchange.PlanExchange()))
         before = os.umask(0o022)
         stack.callback(os.umask, before)
         stage = Stage(directory, member)
