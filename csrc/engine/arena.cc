@@ -19,14 +19,17 @@ namespace {
 
 constexpr size_t kPinnedBlocks = 16;  // at a time
 
-// Populates in steps of a huge page, since each step holds the process's memory lock, for which its
-// allocations wait.
-bool populate(std::byte* begin, size_t nbytes) {
-    constexpr size_t kStep = size_t{2} << 20;
-    for (size_t at = 0; at < nbytes; at += kStep)
-        if (madvise(begin + at, std::min(kStep, nbytes - at), MADV_POPULATE_WRITE) != 0)
-            return false;
-    return true;
+// Touches each page, which changes no content. A fault in user mode holds the lock of this mapping
+// alone (Linux 6.4 and later), whereas madvise(MADV_POPULATE_WRITE) holds that of the process's
+// memory, for which its allocations wait: training beside it took 1.3 to 1.4 times as long.
+#if defined(__SANITIZE_THREAD__)
+__attribute__((no_sanitize("thread")))  // a save may write to the same page
+#endif
+void populate(std::byte* begin, size_t nbytes) {
+    constexpr size_t kPageBytes = 4096;
+    auto* bytes = reinterpret_cast<uint8_t*>(begin);
+    for (size_t at = 0; at < nbytes; at += kPageBytes)
+        __atomic_fetch_or(bytes + at, uint8_t{0}, __ATOMIC_RELAXED);
 }
 
 // Takes pages that are not there yet from this node, while it has some: mbind(2). Advice only.
@@ -113,14 +116,13 @@ void Arena::unpin() {
     pinner_ = nullptr;
 }
 
-bool Arena::prefault(size_t begin, size_t end, unsigned threads) const {
+void Arena::prefault(size_t begin, size_t end, unsigned threads) const {
     CHECK(threads > 0);
     const size_t last = std::min(blocks_, end / block_bytes_);
-    std::atomic<bool> refused{false};
     std::atomic<size_t> next{begin / block_bytes_};
     const auto work = [&] {
-        for (size_t i = next++; i < last && !refused; i = next++)
-            if (!populate(base_ + i * block_bytes_, block_bytes_)) refused = true;
+        for (size_t i = next++; i < last; i = next++)
+            populate(base_ + i * block_bytes_, block_bytes_);
     };
     std::vector<std::thread> workers;
     try {
@@ -130,7 +132,6 @@ bool Arena::prefault(size_t begin, size_t end, unsigned threads) const {
     }
     work();
     for (auto& worker : workers) worker.join();
-    return !refused;
 }
 
 }  // namespace fastckpt

@@ -34,9 +34,8 @@ class Arena {
     void release(std::byte* block);
 
     // Backs bytes [begin, end) of the arena, cut to whole blocks and to its size, with pages, by
-    // `threads` threads; false if the kernel refused. Callable without the owner's lock, since it
-    // changes no content.
-    bool prefault(size_t begin, size_t end, unsigned threads) const;
+    // `threads` threads. Callable without the owner's lock, since it changes no content.
+    void prefault(size_t begin, size_t end, unsigned threads) const;
 
     // Pins the part of the arena that a block lies in, once, so that blocks which no device needs
     // stay unpinned. Returns 0, or the first refusal, after which nothing more is pinned and copies

@@ -70,7 +70,7 @@ std::shared_ptr<ReadStream> Engine::read(int fd, uint64_t nbytes, std::vector<ui
 
 bool Engine::prefault(size_t begin, size_t end, unsigned threads,
                       const std::shared_ptr<Pinner>& pinner) {
-    if (!arena_.prefault(begin, end, threads)) return false;
+    arena_.prefault(begin, end, threads);
     return pinner == nullptr || arena_.pin(begin, end, pinner) == 0;
 }
 

@@ -399,7 +399,7 @@ class Engine {
                                      std::shared_ptr<GdsStage> gds);
 
     // Backs bytes [begin, end) of the arena with pages, and pins them if there is a pinner; false
-    // if that was refused.
+    // if the device refused to.
     bool prefault(size_t begin, size_t end, unsigned threads,
                   const std::shared_ptr<Pinner>& pinner);
     size_t block_bytes() const { return arena_.block_bytes(); }

@@ -41,7 +41,7 @@ QUEUE_DEPTH = 16
 WINDOW_BLOCKS = 16  # how far a load reads ahead of torch
 IO_THREADS = 4
 STAGERS_MAX = 4
-_WARM_BYTES = 64 << 20  # populated at a time
+_WARM_BYTES = 64 << 20  # at a time
 _DOUBLE = "the storage double transfers the bytes"
 
 
@@ -413,7 +413,7 @@ class Staging:
                 self._warm_bytes, self._warms_pinned = 0, True
             begin, self._warm_bytes = self._warm_bytes, max(end, self._warm_bytes)
         for at in range(begin, end, _WARM_BYTES):
-            # An exiting process saves no more, and a kernel that has refused will do so again.
+            # An exiting process saves no more; a device that has refused to pin will do so again.
             exiting = not threading.main_thread().is_alive()
             if exiting or not engine.prefault(at, min(end, at + _WARM_BYTES), 1, pinner):
                 return
