@@ -33,7 +33,7 @@ from storage import drop_page_cache  # noqa: E402
 import fastckpt  # noqa: E402
 
 SAVES = 4
-STEPS = 12
+STEPS = 24  # so many that memory is prepared when they end
 Row = dict[str, Any]
 
 

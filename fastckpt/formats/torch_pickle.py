@@ -15,7 +15,7 @@ import types
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,9 @@ from torch.serialization import location_tag
 from fastckpt import _engine
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.plan.image import BY_VALUE_BYTES
+
+with suppress(ImportError):  # torch's pickler would import it in the stall of the first save
+    import torch.utils.serialization.config
 
 # Bound once, here: a program may put fastckpt.save and fastckpt.load in their places.
 torch_save, torch_load = torch.save, torch.load
