@@ -38,27 +38,26 @@ template <class... Values>
 
 bool is_digit(char character) { return character >= '0' && character <= '9'; }
 
-// Short texts that were met, of which most are names that every object has.
-class Texts {
+// What short texts that were met stand for: most are names that every object has, or shapes that
+// many tensors have.
+class Shared {
   public:
-    py::object of(const char* begin, size_t nbytes) {
-        if (nbytes > kSharedBytesMax) return made(begin, nbytes);
+    static bool takes(size_t nbytes) { return nbytes <= kSharedBytesMax; }
+
+    // Returns what a text stands for, which is null if it was not met; the caller sets it then.
+    py::object& of(const char* begin, size_t nbytes) {
         uint32_t hash = 2166136261;
         for (size_t k = 0; k < nbytes; ++k)
             hash = (hash ^ static_cast<uint8_t>(begin[k])) * 16777619;
-        auto& [content, text] = known_[hash % known_.size()];
-        if (!text || content.compare(0, content.npos, begin, nbytes) != 0) {
-            text = made(begin, nbytes);
+        auto& [content, meaning] = known_[hash % known_.size()];
+        if (content.compare(0, content.npos, begin, nbytes) != 0) {
+            meaning = py::object();
             content.assign(begin, nbytes);
         }
-        return text;
+        return meaning;
     }
 
   private:
-    static py::object made(const char* begin, size_t nbytes) {
-        return owned(PyUnicode_DecodeUTF8(begin, static_cast<Py_ssize_t>(nbytes), nullptr));
-    }
-
     std::array<std::pair<std::string, py::object>, 256> known_;
 };
 
@@ -159,6 +158,25 @@ class Reader {
 
     py::object list() {
         enter();
+        const size_t nbytes = numbers_nbytes();
+        if (nbytes == 0) return items();
+        py::object& known = lists_.of(at_, nbytes);
+        if (!known) return known = items();
+        at_ += nbytes;
+        --depth_;
+        return known;
+    }
+
+    // Returns the bytes up to the end of a list, if it is short and of numbers without blanks; else
+    // 0.
+    size_t numbers_nbytes() const {
+        size_t nbytes = 0;
+        while (is_digit(at_[nbytes]) || at_[nbytes] == ',')
+            if (!Shared::takes(++nbytes)) return 0;
+        return at_[nbytes] == ']' ? nbytes + 1 : 0;
+    }
+
+    py::object items() {
         if (closes(']')) return py::list();
         const size_t from = items_.size();
         do {
@@ -228,7 +246,7 @@ class Reader {
     py::object text() {
         const char* begin = ++at_;
         pass_plain();
-        if (*at_ == '"') return texts_.of(begin, static_cast<size_t>(at_++ - begin));
+        if (*at_ == '"') return plain(begin, static_cast<size_t>(at_++ - begin));
         std::string content;  // UTF-8, but for the halves of surrogate pairs
         for (; *at_ != '"'; pass_plain()) {
             content.append(begin, at_);
@@ -238,6 +256,16 @@ class Reader {
         content.append(begin, at_++);
         const auto nbytes = static_cast<Py_ssize_t>(content.size());
         return owned(PyUnicode_DecodeUTF8(content.data(), nbytes, "surrogatepass"));
+    }
+
+    py::object plain(const char* begin, size_t nbytes) {
+        const auto made = [&] {
+            return owned(PyUnicode_DecodeUTF8(begin, static_cast<Py_ssize_t>(nbytes), nullptr));
+        };
+        if (!Shared::takes(nbytes)) return made();
+        py::object& known = texts_.of(begin, nbytes);
+        if (!known) known = made();
+        return known;
     }
 
     // Returns the character that an escape stands for, and passes that over.
@@ -295,7 +323,7 @@ class Reader {
     const char* const end_;
     int depth_ = 0;
     std::vector<py::object> items_;  // of the lists that are open
-    Texts texts_;
+    Shared texts_, lists_;
 };
 
 }  // namespace

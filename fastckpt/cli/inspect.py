@@ -73,7 +73,12 @@ class _Kind(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with _without_collector(), fastckpt.open(arguments.path) as tensors:
+    with _without_collector():
+        return _told(arguments)
+
+
+def _told(arguments: argparse.Namespace) -> int:
+    with fastckpt.open(arguments.path) as tensors:
         rows = _rows(tensors, arguments.glob)
         told = {
             "path": tensors.path,

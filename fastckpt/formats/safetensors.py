@@ -231,18 +231,9 @@ def validate(header: object, size: int, nbytes: int) -> dict[str, tuple[Kind, in
         wrong = next(at for at, pair in enumerate(offsets) if len(pair) != 2)
     if wrong is not None:
         raise ValueError(f"data_offsets of {shown(names[wrong])} are not two numbers")
-    wrong = without_numbers(shapes)
-    if wrong is not None:
-        kind_of(dtypes[wrong], shapes[wrong], names[wrong])  # raises
     found: dict[str, tuple[Kind, int]] = {}
-    kinds: dict[tuple[str, tuple[int, ...]], Kind] = {}
-    for name, dtype, shape, (begin, end) in zip(names, dtypes, shapes, offsets, strict=True):
-        key = (dtype, tuple(shape)) if type(dtype) is str else ("", ())
-        kind = kinds.get(key)
-        if kind is None:
-            if len(kinds) == KINDS_MAX:
-                kinds.clear()
-            kind = kinds[key] = kind_of(dtype, shape, name)
+    kinds = kinds_of(dtypes, shapes, names)
+    for name, kind, (begin, end) in zip(names, kinds, offsets, strict=True):
         if end - begin != kind.nbytes:
             raise ValueError(f"data_offsets of {shown(name)} do not span its {kind.nbytes} bytes")
         found[name] = kind, size + begin
@@ -289,6 +280,16 @@ def kind_of(dtype: Any, shape: Any, name: str) -> Kind:
     if kind is None:
         raise ValueError(f"shape of {shown(name)} has 2^63 bytes or more")
     return kind
+
+
+def kinds_of(dtypes: Sequence[Any], shapes: Sequence[Any], names: Sequence[str]) -> list[Kind]:
+    """Returns the kind of each of many tensors; raises as kind_of() of the first that is wrong."""
+    are_known = {*map(type, dtypes)} <= {str} and {*dtypes} <= DTYPES.keys()
+    if are_known and without_numbers(shapes) is None:
+        kinds = [*filter(None, map(_kind, dtypes, map(tuple, shapes)))]
+        if len(kinds) == len(names):
+            return kinds
+    return [*map(kind_of, dtypes, shapes, names)]
 
 
 @lru_cache(KINDS_MAX)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.safetensors import DTYPES, METADATA, kind_of
 from fastckpt.formats.strict_json import (
-    KINDS_MAX,
     NUMBER_END,
     check_block_bytes,
     check_members,
@@ -130,6 +129,11 @@ class ShardIndex:
 
     def to_bytes(self) -> bytes:
         """Returns the content of the index's file. Raises ValueError as validate() does."""
+        lists: dict[tuple[int, ...], list[int]] = {}  # of which pieces have many in common
+
+        def listed(numbers: tuple[int, ...]) -> list[int]:
+            return lists.setdefault(numbers, [*numbers])
+
         written = {
             "format": FORMAT,
             "version": _version(
@@ -154,9 +158,9 @@ class ShardIndex:
                 {
                     "key": piece.key,
                     "dtype": piece.dtype,
-                    "shape": [*piece.shape],
-                    "offset": [*piece.box.offsets],
-                    "size": [*piece.box.sizes],
+                    "shape": listed(piece.shape),
+                    "offset": listed(piece.box.offsets),
+                    "size": listed(piece.box.sizes),
                     "at": piece.begin,
                 }
                 for piece in self.pieces
@@ -307,18 +311,15 @@ def _check_pieces(index: Any) -> tuple[Piece, ...]:
         wrong = without_numbers(lists)
         if wrong is not None:
             _check_piece(*(column[wrong] for column in columns[:5]))  # raises
-    known: dict[Any, tuple[tuple[int, ...], Box, int]] = {}
-    rectangles = []
-    forms = zip(dtypes, map(tuple, shapes), map(tuple, offsets), map(tuple, sizes), strict=True)
-    for number, form in enumerate(forms):
-        rectangle = known.get(form)
-        if rectangle is None:
-            its_nbytes = _check_piece(*(column[number] for column in columns[:5]))
-            if len(known) == KINDS_MAX:
-                known.clear()
-            rectangle = known[form] = form[1], Box(form[2], form[3]), its_nbytes
-        rectangles.append(rectangle)
-    wholes, boxes, nbytes = zip(*rectangles, strict=True) if rectangles else ((), (), ())
+    # By the identity of lists, which pieces have in common: see decode().
+    rectangles: dict[tuple[str, int, int, int], tuple[tuple[int, ...], Box, int]] = {}
+    forms = [*zip(dtypes, map(id, shapes), map(id, offsets), map(id, sizes), strict=True)]
+    for form, number in dict(zip(forms, range(len(forms)), strict=True)).items():
+        its_nbytes = _check_piece(*(column[number] for column in columns[:5]))
+        box = Box(tuple(offsets[number]), tuple(sizes[number]))
+        rectangles[form] = tuple(shapes[number]), box, its_nbytes
+    found = [*map(rectangles.__getitem__, forms)]
+    wholes, boxes, nbytes = ([*map(itemgetter(member), found)] for member in range(3))
     pieces = tuple(map(Piece._make, zip(keys, dtypes, wholes, boxes, begins, strict=True)))
     has = {"has_hashes": "hashes" in index, "derives": "derived_nbytes" in index}
     if index["version"] != _version(gathers(pieces), index["codec"], **has):

@@ -26,6 +26,8 @@ _SHOWN_CHARS_MAX = 100
 def decode(text: bytes) -> object:
     """Decodes JSON, using at most a few tens of bytes of memory for each byte of it.
 
+    Short lists of the same numbers may be one list, so that callers must change none.
+
     Raises:
         ValueError: it is not UTF-8 or not JSON, an object has a name twice, or a number is NaN,
             infinite or too long.
@@ -98,10 +100,12 @@ def is_numbers(value: Any) -> bool:
 def without_numbers(lists: Sequence[Any]) -> int | None:
     """Returns the position of the first of these that is_numbers() denies; None if there is none.
 
-    It looks at all of them together: there may be one for each of 100,000 tensors.
+    It looks at all of them together, and but once at one that is there many times: there may be one
+    for each of 100,000 tensors.
     """
-    if {*map(type, lists)} <= {list}:
-        numbers = [*chain.from_iterable(lists)]
+    distinct = dict(zip(map(id, lists), lists, strict=True)).values()
+    if {*map(type, distinct)} <= {list}:
+        numbers = [*chain.from_iterable(distinct)]
         if {*map(type, numbers)} <= {int} and _in_range(numbers):
             return None
     return next(at for at, numbers in enumerate(lists) if not is_numbers(numbers))
@@ -124,6 +128,8 @@ def check_texts(texts: Iterable[str]) -> None:
 
 def check_text(text: str) -> None:
     """Raises ValueError unless this is Unicode text: JSON can escape half of a surrogate pair."""
+    if text.isascii():
+        return
     try:
         text.encode()
     except UnicodeEncodeError:

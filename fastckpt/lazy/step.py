@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -100,46 +101,47 @@ class _Parts:
 
     def __init__(self, path: str, reader: StepReader) -> None:
         self._path = path
-        self._kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}  # by key
-        self._shards: dict[str, Sequence[Shard]] = {}  # by key
-        self._described: dict[object, Stored] = {}
+        # The dtype and shape of each tensor with its shards, by key.
+        self._found: dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], Sequence[Shard]]] = {}
+        self._described: dict[int, Stored] = {}  # by the identity of what was found
         for file, pieces in reader.pieces():
-            alone: dict[int, tuple[Shard]] = {}  # by the identity of the box, which many share
+            alone: dict[object, Any] = {}  # of pieces that are alike, of which there are many
             for key, dtype, shape, box, _begin in pieces:
-                kind = safetensors.DTYPES[dtype], shape
-                if self._kinds.setdefault(key, kind) != kind:
+                form = dtype, id(shape), id(box)
+                its = alone.get(form)
+                if its is None:
+                    its = alone[form] = (safetensors.DTYPES[dtype], shape), (Shard(file, box),)
+                known = self._found.setdefault(key, its)
+                if known is its:
+                    continue
+                if known[0] != its[0]:
                     raise CorruptCheckpoint(f"{path!r} holds {key!r} in two dtypes or shapes")
-                shards = alone.get(id(box))
-                if shards is None:
-                    shards = alone[id(box)] = (Shard(file, box),)
-                known = self._shards.get(key)
-                if known is None:
-                    self._shards[key] = shards
-                elif type(known) is list:
-                    known += shards
+                if type(known[1]) is list:
+                    known[1].extend(its[1])
                 else:
-                    self._shards[key] = [*known, *shards]
+                    self._found[key] = known[0], [*known[1], *its[1]]
 
     def check(self, tensors: Mapping[str, object]) -> None:
         """Raises CorruptCheckpoint unless there are shards for each placeholder."""
         for name, view in tensors.items():
-            if type(view) is Placeholder:
-                key, dtype, shape = view
-                is_there = key in self._shards or 0 in shape
-                if not is_there or self._kinds.get(key, (dtype, shape)) != (dtype, shape):
-                    raise CorruptCheckpoint(
-                        f"{self._path!r} has no shards of {name!r} with the dtype and shape that "
-                        "its objects name"
-                    )
+            if type(view) is not Placeholder:
+                continue
+            known = self._found.get(view[0])
+            if (0 not in view.shape) if known is None else (known[0] != view[1:]):
+                raise CorruptCheckpoint(
+                    f"{self._path!r} has no shards of {name!r} with the dtype and shape that its "
+                    "objects name"
+                )
 
     def stored(self, placeholder: Placeholder) -> Stored:
         """Returns the tensor of a placeholder; many have one description in common."""
-        key, dtype, shape = placeholder
-        shards: Sequence[Shard] = self._shards.get(key, ())
-        kind = id(shards), dtype, shape
-        stored = self._described.get(kind)
+        known = self._found.get(placeholder.key)
+        if known is None:  # it has no elements
+            return Stored(placeholder.dtype, placeholder.shape, ())
+        stored = self._described.get(id(known))
         if stored is None:
             if len(self._described) >= KINDS_MAX:
                 self._described.clear()
-            stored = self._described[kind] = Stored(dtype, shape, tuple(shards))
+            (dtype, shape), shards = known
+            stored = self._described[id(known)] = Stored(dtype, shape, tuple(shards))
         return stored

@@ -6,10 +6,12 @@ It must not know how bytes are read, nor what the pickle's opcodes mean.
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
-from operator import gt
+from itertools import compress, islice, repeat
+from operator import gt, itemgetter, le, lt, sub
 from typing import NamedTuple
 
 from fastckpt.engine.staging import Staging
@@ -60,9 +62,10 @@ class TorchZip(NamedTuple):
 
     def _placed(self) -> dict[str, StoredView]:
         found = {n: view for n, view in self.tensors.items() if type(view) is StoredView}
-        for name, (_form, record, _begin, nbytes) in found.items():
-            if self.records.get(record, _NONE)[0] < nbytes:
-                raise CorruptCheckpoint(f"tensor {name!r} reaches beyond record {record!r}")
+        records = map(self.records.get, map(itemgetter(1), found.values()), repeat(_NONE))
+        have, need = map(itemgetter(0), records), map(itemgetter(3), found.values())
+        for name in compress(found, map(lt, have, need)):
+            raise CorruptCheckpoint(f"tensor {name!r} reaches beyond record {found[name].record!r}")
         return found
 
 
@@ -111,15 +114,16 @@ def _records_of_ours(body: Body, directory: Directory) -> dict[str, Record]:
     if any(map(gt, offsets, offsets[1:])):
         rows = sorted(zip(offsets, names, sizes, crcs, strict=True))
         offsets, names, sizes, crcs = (list(column) for column in zip(*rows, strict=True))
-    begins = [
-        following - size - zip_records.descriptor_nbytes(offset, size)
-        for offset, size, following in zip(offsets, sizes, offsets[1:], strict=False)
-    ]
-    places = zip(names, offsets, sizes, begins, strict=False)
-    for name, offset, size, begin in places:
-        end = begin + size
-        if begin <= offset or (size and end > (body_nbytes if begin < body_nbytes else nbytes)):
-            raise CorruptCheckpoint(f"record {name!r} is not where it should be")
+    ends = [*map(sub, offsets[1:], map(zip_records.descriptor_nbytes, offsets, sizes))]
+    begins = [*map(sub, ends, sizes)]
+    wrong = [*islice(compress(names, map(le, begins, offsets)), 1)]
+    # Where no begin is wrong, they ascend: of the records that begin in the body, only the last can
+    # leave it.
+    in_body = bisect_left(begins, body_nbytes)
+    for count, limit in (in_body, body_nbytes), (len(ends), nbytes):
+        wrong += [names[at] for at in range(count)[-1:] if ends[at] > limit]
+    if wrong:
+        raise CorruptCheckpoint(f"record {wrong[0]!r} is not where it should be")
     shorts = [name.partition("/")[2] for name in names]
     return dict(zip(shorts, zip(sizes, crcs, begins, strict=False), strict=False))
 

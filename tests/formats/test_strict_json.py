@@ -95,6 +95,19 @@ def test_it_agrees_with_pythons_reader(storm: Storm) -> None:
     assert refused
 
 
+def test_lists_are_read_as_they_are_written_each_time() -> None:
+    numbers = ["[]", "[1]", "[ 1]", "[1,2]", "[12]", "[1,2,3]", "[-1]", "[1.0]", f"[{'7,' * 40}7]"]
+    wanted = [json.loads(text) for text in numbers] * 300
+    Random(1).shuffle(wanted)
+    text = json.dumps(wanted, separators=(",", ":"))
+    found = decode(text.encode())
+    assert repr(found) == repr(wanted)  # 1.0 == 1 and True
+    before, _, behind = text.rpartition("[1,2]")
+    for wrong in ("[1,2", "[,1]", "[1,]", "[1,,2]", "[01]"):
+        with pytest.raises(ValueError):
+            decode(f"{before}{wrong}{behind}".encode())
+
+
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 def test_what_is_nested_too_deeply_is_refused(opening: str) -> None:
     with pytest.raises(RecursionError):
