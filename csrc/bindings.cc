@@ -523,7 +523,8 @@ void bind_scattered_writes(py::module_& m) {
         .def("remove", &ScatterBackend::remove);
     m.def("cast_kernels", [] {
         py::dict kernels;
-        for (const auto* kernel : {&cast_kernels::portable, &cast_kernels::avx2}) {
+        using namespace cast_kernels;
+        for (const auto* kernel : {&portable, &avx2, &avx512}) {
             if (!kernel->supported()) continue;
             kernels[kernel->name] = py::cpp_function(
                 [kernel](unsigned from, unsigned to, const py::buffer& items,

@@ -108,31 +108,40 @@ struct Double {
     static FASTCKPT_INLINE float to_float(double item) { return static_cast<float>(item); }
 };
 
-template <typename Format>
-FASTCKPT_INLINE void widen(const uint8_t* source, float* floats, size_t n) {
-    typename Format::Item items[kItems];
-    std::memcpy(items, source, n * sizeof items[0]);
-    for (size_t i = 0; i < n; ++i) floats[i] = Format::to_float(items[i]);
+template <typename Item>
+FASTCKPT_INLINE Item item_at(const uint8_t* items, size_t i) {
+    Item item;
+    std::memcpy(&item, items + i * sizeof item, sizeof item);
+    return item;
 }
 
 template <typename Format>
-FASTCKPT_INLINE void narrow(const float* floats, uint8_t* target, size_t n) {
-    typename Format::Item items[kItems];
-    for (size_t i = 0; i < n; ++i) items[i] = Format::from_float(floats[i]);
-    std::memcpy(target, items, n * sizeof items[0]);
+FASTCKPT_INLINE void widen(const uint8_t* source, float* __restrict floats, size_t n) {
+    for (size_t i = 0; i < n; ++i)
+        floats[i] = Format::to_float(item_at<typename Format::Item>(source, i));
 }
 
-FASTCKPT_INLINE void read(Dtype from, const uint8_t* source, float* floats, size_t n) {
-    if (from == Dtype::f32) std::memcpy(floats, source, n * sizeof *floats);
+template <typename Format>
+FASTCKPT_INLINE void narrow(const uint8_t* floats, uint8_t* __restrict target, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+        const auto item = Format::from_float(item_at<float>(floats, i));
+        std::memcpy(target + i * sizeof item, &item, sizeof item);
+    }
+}
+
+// Returns n items as floats, where they are, if they are floats, or in `floats`.
+FASTCKPT_INLINE const uint8_t* read(Dtype from, const uint8_t* source, float* floats, size_t n) {
+    if (from == Dtype::f32) return source;
     if (from == Dtype::bf16) widen<Brain<0x7fc0>>(source, floats, n);
     if (from == Dtype::f16) widen<Half>(source, floats, n);
     if (from == Dtype::f64) widen<Double>(source, floats, n);
     if (from == Dtype::f8_e4m3 || from == Dtype::f8_e4m3_finite) widen<E4M3>(source, floats, n);
     if (from == Dtype::f8_e5m2) widen<E5M2>(source, floats, n);
+    return reinterpret_cast<const uint8_t*>(floats);
 }
 
-FASTCKPT_INLINE void write(Dtype from, Dtype to, const float* floats, uint8_t* target, size_t n) {
-    if (to == Dtype::f32) std::memcpy(target, floats, n * sizeof *floats);
+FASTCKPT_INLINE void write(Dtype from, Dtype to, const uint8_t* floats, uint8_t* target, size_t n) {
+    if (to == Dtype::f32) std::memcpy(target, floats, n * sizeof(float));
     // torch has two ways to write NaN. docs/format.md has the first, which never changes here.
     if (to == Dtype::bf16 && from == Dtype::f32) narrow<Brain<0xffff>>(floats, target, n);
     if (to == Dtype::bf16 && from != Dtype::f32) narrow<Brain<0x7fc0>>(floats, target, n);
@@ -154,8 +163,9 @@ FASTCKPT_INLINE void cast_items(Dtype from, Dtype to, const void* source, void* 
     float floats[kItems];
     for (size_t begin = 0; begin < count; begin += kItems) {
         const size_t n = std::min(kItems, count - begin);
-        read(from, static_cast<const uint8_t*>(source) + begin * wide, floats, n);
-        write(from, to, floats, static_cast<uint8_t*>(target) + begin * narrow, n);
+        const auto* const from_here = static_cast<const uint8_t*>(source) + begin * wide;
+        const uint8_t* const items = read(from, from_here, floats, n);
+        write(from, to, items, static_cast<uint8_t*>(target) + begin * narrow, n);
     }
 }
 
@@ -168,8 +178,16 @@ __attribute__((target("avx2"))) void cast_avx2(Dtype from, Dtype to, const void*
                                                void* target, size_t count) {
     cast_items(from, to, source, target, count);
 }
+
+__attribute__((target("avx2,avx512f,avx512bw,avx512vl"))) void cast_avx512(Dtype from, Dtype to,
+                                                                           const void* source,
+                                                                           void* target,
+                                                                           size_t count) {
+    cast_items(from, to, source, target, count);
+}
 #else
 constexpr void (*cast_avx2)(Dtype, Dtype, const void*, void*, size_t) = nullptr;
+constexpr void (*cast_avx512)(Dtype, Dtype, const void*, void*, size_t) = nullptr;
 #endif
 
 }  // namespace
@@ -178,6 +196,7 @@ namespace cast_kernels {
 
 constexpr Kernel portable = {"portable", cpu::always, cast_portable};
 constexpr Kernel avx2 = {"avx2", cpu::has_avx2, cast_avx2};
+constexpr Kernel avx512 = {"avx512", cpu::has_avx512_items, cast_avx512};
 
 }  // namespace cast_kernels
 
@@ -192,7 +211,7 @@ bool is_castable(Dtype from, Dtype to) {
 
 void cast(Dtype from, Dtype to, const void* source, void* target, size_t count) {
     using namespace cast_kernels;
-    static const Kernel& kernel = cpu::first_of({&avx2, &portable});
+    static const Kernel& kernel = cpu::first_of({&avx512, &avx2, &portable});
     kernel.cast(from, to, source, target, count);
 }
 

@@ -49,6 +49,7 @@ struct Kernel {
 
 extern const Kernel portable;
 extern const Kernel avx2;
+extern const Kernel avx512;
 
 }  // namespace cast_kernels
 }  // namespace fastckpt
