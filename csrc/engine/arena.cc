@@ -22,10 +22,8 @@ constexpr size_t kPinnedBlocks = 16;  // at a time
 // Touches each page, which changes no content. A fault in user mode holds the lock of this mapping
 // alone (Linux 6.4 and later), whereas madvise(MADV_POPULATE_WRITE) holds that of the process's
 // memory, for which its allocations wait: training beside it took 1.3 to 1.4 times as long.
-#if defined(__SANITIZE_THREAD__)
-__attribute__((no_sanitize("thread")))  // a save may write to the same page
-#endif
-void populate(std::byte* begin, size_t nbytes) {
+// A save may write to the same page meanwhile.
+__attribute__((no_sanitize("thread"))) void populate(std::byte* begin, size_t nbytes) {
     constexpr size_t kPageBytes = 4096;
     auto* bytes = reinterpret_cast<uint8_t*>(begin);
     for (size_t at = 0; at < nbytes; at += kPageBytes)
