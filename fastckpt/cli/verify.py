@@ -148,8 +148,9 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
     of_frameworks += [part for each in below for part in _of_frameworks(each)]
     yield from of_frameworks
     if not found and not of_frameworks:
-        there = what_is_there(steps)
-        why = f"{path!r} holds no committed step and no {_DISTCP} file: {there}"
+        why = f"{path!r} holds nothing that fastckpt wrote, and so no checksums"
+        if not any(name.endswith(".safetensors") for name in os.listdir(path)):
+            why = f"{path!r} holds no committed step and no {_DISTCP} file: {what_is_there(steps)}"
         yield path, partial(_refuse, why)
 
 

@@ -114,7 +114,7 @@ class ExtentsSource:
         begin_of: Callable[[str], int] = len,
     ) -> None:
         self.kind = kind
-        self.facts: dict[str, str] = {"files": str(len(bodies))}
+        self.facts: dict[str, int | str] = {"files": len(bodies)}
         self.is_verified = bool(bodies) and all(body.index.block_crcs for body in bodies)
         self.others, self.has_paths = others or {}, others is not None
         self.stored = _Forms(bodies).stored

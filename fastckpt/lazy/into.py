@@ -35,6 +35,7 @@ from fastckpt.state.fit import (
     name_taken,
     nothing_chosen,
     refusal,
+    unexpected,
 )
 from fastckpt.state.identity import memory_of
 from fastckpt.state.kinds import is_sharded
@@ -168,7 +169,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     unused = (new for new, old in by_name.items() if old not in used)
     left = [new for new in unused if fit.asks_for(new) or fit.asks_for(new.replace(".", "/"))]
     if left and fit.unexpected == "raise":
-        misfits.append(f"the checkpoint has {listed(left)}, which the state has not")
+        misfits.append(unexpected(listed(left)))
     if fit.only is not None and not was_asked:
         misfits.append(nothing_chosen(fit.only))
     if misfits := misfits or tied.conflicts(partial(_whole_part, source)):

@@ -74,7 +74,7 @@ class ItemsSource:
                 tuple(Shard(chunk.path, chunk.box) for chunk in chunks),
             )
         files = {chunk.path for chunks in self._chunks.values() for chunk in chunks}
-        self.facts = {"files": str(len(files))}
+        self.facts: dict[str, int | str] = {"files": len(files)}
         for file in files:
             target = dcp_metadata.leads_outside(path, file)
             if target:

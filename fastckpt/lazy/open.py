@@ -49,8 +49,9 @@ def open(path: str | os.PathLike[str]) -> LazyTensors:
 
     Args:
         path: a file of fastckpt.save, torch.save or safetensors; a step of a Checkpointer, or its
-            root (then the newest whole step); a directory of torch.distributed.checkpoint, of
-            Megatron (torch_dist), or of Hugging Face (safetensors).
+            root (then the newest step whose files all have their sizes); a directory of
+            torch.distributed.checkpoint, of Megatron (torch_dist), or of Hugging Face
+            (safetensors); or a directory with one .safetensors file.
 
     Returns:
         LazyTensors, to be closed. Its is_verified tells whether what is read is compared with
@@ -154,7 +155,7 @@ def _iteration(storage: Storage, path: str) -> str:
     return directory
 
 
-def _step(storage: Storage, staging: Staging, steps: Steps, name: str) -> Source:
+def _step(storage: Storage, staging: Staging, steps: Steps, name: str) -> StepSource:
     with ExitStack() as holding:
         holding.enter_context(steps.hold(name))
         closing = ExitStack()
@@ -164,7 +165,7 @@ def _step(storage: Storage, staging: Staging, steps: Steps, name: str) -> Source
 
 
 def _newest(storage: Storage, staging: Staging, root: str) -> tuple[str, Source]:
-    """Opens the newest step under a root that is not seen to be damaged."""
+    """Opens the newest step under a root that is whole, as far as the sizes of its files tell."""
     steps = Steps(storage, root)
 
     problems: list[CheckpointError] = []
@@ -172,7 +173,12 @@ def _newest(storage: Storage, staging: Staging, root: str) -> tuple[str, Source]
     def newest() -> tuple[str, Source] | None:
         for item in steps.survey()[0]:
             try:
-                return steps.path(item.name), _step(storage, staging, steps, item.name)
+                with ExitStack() as failing:
+                    step = _step(storage, staging, steps, item.name)
+                    failing.callback(step.close)
+                    step.check_sizes()
+                    failing.pop_all()
+                    return steps.path(item.name), step
             except CorruptCheckpoint as error:
                 log.warning("skipping %s: %s", steps.path(item.name), error)
                 problems.append(error)

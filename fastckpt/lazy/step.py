@@ -46,14 +46,15 @@ class StepSource:
     ) -> None:
         manifest, path = steps.read(name), steps.path(name)
         self._files = ExitStack()
-        copies = StepCopies(storage, staging, [path], kept=self._files)
+        copies = self._copies = StepCopies(storage, staging, [path], kept=self._files)
         self._reader = StepReader(staging, path, manifest, copies)
+        self._writers = manifest.writers
         self._close = close
-        self.facts = {
-            "step": str(manifest.step),
+        self.facts: dict[str, int | str] = {
+            "step": manifest.step,
             "saved": manifest.created,
-            "ranks": str(manifest.world_size),
-            "files": str(1 + len(manifest.writers)),
+            "ranks": manifest.world_size,
+            "files": 1 + len(manifest.writers),
         }
         parts = _Parts(path, self._reader)
         with ExitStack() as failing:
@@ -70,6 +71,14 @@ class StepSource:
                 lambda view: in_shards(view) if isinstance(view, Placeholder) else small(view),
             )
             failing.pop_all()
+
+    def check_sizes(self) -> None:
+        """Raises CorruptCheckpoint if a shard's file is missing, or has another size than the
+        manifest says; StorageError if it cannot be opened.
+        """
+        for file, nbytes in {writer.file: writer.nbytes for writer in self._writers}.items():
+            with self._copies.opened(file, nbytes):
+                pass
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         targets, small = list[Target](), list[Wanted]()

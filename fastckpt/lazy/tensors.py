@@ -100,8 +100,11 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
 
         Raises:
             KeyError: there is no tensor of this name.
+            TypeError: names is a text.
             ValueError: this is closed.
         """
+        if isinstance(names, str):
+            raise TypeError(f"names is {names!r}, must be a list of names")
         wanted = [self[name] for name in names]
         where = torch.device(device)
         self._check_open()  # before the lock, which another thread may have held in a fork

@@ -125,6 +125,13 @@ def nothing_chosen(only: str) -> str:
     return f"the state has no value with a name like only={only!r} (keys are joined by '/')"
 
 
+def unexpected(told: str) -> str:
+    """Returns the misfit of a checkpoint with values that the state has not."""
+    return (
+        f"the checkpoint has {told}, which the state has not (unexpected='ignore' passes them over)"
+    )
+
+
 def refusal(
     where: str, misfits: Sequence[str], *, is_missing: bool = False
 ) -> IncompatibleCheckpoint:

@@ -18,7 +18,7 @@ from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.formats.value_names import joined
 from fastckpt.plan.boxes import Box
 from fastckpt.state.dtensors import dtensor_part
-from fastckpt.state.fit import Differences, Fit, nothing_chosen, refusal, renamed
+from fastckpt.state.fit import Differences, Fit, nothing_chosen, refusal, renamed, unexpected
 from fastckpt.state.kinds import is_sharded
 from fastckpt.state.targets import Place, Target
 from fastckpt.state.tied_conflicts import Tied
@@ -118,7 +118,7 @@ class Template:
         """Raises if anything was found that does not fit."""
         told = self._misfits
         if self._ignored and self._fit.unexpected == "raise":
-            told = [*told, f"the checkpoint has {self.ignored}, which the state has not"]
+            told = [*told, unexpected(self.ignored)]
         if self._fit.only is not None and not self._was_asked:
             told = [*told, nothing_chosen(self._fit.only)]
         if told:
@@ -245,7 +245,7 @@ class Template:
         if missing and self._fit.missing == "raise" and self._fit.only is None:
             told = (
                 f"{at} has {missing[0]!r}"
-                + (f" and {len(missing) - 1} more keys" if len(missing) > 1 else "")
+                + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
                 + f", which the checkpoint has not{instead_of(missing, saved)}"
             )
             raise refusal(self._where, [told], is_missing=True)

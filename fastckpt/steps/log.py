@@ -28,6 +28,7 @@ NAME = "saves.jsonl"
 _LINE_BYTES_MAX, _BYTES_MAX = 64 << 20, 1 << 30
 _MEMBERS = ("step", "began", "ranks", "nbytes", "stall_s", "committed_s", "rate", "error")
 _SECONDS_END, _NUMBER_END = 1e9, 1 << 63
+_TOLD_MAX = 10  # lines that are no entries
 
 
 def noting(path: str, step: int) -> Callable[[Any], None]:
@@ -88,7 +89,7 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
             error.reword(f"{error}; no save to this root was logged: pass log=True to Checkpointer")
         raise
     found: list[dict[str, Any]] = []
-    wrong = ""
+    wrong = list[str]()
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line:
             continue
@@ -97,10 +98,15 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
                 raise ValueError("it is too long")
             found.append(_entry(json.loads(line, parse_constant=_no_number)))
         except (ValueError, RecursionError) as error:
-            wrong = f"{path!r}: line {number} is no entry, and left out: {str(error)[:100]}"
-            log.warning("%s", wrong)
+            wrong.append(f"line {number} is no entry, and left out: {str(error)[:100]}")
     if wrong and not found:
-        raise CorruptCheckpoint(f"{path!r} is no log of saves")
+        raise CorruptCheckpoint(
+            f"{path!r} is no log of saves: pass the root of a Checkpointer(log=True), or the log"
+        )
+    for told in wrong[:_TOLD_MAX]:
+        log.warning("%r: %s", path, told)
+    if len(wrong) > _TOLD_MAX:
+        log.warning("%r: %d more lines are no entries", path, len(wrong) - _TOLD_MAX)
     return found
 
 

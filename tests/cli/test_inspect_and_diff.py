@@ -34,7 +34,7 @@ def test_inspect_lists_a_root(disk: Path, capsys: pytest.CaptureFixture[str]) ->
     root = str(disk / "run")
     found = told(capsys, "inspect", root)
     assert found["kind"] == "a step of fastckpt" and found["verified"]
-    assert (found["step"], found["ranks"], found["tensors"]) == ("7", "1", 2)
+    assert (found["step"], found["ranks"], found["tensors"]) == (7, 1, 2)
     assert {
         row["name"]: (row["dtype"], row["shape"], row["nbytes"]) for row in found["content"]
     } == {

@@ -286,6 +286,26 @@ def test_a_damaged_step_leaves_nothing_open(file: str, disk: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+@pytest.mark.parametrize("nbytes", [None, 0, 100_000])
+def test_a_root_is_opened_at_the_newest_step_that_is_whole(
+    nbytes: int | None, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fastckpt.Checkpointer(disk) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": torch.full((1 << 19,), float(step))}).result(60)
+    shard = disk / "step-00000002" / "rank-00000.safetensors"
+    if nbytes is None:
+        shard.unlink()
+    else:
+        os.truncate(shard, nbytes)
+    with fastckpt.open(disk) as tensors:
+        assert tensors.path == str(disk / "step-00000001")
+        assert tensors["w"][0] == 1
+    assert str(shard) in caplog.text
+    with fastckpt.open(shard.parent) as tensors:  # what was asked for by its name
+        assert tensors["w"].shape == (1 << 19,)
+
+
 def test_one_damaged_tensor_does_not_fail_the_others_that_were_prefetched(disk: Path) -> None:
     state = {"a": torch.randn(4 << 20), "b": torch.randn(4 << 20)}
     fastckpt.save(state, disk / "a.pt").result(60)

@@ -270,6 +270,8 @@ def test_prefetch_reads_ahead_and_gives_each_once(disk: Path) -> None:
         assert torch.equal(tensors["large"][3], state["large"][3])
         assert torch.equal(tensors["large"][...], state["large"])
         tensors.prefetch(["empty"])
+        with pytest.raises(TypeError, match="names is 'large', must be a list"):
+            tensors.prefetch("large")
     with pytest.raises(ValueError, match="is closed"):
         tensors["large"][0]
 

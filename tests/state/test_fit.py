@@ -63,7 +63,7 @@ def test_what_was_not_saved_is_kept_and_named(restore: Restore) -> None:
     }
     state["model"]["head"] = filled(torch.nn.Linear(2, 2), 8)
     saved = {"model": torch.nn.ModuleDict({"old": filled(torch.nn.Linear(2, 2), 1)})}
-    with pytest.raises(IncompatibleCheckpoint, match="has 'new' and 2 more keys, which"):
+    with pytest.raises(IncompatibleCheckpoint, match="has 'new' and 2 more, which"):
         restore(saved, state)
     found = restore(saved, state, missing="keep")
     head = ("model/head.weight", "model/head.bias")

@@ -657,9 +657,9 @@ def test_nothing_changes_where_something_does_not_fit(disk: Path) -> None:
         ("own", torch.zeros(3), r"state\['own'\] is a tensor, in the checkpoint"),
         ("items", torch.nn.Linear(2, 2), r"state\['items'\] has a dict, in the checkpoint 2 items"),
         ("x", torch.nn.Linear(2, 2), r"state\['x'\] has a dict, in the checkpoint a Tensor"),
-        ("large", torch.nn.Linear(2, 2), "has 'weight' and 1 more keys, which"),
+        ("large", torch.nn.Linear(2, 2), "has 'weight' and 1 more, which"),
         ("model", torch.nn.Linear(600, 601), r"\['weight'\] has shape \[601, 600\]"),
-        ("model", torch.nn.Sequential(torch.nn.Linear(2, 2)), "has '0.weight' and 1 more keys"),
+        ("model", torch.nn.Sequential(torch.nn.Linear(2, 2)), "has '0.weight' and 1 more"),
         ("model", torch.nn.Linear(600, 600, bias=False), r"'model'\] is a module .* no bias"),
     ]
     extra = {

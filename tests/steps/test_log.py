@@ -189,6 +189,19 @@ def test_the_slowest_rank_is_named() -> None:
     assert RankClocks.from_bytes(clocks(3).to_bytes()) == clocks(3)
 
 
+def test_a_file_of_many_lines_that_are_no_entries(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (disk / "saves.jsonl").write_text("x\n" * 1000)
+    with pytest.raises(CorruptCheckpoint, match="is no log of saves: pass the root"):
+        log.entries(Storage(), str(disk))
+    assert not caplog.records
+    logged(disk)
+    assert len(log.entries(Storage(), str(disk))) == 1
+    assert len(caplog.records) == 11
+    assert "990 more lines are no entries" in caplog.text
+
+
 def logged(disk: Path) -> str:
     with fastckpt.Checkpointer(disk, log=True) as checkpointer:
         checkpointer.save(1, state()).result(60)
