@@ -117,9 +117,9 @@ class Checkpointer:
             compressed as they are: this gains less, but `zstd -d` restores them.
         reuse: None, or "auto": what a shard has in common with the same rank's shard of the last
             step is shared with it on the disk, and not written again, where the file system can
-            clone ranges (XFS, btrfs): for frozen weights. Each step stays whole whatever becomes of
-            others; but a bad sector is bad for all that share it. Not with codec, writers_per_node
-            or staging="gds"; with `local`, only there.
+            clone ranges (XFS, btrfs): for frozen weights. Each step stays whole if others are
+            removed, but damage to shared bytes is one to all that share them. Not with codec,
+            writers_per_node or staging="gds"; with `local`, only there.
         check_finite: whether a step is refused, on all ranks, if it has floating-point numbers that
             are infinite or not a number, as they were copied: result() raises CheckpointError on
             the rank that has them, naming the first in its shard, PeerFailed elsewhere. Looks at

@@ -25,7 +25,7 @@ constexpr size_t kPinnedBlocks = 16;  // at a time
 // A save may write to the same page meanwhile.
 __attribute__((no_sanitize("thread"))) void populate(std::byte* begin, size_t nbytes) {
     constexpr size_t kPageBytes = 4096;
-    auto* bytes = reinterpret_cast<uint8_t*>(begin);
+    auto* bytes = reinterpret_cast<volatile uint8_t*>(begin);  // else it might be left out
     for (size_t at = 0; at < nbytes; at += kPageBytes)
         __atomic_fetch_or(bytes + at, uint8_t{0}, __ATOMIC_RELAXED);
 }

@@ -6,6 +6,8 @@ This module must not know what the memory is used for.
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import NamedTuple
 
 from fastckpt.arguments import environment
 from fastckpt.plan.image import BLOCK_BYTES
@@ -31,22 +33,57 @@ def _memory_available_bytes() -> int:
 
 
 def _cgroup_headroom_bytes() -> int:
-    """Returns how many bytes the memory cgroup (v2 or v1) still grants; 1 << 62 if not known."""
-    unlimited = 1 << 62
-    for limit_path, usage_path in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            with (
-                open(limit_path, encoding="ascii") as limit,
-                open(usage_path, encoding="ascii") as usage,
-            ):
-                text = limit.read().strip()
-                return unlimited if text == "max" else max(0, int(text) - int(usage.read()))
-        except (OSError, ValueError):
-            continue  # that version of cgroups is not mounted here
-    return unlimited
+    """Returns how many bytes the process's memory cgroup (v2 or v1), and those around it, still
+    grant; 1 << 62 if that is not known. See cgroups(7).
+    """
+    found = [1 << 62]
+    try:
+        with open("/proc/self/cgroup", encoding="utf-8") as file:
+            lines = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        lines = []
+    for _number, controllers, path in lines:
+        names = _CGROUPS.get(controllers)
+        if names is None:
+            continue
+        # Of a namespace's or a container's own view, parts of the path may not be mounted.
+        parts = [part for part in path.split("/") if part]
+        for count in range(len(parts) + 1):
+            try:
+                found.append(_granted("/".join([names.root, *parts[:count]]), names))
+            except (OSError, ValueError):
+                pass  # the limit is "max", or nothing is there
+    return min(found)
+
+
+class _Names(NamedTuple):
+    """Names of a version of cgroups: where they are mounted, files of a limit and of what is used,
+    and in memory.stat what of that is a cache of files, which makes room.
+    """
+
+    root: str
+    limit: str
+    used: str
+    cached: tuple[str, str]
+
+
+_CACHED = ("active_file", "inactive_file")
+_CGROUPS = {  # by the controllers that /proc/self/cgroup names
+    "": _Names("/sys/fs/cgroup", "memory.max", "memory.current", _CACHED),
+    "memory": _Names(
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
+}
+
+
+def _granted(directory: str, names: _Names) -> int:
+    """Returns how many bytes a cgroup still grants; raises OSError or ValueError if not known."""
+    limit, used, stat = (
+        Path(directory, name).read_text() for name in (names.limit, names.used, "memory.stat")
+    )
+    counts = dict(line.split() for line in stat.splitlines())
+    cached = sum(int(counts.get(name, 0)) for name in names.cached)
+    return max(0, int(limit) - int(used) + cached)

@@ -85,7 +85,7 @@ class StepSource:
         for want in wanted:
             place = self._places[want.name]
             if isinstance(place, Placeholder):
-                targets.append(Target(place.key, want.target, place.shape, want.box))
+                targets.append(Target(*place, want.box, want.target))
             else:
                 small.append(want)
         if targets:

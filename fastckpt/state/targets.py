@@ -6,7 +6,7 @@ It must not know files, nor who reads them.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -19,17 +19,24 @@ class Target(NamedTuple):
 
     Attributes:
         key, shape: the stored tensor's key, and its shape as a whole.
+        dtype: that of the stored tensor.
         tensor: the memory, which has the part's sizes and any dtype, strides and device.
         box: the part.
     """
 
     key: str
-    tensor: torch.Tensor
+    dtype: torch.dtype
     shape: tuple[int, ...]
     box: Box
+    tensor: torch.Tensor
+
+    @property
+    def place(self) -> Place:
+        return self.key, self.dtype, self.shape, self.box
 
 
-Place = tuple[str, tuple[int, ...], Box]  # key, shape of the whole tensor, part of it
+# Key, dtype and shape of a stored tensor, and a part of it.
+Place: TypeAlias = tuple[str, torch.dtype, tuple[int, ...], Box]
 
 
 def takes_bytes(tensor: torch.Tensor, kinds: Collection[str]) -> bool:

@@ -135,7 +135,7 @@ class Template:
             if isinstance(stored, torch.Tensor):
                 return _part(stored, box)
             part = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
-            read([Target(stored.key, part, stored.shape, box)])
+            read([Target(*stored, box, part)])
             return part
 
         if told := self._tied.conflicts(part_of):
@@ -298,7 +298,7 @@ class Template:
         check_target(local, saved, str(at))
         if stored is not None:
             self._tied.add(str(at), local, box, stored.key, stored)
-            self.targets.append(Target(stored.key, local, shape, box))
+            self.targets.append(Target(*stored, box, local))
             return
         self._tied.add(str(at), local, box, id(saved), saved)
         part = saved if box == whole(shape) else _part(saved, box)
@@ -386,9 +386,9 @@ class Template:
     def _whole_tensor(self, stored: Stored) -> torch.Tensor:
         key, dtype, shape = stored
         if key not in self._whole:
-            self._find([(key, shape, whole(shape))])  # raises before memory is taken in vain
+            self._find([(*stored, whole(shape))])  # raises before memory is taken in vain
             self._whole[key] = torch.empty(shape, dtype=dtype, device="cpu")
-            self.targets.append(Target(key, self._whole[key], shape, whole(shape)))
+            self.targets.append(Target(*stored, whole(shape), self._whole[key]))
         return self._whole[key]
 
     def _whole_own_value(self, name: str) -> PerRank:

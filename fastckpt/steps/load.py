@@ -120,16 +120,13 @@ class StepReader:
         objects = self.objects(weights_only)
         found: dict[str, Stored] = {}
         fill(objects, lambda stored: found.setdefault(stored.key, stored), lambda _name: None)
-        self.find([(key, shape, whole(shape)) for key, _dtype, shape in found.values()])
+        self.find([(*stored, whole(stored.shape)) for stored in found.values()])
         tensors = {
             key: torch.empty(shape, dtype=dtype, device="cpu")
             for key, dtype, shape in found.values()
         }
         self.read(
-            [
-                Target(key, tensor, tuple(tensor.shape), whole(tuple(tensor.shape)))
-                for key, tensor in tensors.items()
-            ]
+            [Target(*stored, whole(stored.shape), tensors[key]) for key, stored in found.items()]
         )
         return fill(objects, lambda stored: tensors[stored.key], lambda name: own_value(own, name))
 
@@ -173,11 +170,12 @@ class StepReader:
 
         Raises:
             IncompatibleCheckpoint: a tensor is not in this step, or has another shape.
-            CorruptCheckpoint: the step lacks a part of a tensor, or has one twice.
+            CorruptCheckpoint: the step lacks a part of a tensor, has one twice, or stores it in
+                another dtype.
         """
         parts: dict[str, list[Box]] = {}
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        wanted = dict.fromkeys(key for key, _shape, _box in targets)
+        wanted = dict.fromkeys(key for key, *_ in targets)
         for index in self._needed(targets):
             for piece in chain.from_iterable(index.by_key[key] for key in _common(index, wanted)):
                 stored = (safetensors.DTYPES[piece.dtype], piece.shape)
@@ -187,13 +185,18 @@ class StepReader:
                         f"another file as {found[piece.key]}"
                     )
                 parts.setdefault(piece.key, []).append(piece.box)
-        missing = sorted({key for key, _shape, box in targets if key not in found and box.numel})
+        missing = sorted({key for key, *_, box in targets if key not in found and box.numel})
         if missing:
             raise IncompatibleCheckpoint(
                 f"{self._path('')!r} holds no tensor {listed(map(repr, missing))}: the state to be "
                 "restored has others than the one that was saved"
             )
-        for key, shape, box in targets:
+        for key, dtype, shape, box in targets:
+            if box.numel and found[key][0] != dtype:
+                raise CorruptCheckpoint(
+                    f"{self._path('')!r} stores {key!r} as {found[key][0]}, but its objects name "
+                    f"it as {dtype}"
+                )
             if box.numel and found[key][1] != shape:
                 raise IncompatibleCheckpoint(
                     f"{key!r} has shape {list(found[key][1])} in {self._path('')!r}, "
@@ -215,7 +218,7 @@ class StepReader:
             How many bytes were needed. Raises as find(), and CorruptCheckpoint or StorageError if
                 something is damaged or cannot be read; targets may then be partly overwritten.
         """
-        places = [(target.key, target.shape, target.box) for target in targets]
+        places = [target.place for target in targets]
         found = self.find(places)
         buffers: dict[str, list[tuple[Target, torch.Tensor]]] = {}
         needed = 0
@@ -259,7 +262,7 @@ class StepReader:
 
     def _in_bits(self, target: Target) -> bool:
         """Returns whether a part comes in so many small runs that one copy of it is faster."""
-        for index in self._needed([(target.key, target.shape, target.box)]):
+        for index in self._needed([target.place]):
             for piece in index.by_key.get(target.key, ()):
                 for _, _, nbytes, count, _, _ in copies(piece.box, 0, target.box, 0, 1):
                     if count > _RUNS_MAX and nbytes < _RUN_ITEMS_MIN:
@@ -269,7 +272,7 @@ class StepReader:
     def _needed(self, targets: Iterable[Place]) -> Iterator[ShardIndex]:
         """Yields the indexes of the files that may hold parts of the targets, by rank."""
         spans: dict[int, tuple[float, float]] = {}
-        for key, shape, box in targets:
+        for key, _dtype, shape, box in targets:
             if box.numel:
                 low, high = span(box, shape)
                 known = spans.get(key_hash(key), (low, high))

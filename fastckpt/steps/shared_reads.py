@@ -53,7 +53,7 @@ class Spread:
         self._held, self._tensors = [], []
         if self._kind is None:
             return list(targets)
-        stored = find([(target.key, target.shape, target.box) for target in targets])
+        stored = find([target.place for target in targets])
         others, everybody = [], tuple(range(self._ranks))
         for target in targets:
             tensor = target.tensor.detach()
@@ -67,7 +67,8 @@ class Spread:
         for piece in plan(self._held, self._rank):
             item, tensor = self._held[piece.held], self._tensors[piece.held]
             run = tensor.view(-1)[piece.begin : piece.begin + piece.box.numel]
-            others.append(Target(item.key, run.view(piece.box.sizes), item.shape, piece.box))
+            part = run.view(piece.box.sizes)
+            others.append(Target(item.key, tensor.dtype, item.shape, piece.box, part))
         return others
 
     def _is_shared(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
