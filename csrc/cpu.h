@@ -23,7 +23,7 @@ inline bool has_avx2() {
     __builtin_cpu_init();  // a constructor of another unit may come first
     return __builtin_cpu_supports("avx2") != 0;
 }
-inline bool has_avx512_items() {
+inline bool has_avx512_bw_vl() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl");
 }
@@ -37,7 +37,7 @@ inline bool has_vpclmulqdq() {
 }
 #else
 inline bool has_avx2() { return false; }
-inline bool has_avx512_items() { return false; }
+inline bool has_avx512_bw_vl() { return false; }
 inline bool has_pclmul() { return false; }
 inline bool has_vpclmulqdq() { return false; }
 #endif

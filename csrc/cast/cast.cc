@@ -196,7 +196,7 @@ namespace cast_kernels {
 
 constexpr Kernel portable = {"portable", cpu::always, cast_portable};
 constexpr Kernel avx2 = {"avx2", cpu::has_avx2, cast_avx2};
-constexpr Kernel avx512 = {"avx512", cpu::has_avx512_items, cast_avx512};
+constexpr Kernel avx512 = {"avx512", cpu::has_avx512_bw_vl, cast_avx512};
 
 }  // namespace cast_kernels
 

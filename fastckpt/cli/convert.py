@@ -216,10 +216,10 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
         is_converted = dtype is not None and tensor.dtype.is_floating_point
         found[name] = Copy(name, tensor, dtype if is_converted and dtype else tensor.dtype)
     if not found:
-        near = ", such as ".join(["its names", *(repr(name) for name in [*tensors][:1])])
         raise CheckpointError(
             f"{tensors.path!r} holds no tensor that is to be copied: --glob {arguments.glob!r} "
-            f"goes by {near}, and --prefix {arguments.prefix!r} by the names that are written"
+            f"goes by the names that inspect lists, --prefix {arguments.prefix!r} by those that are "
+            "written"
         )
     unknown = [copy.name for copy in found.values() if not safetensors.supported(copy.dtype)]
     if unknown and is_dotted:

@@ -74,10 +74,10 @@ class _Kind(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     with _without_collector():
-        return _told(arguments)
+        return _inspect(arguments)
 
 
-def _told(arguments: argparse.Namespace) -> int:
+def _inspect(arguments: argparse.Namespace) -> int:
     with fastckpt.open(arguments.path) as tensors:
         rows = _rows(tensors, arguments.glob)
         told = {

@@ -32,6 +32,29 @@ def _memory_available_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+class _Names(NamedTuple):
+    """Names of a version of cgroups: where they are mounted, files of a limit and of what is used,
+    and in memory.stat what of that is a cache of files, which makes room.
+    """
+
+    root: str
+    limit: str
+    used: str
+    cached: tuple[str, str]
+
+
+_CACHED = ("active_file", "inactive_file")
+_CGROUPS = {  # by the controllers that /proc/self/cgroup names
+    "": _Names("/sys/fs/cgroup", "memory.max", "memory.current", _CACHED),
+    "memory": _Names(
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
+}
+
+
 def _cgroup_headroom_bytes() -> int:
     """Returns how many bytes the process's memory cgroup (v2 or v1), and those around it, still
     grant; 1 << 62 if that is not known. See cgroups(7).
@@ -54,29 +77,6 @@ def _cgroup_headroom_bytes() -> int:
             except (OSError, ValueError):
                 pass  # the limit is "max", or nothing is there
     return min(found)
-
-
-class _Names(NamedTuple):
-    """Names of a version of cgroups: where they are mounted, files of a limit and of what is used,
-    and in memory.stat what of that is a cache of files, which makes room.
-    """
-
-    root: str
-    limit: str
-    used: str
-    cached: tuple[str, str]
-
-
-_CACHED = ("active_file", "inactive_file")
-_CGROUPS = {  # by the controllers that /proc/self/cgroup names
-    "": _Names("/sys/fs/cgroup", "memory.max", "memory.current", _CACHED),
-    "memory": _Names(
-        "/sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_active_file", "total_inactive_file"),
-    ),
-}
 
 
 def _granted(directory: str, names: _Names) -> int:

@@ -26,7 +26,7 @@ _SHOWN_CHARS_MAX = 100
 def decode(text: bytes) -> object:
     """Decodes JSON, using at most a few tens of bytes of memory for each byte of it.
 
-    Short lists of the same numbers may be one list, so that callers must change none.
+    Short lists of the same numbers may be one list, so callers must change none.
 
     Raises:
         ValueError: it is not UTF-8 or not JSON, an object has a name twice, or a number is NaN,

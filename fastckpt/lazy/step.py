@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
@@ -46,9 +46,8 @@ class StepSource:
     ) -> None:
         manifest, path = steps.read(name), steps.path(name)
         self._files = ExitStack()
-        copies = self._copies = StepCopies(storage, staging, [path], kept=self._files)
+        copies = StepCopies(storage, staging, [path], kept=self._files)
         self._reader = StepReader(staging, path, manifest, copies)
-        self._writers = manifest.writers
         self._close = close
         self.facts: dict[str, int | str] = {
             "step": manifest.step,
@@ -76,8 +75,9 @@ class StepSource:
         """Raises CorruptCheckpoint if a shard's file is missing, or has another size than the
         manifest says; StorageError if it cannot be opened.
         """
-        for file, nbytes in {writer.file: writer.nbytes for writer in self._writers}.items():
-            with self._copies.opened(file, nbytes):
+        writers = self._reader.manifest.writers
+        for file, nbytes in {writer.file: writer.nbytes for writer in writers}.items():
+            with self._reader.copies.opened(file, nbytes):
                 pass
 
     def read(self, wanted: Sequence[Wanted]) -> None:
@@ -100,6 +100,10 @@ class StepSource:
             self._close()
 
 
+# The dtype and shape of a tensor, and its shards.
+_Found: TypeAlias = tuple[tuple[torch.dtype, tuple[int, ...]], Sequence[Shard]]
+
+
 class _Parts:
     """What the indexes of a step say of its tensors.
 
@@ -110,16 +114,15 @@ class _Parts:
 
     def __init__(self, path: str, reader: StepReader) -> None:
         self._path = path
-        # The dtype and shape of each tensor with its shards, by key.
-        self._found: dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], Sequence[Shard]]] = {}
+        self._found: dict[str, _Found] = {}  # by key
         self._described: dict[int, Stored] = {}  # by the identity of what was found
         for file, pieces in reader.pieces():
-            alone: dict[object, Any] = {}  # of pieces that are alike, of which there are many
+            alike: dict[tuple[str, int, int], _Found] = {}  # by what pieces have in common
             for key, dtype, shape, box, _begin in pieces:
                 form = dtype, id(shape), id(box)
-                its = alone.get(form)
+                its = alike.get(form)
                 if its is None:
-                    its = alone[form] = (safetensors.DTYPES[dtype], shape), (Shard(file, box),)
+                    its = alike[form] = (safetensors.DTYPES[dtype], shape), (Shard(file, box),)
                 known = self._found.setdefault(key, its)
                 if known is its:
                     continue

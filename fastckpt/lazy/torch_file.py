@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
-from itertools import compress, islice, repeat
+from itertools import compress, repeat
 from operator import gt, itemgetter, le, lt, sub
 from typing import NamedTuple
 
@@ -116,12 +116,14 @@ def _records_of_ours(body: Body, directory: Directory) -> dict[str, Record]:
         offsets, names, sizes, crcs = (list(column) for column in zip(*rows, strict=True))
     ends = [*map(sub, offsets[1:], map(zip_records.descriptor_nbytes, offsets, sizes))]
     begins = [*map(sub, ends, sizes)]
-    wrong = [*islice(compress(names, map(le, begins, offsets)), 1)]
-    # Where no begin is wrong, they ascend: of the records that begin in the body, only the last can
-    # leave it.
-    in_body = bisect_left(begins, body_nbytes)
-    for count, limit in (in_body, body_nbytes), (len(ends), nbytes):
-        wrong += [names[at] for at in range(count)[-1:] if ends[at] > limit]
+    wrong = [*compress(names, map(le, begins, offsets))]
+    if not wrong and ends:
+        # The begins ascend, and so only the last record that begins in the body can leave it.
+        in_body = bisect_left(begins, body_nbytes)
+        if in_body and ends[in_body - 1] > body_nbytes:
+            wrong = names[in_body - 1 :]
+        elif ends[-1] > nbytes:
+            wrong = names[len(ends) - 1 :]
     if wrong:
         raise CorruptCheckpoint(f"record {wrong[0]!r} is not where it should be")
     shorts = [name.partition("/")[2] for name in names]

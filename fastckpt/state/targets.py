@@ -18,10 +18,9 @@ class Target(NamedTuple):
     """A part of a stored tensor that is wanted, and the memory for it.
 
     Attributes:
-        key, shape: the stored tensor's key, and its shape as a whole.
-        dtype: that of the stored tensor.
-        tensor: the memory, which has the part's sizes and any dtype, strides and device.
+        key, dtype, shape: the stored tensor's, as a whole.
         box: the part.
+        tensor: the memory, which has the part's sizes and any dtype, strides and device.
     """
 
     key: str

@@ -89,7 +89,7 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
             error.reword(f"{error}; no save to this root was logged: pass log=True to Checkpointer")
         raise
     found: list[dict[str, Any]] = []
-    wrong = list[str]()
+    wrong, wrong_count = list[str](), 0
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line:
             continue
@@ -98,15 +98,17 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
                 raise ValueError("it is too long")
             found.append(_entry(json.loads(line, parse_constant=_no_number)))
         except (ValueError, RecursionError) as error:
-            wrong.append(f"line {number} is no entry, and left out: {str(error)[:100]}")
+            wrong_count += 1
+            if wrong_count <= _TOLD_MAX:
+                wrong.append(f"line {number} is no entry, and left out: {str(error)[:100]}")
     if wrong and not found:
         raise CorruptCheckpoint(
             f"{path!r} is no log of saves: pass the root of a Checkpointer(log=True), or the log"
         )
-    for told in wrong[:_TOLD_MAX]:
+    if wrong_count > _TOLD_MAX:
+        wrong.append(f"{wrong_count - _TOLD_MAX} more lines are no entries")
+    for told in wrong:
         log.warning("%r: %s", path, told)
-    if len(wrong) > _TOLD_MAX:
-        log.warning("%r: %d more lines are no entries", path, len(wrong) - _TOLD_MAX)
     return found
 
 
