@@ -58,7 +58,7 @@ class Files:
 
     def __init__(self, directory: Path, fence: str = "call", **options: Any) -> None:
         self.directory = directory
-        self._save = partial(fastckpt.save, fence=fence, durable=False, **options)
+        self._save = partial(fastckpt.save, fence=fence, **options)
 
     def save(self, number: int, state: Any) -> SaveHandle:
         return self._save(state, self.directory / f"{number}.pt")
@@ -171,21 +171,28 @@ def test_a_state_comes_back_where_it_was(
     assert_same(fastckpt.load(disk / "a.pt", map_location="cpu"), on_host)
 
 
-def commit_held() -> threading.Event:
-    """Keeps the next save from its commit until the event is set."""
-    commit = threading.Event()
-    pipeline.current().storage = Delay("sync", commit)
-    return commit
+class HeldCommit(Delay):
+    """Keeps the next save from its commit until `commit` is set."""
+
+    def __init__(self) -> None:
+        self.commit = threading.Event()
+        super().__init__("sync", self.commit)
 
 
-def told(handle: SaveHandle, gpu: CudaStub, commit: threading.Event) -> SaveStats:
+def commit_held() -> HeldCommit:
+    pipeline.current().storage = held = HeldCommit()
+    return held
+
+
+def told(handle: SaveHandle, gpu: CudaStub, held: HeldCommit) -> SaveStats:
     """Lets the GPU go on, and then the commit: a save that commits before the streams have passed
     their waits does not know how long these were.
     """
     gpu.hold(False)
     gpu.synchronize()
+    assert held.reached.wait(WAIT_S), "nothing was synced, so that nothing held the commit"
     assert not handle.done()
-    commit.set()
+    held.commit.set()
     return handle.result(WAIT_S)
 
 
@@ -205,13 +212,13 @@ def test_call_fence_orders_streams_and_does_not_wait(gpu: CudaStub, disk: Path) 
     gpu.configure(LATENCY_US, BYTES_PER_US)
     nbytes = 20 * MIB
     tensor = torch.zeros(nbytes, dtype=torch.uint8, device=KIND)
-    commit = commit_held()
+    held = commit_held()
     gpu.hold(True)
     fill(tensor, 1, gpu, took_us=500)
     handle = fastckpt.save({"w": tensor}, disk / "a.pt")
     fill(tensor, 2, gpu, took_us=100)
     assert not handle.is_staged(), "no copy has begun, and the caller is here"
-    stats = told(handle, gpu, commit)
+    stats = told(handle, gpu, held)
     copied_us = 500 + 3 * LATENCY_US + nbytes / BYTES_PER_US
     assert gpu.synchronize() == pytest.approx(copied_us + 100)
     assert fastckpt.load(disk / "a.pt", map_location="cpu")["w"].eq(1).all()
@@ -290,14 +297,14 @@ def test_an_optimizer_step_waits_on_the_stream_and_not_on_the_host(
     optimizer = Kernels([tensor], gpu, runtime)
     optimizer.took_us = 50.0
     activations = bytearray(100)
-    commit = commit_held()
+    held = commit_held()
     gpu.hold(True)
     handle = saves.save(0, {"w": tensor})
     gpu.kernel(activations, 1, 300.0)
     gpu.synchronize()
     optimizer.step()
     assert not handle.is_staged(), "no copy has begun, and the step was taken"
-    stats = told(handle, gpu, commit)
+    stats = told(handle, gpu, held)
     copied_us = 3 * LATENCY_US + nbytes / BYTES_PER_US
     assert gpu.synchronize() == pytest.approx(copied_us + 50)
     forward, step = [done for done in gpu.log() if done.kind == KERNEL]
@@ -687,13 +694,13 @@ def test_all_copies_are_queued_when_save_returns_and_their_times_add_up(
     """
     gpu.configure(LATENCY_US, BYTES_PER_US)
     state = [octets(100_000, number) for number in range(200)]
-    commit = commit_held()
+    held = commit_held()
     gpu.hold(True)
     handle = fastckpt.save(state, disk / "a.pt")
     calls = gpu.calls(BATCH) + gpu.calls(COPY)
     assert calls == 3  # as many as blocks
     assert not gpu.log()
-    stats = told(handle, gpu, commit)
+    stats = told(handle, gpu, held)
     done = copies(gpu)
     assert len(done) >= len(state)
     assert sum(copy.nbytes for copy in done) == 200 * 100_000
@@ -736,12 +743,12 @@ def test_a_second_step_waits_no_longer_than_the_first(
     gpu.configure(LATENCY_US, BYTES_PER_US)
     tensors = [octets(2 * MIB, 1), octets(2 * MIB, 1)]
     optimizers = [Kernels([tensor], gpu, runtime) for tensor in tensors]
-    commit = commit_held()
+    held = commit_held()
     gpu.hold(True)
     handle = fastckpt.save(tensors, disk / "a.pt", fence="step")
     for optimizer in optimizers:
         optimizer.step()
-    stats = told(handle, gpu, commit)
+    stats = told(handle, gpu, held)
     copied_us = max(done.end_us for done in copies(gpu))
     assert copied_us == pytest.approx(LATENCY_US + 4 * MIB / BYTES_PER_US)
     assert stats.gpu_stall_s == pytest.approx(copied_us / 1e6, rel=1e-3)
