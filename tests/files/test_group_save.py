@@ -1340,13 +1340,17 @@ class DieOpening(Recorder):
         return 0
 
 
+IMPATIENT_S = 6.0
+
+
 def load_and_die(
     member: Member, path: Path, victim: int, storage: Callable[[], Storage]
 ) -> Outcome:
-    impatient = dist.new_group(timeout=timedelta(seconds=15))  # what waits for blocks obeys that
+    # What waits for blocks obeys that, while gloo's loop spins on what the dead rank has closed.
+    impatient = dist.new_group(timeout=timedelta(seconds=IMPATIENT_S))
     member.store.set(f"connected {member.rank}", b"")  # or the victim dies while others connect
     member.store.wait([f"connected {rank}" for rank in range(member.world_size)])
-    options = {"group": impatient, "timeout_s": 15}
+    options = {"group": impatient, "timeout_s": IMPATIENT_S}
     if member.rank == victim:
         with saving_through(storage()):
             return attempt(lambda: fastckpt.load(path, **options))

@@ -224,6 +224,7 @@ def run_lanes(
     return seen
 
 
+@pytest.mark.torture
 def test_a_kill_of_any_rank_at_any_moment(nursery: Nursery, disk: Path, storm: Storm) -> None:
     for rng in storm.rounds(suite=1, torture=6):
         seen = run_lanes(nursery, disk, 2, rng, lambda lane, number: kill_one(lane, number, False))
