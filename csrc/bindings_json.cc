@@ -63,8 +63,10 @@ class Shared {
 
 class Reader {
   public:
-    // The bytes, which are UTF-8, end with a zero.
-    Reader(const char* begin, size_t nbytes) : begin_(begin), at_(begin), end_(begin + nbytes) {}
+    // The bytes, which are UTF-8, end with a zero. `columns` are the members of the outermost
+    // object that are lists of objects, and the names of the members of these.
+    Reader(const char* begin, size_t nbytes, const py::dict& columns)
+        : begin_(begin), at_(begin), end_(begin + nbytes), columns_(columns) {}
 
     py::object run() {
         if (std::strncmp(at_, "\xEF\xBB\xBF", 3) == 0) refuse("it begins with a BOM");
@@ -149,10 +151,44 @@ class Reader {
             const py::object name = text();
             if (next() != ':') fail("Expecting ':'");
             ++at_;
-            done(PyDict_SetItem(made.ptr(), name.ptr(), value().ptr()));
+            done(PyDict_SetItem(made.ptr(), name.ptr(), member(name).ptr()));
             ++count;
         } while (goes_on('}'));
         if (PyDict_GET_SIZE(made.ptr()) != count) refuse("an object has a name twice");
+        return std::move(made);
+    }
+
+    py::object member(const py::object& name) {
+        if (depth_ != 1 || next() != '[') return value();
+        PyObject* const names = PyDict_GetItemWithError(columns_.ptr(), name.ptr());
+        if (names == nullptr) return value();
+        const char* const begin = at_;
+        py::object found = columns(py::reinterpret_borrow<py::tuple>(names));
+        if (found) return found;
+        at_ = begin;
+        depth_ = 1;
+        return list();
+    }
+
+    // Reads a list of objects, each with these members in this order, without making the objects;
+    // returns a list for each name, or null if there is another object.
+    py::object columns(const py::tuple& names) {
+        py::tuple made(names.size());
+        for (size_t k = 0; k < names.size(); ++k) made[k] = py::list();
+        enter();
+        if (closes(']')) return std::move(made);
+        do {
+            if (next() != '{') return {};
+            enter();
+            for (size_t k = 0; k < names.size(); ++k) {
+                if (next() != '"' || PyUnicode_Compare(text().ptr(), names[k].ptr()) != 0)
+                    return {};
+                if (next() != ':') fail("Expecting ':'");
+                ++at_;
+                done(PyList_Append(PyTuple_GET_ITEM(made.ptr(), k), value().ptr()));
+                if (goes_on('}') != (k + 1 < names.size())) return {};
+            }
+        } while (goes_on(']'));
         return std::move(made);
     }
 
@@ -321,6 +357,7 @@ class Reader {
     const char* const begin_;
     const char* at_;
     const char* const end_;
+    const py::dict columns_;
     int depth_ = 0;
     std::vector<py::object> items_;  // of the lists that are open
     Shared texts_, lists_;
@@ -331,13 +368,13 @@ class Reader {
 void bind_json(py::module_& m) {
     m.def(
         "read_json",
-        [](const py::str& text) {
+        [](const py::str& text, const py::dict& columns) {
             Py_ssize_t nbytes = 0;
             const char* const content = PyUnicode_AsUTF8AndSize(text.ptr(), &nbytes);
             if (content == nullptr) throw py::error_already_set();
-            return Reader(content, static_cast<size_t>(nbytes)).run();
+            return Reader(content, static_cast<size_t>(nbytes), columns).run();
         },
-        py::arg("text"));
+        py::arg("text"), py::arg("columns"));
 }
 
 }  // namespace fastckpt

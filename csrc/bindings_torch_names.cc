@@ -24,7 +24,8 @@ namespace {
 const char* const kViews = "fastckpt.torch_views";
 constexpr Py_ssize_t kIdParts = 5;  // ("storage", class, key, location, number of elements)
 constexpr Py_ssize_t kViewParts = 6;
-constexpr size_t kFormsMax = 256;  // remembered: tuples can be made that all have one hash
+constexpr size_t kFormsMax = 256;        // remembered: tuples can be made that all have one hash
+constexpr int64_t kNodeCharacters = 32;  // what each name counts beside its own
 
 [[noreturn]] void refuse(const char* what) { fail(PyExc_ValueError, what); }
 
@@ -44,6 +45,20 @@ bool is_short(PyObject* value) {
            (PyLong_AsLongLongAndOverflow(value, &overflow), overflow == 0);
 }
 
+// Tells whether this is a value of which a state has many, and which holds no tensor.
+bool is_atom(PyObject* value) {
+    return value == Py_None || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
+           PyUnicode_CheckExact(value) || PyBool_Check(value);
+}
+
+// Tells whether a key stands in a name as it is.
+bool is_component(PyObject* key) {
+    if (!PyUnicode_CheckExact(key)) return false;
+    const Py_ssize_t end = PyUnicode_GET_LENGTH(key);
+    return PyUnicode_FindChar(key, '/', 0, end, 1) == -1 &&
+           PyUnicode_FindChar(key, '~', 0, end, 1) == -1;
+}
+
 // Returns the product of two numbers, or the highest number if that is higher.
 int64_t product(int64_t count, int64_t itemsize) {
     int64_t found = 0;
@@ -60,7 +75,11 @@ class Views {
           prefix_(of["prefix"]),
           itemsizes_(of["itemsizes"]),
           form_(of["form"]),
-          otherwise_(of["otherwise"]) {}
+          otherwise_(of["otherwise"]),
+          placeholder_(of["placeholder"]),
+          key_word_(of["word"]),
+          dtype_word_("dtype"),
+          shape_word_("shape") {}
 
     // Returns the storage of a persistent id.
     py::object storage(py::handle id) const {
@@ -109,7 +128,58 @@ class Views {
         return owned(PyObject_Call(otherwise_.ptr(), arguments.ptr(), nullptr));
     }
 
+    // Names the tensors among the items of a node, up to an item that is none or takes more;
+    // returns that, or None behind the last, and how many characters of names are left.
+    py::tuple named(py::handle items, py::handle prefix, const py::dict& tensors, py::handle kinds,
+                    int64_t left) const {
+        for (;;) {
+            py::object item = py::reinterpret_steal<py::object>(PyIter_Next(items.ptr()));
+            if (!item && PyErr_Occurred() != nullptr) throw py::error_already_set();
+            if (!item) return py::make_tuple(py::none(), left);
+            if (!PyTuple_CheckExact(item.ptr()) || PyTuple_GET_SIZE(item.ptr()) != 2)
+                refuse("an item is not a key and a value");
+            const py::handle key = PyTuple_GET_ITEM(item.ptr(), 0);
+            const py::handle value = PyTuple_GET_ITEM(item.ptr(), 1);
+            if (!is_component(key.ptr())) return py::make_tuple(item, left);
+            if (is_atom(value.ptr())) continue;
+            const py::object tensor = is_a(value, view_) ? py::reinterpret_borrow<py::object>(value)
+                                                         : placeholder(value, kinds);
+            if (!tensor) return py::make_tuple(item, left);
+            const py::object name = owned(PyUnicode_Concat(prefix.ptr(), key.ptr()));
+            const int64_t characters = PyUnicode_GET_LENGTH(name.ptr()) + kNodeCharacters;
+            if (characters > left) return py::make_tuple(item, left);
+            const size_t count = tensors.size();
+            if (PyDict_SetDefault(tensors.ptr(), name.ptr(), tensor.ptr()) == nullptr)
+                throw py::error_already_set();
+            if (tensors.size() == count) return py::make_tuple(item, left);  // the name was there
+            left -= characters;
+        }
+    }
+
   private:
+    // Returns the tensor that a placeholder stands for, if its dtype and shape are among `kinds`;
+    // else null. Whether a placeholder is malformed is told elsewhere.
+    py::object placeholder(py::handle value, py::handle kinds) const {
+        if (kinds.is_none() || !PyDict_CheckExact(value.ptr())) return {};
+        PyObject* const key = PyDict_GetItemWithError(value.ptr(), key_word_.ptr());
+        if (key == nullptr || !PyUnicode_CheckExact(key) || !PyUnicode_IS_ASCII(key)) return {};
+        PyObject* const dtype = PyDict_GetItemWithError(value.ptr(), dtype_word_.ptr());
+        PyObject* const shape = PyDict_GetItemWithError(value.ptr(), shape_word_.ptr());
+        if (dtype == nullptr || !PyUnicode_CheckExact(dtype)) return {};
+        if (shape == nullptr || !PyList_CheckExact(shape)) return {};
+        for (Py_ssize_t dim = 0; dim < PyList_GET_SIZE(shape); ++dim)
+            if (!is_short(PyList_GET_ITEM(shape, dim))) return {};
+        const py::object sizes = owned(PyList_AsTuple(shape));
+        const py::object kind = owned(PyTuple_Pack(2, dtype, sizes.ptr()));
+        PyObject* const known = PyDict_GetItemWithError(kinds.ptr(), kind.ptr());
+        if (known == nullptr) {
+            if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+            return {};
+        }
+        return made(placeholder_, owned(PyTuple_Pack(3, key, PyTuple_GET_ITEM(known, 0),
+                                                     PyTuple_GET_ITEM(known, 1))));
+    }
+
     static py::object made(const py::object& kind, const py::object& parts) {
         const py::object arguments = owned(PyTuple_Pack(1, parts.ptr()));
         auto* const type = reinterpret_cast<PyTypeObject*>(kind.ptr());
@@ -147,6 +217,8 @@ class Views {
     const py::object storage_, view_, dtype_, prefix_;
     const py::dict itemsizes_;
     const py::object form_, otherwise_;
+    const py::object placeholder_;                      // the type of what a placeholder is read as
+    const py::str key_word_, dtype_word_, shape_word_;  // the names of its members
     py::dict forms_;
 };
 
@@ -184,15 +256,25 @@ py::object rebuilt(Views& views, PyObject* arguments) {
     return views.view(parts[0], parts[1], parts[2], parts[3], Py_None);
 }
 
+py::object named(Views& views, PyObject* arguments) {
+    PyObject *items, *prefix, *tensors, *kinds, *left;
+    if (!PyArg_UnpackTuple(arguments, "named", 5, 5, &items, &prefix, &tensors, &kinds, &left))
+        throw py::error_already_set();
+    const int64_t characters = PyLong_AsLongLong(left);
+    if (characters == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return views.named(items, prefix, py::reinterpret_borrow<py::dict>(tensors), kinds, characters);
+}
+
 PyMethodDef storage_def{"storage", call<storage>, METH_O, nullptr};
 PyMethodDef rebuilt_def{"rebuilt", call<rebuilt>, METH_VARARGS, nullptr};
 PyMethodDef view_def{"view", call<view>, METH_VARARGS, nullptr};
+PyMethodDef named_def{"named", call<named>, METH_VARARGS, nullptr};
 
 }  // namespace
 }  // namespace pickle
 
 void bind_torch_names(py::module_& m) {
-    // Returns the three functions of Views, as functions of Python, which are called without
+    // Returns the four functions of Views, as functions of Python, which are called without
     // pybind11's conversions.
     m.def(
         "torch_views",
@@ -204,7 +286,8 @@ void bind_torch_names(py::module_& m) {
             views.release();
             return py::make_tuple(owned(PyCFunction_New(&pickle::storage_def, capsule.ptr())),
                                   owned(PyCFunction_New(&pickle::rebuilt_def, capsule.ptr())),
-                                  owned(PyCFunction_New(&pickle::view_def, capsule.ptr())));
+                                  owned(PyCFunction_New(&pickle::view_def, capsule.ptr())),
+                                  owned(PyCFunction_New(&pickle::named_def, capsule.ptr())));
         },
         py::arg("words"));
 }

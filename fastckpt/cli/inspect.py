@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain, compress, repeat
 from math import prod
 from typing import Any, NamedTuple
 
@@ -79,42 +80,43 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     with fastckpt.open(arguments.path) as tensors:
-        rows = _rows(tensors, arguments.glob)
+        names, kinds = _listed(tensors, arguments.glob)
         told = {
             "path": tensors.path,
             "kind": tensors.kind,
             "verified": tensors.is_verified,
             **tensors.facts,
-            "tensors": len(rows),
-            "nbytes": sum(kind.row["nbytes"] for _name, kind in rows),
+            "tensors": len(names),
+            "nbytes": sum(kind.row["nbytes"] for kind in kinds),
             "others": tensors.others,
         }
     if arguments.json:
-        content = [{"name": name, **kind.row} for name, kind in rows]
+        content = [{"name": n, **kind.row} for n, kind in zip(names, kinds, strict=True)]
         print(json.dumps({**told, "content": content}, indent=1))
     else:
-        _print(told, rows)
+        _print(told, names, kinds)
     return 0
 
 
-def _rows(tensors: fastckpt.LazyTensors, glob: str) -> list[tuple[str, _Kind]]:
-    """Returns the names that the pattern fits, with what is told of each."""
-    kinds: dict[int, tuple[Any, _Kind]] = {}  # by the identity of what many tensors share
+def _listed(tensors: fastckpt.LazyTensors, glob: str) -> tuple[list[str], list[_Kind]]:
+    """Returns the names that the pattern fits, and what is told of each."""
+    known: dict[int, tuple[Any, _Kind]] = {}  # by the identity of what many tensors share
 
     def kind_of(stored: Any) -> _Kind:
         found = _kind(stored.dtype, stored.shape, stored.shards)
-        if len(kinds) < _KINDS_MAX:
-            kinds[id(stored)] = stored, found
+        if len(known) < _KINDS_MAX:
+            known[id(stored)] = stored, found
         return found
 
-    rows = [
-        (name, known[1] if (known := kinds.get(id(stored))) else kind_of(stored))
-        for name, stored in tensors.listed()
-    ]
+    names, kinds = [*tensors], list[_Kind]()
+    for _name, stored in tensors.listed():
+        its = known.get(id(stored))
+        kinds.append(kind_of(stored) if its is None else its[1])
     if glob == "*":
-        return rows
-    names = {*fnmatch.filter((name for name, _kind in rows), glob)}
-    return [row for row in rows if row[0] in names]
+        return names, kinds
+    fits = {*fnmatch.filter(names, glob)}
+    chosen = [name in fits for name in names]
+    return [*compress(names, chosen)], [*compress(kinds, chosen)]
 
 
 @lru_cache(_KINDS_MAX)
@@ -127,28 +129,25 @@ def _kind(dtype: torch.dtype, shape: tuple[int, ...], shards: tuple[Any, ...]) -
     return _Kind(row, (told, str([*shape]), shown_size(nbytes), file))
 
 
-def _print(told: dict[str, Any], rows: list[tuple[str, _Kind]]) -> None:
+def _print(told: dict[str, Any], names: list[str], kinds: list[_Kind]) -> None:
     facts = [f"{name} {told[name]}" for name in ("step", "saved", "ranks", "files") if name in told]
     checked = "verified when read" if told["verified"] else "without checksums of blocks"
     print(f"{shown_name(told['path'])}: {told['kind']}, {checked}; {', '.join(facts)}")
     print(f"{told['tensors']} tensors, {shown_size(told['nbytes'])}")
     if told["others"]:
         print(shown_others(told["others"]))
-    names = [name for name, _kind in rows]
     if not ("".join(names).isprintable() and all(names)):
         names = [*map(shown_name, names)]
-    kinds = {id(kind): kind.cells for _name, kind in rows}
-    widths = [max(map(len, column)) for column in zip(*kinds.values(), strict=True)]
+    distinct = dict(zip(map(id, kinds), kinds, strict=True))
+    widths = [
+        max(map(len, column))
+        for column in zip(*(kind.cells for kind in distinct.values()), strict=True)
+    ]
     ends = {
-        number: f"  {'  '.join(map(str.ljust, cells, widths)).rstrip()}\n"
-        for number, cells in kinds.items()
+        number: f"  {'  '.join(map(str.ljust, kind.cells, widths)).rstrip()}\n"
+        for number, kind in distinct.items()
     }
     width = max(map(len, names), default=0)
-    sys.stdout.write(
-        "".join(
-            [
-                name.ljust(width) + ends[id(kind)]
-                for name, (_name, kind) in zip(names, rows, strict=True)
-            ]
-        )
-    )
+    begins = map(str.ljust, names, repeat(width))
+    lines = zip(begins, map(ends.__getitem__, map(id, kinds)), strict=True)
+    sys.stdout.write("".join(chain.from_iterable(lines)))

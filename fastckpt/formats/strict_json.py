@@ -7,7 +7,7 @@ uses. It must not know any format.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -23,17 +23,22 @@ KINDS_MAX = 256
 _SHOWN_CHARS_MAX = 100
 
 
-def decode(text: bytes) -> object:
+def decode(text: bytes, columns: Mapping[str, Iterable[str]] | None = None) -> object:
     """Decodes JSON, using at most a few tens of bytes of memory for each byte of it.
 
     Short lists of the same numbers may be one list, so callers must change none.
+
+    Args:
+        columns: members of the outermost object that may be lists of many objects, and the names of
+            their members. If each of these has just those, in this order, the list is read as a
+            tuple of columns, which is what columns_of() makes of it.
 
     Raises:
         ValueError: it is not UTF-8 or not JSON, an object has a name twice, or a number is NaN,
             infinite or too long.
         RecursionError: it is nested too deeply.
     """
-    return _engine.read_json(text.decode())
+    return _engine.read_json(text.decode(), {k: tuple(v) for k, v in (columns or {}).items()})
 
 
 def encode(value: object) -> str:
@@ -57,21 +62,32 @@ def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what
 
 
 def columns_of(
-    values: Sequence[Any], kinds: Mapping[str, type | tuple[type, ...]], what: str
-) -> list[list[Any]]:
-    """Returns the members of many objects, a column for each; raises as check_members() of each."""
-    columns: list[list[Any]] = [[] for _ in kinds]
-    if {*map(type, values)} == {dict} and {*map(len, values)} == {len(kinds)}:
-        try:
-            columns = [[*map(itemgetter(name), values)] for name in kinds]
-        except KeyError:
-            pass  # told below, with the name
-        else:
-            if all(map(_fits, columns, kinds.values())):
-                return columns
-    for value in values:
+    values: Any, kinds: Mapping[str, type | tuple[type, ...]], what: str
+) -> Sequence[list[Any]]:
+    """Returns the members of many objects, a column for each; raises as check_members() of each.
+
+    Args:
+        values: the objects, or the columns that decode() has made of them.
+    """
+    columns = values if type(values) is tuple else _columns(values, kinds)
+    if columns is not None and all(map(_fits, columns, kinds.values())):
+        return columns
+    objects = values
+    if type(values) is tuple:
+        objects = [dict(zip(kinds, row, strict=True)) for row in zip(*values, strict=True)]
+    for value in objects:
         check_members(value, kinds, what)
-    return columns
+    raise AssertionError(f"{what} fits, but not in its column")
+
+
+def _columns(values: Sequence[Any], names: Collection[str]) -> Sequence[list[Any]] | None:
+    """Returns a column for each name; None unless all values are objects of members so named."""
+    if not ({*map(type, values)} <= {dict} and {*map(len, values)} <= {len(names)}):
+        return None
+    try:
+        return [[*map(itemgetter(name), values)] for name in names]
+    except KeyError:
+        return None
 
 
 def _fits(column: list[Any], kind: type | tuple[type, ...]) -> bool:

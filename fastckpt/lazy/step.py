@@ -138,8 +138,9 @@ class _Parts:
         for name, view in tensors.items():
             if type(view) is not Placeholder:
                 continue
-            known = self._found.get(view[0])
-            if (0 not in view.shape) if known is None else (known[0] != view[1:]):
+            key, dtype, shape = view
+            known = self._found.get(key)
+            if (0 not in shape) if known is None else known[0] != (dtype, shape):
                 raise CorruptCheckpoint(
                     f"{self._path!r} has no shards of {name!r} with the dtype and shape that its "
                     "objects name"

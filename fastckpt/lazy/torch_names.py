@@ -21,9 +21,10 @@ from fastckpt import _engine
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import Callee, Ignored, Instance
+from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.formats.value_names import escaped
 from fastckpt.lazy.extents import Form
-from fastckpt.state.tree import PER_RANK, Stored, stored_of, unescaped
+from fastckpt.state.tree import PER_RANK, TENSOR, Stored, stored_of, unescaped
 
 _FILE = 0  # the number of a torch zip, which is one file
 _DIMS_MAX = 64
@@ -31,7 +32,7 @@ _NUMBER_END = 1 << 63
 # A dict that stands in a state many times gives its tensors many names, each of the length of its
 # path. More characters of names than this for each byte of the pickle are no state's.
 _NAMES_PER_BYTE, _NAMES_MIN = 64, 1 << 22
-_NODE_CHARACTERS = 32  # what each of them counts beside its own
+_NODE_CHARACTERS = 32  # what each of them counts beside its own, here and in C++
 _STORAGES: dict[str, torch.dtype] = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -125,39 +126,44 @@ class _Walk:
         self._left, self._is_of_step = characters, is_of_step
         self._found = Names({}, {})
         self._number: dict[str, int] = {}  # of tensors by each name that more than one has
+        # Of placeholders, by the dtype and the shape that they give.
+        self._kinds: dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]] = {}
 
     def run(self, nest: Any) -> Names:
         # A stack of its own: a pickle may be nested more deeply than Python calls. Of each node the
         # items that are left, and what begins the names below it: "" only of the whole nest, since
         # the key "" is one as well.
         levels: list[tuple[Iterator[tuple[Any, Any]], str]] = [(iter([("", nest)]), "")]
-        tensors = self._found.tensors
+        tensors, kinds = self._found.tensors, self._kinds if self._is_of_step else None
         while levels:
             items, prefix = levels[-1]
-            for key, value in items:
-                if type(key) is StoredView:
-                    tensors[self._unique(f"{prefix}key")] = key
-                kind = type(value)
-                if kind not in _NODES:
-                    continue
-                if type(key) is not str:
-                    key = _key_name(key)
-                name = prefix + (escaped(key) if "~" in key or "/" in key else key)
-                self._left -= len(name) + _NODE_CHARACTERS
-                if self._left < 0:
-                    raise _too_many_names()
-                if kind is dict and self._is_of_step and (stored := stored_of(value)) is not None:
-                    value, kind = stored, Stored
-                if kind in _TENSORS:
-                    tensors[self._unique(name) if name in tensors else name] = value
-                elif kind in _OTHERS:
-                    what = value.name if kind is Ignored else "a storage"
-                    self._found.others[what] = self._found.others.get(what, 0) + 1
-                else:
-                    levels.append((self._items(value), f"{name}/" if len(levels) > 1 else ""))
-                    break
-            else:
+            item, self._left = _named(items, prefix, tensors, kinds, self._left)
+            if item is None:
                 levels.pop()
+                continue
+            key, value = item
+            if type(key) is StoredView:
+                tensors[self._unique(f"{prefix}key")] = key
+            kind = type(value)
+            if kind not in _NODES:
+                continue
+            if type(key) is not str:
+                key = _key_name(key)
+            name = prefix + (escaped(key) if "~" in key or "/" in key else key)
+            self._left -= len(name) + _NODE_CHARACTERS
+            if self._left < 0:
+                raise _too_many_names()
+            if kind is dict and self._is_of_step and (stored := stored_of(value)) is not None:
+                if len(self._kinds) < KINDS_MAX:
+                    self._kinds[value["dtype"], stored.shape] = stored.dtype, stored.shape
+                value, kind = stored, Stored
+            if kind in _TENSORS:
+                tensors[self._unique(name) if name in tensors else name] = value
+            elif kind in _OTHERS:
+                what = value.name if kind is Ignored else "a storage"
+                self._found.others[what] = self._found.others.get(what, 0) + 1
+            else:
+                levels.append((self._items(value), f"{name}/" if len(levels) > 1 else ""))
         return self._found
 
     def _items(self, value: Any) -> Iterator[tuple[Any, Any]]:
@@ -258,7 +264,7 @@ def _rebuilt_v3(
     return _rebuilt_v2(storage, offset, shape, strides, bits=bits, dtype=dtype)
 
 
-_storage, _rebuilt, _view = _engine.torch_views(
+_storage, _rebuilt, _view, _named = _engine.torch_views(
     {
         "storage": _Storage,
         "view": StoredView,
@@ -267,6 +273,8 @@ _storage, _rebuilt, _view = _engine.torch_views(
         "itemsizes": _ITEMSIZE,
         "form": _form,
         "otherwise": _rebuilt_v2,
+        "placeholder": Stored,
+        "word": TENSOR,
     }
 )
 

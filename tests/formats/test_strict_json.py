@@ -95,6 +95,45 @@ def test_it_agrees_with_pythons_reader(storm: Storm) -> None:
     assert refused
 
 
+def outcome(text: str, columns: dict[str, tuple[str, ...]] | None = None) -> Any:
+    """What decode() returns, or the error that it raises; objects for columns."""
+    try:
+        found: Any = decode(text.encode(), columns)
+    except ValueError as error:
+        return str(error)
+    if columns is not None and type(found) is dict:
+        for name in columns.keys() & found.keys():
+            if type(found[name]) is tuple:
+                rows = zip(*found[name], strict=True)
+                found[name] = [dict(zip(columns[name], row, strict=True)) for row in rows]
+    return found
+
+
+def test_columns_hold_what_the_objects_do(storm: Storm) -> None:
+    columns = {"rows": ("key", "at"), "others": ("a",)}
+    assert decode(b'{"rows": [{"key": "k", "at": [1]}, {"key": 2, "at": 3}]}', columns) == {
+        "rows": (["k", 2], [[1], 3])
+    }
+    assert decode(b'{"rows": [], "others": []}', columns) == {"rows": ([], []), "others": ([],)}
+    refused = 0
+    for rng in storm.rounds(3000, 200_000):
+        rows = [{"key": value(rng, 3), "at": value(rng, 3)} for _ in range(rng.randrange(5))]
+        nest = {"a": value(rng, 2), "rows": rows, "others": [{"a": 1}, {"b": 2}]}
+        if rng.random() < 0.2:
+            rows.insert(rng.randrange(len(rows) + 1), value(rng, 2))
+        if rng.random() < 0.2:
+            nest["others"] = {"rows": rows}  # which are not members of the outermost object
+        text = json.dumps(nest).replace(
+            *rng.choice((("", ""), ('"key"', '"at"'), ('"at"', '"a"'), ("}, {", '}, {"key": 1, ')))
+        )
+        if rng.random() < 0.7:
+            text = changed(text, rng)
+        wanted = outcome(text)
+        refused += type(wanted) is str
+        assert repr(outcome(text, columns)) == repr(wanted), text
+    assert refused
+
+
 def test_lists_are_read_as_they_are_written_each_time() -> None:
     numbers = ["[]", "[1]", "[ 1]", "[1,2]", "[12]", "[1,2,3]", "[-1]", "[1.0]", f"[{'7,' * 40}7]"]
     wanted = [json.loads(text) for text in numbers] * 300

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import pickle
 import shutil
 import struct
 import zipfile
@@ -18,6 +19,9 @@ import torch.distributed.checkpoint as dcp
 
 import fastckpt
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.lazy.torch_names import names_of
+from fastckpt.state.tree import TENSOR, Stored
+from tests.state.test_tree import MALFORMED
 
 STORAGE = (
     b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x0ctQ"
@@ -284,6 +288,18 @@ def test_a_damaged_step_leaves_nothing_open(file: str, disk: Path) -> None:
         fastckpt.open(path).close()
     # A thread of an earlier test may close its own in between.
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("value", MALFORMED, ids=str)
+def test_a_malformed_placeholder_behind_a_good_one(value: Any) -> None:
+    """The good one makes its dtype and shape known."""
+    good = {TENSOR: "w", "dtype": "F32", "shape": [3]}
+    nest = {"a": good, "b": {"c": good, "d": {**good, TENSOR: "ü"}}}
+    found = names_of(pickle.dumps(nest, 2), is_of_step=True)
+    stored = Stored("w", torch.float32, (3,))
+    assert found == ({"a": stored, "b/c": stored, "b/d": stored._replace(key="ü")}, {})
+    with pytest.raises(CorruptCheckpoint, match="placeholder for a tensor is malformed"):
+        names_of(pickle.dumps({**nest, "e": value}, 2), is_of_step=True)
 
 
 @pytest.mark.parametrize("nbytes", [None, 0, 100_000])

@@ -303,24 +303,23 @@ def test_what_looks_like_a_placeholder_comes_back(disk: Path, value: Any) -> Non
         assert target["value"] == value
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {TENSOR: 5, "dtype": "F32", "shape": [3]},
-        {TENSOR: "w"},
-        {TENSOR: "w", "dtype": "F33", "shape": [3]},
-        {TENSOR: "w", "dtype": ["F32"], "shape": [3]},
-        {TENSOR: "w", "dtype": None, "shape": [3]},
-        {TENSOR: "w", "dtype": "F32", "shape": 3},
-        {TENSOR: "w", "dtype": "F32", "shape": [-1]},
-        {TENSOR: "w", "dtype": "F32", "shape": [1.0]},
-        {TENSOR: "w", "dtype": "F32", "shape": [True]},
-        {TENSOR: "w", "dtype": "F32", "shape": [1 << 61]},
-        {TENSOR: "w", "dtype": "F32", "shape": [0, 1 << 62, 1 << 62]},
-        {TENSOR: "w", "dtype": "F32", "shape": [float("nan")]},
-    ],
-    ids=str,
-)
+MALFORMED: list[dict[str, Any]] = [
+    {TENSOR: 5, "dtype": "F32", "shape": [3]},
+    {TENSOR: "w"},
+    {TENSOR: "w", "dtype": "F33", "shape": [3]},
+    {TENSOR: "w", "dtype": ["F32"], "shape": [3]},
+    {TENSOR: "w", "dtype": None, "shape": [3]},
+    {TENSOR: "w", "dtype": "F32", "shape": 3},
+    {TENSOR: "w", "dtype": "F32", "shape": [-1]},
+    {TENSOR: "w", "dtype": "F32", "shape": [1.0]},
+    {TENSOR: "w", "dtype": "F32", "shape": [True]},
+    {TENSOR: "w", "dtype": "F32", "shape": [1 << 61]},
+    {TENSOR: "w", "dtype": "F32", "shape": [0, 1 << 62, 1 << 62]},
+    {TENSOR: "w", "dtype": "F32", "shape": [float("nan")]},
+]
+
+
+@pytest.mark.parametrize("value", MALFORMED, ids=str)
 def test_a_malformed_placeholder_is_damage(value: Any) -> None:
     with pytest.raises(CorruptCheckpoint, match="placeholder for a tensor is malformed"):
         stored_of(value)
