@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bindings_names.h"
+#include "check.h"
 
 namespace py = pybind11;
 
@@ -162,6 +163,7 @@ class Reader {
         if (depth_ != 1 || next() != '[') return value();
         PyObject* const names = PyDict_GetItemWithError(columns_.ptr(), name.ptr());
         if (names == nullptr) return value();
+        CHECK(PyTuple_CheckExact(names) && PyTuple_GET_SIZE(names) > 0);
         const char* const begin = at_;
         py::object found = columns(py::reinterpret_borrow<py::tuple>(names));
         if (found) return found;
@@ -174,7 +176,10 @@ class Reader {
     // returns a list for each name, or null if there is another object.
     py::object columns(const py::tuple& names) {
         py::tuple made(names.size());
-        for (size_t k = 0; k < names.size(); ++k) made[k] = py::list();
+        for (size_t k = 0; k < names.size(); ++k) {
+            CHECK(PyUnicode_CheckExact(names[k].ptr()));
+            made[k] = py::list();
+        }
         enter();
         if (closes(']')) return std::move(made);
         do {

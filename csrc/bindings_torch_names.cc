@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "bindings_pickle_state.h"
+#include "check.h"
 
 namespace py = pybind11;
 
@@ -51,12 +52,15 @@ bool is_atom(PyObject* value) {
            PyUnicode_CheckExact(value) || PyBool_Check(value);
 }
 
-// Tells whether a key stands in a name as it is.
-bool is_component(PyObject* key) {
-    if (!PyUnicode_CheckExact(key)) return false;
+// Returns what a key adds to a name, if that is a number or a text that stands there as it is; else
+// null.
+py::object component(PyObject* key) {
+    if (is_short(key)) return owned(PyObject_Str(key));
+    if (!PyUnicode_CheckExact(key)) return {};
     const Py_ssize_t end = PyUnicode_GET_LENGTH(key);
-    return PyUnicode_FindChar(key, '/', 0, end, 1) == -1 &&
-           PyUnicode_FindChar(key, '~', 0, end, 1) == -1;
+    if (PyUnicode_FindChar(key, '/', 0, end, 1) != -1) return {};
+    if (PyUnicode_FindChar(key, '~', 0, end, 1) != -1) return {};
+    return py::reinterpret_borrow<py::object>(key);
 }
 
 // Returns the product of two numbers, or the highest number if that is higher.
@@ -132,15 +136,18 @@ class Views {
     // returns that, or None behind the last, and how many characters of names are left.
     py::tuple named(py::handle items, py::handle prefix, const py::dict& tensors, py::handle kinds,
                     int64_t left) const {
+        CHECK(PyIter_Check(items.ptr()) && PyUnicode_CheckExact(prefix.ptr()));
+        CHECK(PyDict_CheckExact(tensors.ptr()));
+        CHECK(kinds.is_none() || PyDict_CheckExact(kinds.ptr()));
         for (;;) {
             py::object item = py::reinterpret_steal<py::object>(PyIter_Next(items.ptr()));
             if (!item && PyErr_Occurred() != nullptr) throw py::error_already_set();
             if (!item) return py::make_tuple(py::none(), left);
             if (!PyTuple_CheckExact(item.ptr()) || PyTuple_GET_SIZE(item.ptr()) != 2)
                 refuse("an item is not a key and a value");
-            const py::handle key = PyTuple_GET_ITEM(item.ptr(), 0);
+            const py::object key = component(PyTuple_GET_ITEM(item.ptr(), 0));
             const py::handle value = PyTuple_GET_ITEM(item.ptr(), 1);
-            if (!is_component(key.ptr())) return py::make_tuple(item, left);
+            if (!key) return py::make_tuple(item, left);
             if (is_atom(value.ptr())) continue;
             const py::object tensor = is_a(value, view_) ? py::reinterpret_borrow<py::object>(value)
                                                          : placeholder(value, kinds);
@@ -176,6 +183,7 @@ class Views {
             if (PyErr_Occurred() != nullptr) throw py::error_already_set();
             return {};
         }
+        CHECK(PyTuple_CheckExact(known) && PyTuple_GET_SIZE(known) == 2);
         return made(placeholder_, owned(PyTuple_Pack(3, key, PyTuple_GET_ITEM(known, 0),
                                                      PyTuple_GET_ITEM(known, 1))));
     }

@@ -86,8 +86,8 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument(
         "--prefix",
         default="",
-        help="only tensors of which the new name begins with this, which is taken off; new names "
-        'have "." between keys for safetensors and hf ("model."), else "/" ("model/")',
+        help="only tensors whose name begins with this, which is taken off; for safetensors and hf "
+        'names have "." between keys ("model."), else they are those that inspect lists ("model/")',
     )
     parser.add_argument(
         "--dtype", choices=_DTYPES, help="convert tensors of floating-point numbers to this dtype"
@@ -206,7 +206,8 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
         if not old:
             raise CheckpointError(
                 f"{tensors.path!r} has a tensor without a name (a file that is a bare tensor, or a "
-                'dict with the key ""): save it in a dict, under a name'
+                'dict with the key ""): save it in a dict, under a name, or leave it out by '
+                "--glob '?*'"
             )
         name = name.removeprefix(arguments.prefix)
         if not name:
@@ -304,6 +305,8 @@ def _stream(
 
 def _memory(content: torch.Tensor) -> memoryview:
     """Returns the memory of bytes, which the tensor must outlive."""
+    if not content.numel():  # it has no address, and zlib.crc32() begins anew at none
+        return memoryview(b"")
     array = (ctypes.c_char * content.numel()).from_address(content.data_ptr())
     return memoryview(array).cast("B")
 
@@ -436,7 +439,7 @@ def _in_file(
             "does not fit there"
         )
     with (
-        reported("write a temporary file to", directory),
+        reported("write", directory),
         tempfile.TemporaryFile(dir=directory, buffering=0) as file,
     ):
         file.truncate(max(end, 1))

@@ -18,6 +18,7 @@ import fastckpt
 from fastckpt.cli.parts import parts
 from fastckpt.cli.progress import progress
 from fastckpt.cli.shared_arguments import add_json, path_argument, shown_name, shown_others
+from fastckpt.formats.value_names import dotted
 
 _PART_BYTES = 64 << 20  # of a tensor that are compared at a time
 
@@ -27,8 +28,9 @@ def add_arguments(commands: Any) -> None:
         "diff",
         help="compare the tensors of two checkpoints",
         description="Compares two checkpoints of any kind: names, dtypes, shapes and contents of "
-        "their tensors, and nothing else. Nothing of them is run. The exit status is 0 if the "
-        "tensors are equal, and 1 if they differ, or one is missing, damaged or no checkpoint.",
+        'their tensors, and nothing else. Names with "/" between keys fit those of safetensors and '
+        'DCP, which have ".". Nothing of them is run. The exit status is 0 if the tensors are '
+        "equal, and 1 if they differ, or one is missing, damaged or no checkpoint.",
     )
     for name in ("a", "b"):
         parser.add_argument(
@@ -60,15 +62,16 @@ class Difference(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     with fastckpt.open(arguments.a) as a, fastckpt.open(arguments.b) as b:
-        names = [name for name in {**a, **b} if fnmatch.fnmatchcase(name, arguments.glob)]
-        only_a = [name for name in names if name not in b]
-        only_b = [name for name in names if name not in a]
-        both = [name for name in names if name in a and name in b]
+        in_a, in_b = _by_name(a, b), _by_name(b, a)
+        names = [name for name in {**in_a, **in_b} if fnmatch.fnmatchcase(name, arguments.glob)]
+        only_a = [name for name in names if name not in in_b]
+        only_b = [name for name in names if name not in in_a]
+        both = [name for name in names if name in in_a and name in in_b]
         found = []
-        with progress(sum(a[name].nbytes for name in both), "compared") as done:
+        with progress(sum(a[in_a[name]].nbytes for name in both), "compared") as done:
             for name in both:
-                difference = compare(a[name], b[name], done)
-                found += [difference] if difference else []
+                difference = compare(a[in_a[name]], b[in_b[name]], done)
+                found += [difference._replace(name=name)] if difference else []
         others = {"A": a.others, "B": b.others}
     if arguments.json:
         told = {
@@ -90,6 +93,17 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"in {where} {shown_others(kinds)}")
         print(f"{len(both) - len(found)} of {len(names)} tensors are equal")
     return 1 if found or only_a or only_b else 0
+
+
+def _by_name(tensors: fastckpt.LazyTensors, others: fastckpt.LazyTensors) -> dict[str, str]:
+    """Returns the names of tensors, by those under which they are compared: with "." between keys
+    if only the others' names have no paths of keys, as after a conversion.
+    """
+    if tensors.has_paths and not others.has_paths:
+        found = {dotted(name): name for name in tensors}
+        if len(found) == len(tensors):
+            return found
+    return {name: name for name in tensors}
 
 
 def compare(

@@ -82,15 +82,23 @@ class Verdict(NamedTuple):
 def run(arguments: argparse.Namespace) -> int:
     found = []
     for path in arguments.paths:
-        for name, check in _parts(os.path.realpath(path), arguments.local):
-            verdict = _verdict(name, check)
+        for verdict in _verdicts(os.path.realpath(path), arguments.local):
             found.append(verdict)
             if not arguments.json:
-                print(f"{verdict.kind:8} {name}: {verdict.text}", flush=True)
+                print(f"{verdict.kind:8} {verdict.path}: {verdict.text}", flush=True)
     if arguments.json:
         print(json.dumps({"parts": [verdict._asdict() for verdict in found]}, indent=1))
     statuses = {verdict.status for verdict in found}
     return _DAMAGED if _DAMAGED in statuses else max(statuses, default=0)
+
+
+def _verdicts(path: str, is_local: bool) -> Iterator[Verdict]:
+    """Yields the verdicts on what a path holds, as each is found."""
+    try:
+        for name, check in _parts(path, is_local):
+            yield _verdict(name, check)
+    except (StorageError, OSError) as error:  # a directory cannot be listed
+        yield Verdict("unread", path, str(error), status=_UNREAD)
 
 
 def _verdict(name: str, check: Callable[[], int]) -> Verdict:

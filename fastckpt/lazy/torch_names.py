@@ -330,6 +330,9 @@ class _Plain:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def __repr__(self) -> str:  # which is part of a tensor's name, in a key that is a tuple
+        return self.name
+
 
 def _encoded(text: Any, encoding: Any = "latin1") -> Any:
     """Returns the bytes that protocol 2 writes as text."""

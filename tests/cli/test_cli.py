@@ -28,6 +28,7 @@ from fastckpt.arguments import quantities
 from fastckpt.cli import cost_model, main
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory
+from fastckpt.storage.file_system import Storage
 from tests import interpreters
 from tests.doubles import Operation, Recorder
 from tests.paths import ROOT
@@ -512,6 +513,18 @@ def test_verify_tells_what_it_could_not_read_from_damage(
             assert re.match("unread .*EIO", line), line
         status, lines = verified(capsys, saved / name, saved / "gone")
         assert status == 1 and lines[-1].startswith("FAILED ")
+
+
+def test_verify_of_a_root_that_cannot_be_listed(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Closed(Storage):
+        def directories(self, path: str) -> list[str]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    with process_on(Closed()):
+        status, lines = verified(capsys, saved / "run")
+    assert status == 3 and re.fullmatch("unread .*Permission denied.*", *lines)
 
 
 def test_verify_tells_where_steps_are(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

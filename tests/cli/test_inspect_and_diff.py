@@ -148,6 +148,17 @@ def test_diff_of_equal_checkpoints_in_two_formats(
     assert told(capsys, "diff", a, str(disk / "run"))["equal"] == 3
 
 
+def test_diff_of_names_that_would_be_one_with_points(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then they are compared as they are."""
+    a = disk / "a.pt"
+    torch.save({"x": {"y": torch.ones(2)}, "x.y": torch.zeros(2)}, a)
+    safetensors.torch.save_file({"x.y": torch.zeros(2)}, disk / "b.safetensors")
+    found = told(capsys, "diff", str(a), str(disk / "b.safetensors"), status=1)
+    assert (found["only_a"], found["only_b"], found["equal"]) == (["x/y"], [], 1)
+
+
 def test_diff_tells_what_differs(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     w = torch.zeros(100, 10)
     other = w.clone()

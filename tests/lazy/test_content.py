@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 from collections import OrderedDict, defaultdict
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -227,6 +228,18 @@ def test_keys_that_are_no_text(disk: Path) -> None:
     with fastckpt.open(disk / "a.pt") as tensors:
         assert [int(tensor[0]) for tensor in tensors.values()] == [*range(8)]
         assert [*tensors][:4] == ["b'a'", "b'b'", "device", "device#2"] and not tensors.others
+
+
+def test_keys_that_are_numbers_or_tuples(disk: Path) -> None:
+    """The names are the same in every process."""
+    keys = [1, "1", True, -3, (1, "a"), (date(2000, 1, 1),), 0.5, None]
+    torch.save({key: torch.full((2,), n) for n, key in enumerate(keys[:2])}, disk / "a.pt")
+    torch.save({key: torch.full((2,), n) for n, key in enumerate(keys[1:])}, disk / "b.pt")
+    with fastckpt.open(disk / "a.pt") as tensors:
+        assert [*tensors] == ["1", "1#2"]
+    with fastckpt.open(disk / "b.pt") as tensors:
+        assert [*tensors] == ["1", "True", "-3", "(1, 'a')", "(date,)", "0.5", "None"]
+        assert [int(tensor[0]) for tensor in tensors.values()] == [*range(7)]
 
 
 def test_a_chain_of_300_dicts(disk: Path) -> None:
