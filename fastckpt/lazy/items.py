@@ -54,6 +54,7 @@ class ItemsSource:
         self._chunks: dict[str, list[_Chunk]] = {}
         self.tensors: dict[str, Stored] = {}
         self.others: dict[str, int] = {}
+        paths: dict[str, str] = {}  # of files, by their names
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
                 self.others["a pickled object"] = self.others.get("a pickled object", 0) + 1
@@ -65,7 +66,9 @@ class ItemsSource:
                     raise CorruptCheckpoint(f"{path!r} does not tell where {name!r} lies")
                 if getattr(info, "transform_descriptors", None):
                     raise IncompatibleCheckpoint(f"{path!r} stores {name!r} compressed")
-                file = os.path.join(path, info.relative_path)
+                file = paths.get(info.relative_path)
+                if file is None:
+                    file = paths[info.relative_path] = os.path.join(path, info.relative_path)
                 box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
                 chunks.append(_Chunk(file, info.offset, info.length, box))
             self.tensors[name] = Stored(
@@ -73,7 +76,7 @@ class ItemsSource:
                 tuple(stored.size),
                 tuple(Shard(chunk.path, chunk.box) for chunk in chunks),
             )
-        files = {chunk.path for chunks in self._chunks.values() for chunk in chunks}
+        files = {*paths.values()}
         self.facts: dict[str, int | str] = {"files": len(files)}
         for file in files:
             target = dcp_metadata.leads_outside(path, file)
