@@ -25,8 +25,7 @@ namespace {
 const char* const kViews = "fastckpt.torch_views";
 constexpr Py_ssize_t kIdParts = 5;  // ("storage", class, key, location, number of elements)
 constexpr Py_ssize_t kViewParts = 6;
-constexpr size_t kFormsMax = 256;        // remembered: tuples can be made that all have one hash
-constexpr int64_t kNodeCharacters = 32;  // what each name counts beside its own
+constexpr size_t kFormsMax = 256;  // remembered: tuples can be made that all have one hash
 
 [[noreturn]] void refuse(const char* what) { fail(PyExc_ValueError, what); }
 
@@ -83,7 +82,8 @@ class Views {
           placeholder_(of["placeholder"]),
           key_word_(of["word"]),
           dtype_word_("dtype"),
-          shape_word_("shape") {}
+          shape_word_("shape"),
+          node_characters_(of["node_characters"].cast<int64_t>()) {}
 
     // Returns the storage of a persistent id.
     py::object storage(py::handle id) const {
@@ -153,7 +153,7 @@ class Views {
                                                          : placeholder(value, kinds);
             if (!tensor) return py::make_tuple(item, left);
             const py::object name = owned(PyUnicode_Concat(prefix.ptr(), key.ptr()));
-            const int64_t characters = PyUnicode_GET_LENGTH(name.ptr()) + kNodeCharacters;
+            const int64_t characters = PyUnicode_GET_LENGTH(name.ptr()) + node_characters_;
             if (characters > left) return py::make_tuple(item, left);
             const size_t count = tensors.size();
             if (PyDict_SetDefault(tensors.ptr(), name.ptr(), tensor.ptr()) == nullptr)
@@ -227,6 +227,7 @@ class Views {
     const py::object form_, otherwise_;
     const py::object placeholder_;                      // the type of what a placeholder is read as
     const py::str key_word_, dtype_word_, shape_word_;  // the names of its members
+    const int64_t node_characters_;                     // what each name counts beside its own
     py::dict forms_;
 };
 

@@ -32,7 +32,7 @@ _NUMBER_END = 1 << 63
 # A dict that stands in a state many times gives its tensors many names, each of the length of its
 # path. More characters of names than this for each byte of the pickle are no state's.
 _NAMES_PER_BYTE, _NAMES_MIN = 64, 1 << 22
-_NODE_CHARACTERS = 32  # what each of them counts beside its own, here and in C++
+_NODE_CHARACTERS = 32  # what each of them counts beside its own
 _STORAGES: dict[str, torch.dtype] = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -275,6 +275,7 @@ _storage, _rebuilt, _view, _named = _engine.torch_views(
         "otherwise": _rebuilt_v2,
         "placeholder": Stored,
         "word": TENSOR,
+        "node_characters": _NODE_CHARACTERS,
     }
 )
 
