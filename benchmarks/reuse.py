@@ -33,7 +33,7 @@ from fastckpt.storage import policies  # noqa: E402
 
 WAYS: dict[str, dict[str, Any]] = {"written": {}, "reused": {"reuse": "auto"}}
 CLOCKS = ("stall_s", "committed_s")
-WIDTH, RANK, SECTOR_BYTES = 2048, 8, 512
+RANK, SECTOR_BYTES = 8, 512
 WARM_UPS = 2  # saves of each way
 
 
@@ -42,11 +42,12 @@ class Lora:
 
     Args:
         layers: how many matrices.
+        width: of a matrix.
         dtype: of the matrices; adapters and Adam state are fp32.
         sharded: whether tensors are DTensors, which lie in the shards however small they are.
     """
 
-    def __init__(self, layers: int, dtype: torch.dtype, sharded: bool) -> None:
+    def __init__(self, layers: int, width: int, dtype: torch.dtype, sharded: bool) -> None:
         mesh = init_device_mesh("cpu", (1,))
         self.frozen: list[torch.Tensor] = []
         self.trained: list[torch.Tensor] = []
@@ -57,9 +58,9 @@ class Lora:
             return DTensor.from_local(tensor, mesh, [Replicate()]) if sharded else tensor
 
         for layer in range(layers):
-            self.frozen.append(torch.randn(WIDTH, WIDTH).to(dtype))
+            self.frozen.append(torch.randn(width, width).to(dtype))
             model[f"{layer}.weight"] = held(self.frozen[-1])
-            for name, shape in (("a", (RANK, WIDTH)), ("b", (WIDTH, RANK))):
+            for name, shape in (("a", (RANK, width)), ("b", (width, RANK))):
                 of_one = [torch.randn(shape) for _ in range(3)]
                 self.trained += of_one
                 model[f"{layer}.lora_{name}"] = held(of_one[0])
@@ -136,13 +137,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, required=True, help="on XFS or btrfs")
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--width", type=int, default=2048, help="of a layer's square matrix")
     parser.add_argument("--saves", type=int, default=20, help="of each way")
     parser.add_argument("--dtype", default="float32", help="of the frozen weights")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for sharded in (False, True):
-        lora = Lora(arguments.layers, getattr(torch, arguments.dtype), sharded)
+        dtype = getattr(torch, arguments.dtype)
+        lora = Lora(arguments.layers, arguments.width, dtype, sharded)
         for everything in (False, True):
             what = f"{'all' if everything else 'lora'}{', sharded' if sharded else ''}"
             root = Path(tempfile.mkdtemp(prefix="reuse-", dir=arguments.dir))

@@ -233,41 +233,51 @@ void bind_rounding(py::module_& m) {
     });
 }
 
-using PolyvalFunction = Polyval (*)(const Polyval&, const void*, size_t);
+using PolyvalFunction = decltype(&polyval);
 
-Polyval key_of(const std::string& bytes) {
-    Polyval key;
-    if (bytes.size() != key.size()) throw py::value_error("the key has not 16 bytes");
-    std::memcpy(key.data(), bytes.data(), key.size());
-    return key;
+Polyval element_of(const std::string& bytes) {
+    Polyval element;
+    if (bytes.size() != element.size())
+        throw py::value_error("a key or a hash has " + std::to_string(bytes.size()) +
+                              " bytes instead of 16 bytes");
+    std::memcpy(element.data(), bytes.data(), element.size());
+    return element;
 }
 
-py::bytes hash_of(PolyvalFunction function, const py::buffer& data, const std::string& key) {
+py::bytes hash_of(PolyvalFunction function, const py::buffer& data, const std::string& key,
+                  const std::string& state) {
     const py::buffer_info info = data.request();
-    const Polyval factor = key_of(key);
+    const PolyvalKey powers(element_of(key));
+    const Polyval before = element_of(state);
     Polyval hash;
     {
         py::gil_scoped_release nogil;
-        hash = function(factor, info.ptr, static_cast<size_t>(info.size * info.itemsize));
+        hash = function(powers, info.ptr, static_cast<size_t>(info.size * info.itemsize), before);
     }
     return py::bytes(reinterpret_cast<const char*>(hash.data()), hash.size());
 }
 
 void bind_polyval(py::module_& m) {
-    m.def("polyval", [](const py::buffer& data, const std::string& key) {
-        return hash_of(polyval, data, key);
-    });
+    const std::string none(sizeof(Polyval), 0);
+    m.def(
+        "polyval",
+        [](const py::buffer& data, const std::string& key, const std::string& state) {
+            return hash_of(polyval, data, key, state);
+        },
+        py::arg("data"), py::arg("key"), py::arg("state") = py::bytes(none));
     m.def("polyval_kernel", &polyval_kernel);
-    m.def("polyval_kernels", [] {
+    m.def("polyval_kernels", [none] {
         py::dict kernels;
         for (const auto* kernel :
              {&polyval_kernels::portable, &polyval_kernels::pclmul, &polyval_kernels::vpclmulqdq}) {
             if (!kernel->supported()) continue;
             const PolyvalFunction function = kernel->polyval;
-            kernels[kernel->name] =
-                py::cpp_function([function](const py::buffer& data, const std::string& key) {
-                    return hash_of(function, data, key);
-                });
+            kernels[kernel->name] = py::cpp_function(
+                [function](const py::buffer& data, const std::string& key,
+                           const std::string& state) {
+                    return hash_of(function, data, key, state);
+                },
+                py::arg("data"), py::arg("key"), py::arg("state") = py::bytes(none));
         }
         return kernels;
     });
@@ -458,7 +468,7 @@ void bind_cloning(py::module_& m) {
                          const std::string& key, int other, const py::buffer& old,
                          std::optional<py::function> clone, std::optional<py::function> read) {
                  return std::make_shared<Cloner>(
-                     nbytes, block_bytes, chunk_bytes, key_of(key), other, rows<Polyval>(old),
+                     nbytes, block_bytes, chunk_bytes, element_of(key), other, rows<Polyval>(old),
                      clone ? python_clone(std::move(*clone)) : clone_by_ioctl,
                      read ? python_transfer(std::move(*read)) : transfer_by_syscall);
              }),

@@ -12,6 +12,7 @@
 #include <future>
 
 #include "check.h"
+#include "crc32/crc32.h"
 
 namespace fastckpt {
 
@@ -23,6 +24,8 @@ constexpr size_t kSamples = 8;
 // Whoever waits for copies of memory is not to wait for their hashes, too.
 constexpr int kNiceness = 10;
 constexpr size_t kDirectAlign = 4096;
+// Hash and checksum take turns at so many bytes, which the first-level cache still holds.
+constexpr size_t kTurn = 8 << 10;
 
 // The hash of a chunk that was not hashed. It is equal to nothing: a chunk that has this hash by
 // chance is written.
@@ -61,14 +64,22 @@ Cloner::Cloner(uint64_t nbytes, size_t block_bytes, size_t chunk_bytes, const Po
     CHECK(old_.size() <= hashes_.size());
 }
 
-bool Cloner::has(uint64_t offset, const std::byte* bytes, size_t nbytes) {
+std::optional<uint32_t> Cloner::crc_if_known(uint64_t offset, const std::byte* bytes,
+                                             size_t nbytes) {
     const size_t chunk = offset / chunk_bytes_;
-    if (chunk >= old_.size()) return false;
+    if (chunk >= old_.size() || old_[chunk] == kUnknown) return std::nullopt;
+    Polyval hash{};
+    uint32_t crc = 0;
+    for (size_t at = 0; at < nbytes; at += kTurn) {
+        const size_t n = std::min(kTurn, nbytes - at);
+        hash = polyval(key_, bytes + at, n, hash);
+        crc = crc32(crc, bytes + at, n);
+    }
     // The hash of what is staged is taken of that, since these bytes may be others by then.
-    if (old_[chunk] == kUnknown || polyval(key_, bytes, nbytes) != old_[chunk]) return false;
-    hashes_[chunk] = old_[chunk];
+    if (hash != old_[chunk]) return std::nullopt;
+    hashes_[chunk] = hash;
     ++unstaged_[offset / block_bytes_];
-    return true;
+    return crc;
 }
 
 Cloner::Rest Cloner::rest(const Op& op) {

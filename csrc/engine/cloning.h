@@ -1,7 +1,7 @@
 // Clones what a file has in common with another one, so that both share it on the disk, in front of
 // the backend that writes the rest. What the other file has already as it lies in memory is not
 // even staged. It knows bytes, descriptors, offsets and hashes; it must not know which file the
-// other one is, nor checksums.
+// other one is, nor the checksums of that.
 #pragma once
 
 #include <condition_variable>
@@ -50,8 +50,10 @@ class Cloner final : public Known {
 
     uint64_t nbytes() const { return nbytes_; }
     size_t chunk_bytes() const override { return chunk_bytes_; }
-    // Whether the other file has a chunk. Called for the first chunks of a block in their order.
-    bool has(uint64_t offset, const std::byte* bytes, size_t nbytes) override;
+    // The CRC-32 of a chunk if the other file has it. Called for the first chunks of a block in
+    // their order.
+    std::optional<uint32_t> crc_if_known(uint64_t offset, const std::byte* bytes,
+                                         size_t nbytes) override;
 
     // Clones the chunks of a block that the other file has in the same place, and returns what is
     // left to write, with the padding of a direct op. After the first clone that fails, that is
@@ -81,7 +83,7 @@ class Cloner final : public Known {
     const uint64_t nbytes_;
     const size_t block_bytes_;
     const size_t chunk_bytes_;
-    const Polyval key_;
+    const PolyvalKey key_;
     const int other_;
     const Hashes old_;
     const Clone clone_;

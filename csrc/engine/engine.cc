@@ -46,7 +46,12 @@ std::shared_ptr<WriteJob> Engine::stage(std::vector<Segment> segments, std::vect
     {
         std::lock_guard lock(mu_);
         CHECK(!closing_);
-        jobs_.push_back(job);
+        // A job of one block is the end of a file, or its samples: someone waits for it, and the
+        // others lose little.
+        if (job->blocks_.size() == 1)
+            jobs_.push_front(job);
+        else
+            jobs_.push_back(job);
     }
     changed_.notify_all();
     return job;

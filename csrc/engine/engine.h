@@ -94,9 +94,11 @@ class Known {
   public:
     virtual ~Known() = default;
     virtual size_t chunk_bytes() const = 0;
-    // Whether a chunk of the image, as it lies in memory, is known. If so, the job's backend sees
-    // to it, and gets ops whose `data` has nothing there: null if nothing of the op was staged.
-    virtual bool has(uint64_t offset, const std::byte* bytes, size_t nbytes) = 0;
+    // The CRC-32 of a chunk of the image, as it lies in memory, if the chunk is known. Then the
+    // job's backend sees to it, and gets ops whose `data` has nothing there: null if nothing of the
+    // op was staged.
+    virtual std::optional<uint32_t> crc_if_known(uint64_t offset, const std::byte* bytes,
+                                                 size_t nbytes) = 0;
 };
 
 class Engine;

@@ -212,8 +212,10 @@ uint64_t WriteJob::pass_known(Block& block) const {
     while (at < block.end) {
         const uint64_t end = std::min<uint64_t>(block.end, at + known_->chunk_bytes());
         const std::byte* const bytes = lying(at, end, gathered);
-        if (bytes == nullptr || !known_->has(at, bytes, end - at)) break;
-        block.append(crc32(0, bytes, end - at), end - at);
+        if (bytes == nullptr) break;
+        const std::optional<uint32_t> crc = known_->crc_if_known(at, bytes, end - at);
+        if (!crc) break;
+        block.append(*crc, end - at);
         look_at_numbers(block, bytes, at, end);
         at = end;
     }

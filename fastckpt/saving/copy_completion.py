@@ -93,8 +93,7 @@ class CopyCompletion:
                     self._heed()
             self._handle.mark_queued(self._order)
         for transfer in self.transfers:
-            while not transfer.staged(HEED_S):
-                self._heed()
+            self.wait_for(transfer)
             transfer.account(self._handle.stats)
         self._verdict.check(self._handle.path)
         if self.interrupted:
@@ -104,6 +103,13 @@ class CopyCompletion:
             )
         self._forget()
         self._handle.mark_staged()
+
+    def wait_for(self, transfer: ImageTransfer) -> None:
+        """Waits until one transfer has been copied; raises StorageError, DeviceError and
+        SaveCancelled as wait() does.
+        """
+        while not transfer.staged(HEED_S):
+            self._heed()
 
     def _order(self) -> bool:
         """Orders the calling thread's streams after the copies; returns False if it cannot."""

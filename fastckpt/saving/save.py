@@ -84,16 +84,18 @@ class Save(Job):
             for output in opened:
                 output.file.begin(output.begin, pace)
             pace.end(*(output.file.transfer for output in opened))
+            # Small files are copied first, and synced while the others are copied and written.
+            for output in opened:
+                if output.is_small:
+                    self.copying.wait_for(output.file.transfer)
+                    self._complete(output)
             self.copying.wait()
             fetch.fill()
             self._check_numbers(outputs)
             plan.compare()
-            # The last files come first: they are small, and synced while others are being written.
-            for output in reversed(opened):
-                output.fill_in()
-                output.file.wait_written()
-                stats.written_s = self.handle.elapsed_s()
-                output.end()
+            for output in opened:
+                if not output.is_small:
+                    self._complete(output)
             for output in outputs:
                 transfer = output.file.transfer
                 transfer.count_writes(stats)
@@ -118,7 +120,7 @@ class Save(Job):
         self.copying.transfers.append(moving.enter_context(fetch).transfer)
         self.choice = Choice(pipeline.storage, staging, plan.way or options.staging, self.reads)
         direct = self.choice.direct(self.place.directory, self.handle.stats)
-        for output in outputs:
+        for output in sorted(outputs, key=lambda output: not output.is_small):
             how = (
                 (1, self.reads)
                 if output.is_small
@@ -127,6 +129,13 @@ class Save(Job):
             output.file = ImageFile(pipeline, output.image, output.path, options, allowance, *how)
             self.copying.transfers.append(moving.enter_context(output.file).transfer)
         return fetch
+
+    def _complete(self, output: Output) -> None:
+        """Brings a file that has been copied to the disk."""
+        output.fill_in()
+        output.file.wait_written()
+        self.handle.stats.written_s = self.handle.elapsed_s()
+        output.end()
 
     def _check_numbers(self, outputs: Sequence[Output]) -> None:
         """Refuses the commit if numbers that were to be finite are not, as they were staged."""

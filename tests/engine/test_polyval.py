@@ -70,6 +70,18 @@ def test_kernels_equal_each_other(kernel: str, key: bytes, start: int, nbytes: i
     assert KERNELS[kernel](piece, key) == KERNELS["portable"](piece, key)
 
 
-def test_a_key_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="16 bytes"):
+@pytest.mark.parametrize("kernel", KERNELS)
+@given(keys, st.integers(0, 4000), st.integers(0, 2000))
+def test_a_hash_goes_on_behind_whole_words(
+    kernel: str, key: bytes, words: int, nbytes: int
+) -> None:
+    whole = NOISE[: 16 * words + nbytes]
+    state = KERNELS[kernel](whole[: 16 * words], key)
+    assert KERNELS[kernel](whole[16 * words :], key, state) == KERNELS[kernel](whole, key)
+
+
+def test_a_key_or_a_state_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 bytes instead of 16"):
         KERNELS["portable"](b"a", b"short")
+    with pytest.raises(ValueError, match="5 bytes instead of 16"):
+        KERNELS["portable"](b"a", bytes(16), b"short")

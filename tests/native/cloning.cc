@@ -87,7 +87,8 @@ struct Version {
         for (size_t i = 0; i < changes; ++i) now[below(random, now.size())] ^= std::byte{1};
         Cloner::Hashes hashes;
         for (size_t at = 0; at < old.size(); at += kChunk)
-            hashes.push_back(fastckpt::polyval(kKey, &old[at], std::min(kChunk, old.size() - at)));
+            hashes.push_back(fastckpt::polyval(fastckpt::PolyvalKey(kKey), &old[at],
+                                               std::min(kChunk, old.size() - at)));
         cloner = std::make_shared<Cloner>(
             old.size(), kBlock, kChunk, kKey, source.fd(), std::move(hashes),
             [&clones_left](int to, int from, uint64_t offset, uint64_t nbytes) {

@@ -12,6 +12,7 @@
 namespace {
 
 using fastckpt::Polyval;
+using fastckpt::PolyvalKey;
 using fastckpt::polyval_kernels::Kernel;
 
 int failures = 0;
@@ -38,8 +39,13 @@ void check(const Kernel& kernel, size_t nbytes, size_t skew, std::mt19937& rando
     for (size_t i = 0; i < nbytes; ++i) data[i] = static_cast<uint8_t>(random());
     Polyval key;
     for (auto& byte : key) byte = static_cast<uint8_t>(random());
-    const Polyval wanted = fastckpt::polyval_kernels::portable.polyval(key, data, nbytes);
-    expect(kernel.polyval(key, data, nbytes) == wanted, kernel, nbytes, skew);
+    const PolyvalKey powers(key);
+    const Polyval wanted = fastckpt::polyval_kernels::portable.polyval(powers, data, nbytes, {});
+    expect(kernel.polyval(powers, data, nbytes, {}) == wanted, kernel, nbytes, skew);
+    const size_t half = nbytes / 32 * 16;
+    const Polyval state = kernel.polyval(powers, data, half, {});
+    expect(kernel.polyval(powers, data + half, nbytes - half, state) == wanted, kernel, nbytes,
+           skew);
 }
 
 }  // namespace
@@ -52,7 +58,8 @@ int main() {
           &fastckpt::polyval_kernels::vpclmulqdq}) {
         if (!kernel->supported()) continue;
         ++supported;
-        expect(kernel->polyval(kKey, kWords, sizeof kWords) == kHash, *kernel, sizeof kWords, 0);
+        expect(kernel->polyval(PolyvalKey(kKey), kWords, sizeof kWords, {}) == kHash, *kernel,
+               sizeof kWords, 0);
         for (size_t nbytes = 0; nbytes < 400; ++nbytes)
             for (const size_t skew : {0, 1, 17}) check(*kernel, nbytes, skew, random);
         for (int i = 0; i < 100; ++i) check(*kernel, random() % 20000, random() % 64, random);
