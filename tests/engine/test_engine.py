@@ -700,6 +700,25 @@ def test_jobs_that_share_an_allowance_hold_no_more_together(limit: int) -> None:
         assert engine.arena_blocks_in_use_max() <= max(1, limit)
 
 
+def test_a_job_of_one_block_does_not_wait_for_the_copies_of_longer_ones() -> None:
+    """The end of a file that someone waits for, while another file has many blocks left."""
+    order: list[int] = []
+
+    def transfer(kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        order.append(fd)
+        return len(memory)
+
+    with callback_backend(transfer) as backend, engine_of(1, PAGE, 1) as engine:
+        allowance = _engine.Allowance(1)
+        blocks = (40, 2, 1)
+        jobs = [engine.stage(*plain(n * PAGE).columns(), allowance, 1) for n in blocks]
+        for fd, job in enumerate(jobs):
+            job.write_to(fd, 0, backend, False)
+        for job in jobs:
+            written(job)
+    assert order.index(2) <= 1 and order.index(1) == 41  # the first may have had the only block
+
+
 def test_arena_is_never_exceeded() -> None:
     highest = 0
 
