@@ -1,4 +1,4 @@
-// The engine's threads, which stage the oldest job that can go on and verify blocks that were read.
+// The engine's threads, which stage the first job that can go on and verify blocks that were read.
 // See engine.h.
 #include "engine/engine.h"
 

@@ -93,7 +93,8 @@ class Save(Job):
             fetch.fill()
             self._check_numbers(outputs)
             plan.compare()
-            for output in opened:
+            # The last files come first: they are synced while others are being written.
+            for output in reversed(opened):
                 if not output.is_small:
                     self._complete(output)
             for output in outputs:
