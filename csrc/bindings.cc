@@ -244,27 +244,25 @@ Polyval element_of(const std::string& bytes) {
     return element;
 }
 
-py::bytes hash_of(PolyvalFunction function, const py::buffer& data, const std::string& key,
-                  const std::string& state) {
+py::bytes hash_of(PolyvalFunction function, const py::buffer& data, const PolyvalKey& key,
+                  const Polyval& state) {
     const py::buffer_info info = data.request();
-    const PolyvalKey powers(element_of(key));
-    const Polyval before = element_of(state);
     Polyval hash;
     {
         py::gil_scoped_release nogil;
-        hash = function(powers, info.ptr, static_cast<size_t>(info.size * info.itemsize), before);
+        hash = function(key, info.ptr, static_cast<size_t>(info.size * info.itemsize), state);
     }
     return py::bytes(reinterpret_cast<const char*>(hash.data()), hash.size());
 }
 
 void bind_polyval(py::module_& m) {
     const std::string none(sizeof(Polyval), 0);
-    m.def(
-        "polyval",
-        [](const py::buffer& data, const std::string& key, const std::string& state) {
-            return hash_of(polyval, data, key, state);
-        },
-        py::arg("data"), py::arg("key"), py::arg("state") = py::bytes(none));
+    py::class_<PolyvalKey>(m, "PolyvalKey").def(py::init([](const std::string& key) {
+        return PolyvalKey(element_of(key));
+    }));
+    m.def("polyval", [](const py::buffer& data, const PolyvalKey& key) {
+        return hash_of(polyval, data, key, {});
+    });
     m.def("polyval_kernel", &polyval_kernel);
     m.def("polyval_kernels", [none] {
         py::dict kernels;
@@ -275,7 +273,7 @@ void bind_polyval(py::module_& m) {
             kernels[kernel->name] = py::cpp_function(
                 [function](const py::buffer& data, const std::string& key,
                            const std::string& state) {
-                    return hash_of(function, data, key, state);
+                    return hash_of(function, data, PolyvalKey(element_of(key)), element_of(state));
                 },
                 py::arg("data"), py::arg("key"), py::arg("state") = py::bytes(none));
         }

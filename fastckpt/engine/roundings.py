@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fastckpt._engine import polyval, round_to_bf16
+from fastckpt._engine import PolyvalKey, polyval, round_to_bf16
 from fastckpt.plan.image import ItemRange
 
 # Grains are compared as wholes, from each tensor's beginning on; each lies in one block. The last
@@ -58,7 +58,7 @@ class Roundings:
             assert masters[-1].begin + _FP32_BYTES * masters[-1].items <= halves[0].begin
         self.masters = masters
         self.halves = halves
-        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._key = PolyvalKey(secrets.token_bytes(_KEY_BYTES))
         self._lock = threading.Lock()
         # State below is protected by _lock.
         self._sources: dict[tuple[int, bytes], int] = {}  # by the number of items, and their hash

@@ -24,7 +24,8 @@ class Output:
         image: what this rank writes; its body is staged before there is a file.
         path: the file's path, for messages.
         names: of the tensors in the runs of image.numbers, if there are any.
-        is_small: whether more threads or GPUDirect would not pay.
+        is_small: whether more threads or GPUDirect would not pay. Small files are copied first, and
+            completed while the others are still copied.
         file: brings the image to the disk; set when the image is staged.
         begin: the offset of the body in the file; known when the file is open.
     """
@@ -57,7 +58,7 @@ class Output:
         raise NotImplementedError
 
     def fill_in(self) -> None:
-        """Writes what depends on checksums; called when everything has been copied."""
+        """Writes what depends on checksums; called when the image has been copied."""
         raise NotImplementedError
 
     def end(self) -> None:

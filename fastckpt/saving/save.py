@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import filterfalse
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds_trial import Choice
@@ -85,18 +86,16 @@ class Save(Job):
                 output.file.begin(output.begin, pace)
             pace.end(*(output.file.transfer for output in opened))
             # Small files are copied first, and synced while the others are copied and written.
-            for output in opened:
-                if output.is_small:
-                    self.copying.wait_for(output.file.transfer)
-                    self._complete(output)
+            for output in filter(_is_small, opened):
+                self.copying.wait_for(output.file.transfer)
+                self._complete(output)
             self.copying.wait()
             fetch.fill()
             self._check_numbers(outputs)
             plan.compare()
             # The last files come first: they are synced while others are being written.
-            for output in reversed(opened):
-                if not output.is_small:
-                    self._complete(output)
+            for output in filterfalse(_is_small, reversed(opened)):
+                self._complete(output)
             for output in outputs:
                 transfer = output.file.transfer
                 transfer.count_writes(stats)
@@ -121,7 +120,7 @@ class Save(Job):
         self.copying.transfers.append(moving.enter_context(fetch).transfer)
         self.choice = Choice(pipeline.storage, staging, plan.way or options.staging, self.reads)
         direct = self.choice.direct(self.place.directory, self.handle.stats)
-        for output in sorted(outputs, key=lambda output: not output.is_small):
+        for output in sorted(outputs, key=_is_small, reverse=True):
             how = (
                 (1, self.reads)
                 if output.is_small
@@ -217,6 +216,10 @@ class Save(Job):
         if plan is not None and failure is None:
             plan.committed()
         self.place.end(pipeline, failure)
+
+
+def _is_small(output: Output) -> bool:
+    return output.is_small
 
 
 def _progress(outputs: Sequence[Output]) -> Progress:

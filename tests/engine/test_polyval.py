@@ -85,3 +85,5 @@ def test_a_key_or_a_state_of_another_size_is_refused() -> None:
         KERNELS["portable"](b"a", b"short")
     with pytest.raises(ValueError, match="5 bytes instead of 16"):
         KERNELS["portable"](b"a", bytes(16), b"short")
+    with pytest.raises(ValueError, match="5 bytes instead of 16"):
+        _engine.PolyvalKey(b"short")
