@@ -157,12 +157,10 @@ class _Trial:
                 f"the state: {problems[-1]}"
             ) from None
         except (StorageError, PeerFailed, MemoryError):
-            self._steps.note_unread(self._name)
+            self._steps.known(self._name).is_unread = True
             raise
-        if not verdict:
-            self._steps.note_whole(self._name)
-        elif verdict != _REMOVED:
-            self._steps.note_damaged(self._name)
+        if verdict != _REMOVED:
+            self._steps.known(self._name).note_read(is_whole=not verdict)
         return verdict, found
 
     def _tried(self, read: Callable[[StepReader], T]) -> tuple[str, tuple[int, T] | None]:
@@ -274,7 +272,7 @@ def candidates(
             log.warning("skipping a step: %s", fault.error)
     for name in persistently(steps.incomplete, steps.root) if warn else ():
         # A drain writes it, and it is read from the local tier; or it is no save of a step.
-        if steps.is_being_written(name) or is_export(steps, name):
+        if steps.known(name).is_begun or is_export(steps, name):
             continue
         log.warning("skipping %s: its save was not committed", steps.path(name))
     if faults and not found:

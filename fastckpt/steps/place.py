@@ -69,7 +69,7 @@ class StepPlace(Place):
             self._agreement.put("place", json.dumps(told).encode())
         else:
             told = json.loads(self._agreement.get("place"))
-            self.step.name = str(told["name"])
+            self.step.join(str(told["name"]))
         return str(told["nonce"]), bool(told["meet"])
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:

@@ -56,11 +56,12 @@ def retain(
     whole: set[int] = set()  # attempts at a step count once, however saves overlap
     removed = []
     for item in found:
-        if steps.is_unread(item):
+        known = steps.known(item.name)
+        if known.is_unread:
             continue
         again = item.manifest.step in whole
         kept = (len(whole) < keep_last and not again) or item.manifest.sequence >= own
-        if not (steps.is_damaged(item) or steps.is_doubtful(item)):
+        if known.may_stay_alone():
             whole.add(item.manifest.step)
         if kept or (keep_every and item.manifest.step % keep_every == 0):
             continue
@@ -73,12 +74,16 @@ def supersede(steps: Steps, found: list[Committed], keep: str, step: int) -> Non
     """Removes all attempts at a step but the last. This is the one just committed as `keep`, unless
     that was drained so late that a later attempt was committed before it.
     """
-    attempts = [item for item in found if item.manifest.step == step and not steps.is_unread(item)]
+    attempts = [
+        item
+        for item in found
+        if item.manifest.step == step and not steps.known(item.name).is_unread
+    ]
     last = max(
         (
             item.manifest.sequence
             for item in attempts
-            if item.name == keep or not (steps.is_damaged(item) or steps.is_doubtful(item))
+            if item.name == keep or steps.known(item.name).may_stay_alone()
         ),
         default=0,
     )

@@ -137,7 +137,7 @@ class Reuse:
         if loss is not None:
             assert last is not None
             if isinstance(loss, CorruptCheckpoint):
-                steps.note_damaged(last.step)
+                steps.known(last.step).note_read(is_whole=False)
             loss.reword(
                 f"{loss}; they were to be written again, since {refusal}; nothing was committed"
             )
@@ -145,7 +145,7 @@ class Reuse:
         for number in cloner.shared_blocks:
             assert last is not None
             if crcs[number] != last.index.block_crcs[number]:
-                steps.note_damaged(last.step)
+                steps.known(last.step).note_read(is_whole=False)
                 raise CorruptCheckpoint(
                     f"block {number} of {last.file.path!r} has the hash of what was to be saved, "
                     f"but the CRC-32 {last.index.block_crcs[number]:08x} instead of "
@@ -176,7 +176,8 @@ def _opened(
     try:
         found, _faults = steps.committed(afresh=False)
         for item in found:
-            if not (steps.is_damaged(item) or steps.is_unread(item)):
+            known = steps.known(item.name)
+            if not (known.is_damaged or known.is_unread):
                 # Held until the file is open: that outlives its name, so retention need not wait
                 # for this save.
                 with steps.hold(item.name):

@@ -18,6 +18,7 @@ from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.formats.step_names import NAME, OURS, step_name
+from fastckpt.steps.known import UNSEEN, Known
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import (
     NEW_MODE,
@@ -35,7 +36,6 @@ log = logging.getLogger("fastckpt")
 
 _ATTEMPTS_MAX = 1000  # names tried for one step
 _CREATES_MAX = 5  # times that the directory of one name is made
-_UNSEEN = (0, 0, 0)  # the version of a manifest that was written here and not read
 _LOOKS_MAX = 5  # listings of a root in which some steps, but not all, vanish while they are read
 DEAD_AFTER_S = 24 * 3600.0  # the age at which another host's uncommitted save counts as dead
 
@@ -107,25 +107,28 @@ class Steps:
         self.storage = storage
         self.root = root
         self._warned: set[str] = set()
-        self._known: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
+        self._names: dict[str, Known] = {}
         self._cleaned = False
         self._lock = threading.Lock()
         # Held while a directory is removed. It has no manifest then and seems dead, so a save that
         # began meanwhile would take its name and lose the files it made there.
         self._removing = threading.RLock()
         self._sequence = 0  # of the last commit that was begun here
-        self._abandoned: set[str] = set()  # names under which saves failed here
-        self._damaged: set[str] = set()  # names of steps that were read and found damaged
-        self._doubtful: set[str] = set()  # names of steps that were committed, perhaps not durably
-        self._unread: set[str] = set()  # names of steps that may be whole, but could not be read
         self.told_empty = self.told_uncloned = False  # whether no steps, no clones were told of
         self.own_index: ShardIndex | None = None  # with hashes, of a shard that was written here
-        self._begun: set[str] = set()  # names that saves of this process are writing to
-        self._left: set[str] = set()  # names of directories that only open files still keep
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
 
     def path(self, name: str, *parts: str) -> str:
         return os.path.join(self.root, name, *parts)
+
+    def known(self, name: str) -> Known:
+        """Returns what this process knows of a name."""
+        return self._names.setdefault(name, Known())
+
+    def take(self, name: str) -> None:
+        """Drops what is known of a name that a save has taken: it was about an earlier save."""
+        if not self.known(name).is_begun:  # other ranks of this process may be at that save, too
+            self._names[name] = Known()
 
     def names(self) -> list[str]:
         """Returns the directories named as steps, committed or not, in no order. Symbolic links are
@@ -200,8 +203,9 @@ class Steps:
         look = _Look([], [], set(), set(), set())
         # Older steps first: the newer one, committed before one of them was removed, is seen then.
         for name in sorted(self.names()):
-            if not afresh and name in self._known:
-                look.found.append(Committed(name, self._known[name][1]))
+            manifest = self.known(name).manifest
+            if not afresh and manifest is not None:
+                look.found.append(Committed(name, manifest))
                 continue
             try:
                 manifest = self._manifest(name)
@@ -214,7 +218,9 @@ class Steps:
             except CheckpointError as error:
                 look.faults.append(Fault(name, error))
         look.found.sort(key=in_order, reverse=True)
-        look.unseen.difference_update(self._abandoned)  # those were never committed
+        # Those under which saves of this process failed were never committed.
+        failed = [name for name in look.unseen if self.known(name).is_abandoned]
+        look.unseen.difference_update(failed)
         return look
 
     def _manifest(self, name: str) -> Manifest | None:
@@ -227,10 +233,14 @@ class Steps:
         if status is None:
             return None
         version = (status.st_ino, status.st_mtime_ns, status.st_size)
-        known = self._known.get(name)
-        if known is None or known[0] != version:
-            known = self._known[name] = (version, self.read(name))
-        return known[1]
+        known = self.known(name)
+        if known.manifest is None or known.version != version:
+            manifest = self.read(name)
+            if known.manifest is not None and known.manifest.nonce != manifest.nonce:
+                self.take(name)  # another process saved the step
+                known = self.known(name)
+            known.manifest, known.version = manifest, version
+        return known.manifest
 
     def _sort_unmarked(self, name: str, look: _Look) -> None:
         """Adds a directory in which no manifest was found to `gone` if it has a manifest now or is
@@ -240,7 +250,7 @@ class Steps:
         try:
             names = self.storage.names(self.path(name))
         except OSError as error:
-            vanished = look.gone if name in self._known else look.unseen
+            vanished = look.unseen if self.known(name).manifest is None else look.gone
             (vanished if error.errno in (errno.ENOENT, errno.ESTALE) else look.bare).add(name)
             return
         if MANIFEST in names and self.storage.leads_nowhere(path):
@@ -271,7 +281,8 @@ class Steps:
         try:
             return persistently(looked, self.root)
         finally:
-            self._unread.update(failed)
+            for name in failed:
+                self.known(name).is_unread = True
 
     def survey_of_copy(self) -> list[Committed]:
         """Returns the committed steps of a directory that may be lost, as survey() does, but leaves
@@ -318,13 +329,14 @@ class Steps:
         with self._removing:  # a save that begins meanwhile sees no half-removed directory
             self.remove_left()
             # Earlier jobs, or ranks that were late for a failed save, may have filled the disk.
-            if not self._cleaned or self._abandoned:
+            failed = any(known.is_abandoned for known in [*self._names.values()])
+            if failed or not self._cleaned:
                 self._cleaned = True
                 self.remove_dead()
         # The name of a failed attempt is not used again: a late rank may still write there.
         for attempt in range(_ATTEMPTS_MAX):
             name = step_name(step, attempt)
-            for _ in range(0 if name in self._abandoned else _CREATES_MAX):
+            for _ in range(0 if self.known(name).is_abandoned else _CREATES_MAX):
                 if not self._make(name):
                     break
                 temporary = atomic.temporary_path(self.path(name, MANIFEST))
@@ -339,7 +351,7 @@ class Steps:
                 except BaseException:
                     self.abandon(begun)
                     raise
-                self._begun.add(name)
+                self.known(name).is_begun = True
                 return begun
         raise StorageError("make directory", self.path(step_name(step)), errno.EEXIST)
 
@@ -359,7 +371,7 @@ class Steps:
                 try:
                     with reported("make directory", self.path(name)):
                         self.storage.make_directory(self.path(name))
-                    self._left.discard(name)
+                    self.take(name)
                     return True
                 except StorageError as error:
                     if error.errno == errno.ENOENT:
@@ -393,8 +405,7 @@ class Steps:
             StorageError: the step is not committed, unless the error is `visible`: then it is, but
                 perhaps not durably.
         """
-        storage, directory = self.storage, self.path(begun.name)
-        self.note_whole(begun.name)  # notes under this name were about an earlier attempt
+        storage, directory, known = self.storage, self.path(begun.name), self.known(begun.name)
         with reported("write", begun.temporary):
             content, fd = manifest.to_bytes(), begun.manifest_fd
             patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
@@ -411,13 +422,12 @@ class Steps:
         with atomic.naming_in(storage, [directory] if durable else [], name) as make_durable:
             with reported("rename", name):
                 patiently(storage, fd, lambda: storage.rename(begun.temporary, name))
-            self._known[begun.name] = _UNSEEN, manifest
-            self._begun.discard(begun.name)
+            known.manifest, known.version, known.is_begun = manifest, UNSEEN, False
             # Until the rename is durable a crash may undo it, so retention does not count this step
             # among those that stay.
-            self._doubtful.add(begun.name)
+            known.is_doubtful = True
             make_durable()
-            self._doubtful.discard(begun.name)
+            known.is_doubtful = False
 
     def abandon(self, begun: Begun) -> None:
         """Ends a save that failed: closes its manifest and removes its directory, whose name is not
@@ -425,15 +435,14 @@ class Steps:
         """
         # Closed first: a network client keeps an open file that is removed, and so its directory.
         atomic.close_quietly(self.storage, begun.manifest_fd)
-        self._abandoned.add(begun.name)  # before it vanishes
-        self._begun.discard(begun.name)
+        known = self.known(begun.name)
+        known.is_abandoned, known.is_begun = True, False  # before it vanishes
         self.discard(begun.name)
 
     def has_another(self, name: str, step: int) -> bool:
         """Returns whether this process knows a committed attempt at the step other than `name`."""
-        return any(
-            known[1].step == step for other, known in list(self._known.items()) if other != name
-        )
+        others = [known.manifest for other, known in [*self._names.items()] if other != name]
+        return any(manifest is not None and manifest.step == step for manifest in others)
 
     def discard(self, name: str) -> None:
         """Removes a directory: first its manifest, if it has one, then as much as possible."""
@@ -442,7 +451,7 @@ class Steps:
             self._empty(name, self.storage.names(self.path(name)))
 
     def _remove_manifest(self, name: str) -> None:
-        self._known.pop(name, None)
+        self.known(name).manifest = None
         with suppress(FileNotFoundError):  # gone already
             self.storage.remove(self.path(name, MANIFEST))
             # A power cut must not bring the manifest back once the files it names are removed.
@@ -460,19 +469,28 @@ class Steps:
         except OSError as error:
             # A network client keeps a removed file that is open: see policies.LINGERING.
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and all(map(OURS.fullmatch, entries)):
-                self._left.add(name)
+                self.known(name).is_left = True
             raise
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """Drops what is known of a name that is no more, but that it must not be used again."""
+        if not self.known(name).is_abandoned:
+            self._names.pop(name, None)
 
     def remove_left(self) -> None:
         """Removes the directories that open files kept, if they can be removed now."""
         with self._removing:
-            for name in [*self._left]:
+            for name, known in [*self._names.items()]:
+                if not known.is_left:
+                    continue
                 try:
                     self.storage.remove_directory(self.path(name))
                 except OSError as error:
                     if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
                         continue
-                self._left.discard(name)
+                known.is_left = False
+                self._forget(name)
 
     def is_dead(self, name: str) -> bool:
         """Returns whether remove_if_dead() would remove a directory, as far as names tell."""
@@ -531,36 +549,6 @@ class Steps:
         """Removes the directories of saves that are surely over; returns their names."""
         with self._removing:
             return [name for name in self.incomplete() if self.remove_if_dead(name)]
-
-    def is_being_written(self, name: str) -> bool:
-        """Returns whether a save of this process is writing to the directory."""
-        return name in self._begun
-
-    def note_damaged(self, name: str) -> None:
-        """Remembers that a step was read and found wrong."""
-        self._damaged.add(name)
-        self._unread.discard(name)
-
-    def note_unread(self, name: str) -> None:
-        """Remembers that a step could not be read, and so may be whole."""
-        self._unread.add(name)
-
-    def note_whole(self, name: str) -> None:
-        """Remembers that a step was read and found whole."""
-        self._damaged.discard(name)
-        self._unread.discard(name)
-
-    def is_damaged(self, item: Committed) -> bool:
-        """Returns whether this process has read the step and found it damaged."""
-        return item.name in self._damaged
-
-    def is_doubtful(self, item: Committed) -> bool:
-        """Returns whether this process has committed the step but could not make that durable."""
-        return item.name in self._doubtful
-
-    def is_unread(self, item: Committed) -> bool:
-        """Returns whether this process last failed to read the step, without finding damage."""
-        return item.name in self._unread
 
     def remove_unread(self, name: str) -> bool:
         """Removes a committed step unless somebody holds it; returns whether it did."""

@@ -47,6 +47,12 @@ class UncommittedStep:
         self.name = self._begun.name
         return self.name
 
+    def join(self, name: str) -> None:
+        """Learns the directory's name from the rank that has made it."""
+        if not self.is_begun and name:
+            self.steps.take(name)
+        self.name = name
+
     def publish(self, manifest: Manifest, durable: bool) -> None:
         """Commits the step by Steps.publish(), on the rank that has begun it."""
         assert self._begun is not None

@@ -89,7 +89,7 @@ class Drain(Job):
         if self.agreement.rank == 0:
             assert manifest is not None
             self.agreement.put("place", self._place.begin(manifest.step).encode())
-        self._place.name = self.agreement.get("place").decode()
+        self._place.join(self.agreement.get("place").decode())
         pace = Pace(
             self._options.pacing, self.agreement, pipeline.rates, root.root, self.handle.stats
         )

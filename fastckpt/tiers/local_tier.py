@@ -94,7 +94,7 @@ class LocalTier:
         self._told = ""
         self._sequence: int | None = None
         self._highest = 0  # the highest sequence number that a step of any node has
-        self._incomplete: set[str] = set()  # names of steps of which no node has some parts
+        self._incomplete: set[str] = set()  # nonces of steps of which no node has some parts
         self._times_s: tuple[float, float] | None = None
 
     def _device_of(self, path: str) -> int:
@@ -240,8 +240,9 @@ class LocalTier:
         """
         removed, kept = [], 0
         for item in self.steps.readable():
-            is_whole = item.name not in self._incomplete and not self.steps.is_damaged(item)
-            may_go = item.name in self._incomplete or self._is_drained(item.name)
+            is_incomplete = item.manifest.nonce in self._incomplete
+            is_whole = not is_incomplete and not self.steps.known(item.name).is_damaged
+            may_go = is_incomplete or self._is_drained(item.name)
             if not may_go or (is_whole and kept < self.keep):
                 kept += is_whole
                 continue
@@ -273,7 +274,7 @@ class LocalTier:
         told = json.loads(agreement.get("survey"))
         for nonce in there.keys() & set(told["drained"]):
             self.note_drained(there[nonce].name)
-        self._incomplete = {there[each].name for each in there.keys() & set(told["incomplete"])}
+        self._incomplete = there.keys() & set(told["incomplete"])
         return [
             Undrained(
                 step,

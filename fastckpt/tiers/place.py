@@ -111,7 +111,7 @@ class NodePlace(Place):
         if first == agreement.rank:
             own = {"name": self._own.name, "nonce": secrets.token_hex(16)}
             agreement.put("local place", json.dumps(own).encode())
-        self._own.name = json.loads(agreement.get("local place", first))["name"]
+        self._own.join(json.loads(agreement.get("local place", first))["name"])
         return json.loads(agreement.get("local place"))["nonce"], False
 
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -320,6 +321,23 @@ def test_a_damaged_step_does_not_count_as_kept(
     assert directories(root) == [name(4), name(5), name(6)]
     shutil.rmtree(root / name(6))
     assert restored(root) == 4
+
+
+def test_what_is_known_of_a_step_is_not_held_against_the_next_of_that_name(root: Path) -> None:
+    """Step 5 was found damaged. Another job removes it, and saves it again: it counts as kept."""
+    saved(root, 4, 5, 6)
+    with Checkpointer(root, keep_last=2) as checkpointer:
+        (root / name(5) / "objects.pt").write_bytes(b"damaged")
+        with pytest.raises(CorruptCheckpoint):
+            checkpointer.restore(state(0), 5)
+        shutil.rmtree(root / name(5))
+        other = Steps(Storage(), str(root))
+        begun, manifest = other.begin(5), other.read(name(6))
+        again = replace(manifest, step=5, nonce="ab" * 16, sequence=manifest.sequence + 1)
+        other.publish(begun, again, durable=False)
+        atomic.close_quietly(other.storage, begun.manifest_fd)
+        checkpointer.save(7, state(7)).result(WAIT_S)
+    assert directories(root) == [name(5), name(7)]
 
 
 def test_what_was_committed_later_is_not_removed(root: Path) -> None:

@@ -560,6 +560,28 @@ def test_a_drain_that_fails_is_told_and_made_up_for(disk: Path, local: Path) -> 
     assert local_steps(local) == ["step-00000006"]
 
 
+def test_an_incomplete_step_that_is_saved_again_is_whole(disk: Path, local: Path) -> None:
+    """No node had all of step 3. It is saved again, cannot be drained, and then stays."""
+    root = disk / "run"
+    with Checkpointer(root, local=local) as checkpointer:
+        for step in (2, 3):
+            checkpointer.save(step, state(step)).result(WAIT_S)
+    shutil.rmtree(root / "step-00000003")
+    for file in ("rank-00000.safetensors", "drained"):
+        (local_step(local, 3) / file).unlink()
+    with doors() as storage, Checkpointer(root, local=local, keep_local=2) as checkpointer:
+        assert checkpointer.restore(state(0)) == 2
+        checkpointer.save(4, state(4)).result(WAIT_S)
+        pipeline.current().drain()
+        assert local_steps(local) == ["step-00000002", "step-00000004"]
+        storage.faults["allocate", root] = errno.ENOSPC
+        assert checkpointer.save(3, state(3)).exception(WAIT_S) is not None
+        storage.faults.clear()
+        checkpointer.save(5, state(5)).result(WAIT_S)
+    assert local_steps(local) == ["step-00000003", "step-00000005"]
+    assert content(root, local)[0] == 5
+
+
 # ---- a commit that may not be durable ----
 
 

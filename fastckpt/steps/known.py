@@ -1,0 +1,45 @@
+"""Known: what this process knows of the name of one step's directory, until the name begins anew.
+
+The module must not know where that comes from, nor what follows from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastckpt.formats.manifest import Manifest
+
+UNSEEN = (0, 0, 0)  # the version of a manifest that was written here and not read
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of a name. It is about one save: another one of that name has its own.
+
+    Attributes:
+        manifest: of the committed step, if one is known.
+        version: of the manifest's file, as it was read.
+        is_damaged: whether the step was read and found damaged.
+        is_unread: whether the step may be whole, but could last not be read.
+        is_doubtful: whether it was committed here, but perhaps not durably.
+        is_begun: whether a save of this process is writing to the directory.
+        is_abandoned: whether a save of this process has failed there.
+        is_left: whether only files that are still open keep the directory.
+    """
+
+    manifest: Manifest | None = None
+    version: tuple[int, int, int] = UNSEEN
+    is_damaged: bool = False
+    is_unread: bool = False
+    is_doubtful: bool = False
+    is_begun: bool = False
+    is_abandoned: bool = False
+    is_left: bool = False
+
+    def note_read(self, *, is_whole: bool) -> None:
+        """Remembers that the step was read, and what was found."""
+        self.is_damaged, self.is_unread = not is_whole, False
+
+    def may_stay_alone(self) -> bool:
+        """Returns whether older steps may be removed on the account of this one."""
+        return not (self.is_damaged or self.is_doubtful)
