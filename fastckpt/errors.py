@@ -21,10 +21,14 @@ class CheckpointError(RuntimeError):
     Attributes:
         visible: what a save that failed has left. False: nothing was committed, and what was there
             before stays. True: the checkpoint is whole and has its name, but a crash of the machine
-            may undo that. Keep older checkpoints until a later save has succeeded.
+            may undo that; or it is in doubt. Keep older checkpoints until a later save has
+            succeeded; that may be of the same step or to the same path.
+        in_doubt: whether this rank could not learn if the first rank has committed; `visible` is
+            true then. If no rank saves any more, latest() or a load tells.
     """
 
     visible = False
+    in_doubt = False
 
     def reword(self, text: str) -> None:
         """Gives this error another message and keeps its attributes."""
@@ -80,7 +84,7 @@ class StorageError(CheckpointError, OSError):
 
     def __reduce__(self) -> tuple[object, ...]:
         known = (self.op, self.path, self.errno, self.offset, self.detail, self.visible)
-        return type(self), known, {"_text": self._text}
+        return type(self), known, {"_text": self._text, "in_doubt": self.in_doubt}
 
 
 _HINTS = {
@@ -118,16 +122,23 @@ class PeerFailed(CheckpointError):
 
     Attributes:
         ranks: the ranks that failed or are missing, as far as known.
-        visible: as CheckpointError's, of the failed rank's own error.
+        visible, in_doubt: as CheckpointError's, of the failed rank's own error.
     """
 
-    def __init__(self, message: str, ranks: tuple[int, ...] = (), visible: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        ranks: tuple[int, ...] = (),
+        visible: bool = False,
+        in_doubt: bool = False,
+    ) -> None:
         super().__init__(message)
         self.ranks = ranks
         self.visible = visible
+        self.in_doubt = in_doubt
 
-    def __reduce__(self) -> tuple[type[PeerFailed], tuple[str, tuple[int, ...], bool]]:
-        return type(self), (str(self), self.ranks, self.visible)
+    def __reduce__(self) -> tuple[type[PeerFailed], tuple[str, tuple[int, ...], bool, bool]]:
+        return type(self), (str(self), self.ranks, self.visible, self.in_doubt)
 
 
 class SaveCancelled(CheckpointError):
@@ -159,15 +170,29 @@ class BackendUnavailable(CheckpointError):
     """The backend that was asked for by name does not work here. The message says why."""
 
 
+IN_DOUBT = "may or may not be visible"
+
+
+def mark_visible(error: BaseException, in_doubt: bool) -> None:
+    """Notes in the error of a save, of any class, that its checkpoint is visible or in doubt."""
+    vars(error).update(visible=True, in_doubt=in_doubt)
+    if in_doubt and isinstance(error, CheckpointError):
+        error.reword(f"{error}; the checkpoint {IN_DOUBT}")
+
+
 def is_visible(error: BaseException | None) -> bool:
-    """Returns whether a save with this error has made its checkpoint visible all the same."""
-    return isinstance(error, CheckpointError) and error.visible
+    """Returns whether a save with this error has made its checkpoint visible all the same, or may
+    have: then nothing that it has made may be removed, and nothing older.
+    """
+    return bool(getattr(error, "visible", False))
 
 
 def fate(error: BaseException | None, otherwise: str = "was not committed") -> str:
     """Returns what became of a checkpoint whose save failed with this error: the end of a sentence
     that begins with its name.
     """
+    if getattr(error, "in_doubt", False):
+        return IN_DOUBT
     return "is visible, but perhaps not durable" if is_visible(error) else otherwise
 
 

@@ -16,7 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from fastckpt.errors import PeerFailed, SaveCancelled, is_visible
+from fastckpt.errors import (
+    IN_DOUBT,
+    CheckpointError,
+    PeerFailed,
+    SaveCancelled,
+    is_visible,
+    mark_visible,
+)
 from fastckpt.ranks.round_numbers import RoundNumbers, name_of, numbers_in
 
 log = logging.getLogger("fastckpt")
@@ -31,7 +38,8 @@ _RANKS_LOOKED_AT, _RANKS_IN_BATCH, _CAUSE_CHARS = 16, 256, 4000
 _RECORD_BYTES = 8_000_000  # a TCPStore closes the connection on more
 _PART_BYTES = 4_000_000  # of a larger one
 _DECIDED, _ABSENT = b"decided", b"absent"  # the latter makes compare_set a get that does not wait
-_IN_DOUBT = "the checkpoint may or may not be visible"
+_IN_DOUBT = f"the checkpoint {IN_DOUBT}"
+_COMMITTED = "the checkpoint was committed, but not all ranks may know that"
 COMMITTED_NOTHING = "nothing was committed"
 
 
@@ -64,8 +72,8 @@ class Round:
     Attributes: rank and world_size as the Coordinator's; label as given to begin(); name, the label
     with the number of earlier rounds of that label; operations, the number of operations of the
     store so far; may_be_visible, whether the checkpoint may be visible for all that this rank
-    knows, unless the round has failed; is_cancelled, which returns whether this rank's caller has
-    cancelled what the round is about.
+    knows; is_cancelled, which returns whether this rank's caller has cancelled what the round is
+    about.
     """
 
     def __init__(
@@ -82,7 +90,7 @@ class Round:
         self._set_number(self._session.begin(label))
         self._keys: list[str] = []
         self._end = b""  # how the round ended, once known: _DECIDED, or the failure
-        self._joined = self._closed = self.may_be_visible = False
+        self._joined = self._closed = self.may_be_visible = self._is_committed = False
         self.is_cancelled: Callable[[], bool] = lambda: False
 
     def _set_number(self, number: int) -> None:
@@ -151,10 +159,18 @@ class Round:
         return [(ranks, self.get(f"{key}.detail of {ranks[0]}")) for ranks in groups] or None
 
     def fail(self, error: BaseException) -> None:
-        """Tells every rank that this one failed; has no effect after decide(). Never raises."""
+        """Tells every rank that this one failed, which has no effect after decide(): then notes in
+        the error that the checkpoint is visible, or in doubt. Never raises.
+        """
         known = isinstance(error, PeerFailed | SaveCancelled)
-        if known and (self.failed or self._coordinator.is_gone):
-            return  # all ranks know it, or none can be told
+        if not (known and (self.failed or self._coordinator.is_gone)):
+            self._tell_failure(error)  # else all ranks know it, or none can be told
+        if self.failed:  # the first rank has not decided, and never will
+            self.may_be_visible = False
+        elif self.may_be_visible and not is_visible(error):
+            mark_visible(error, in_doubt=not self._is_committed)
+
+    def _tell_failure(self, error: BaseException) -> None:
         try:
             self._join(0.0)
             # That of another save, which the state may have asked for, is a failure of this one.
@@ -200,30 +216,36 @@ class Round:
             follow: what the other ranks do meanwhile.
 
         Raises:
-            PeerFailed: another rank failed or is missing; `visible` if rank 0's error is.
+            PeerFailed: another rank failed or is missing; `visible` if rank 0's error is, or if it
+                is in doubt whether rank 0 has published.
             SaveCancelled: a rank cancelled before the first one began to publish.
             Exception: what publish() raises, on the first rank.
         """
         self.heed()
+        # With the record of the last other rank the first one may publish, even if that rank never
+        # learns that its record has arrived.
         self.may_be_visible = self.rank != 0
         self.put("done", record)
         if self.rank != 0:
             follow()
-            failure = self._hear_outcome()
-            self.may_be_visible = failure is None or failure.visible
-            if failure is not None:
-                raise failure
+            self._hear_outcome()
             return
         records = self.gather("done")
         turn()
         self.decide()
+        self.may_be_visible = True
         try:
             publish(records)
         except BaseException as error:
+            if not isinstance(error, CheckpointError):  # Ctrl-C, say, before or after the rename
+                mark_visible(error, in_doubt=True)
             self.may_be_visible = is_visible(error)
-            self._tell_outcome(error)
+            try:
+                self._tell_outcome(error)
+            except PeerFailed as unheard:  # the cause is raised; the others are in doubt
+                log.warning("other ranks could not be told of %r: %s", error, unheard)
             raise
-        self.may_be_visible = True
+        self._is_committed = True
         self._tell_outcome(None)
 
     def _tell_outcome(self, error: BaseException | None) -> None:
@@ -231,13 +253,17 @@ class Round:
         told: list[object] = []
         if error is not None:
             text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
-            told = [text.encode(errors="replace").decode(), is_visible(error)]
+            in_doubt = bool(getattr(error, "in_doubt", False))
+            told = [text.encode(errors="replace").decode(), is_visible(error), in_doubt]
         self.put("outcome", json.dumps(told).encode())
 
-    def _hear_outcome(self) -> PeerFailed | None:
-        """Waits for rank 0's outcome; returns the failure of the commit, or None."""
+    def _hear_outcome(self) -> None:
+        """Waits for rank 0's outcome; raises the failure of the commit."""
         told = json.loads(self.get("outcome"))
-        return PeerFailed(told[0], (0,), visible=told[1]) if told else None
+        if told:
+            text, self.may_be_visible, in_doubt = told
+            raise PeerFailed(text, (0,), self.may_be_visible, in_doubt)
+        self._is_committed = True
 
     def heed(self) -> None:
         """Raises SaveCancelled if this rank's caller has cancelled. Says nothing to the store, so
@@ -326,11 +352,13 @@ class Round:
         try:
             return self._coordinator.call(operation, key, *values)
         except ConnectionError as error:
-            undecided = self.rank == 0 and self._end != _DECIDED
+            known = _COMMITTED if self._is_committed else _IN_DOUBT
             raise PeerFailed(
                 f"{self.label}: the store that ranks agree through is unreachable ({error}): the "
                 "process that hosts it, likely rank 0's or the launcher's agent, is gone; "
-                + (self._consequence if undecided else _IN_DOUBT)
+                + (known if self.may_be_visible else self._consequence),
+                visible=self.may_be_visible,
+                in_doubt=self.may_be_visible and not self._is_committed,
             ) from None
 
     def _join(self, patience_s: float) -> None:
@@ -444,7 +472,7 @@ class Round:
             self._post(why, missing, missing, time_was_up=True)
             self.check()
             lost = f"rank 0 was committing and did not say how that went for {self._timeout_s:g} s"
-            raise PeerFailed(f"{self.label}: {lost}: {_IN_DOUBT}", (0,))
+            raise PeerFailed(f"{self.label}: {lost}: {_IN_DOUBT}", (0,), True, True)
 
     def _post(
         self,

@@ -360,7 +360,7 @@ class Job:
         except BaseException as error:
             self.agreement.fail(error)
             # If the first rank was lost after its commit, its checkpoint must not be destroyed.
-            if not self.agreement.may_be_visible or self.agreement.failed:
+            if not self.agreement.may_be_visible:
                 self.abandon(pipeline.storage)
             raise
 

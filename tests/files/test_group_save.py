@@ -1081,8 +1081,10 @@ def check_killed(crew: Crew, directory: Path, victim: int, name: str) -> None:
     assert all(outcome.took_s < WAIT_S / 2 for outcome in outcomes)
     if name in ("rename", "sync_directory"):
         assert "may or may not be visible" in text
+        assert all(its.error.visible and its.error.in_doubt for its in outcomes)
     else:
         assert f"rank {victim}" in text and "nothing was committed" in text
+        assert not any(its.error.visible for its in outcomes)
     loaded = fastckpt.load(path)
     if name == "sync_directory":
         assert torch.equal(loaded, one_tensor(0))

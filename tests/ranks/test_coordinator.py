@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastckpt.errors import CheckpointError, PeerFailed, StorageError
+from fastckpt.errors import CheckpointError, PeerFailed, StorageError, fate, is_visible
 from fastckpt.ranks import round as module
 from fastckpt.ranks import store_client
 from fastckpt.ranks.coordinator import Coordinator
@@ -482,6 +484,7 @@ def test_rank_0_lost_while_committing_leaves_a_doubt() -> None:
         second.get("outcome")
     assert caught.value.ranks == (0,)
     assert "nothing was committed" not in str(caught.value)
+    assert caught.value.visible and caught.value.in_doubt
 
 
 # --- ranks that do not do the same
@@ -514,6 +517,167 @@ def test_rank_that_has_closed_is_found(brisk: None) -> None:
     coordinators[1].close()
     with pytest.raises(PeerFailed, match="rank 1 has closed and never joined 'step 2'"):
         commit(coordinators[0].begin("step 2"))
+
+
+# --- what an error says of the checkpoint
+
+
+class LosesStore:
+    """A store whose connection is lost at the k-th operation that is another one than before: the
+    server has never heard of it, or has carried it out and its answer is lost.
+    """
+
+    def __init__(self, store: dist.Store, losing: int, *, is_heard: bool) -> None:
+        self._store, self._losing, self._is_heard = store, losing, is_heard
+        self.asked: list[tuple[str, str]] = []
+        self.lost = ""
+
+    def clone(self) -> LosesStore:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(key: Any, *values: Any) -> Any:
+            if (name, str(key)) not in self.asked:  # or it polls
+                self.asked.append((name, str(key)))
+            if not self.lost and len(self.asked) > self._losing:
+                self.lost = f"{name} {key}"
+                if self._is_heard:
+                    getattr(self._store, name)(key, *values)
+            if self.lost:
+                raise ConnectionError(f"{name} of {key}")
+            return getattr(self._store, name)(key, *values)
+
+        return call
+
+
+def save_through(
+    store: dist.Store, ranks: list[Any], path: Path, publish: Callable[[], None]
+) -> list[BaseException | None]:
+    """A save of all ranks, each with its own client of the store: what each raises."""
+
+    def take_part(rank: int) -> None:
+        begun = Coordinator(ranks[rank], rank, len(ranks), PREFIX).begin("step 1", 0.4)
+        try:
+            begun.get("place") if rank else begun.put("place", b"here")
+            begun.conclude(b"", lambda _records: publish())
+        except BaseException as error:
+            begun.fail(error)
+            assert begun.may_be_visible == is_visible(error)
+            raise
+        finally:
+            begun.close(0.1)
+
+    return together(*[partial(take_part, rank) for rank in range(len(ranks))])
+
+
+def check_told(errors: list[BaseException | None], path: Path, what: object) -> None:
+    """Compares what the errors of all ranks say with the truth on the disk."""
+    for rank, error in enumerate(errors):
+        doubted = getattr(error, "in_doubt", False)
+        assert doubted == ("may or may not be visible" in str(error)), (what, rank, error)
+        if doubted:
+            assert is_visible(error), (what, rank, error)
+        else:
+            assert path.exists() == (error is None or is_visible(error)), (what, rank, error)
+        if error is not None:
+            copied = pickle.loads(pickle.dumps(error))
+            assert (is_visible(copied), copied.in_doubt) == (is_visible(error), doubted)
+            assert ("nothing was committed" in str(error)) == (not is_visible(error))
+
+
+@pytest.mark.parametrize("is_heard", [False, True], ids=["unheard", "unanswered"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_what_errors_say_is_true_wherever_a_rank_loses_the_store(
+    victim: int, is_heard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BEHIND_S", 0.2)
+
+    def save(losing: int) -> tuple[str, list[BaseException | None]]:
+        store, path = dist.HashStore(), tmp_path / str(losing)
+        loses = LosesStore(store, losing, is_heard=is_heard)
+        ranks = [loses if rank == victim else store for rank in range(3)]
+        errors = save_through(store, ranks, path, path.touch)
+        check_told(errors, path, (loses.lost, errors))
+        return loses.lost.partition(" ")[2].partition("/")[2], errors
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(save, range(24))]
+    assert not found[-1][0], "there are more operations than this"
+    assert {error for lost, errors in found for error in errors if not lost} == {None}
+    doubts = [getattr(error, "in_doubt", False) for _, errors in found for error in errors]
+    assert any(doubts) and not any(doubts[0::3]), "only the first rank always knows"
+    assert any(errors[victim] is not None and not is_visible(errors[victim]) for _, errors in found)
+
+
+class Publishing:
+    """A commit that makes a file, or fails before or after that."""
+
+    def __init__(self, path: Path, before: BaseException | None, after: BaseException | None):
+        self._path, self._before, self._after = path, before, after
+
+    def __call__(self) -> None:
+        if self._before is not None:
+            raise self._before
+        self._path.touch()
+        if self._after is not None:
+            raise self._after
+
+
+def test_what_errors_say_is_true_if_the_commit_fails(tmp_path: Path) -> None:
+    synced = StorageError("sync directory", str(tmp_path), 5, visible=True)
+    cases = {
+        "before": Publishing(tmp_path / "before", StorageError("rename", "x", 5), None),
+        "after": Publishing(tmp_path / "after", None, synced),
+        # Ctrl-C, at exit: whether it came before the rename or after it, nobody knows.
+        "broken off": Publishing(tmp_path / "broken off", RuntimeError("Ctrl-C"), None),
+    }
+    for name, publishing in cases.items():
+        store = dist.HashStore()
+        errors = save_through(store, [store] * 3, tmp_path / name, publishing)
+        assert [type(error) for error in errors[1:]] == [PeerFailed] * 2
+        assert [is_visible(error) for error in errors] == [name != "before"] * 3
+        doubted = [getattr(error, "in_doubt", False) for error in errors]
+        assert doubted == [name == "broken off"] * 3
+        assert (tmp_path / name).exists() == (name == "after")
+
+
+@pytest.mark.parametrize("error", [StorageError("read", "x", 5), RuntimeError("x")])
+def test_failure_behind_the_decision_of_the_first_rank_is_in_doubt(error: Exception) -> None:
+    store, decided = dist.HashStore(), threading.Event()
+    first, second = (c.begin("step 1") for c in opened(store, 2))
+
+    def fail_late() -> None:
+        assert decided.wait(LONG_S)
+        raise error
+
+    def other() -> None:
+        try:
+            second.conclude(b"", lambda _records: None, follow=fail_late)
+        except Exception as its:
+            second.fail(its)
+            raise
+
+    told = together(lambda: first.conclude(b"", lambda _records: decided.set()), other)
+    assert told == [None, error]
+    assert second.may_be_visible and is_visible(error) and error.in_doubt
+    assert fate(error) == "may or may not be visible"
+
+
+def test_failure_behind_its_own_record_prevents_the_commit() -> None:
+    first, second = (c.begin("step 1") for c in opened(dist.HashStore(), 2))
+    error = StorageError("read", "x", 5)
+
+    def follow() -> None:
+        raise error
+
+    with pytest.raises(StorageError):
+        second.conclude(b"", lambda _records: None, follow=follow)
+    second.fail(error)
+    with pytest.raises(PeerFailed, match="nothing was committed") as caught:
+        first.conclude(b"", pytest.fail)
+    first.fail(caught.value)
+    for begun, its in ((first, caught.value), (second, error)):
+        assert not begun.may_be_visible and not is_visible(its) and not its.in_doubt
 
 
 # --- stores that go away, processes that die
@@ -602,15 +766,17 @@ def test_store_that_died_with_its_process_is_noticed() -> None:
         assert begun.get("begun") == b""
         threading.Timer(0.2, os.kill, (host.pid, signal.SIGKILL)).start()
         with pytest.raises(PeerFailed, match=r"step 1: the store .* is unreachable") as caught:
-            begun.get("outcome")
+            begun.conclude(b"", pytest.fail)
         assert "rank 0's" in str(caught.value)
         assert "may or may not be visible" in str(caught.value)
+        assert caught.value.visible and caught.value.in_doubt
         begun.fail(caught.value)
         begun.close()
         for opened_or_not in (coordinator, unconnected):
             begun = opened_or_not.begin("step 2")
-            with pytest.raises(PeerFailed, match="unreachable"):
-                begun.put("done", b"")
+            with pytest.raises(PeerFailed, match=r"unreachable .* nothing was committed") as caught:
+                begun.put("started", b"")
+            assert not caught.value.visible
             opened_or_not.close()
 
 

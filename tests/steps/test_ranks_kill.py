@@ -153,7 +153,8 @@ def check_survivor(
     for step, error in told["errors"].items():
         assert type(error) is PeerFailed and list(error.ranks) == [victim], (what, error)
         assert re.search(rf"step {step} of .*: .*rank {victim} ", str(error)), (what, error)
-        if str(error).endswith("nothing was committed"):
+        assert error.visible == error.in_doubt == (not str(error).endswith("nothing was committed"))
+        if not error.visible:
             assert step not in steps, (what, error)
         else:
             assert victim == 0 and str(error).endswith("may or may not be visible"), (what, error)
