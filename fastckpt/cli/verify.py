@@ -127,7 +127,7 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
         yield path, partial(_verify_file, path)
         return
     parent, name = os.path.split(path)
-    if os.path.exists(os.path.join(path, MANIFEST)):
+    if os.path.lexists(os.path.join(path, MANIFEST)):
         yield path, partial(_verify_step, _steps(parent), name, is_local)
         return
     if NAME.match(name) and not _is_listed(path):
@@ -135,7 +135,9 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
         yield path, partial(_refuse, why)
         return
     steps = _steps(path)
-    incomplete = steps.incomplete()
+    incomplete = [
+        name for name in steps.incomplete() if not os.path.lexists(steps.path(name, MANIFEST))
+    ]
     # Exports are named as steps are.
     exports = [os.path.join(path, name) for name in incomplete if is_export(steps, name)]
     for name in incomplete:
@@ -163,7 +165,7 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
 
 
 def _is_listed(path: str) -> bool:
-    return os.path.exists(os.path.join(path, file_list.NAME))
+    return os.path.lexists(os.path.join(path, file_list.NAME))
 
 
 def _of_frameworks(path: str) -> Iterator[tuple[str, Callable[[], int]]]:

@@ -5,6 +5,7 @@ It must not know what the files mean, nor which directories stay.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from itertools import chain
 
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.verify import list_of
-from fastckpt.errors import CheckpointError
+from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
 from fastckpt.ranks.round import Round
@@ -27,6 +28,8 @@ from fastckpt.storage.file_system import Storage, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 
 log = logging.getLogger("fastckpt")
+
+_LOOKS_MAX = 10  # at a directory that other processes replace meanwhile
 
 
 class SwapPlace(Place):
@@ -152,7 +155,8 @@ class SwapPlace(Place):
         if self._durable:  # before the rename, which must not name what a crash can still take
             atomic.sync_directories(storage, directory)
         if self._replaces:
-            self._refuse_others(merged)
+            with reported("list", path):
+                self._refuse_others(merged)
         changed = {os.path.dirname(path), self._draft.beside, *self._draft.grown}
         with atomic.naming_in(storage, changed if self._durable else (), path) as make_durable:
             with reported("rename", path):
@@ -177,24 +181,48 @@ class SwapPlace(Place):
         self._is_committed = True
 
     def _refuse_others(self, files: Mapping[str, File]) -> None:
-        """Raises CheckpointError if the old directory holds other files, which would be lost."""
+        """Raises CheckpointError if the old directory holds other files, which would be lost.
+
+        Another process may exchange the directory while it is looked at: then files of the one are
+        not in the list of the other. So it has to be the same before and after a look that counts.
+        """
         storage, path = self.storage, self._path
-        if not storage.is_directory(path):
-            if storage.status(path) is not None:
+        before: tuple[int, ...] | None = ()
+        for _ in range(_LOOKS_MAX):
+            if not storage.is_directory(path):
+                if storage.status(path) is None:
+                    return
                 raise CheckpointError(
                     f"{path!r} is a file, and is not replaced by a directory: save to another path"
                 )
-            return
-        with reported("list", path):
-            others = {*names_in(storage, path, links=True)} - files.keys()
+            try:
+                others = self._others(files)
+            except FileNotFoundError:
+                continue  # a directory in the one before is gone
+            if not others:
+                return
+            if (now := self._version()) == before:
+                raise CheckpointError(
+                    f"{path!r} holds files that are of no checkpoint "
+                    f"({', '.join(sorted(others)[:5])}) and is not replaced: save to a directory "
+                    "of its own"
+                )
+            before = now
+        detail = f"other processes have replaced it {_LOOKS_MAX} times while it was looked at"
+        raise StorageError("list", path, errno.EBUSY, detail=detail)
+
+    def _others(self, files: Mapping[str, File]) -> set[str]:
+        """Returns the files in the old directory that are neither in its list nor in `files`."""
+        others = {*names_in(self.storage, self._path, links=True)} - files.keys()
         if others:
             with suppress(CheckpointError):  # a damaged list tells nothing
-                others -= list_of(path, storage).keys()
-        if others:
-            raise CheckpointError(
-                f"{path!r} holds files that are of no checkpoint ({', '.join(sorted(others)[:5])}) "
-                "and is not replaced: save to a directory of its own"
-            )
+                others -= list_of(self._path, self.storage).keys()
+        return others
+
+    def _version(self) -> tuple[int, int, int] | None:
+        """Returns what tells directories that have had the name apart; None if none has it now."""
+        status = self.storage.status(self._path)
+        return status and (status.st_dev, status.st_ino, status.st_ctime_ns)
 
     def abandon(self) -> None:
         self._draft.discard()

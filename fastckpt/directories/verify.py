@@ -19,7 +19,7 @@ from fastckpt.formats import file_list
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import TIMEOUT_S
-from fastckpt.reading.verified import opened_regular
+from fastckpt.reading.verified import opened_regular, read_small
 from fastckpt.storage.file_system import Storage, persistently, reported
 from fastckpt.storage.vanishing import Vanished, listed_anew
 
@@ -57,11 +57,12 @@ def check(path: str, storage: Storage | None = None) -> bool:
 def list_of(path: str, storage: Storage) -> dict[str, file_list.File]:
     """Returns the list of a checkpoint directory, empty if there is none; raises as check()."""
     listed = os.path.join(path, file_list.NAME)
-    with reported("read", listed):
-        try:
-            content = storage.read_file(listed, file_list.NBYTES_MAX + 1)
-        except FileNotFoundError:
+    try:
+        content = read_small(storage, listed, file_list.NBYTES_MAX + 1)
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
             return {}
+        raise
     return file_list.from_bytes(content)
 
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 from fastckpt.arguments.checks import check_path
 from fastckpt.engine.staging import Staging
-from fastckpt.errors import CheckpointError, CorruptCheckpoint
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.manifest import MANIFEST, OBJECTS
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.lazy.safetensors_files import INDEX_SUFFIX, hugging_face_directory, safetensors_file
@@ -21,7 +21,7 @@ from fastckpt.lazy.source import Source
 from fastckpt.lazy.step import StepSource
 from fastckpt.lazy.tensors import LazyTensors
 from fastckpt.lazy.torch_file import torch_file
-from fastckpt.reading.verified import opened_regular
+from fastckpt.reading.verified import opened_regular, read_small
 from fastckpt.saving import pipeline
 from fastckpt.steps.no_steps import what_is_there
 from fastckpt.steps.root import Steps
@@ -95,6 +95,8 @@ def _file(storage: Storage, staging: Staging, path: str) -> Source:
         fd = files.enter_context(opened_regular(storage, path))
         with reported("read", path):
             head = storage.read_at(fd, min(storage.size(fd), _JSON_AT + 1), 0)
+        if not head:
+            raise CorruptCheckpoint(f"{path!r} is empty: nothing was written to it, or it was lost")
         if head.startswith(_ZIP):
             make = torch_file
         elif path.endswith(_SAFETENSORS) or head[_JSON_AT:] == b"{":
@@ -142,8 +144,7 @@ def _directory(storage: Storage, staging: Staging, path: str) -> tuple[str, Sour
 def _iteration(storage: Storage, path: str) -> str:
     """Returns the directory of the iteration that Megatron's tracker names."""
     tracker = os.path.join(path, _TRACKER)
-    with reported("read", tracker):
-        said = storage.read_file(tracker, _TRACKER_BYTES_MAX).decode(errors="replace")
+    said = read_small(storage, tracker, _TRACKER_BYTES_MAX).decode(errors="replace")
     found = _ITERATION.fullmatch(said)
     if found is None and said.strip() != "release":
         raise CorruptCheckpoint(f"{tracker!r} says {said!r}, must be the number of an iteration")
@@ -171,7 +172,12 @@ def _newest(storage: Storage, staging: Staging, root: str) -> tuple[str, Source]
     problems: list[CheckpointError] = []
 
     def newest() -> tuple[str, Source] | None:
-        for item in steps.survey()[0]:
+        found, faults = steps.survey()
+        for fault in faults:  # one of these may be the newest
+            if str(fault.error) not in map(str, problems):
+                log.warning("skipping %s: %s", steps.path(fault.name), fault.error)
+                problems.append(fault.error)
+        for item in found:
             try:
                 with ExitStack() as failing:
                     step = _step(storage, staging, steps, item.name)
@@ -186,7 +192,9 @@ def _newest(storage: Storage, staging: Staging, root: str) -> tuple[str, Source]
 
     found = listed_anew(newest)  # a save may remove steps meanwhile
     if found is None and problems:
-        raise CorruptCheckpoint(f"no step under {root!r} is whole: {problems[0]}")
+        is_newer = isinstance(problems[0], IncompatibleCheckpoint)
+        kind = IncompatibleCheckpoint if is_newer else CorruptCheckpoint
+        raise kind(f"no step under {root!r} is whole, or can be read: {problems[0]}")
     if found is None:
         what = what_is_there(steps)
         raise CheckpointError(f"{root!r} holds no checkpoint of a known format: {what}")

@@ -17,7 +17,7 @@ from fastckpt.formats.strict_json import KINDS_MAX, decode, shown
 from fastckpt.lazy.extents import ExtentsSource, Form, Place
 from fastckpt.plan.boxes import row_major
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
-from fastckpt.reading.verified import Body, opened_regular
+from fastckpt.reading.verified import Body, opened_regular, read_small
 from fastckpt.storage.file_system import Storage, naming, reported
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -51,8 +51,7 @@ def hugging_face_directory(
     """
     # Files in the cache of the Hugging Face hub are symbolic links to its blobs.
     index_path = os.path.realpath(os.path.join(path, index))
-    with reported("read", index_path):
-        content = storage.read_file(index_path, _INDEX_BYTES_MAX)
+    content = read_small(storage, index_path, _INDEX_BYTES_MAX)
     with naming(index_path):
         file_of = _weight_map(content)
     bodies: list[Body] = []
@@ -87,9 +86,18 @@ def _weight_map(content: bytes) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise CorruptCheckpoint("the index has no weight_map of file names")
     for name in set(found.values()):
-        if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
+        if not _is_file_name(name):
             raise CorruptCheckpoint(f"{shown(name)} is not a name of a file in the directory")
     return found
+
+
+def _is_file_name(name: str) -> bool:
+    """Returns whether a file in a directory can have this name, which JSON may have escaped."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return os.path.basename(name) == name and name not in ("", ".", "..") and "\0" not in name
 
 
 def _opened(

@@ -138,6 +138,22 @@ def _is_listed(storage: Storage, path: str) -> bool:
             return False
 
 
+def read_small(storage: Storage, path: str, nbytes_max: int) -> bytes:
+    """Returns the content of a small file, nbytes_max of it at most.
+
+    Raises:
+        CorruptCheckpoint: it is not a regular file. StorageError: it is missing (ENOENT), or cannot
+            be read.
+    """
+    try:
+        with reported("read", path):
+            return storage.read_file(path, nbytes_max)
+    except StorageError as error:
+        if isinstance(error.__cause__, NoRegularFile):
+            raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
+        raise
+
+
 @contextmanager
 def opened_regular(storage: Storage, path: str, missing: str = "") -> Iterator[int]:
     """Opens a regular file for reading, and closes it.

@@ -19,7 +19,7 @@ from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.handle import SaveStats
 from fastckpt.plan.chunk_hashes import HASH_BYTES, ChunkHashes
 from fastckpt.plan.image import BLOCK_BYTES
-from fastckpt.reading.verified import opened_regular
+from fastckpt.reading.verified import opened_regular, read_small
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import naming, reported
@@ -212,6 +212,6 @@ def _opened_of(
 
 def _index(steps: Steps, item: Committed, writer: Writer) -> ShardIndex:
     path = steps.path(item.name, writer.index)
-    with reported("read", path), naming(path):
-        content = steps.storage.read_file(path, writer.index_nbytes + 1)
+    content = read_small(steps.storage, path, writer.index_nbytes + 1)
+    with naming(path):
         return writer.parse_index(content, item.manifest.nonce)

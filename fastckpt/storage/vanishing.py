@@ -5,14 +5,15 @@ keeps the file. It must not know what the directory holds.
 from __future__ import annotations
 
 import errno
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from fastckpt.errors import CheckpointError, StorageError
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.storage import atomic
-from fastckpt.storage.file_system import Storage, persistently, reported
+from fastckpt.storage.file_system import NoRegularFile, Storage, persistently, reported
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ def kept(storage: Storage, path: str) -> Iterator[None]:
     it has to lock it first.
 
     Raises:
-        Vanished: the file is gone.
+        Vanished: the file is gone. CorruptCheckpoint: it is no regular file.
         StorageError: it cannot be opened, or another process holds its lock for over _LOCK_S.
     """
 
@@ -72,8 +73,12 @@ def kept(storage: Storage, path: str) -> Iterator[None]:
         with reported("open", path):
             try:
                 return storage.open_known(path)
-            except FileNotFoundError:
-                raise Vanished(path) from None
+            except OSError as error:
+                if _is_no_file(storage, path):
+                    raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
+                if isinstance(error, FileNotFoundError):
+                    raise Vanished(path) from None
+                raise
 
     fd = persistently(opened, path)
 
@@ -92,3 +97,18 @@ def kept(storage: Storage, path: str) -> Iterator[None]:
         yield
     finally:
         atomic.close_quietly(storage, fd)
+
+
+def _is_no_file(storage: Storage, path: str) -> bool:
+    """Returns whether a path leads to a socket, to a device, to nothing or in a circle, and so to
+    no file that a later attempt might open.
+    """
+    try:
+        if storage.leads_nowhere(path):
+            return True
+        status = storage.status(path)
+    except NoRegularFile:
+        return True
+    except OSError:  # it may be one: the error of the attempt to open it counts
+        return False
+    return status is not None and not stat.S_ISREG(status.st_mode)

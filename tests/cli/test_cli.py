@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -513,6 +514,44 @@ def test_verify_tells_what_it_could_not_read_from_damage(
             assert re.match("unread .*EIO", line), line
         status, lines = verified(capsys, saved / name, saved / "gone")
         assert status == 1 and lines[-1].startswith("FAILED ")
+
+
+def no_file(kind: str, path: Path) -> None:
+    """Puts what is no file in the place of a file."""
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    else:
+        path.symlink_to({"device": "/dev/zero", "circle": path.name, "nowhere": "gone"}[kind])
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "socket", "device", "circle", "nowhere"])
+@pytest.mark.parametrize("file", ["hf/fastckpt.json", "run/step-00000002/manifest.json"])
+def test_verify_calls_damaged_what_is_no_file(
+    file: str,
+    kind: str,
+    saved: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No later attempt would find a file there."""
+
+    def again(_seconds: float) -> None:
+        raise AssertionError("it was tried again")
+
+    monkeypatch.setattr("fastckpt.storage.file_system.time.sleep", again)
+    fastckpt.export({"w": torch.ones(9)}, saved / "hf").result()
+    monkeypatch.chdir(saved / Path(file).parent)  # the path of a socket is short
+    no_file(kind, Path(Path(file).name))
+    for parent in [*Path(file).parents][:-1]:  # the directory, or the step and its root
+        status, lines = verified(capsys, saved / parent)
+        assert status == 1 and f"{saved / file}' is not a regular file" in lines[-1]
+        assert lines[-1].startswith("damaged ")
 
 
 def test_verify_of_a_root_that_cannot_be_listed(

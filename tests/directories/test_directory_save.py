@@ -353,6 +353,34 @@ def test_files_of_others_are_not_replaced(disk: Path, name: str) -> None:
         assert step_in(path) == 3
 
 
+@pytest.mark.parametrize("after", [True, False], ids=["listed", "about to be listed"])
+def test_a_directory_that_others_replace_meanwhile_is_replaced(after: bool, disk: Path) -> None:
+    """Two processes save to one directory: files of the one are not in the list of the other."""
+
+    class Replaced(Storage):
+        """Another process commits just when the old directory was listed, or is about to be."""
+
+        def __init__(self) -> None:
+            self.others = [disk / "c", disk / "b"]
+
+        def names(self, directory: str) -> list[str]:
+            found = super().names(directory) if after else []
+            if directory.startswith(str(disk / "a" / "of")) and self.others:
+                super().exchange(str(disk / "a"), str(other := self.others.pop()))
+                shutil.rmtree(other)
+            return found if after else super().names(directory)
+
+    def fill(draft: Draft) -> None:
+        draft.add_content(b"1", f"of {os.path.basename(draft.directory)}/notes.txt")
+
+    with through(Storage()):
+        for name in ("a", "b", "c"):
+            save_directory(str(disk / name), fill).result(WAIT_S)
+    with through(storage := Replaced()):
+        save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
+    assert step_in(disk / "a") == 1 and storage.others == []
+
+
 def test_a_file_is_not_replaced(disk: Path) -> None:
     (disk / "a").write_text("mine")
     with through(Storage()), pytest.raises(CheckpointError, match="is a file"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import pickle
 import shutil
@@ -46,6 +47,15 @@ def refused(
     with pytest.raises(kind, match=words) as caught:
         fastckpt.open(path)
     assert str(caught.value).count(repr(str(path))) <= 1
+
+
+@pytest.mark.parametrize("name", ["\ud800.safetensors", "a/b.safetensors", "\0", "..", ""])
+def test_an_index_names_files_that_can_be(name: str, disk: Path) -> None:
+    """JSON can escape half of a surrogate pair, which no file's name has."""
+    index = disk / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(CorruptCheckpoint, match=r"index\.json'.* is not a name of a file in"):
+        fastckpt.open(disk)
 
 
 def test_a_foreign_byte_order_is_refused(disk: Path) -> None:

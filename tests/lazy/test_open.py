@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -18,8 +19,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import fastckpt
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StorageError,
+)
 from fastckpt.lazy.tensors import LazyTensors
+from tests.formats.test_step_formats import sealed_bytes
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -368,6 +375,27 @@ def test_a_step_that_lacks_its_objects_is_damaged(disk: Path) -> None:
         fastckpt.open(disk / "mine")
 
 
+@pytest.mark.parametrize("error", [CorruptCheckpoint, IncompatibleCheckpoint])
+def test_a_damaged_manifest_is_not_passed_over_in_silence(
+    error: type[Exception], disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fastckpt.Checkpointer(disk) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": torch.zeros(9)}).result(60)
+    manifest = disk / "step-00000002" / "manifest.json"
+    content = manifest.read_bytes().replace(b'"version":1', b'"version":5')
+    unsealed = content.partition(b',"sha256"')[0]
+    manifest.write_bytes(content if error is CorruptCheckpoint else sealed_bytes(unsealed))
+    caplog.clear()
+    with fastckpt.open(disk) as tensors:
+        assert tensors.facts["step"] == 1
+    (told,) = caplog.messages
+    assert told.startswith(f"skipping {disk / 'step-00000002'}: ") and "manifest" in told
+    shutil.rmtree(disk / "step-00000001")
+    with pytest.raises(error, match=r"no step under .*manifest"):
+        fastckpt.open(disk)
+
+
 @pytest.mark.parametrize("save", [by_fastckpt, by_torch, steps])
 def test_the_empty_key_is_a_key(save: Callable[[Any, Path], Path], disk: Path) -> None:
     large = torch.randn(300, 1100)
@@ -409,6 +437,11 @@ def cut(disk: Path) -> Path:
     return path
 
 
+def emptied(disk: Path) -> Path:
+    (disk / "a.pt").touch()
+    return disk / "a.pt"
+
+
 def hostile(disk: Path) -> Path:
     path = disk / "h.pt"
     torch.save({"w": torch.ones(3)}, path)
@@ -423,6 +456,7 @@ def hostile(disk: Path) -> Path:
         (nothing, StorageError, "ENOENT"),
         (text, CheckpointError, "neither a zip file"),
         (cut, CorruptCheckpoint, "truncated or damaged"),
+        (emptied, CorruptCheckpoint, r"a\.pt' is empty"),
         (lambda disk: disk, CheckpointError, "the directory is empty"),
     ],
 )
