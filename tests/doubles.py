@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 import fastckpt
 from fastckpt.handle import SaveHandle
@@ -340,6 +341,45 @@ class Crash(Recorder):
     def images(self, seed: int, mixtures: int = 2) -> Iterator[tuple[str, Image]]:
         """Label and content of each tree that the disk may hold now; so many are left to chance."""
         yield from self._disk.images(random.Random(seed), mixtures)
+
+
+class LostStore:
+    """A rank's client of a c10d store, which is lost after `count` operations: whatever it is asked
+    next raises what a client of torch raises whose server is gone, and so does all that follows.
+
+    Args:
+        store: does the operations.
+        count: how many; looks for keys are not counted, since their number is left to chance.
+        is_heard: whether the last of them is answered. If not, it is done, and raises.
+    """
+
+    def __init__(self, store: Any, count: int, is_heard: bool = True) -> None:
+        self._store, self._count, self._is_heard = store, count, is_heard
+        self.log: list[tuple[str, Any]] = []
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no further operation will be done."""
+        return len(self.log) >= self._count
+
+    def clone(self) -> LostStore:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(self._store, name)
+
+        def called(*args: Any) -> Any:
+            if self.is_lost:
+                raise dist.DistNetworkError("failed to recv, got 0 bytes")
+            if name == "check":
+                return operation(*args)
+            result = operation(*args)
+            self.log.append((name, args[0]))
+            if self.is_lost and not self._is_heard:
+                raise dist.DistNetworkError("Connection reset by peer")
+            return result
+
+        return called
 
 
 class _File:

@@ -6,6 +6,7 @@ fails or is killed replaces nothing. It must not know whose files they are, nor 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import fastckpt
-from fastckpt.errors import CheckpointError, fate, is_visible
+from fastckpt.errors import CheckpointError, StorageError, fate
 from fastckpt.handle import SaveHandle
 from fastckpt.latch import Latch, start_thread
 from fastckpt.ranks.round import Round
@@ -117,7 +118,8 @@ class Tag:
                 hidden = os.path.join(directory, f".{os.path.basename(path)}.saving")
             else:
                 hidden = os.path.join(self._draft, name)
-                pipeline.current().storage.make_directories(os.path.dirname(hidden))
+                with reported("make directory", os.path.dirname(hidden)):
+                    pipeline.current().storage.make_directories(os.path.dirname(hidden))
             handle = fastckpt.save(obj, hidden, **self._options)
             handle.reported = True  # its error is the tag's
             self._files.append(_File(handle, path, name))
@@ -161,17 +163,19 @@ class Tag:
             try:
                 self._commit()
             except BaseException as error:
-                self._agreement.fail(error)
-                # If the tag is visible, the draft holds what had the names before, and stays: a
-                # crash may undo the names. What is in `_replaced` has no other name: it stays, too.
-                if not is_visible(error):
+                agreement = self._agreement
+                agreement.fail(error)
+                # The first rank may publish what this one has said to be durable, also if this one
+                # does not hear of it. If the tag is visible, but perhaps not durable, the draft
+                # holds what had the names before, and stays. What is in `_replaced` has no other
+                # name: it stays, too.
+                if not agreement.may_be_visible:
                     self._unneeded = [self._draft]
                     self._discard()
                 what = fate(error, "was not saved")
                 log.error("tag %r %s: %s", self.handle.path, what, error)
                 self.handle.set_exception(error)
             else:
-                self._unneeded = [self._draft, self._replaced]
                 self.handle.stats.committed_s = self.handle.elapsed_s()
                 self.handle.set_result(self.handle.stats)
         finally:
@@ -189,37 +193,53 @@ class Tag:
         try:
             for file in self._files:
                 file.handle.result()
-        except CheckpointError:
+        except CheckpointError as error:
             agreement.check()  # if another rank's failure ended the round, that is the cause
+            if isinstance(error, StorageError) and error.visible:  # under its hidden name alone
+                raise StorageError(error.op, error.path, error.errno or errno.EIO) from error
             raise
         stats, files = self.handle.stats, [file.handle.stats for file in self._files]
         stats.written_s = self.handle.elapsed_s()
         stats.nbytes = sum(its.nbytes for its in files)
         stats.staged_bytes_max = sum(its.staged_bytes_max for its in files)
-        names = [file.name for file in self._files if file.name]
+        names = [file.name for file in self._files]
         agreement.put("written", json.dumps([names, stats.nbytes]).encode())
         with ExitStack() as naming:
             make_durable: Callable[[], None] | None = None
             if agreement.rank == 0:
                 written = [json.loads(record) for record in agreement.gather("written")]
                 stats.total_nbytes = sum(nbytes for _names, nbytes in written)
-                drafted = {name for drafts, _nbytes in written for name in drafts}
+                every = {name for names, _nbytes in written for name in names}
                 opened = naming_in(pipeline.current().storage, self._above(), self.handle.path)
                 make_durable = naming.enter_context(opened)
-                agreement.put("go", b"named" if self._complete_draft(drafted) else b"")
-            named = agreement.get("go") != b""
-            for file in self._files:
-                if not (named and file.name):
-                    self._publish(file.handle.path, file.path)
+                named = self._complete_draft(every - {""})
+                agreement.put("go", json.dumps([named, not named or "" in every]).encode())
+            named, one_by_one = json.loads(agreement.get("go"))
+            if one_by_one:
+                self._rename_files([f for f in self._files if not (named and f.name)])
 
             def publish_all(_records: list[bytes]) -> None:
                 assert make_durable is not None
                 if named:
                     self._name_draft()
                 make_durable()
+                self._unneeded = [self._draft, self._replaced]
                 self._write_latest()
 
             agreement.conclude(b"", publish_all)
+
+    def _rename_files(self, files: list[_File]) -> None:
+        """Gives this rank's files their names one by one, once no rank has failed before that: a
+        rank that did may have removed its files.
+        """
+        agreement = self._agreement
+        agreement.put("ready", b"")
+        if agreement.rank == 0:
+            agreement.gather("ready")
+            agreement.put("rename", b"")
+        agreement.get("rename")
+        for file in files:
+            self._publish(file.handle.path, file.path)
 
     def _complete_draft(self, names: set[str]) -> bool:
         """Links the other files of the tag into the draft, on the first rank, when all ranks' files
@@ -227,10 +247,13 @@ class Tag:
         names, which other nodes then have on disks of their own, or files cannot be linked.
         """
         storage, path, draft = pipeline.current().storage, self.handle.path, self._draft
-        if not names or any(storage.status(os.path.join(draft, name)) is None for name in names):
+        with reported("open", draft):
+            are_there = [storage.status(os.path.join(draft, name)) is not None for name in names]
+        if not names or not all(are_there):
             return False
         assert self._lock is not None, "the first rank has locked the draft"
-        before = storage.status(path)
+        with reported("open", path):
+            before = storage.status(path)
         if before is not None:
             try:
                 _link(storage, path, draft)
@@ -270,11 +293,20 @@ class Tag:
             return
         storage = pipeline.current().storage
         path = os.path.join(self._directory, "latest")
-        with temporary(storage, path) as (fd, name):
-            with reported("write", path):
-                storage.write_at(fd, self._latest.encode(), 0)
-            settle(storage, fd, path, self._durable)
-            self._publish(name, path)
+        try:
+            with temporary(storage, path) as (fd, name):
+                with reported("write", path):
+                    storage.write_at(fd, self._latest.encode(), 0)
+                settle(storage, fd, path, self._durable)
+                self._publish(name, path)
+        except CheckpointError as error:
+            if not error.visible:
+                tag = self.handle.path
+                error.reword(
+                    f"{error}; {tag!r} is whole and has its name, but {path!r} is as it was"
+                )
+                error.visible = True
+            raise
 
     def _discard(self) -> None:
         """Removes files that have no name yet."""

@@ -538,10 +538,11 @@ def remove_directory(storage: Storage, path: str, hidden: str) -> None:
 
 def sync_directories(storage: Storage, directory: str) -> None:
     """Makes the entries of a directory, and of all directories below it, durable."""
-    for name in storage.names(directory):
-        path = os.path.join(directory, name)
-        if storage.is_directory(path):
-            sync_directories(storage, path)
+    with reported("list", directory):
+        paths = [os.path.join(directory, name) for name in storage.names(directory)]
+        inner = [path for path in paths if storage.is_directory(path)]
+    for path in inner:
+        sync_directories(storage, path)
     with reported("sync directory", directory):
         storage.sync_directory(directory)
 

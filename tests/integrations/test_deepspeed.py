@@ -13,8 +13,10 @@ import itertools
 import json
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -30,15 +32,27 @@ pytest.importorskip("deepspeed")
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import fastckpt
-from fastckpt import CorruptCheckpoint, PeerFailed, StorageError, latch
+from fastckpt import CheckpointError, CorruptCheckpoint, PeerFailed, StorageError, latch
+from fastckpt.handle import SaveHandle
 from fastckpt.integrations._tag import Tag
 from fastckpt.integrations.deepspeed import FastckptCheckpointEngine
 from fastckpt.latch import Latch
+from fastckpt.ranks import round as round_module
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.storage.file_system import Storage
 from tests.crews import deepspeed_bodies as bodies
 from tests.crews.group_crew import Nursery, RankDied
-from tests.doubles import Crash, Operation, PowerCut, Recorder, dead_pid, plant, visible
+from tests.doubles import (
+    Crash,
+    FailAt,
+    LostStore,
+    Operation,
+    PowerCut,
+    Recorder,
+    dead_pid,
+    plant,
+    visible,
+)
 from tests.steps.test_checkpointer import process_on
 from tests.storm import SUITE_SEED
 
@@ -239,20 +253,34 @@ def test_the_end_of_the_process_knows_of_a_tag_at_once(
     assert (disk / "latest").read_text() == "a"
 
 
-def save_by_two(run: Path, tag: str, step: int, lost: BaseException | None = None) -> bool:
-    """Two ranks of this process save a tag; whether the first one was told that it is saved.
+def save_by_two(
+    run: Path,
+    tag: str,
+    step: int,
+    stores: tuple[Any, Any] | None = None,
+    timeout_s: float = 60.0,
+    ended: threading.Event | None = None,
+    lost: BaseException | None = None,
+) -> list[SaveHandle]:
+    """Two ranks of this process save a tag, each over its own connection to the store; the handle
+    of each.
 
-    The second one fails by the error `lost` when its files were written.
+    The second one fails by the error `lost` when its files were written; `ended` is set when
+    nothing of it is left to do.
     """
-    store, options = dist.HashStore(), {"durable": True}
-    rounds = [Coordinator(store, rank, RANKS, "deepspeed").begin(tag) for rank in range(RANKS)]
+    one = dist.HashStore()
+    rounds = [
+        Coordinator(store, rank, RANKS, "deepspeed").begin(tag, timeout_s)
+        for rank, store in enumerate(stores or (one, one))
+    ]
     tags: list[Tag] = []
-    end: PowerCut | None = None
+    end: BaseException | None = None
     engine = FastckptCheckpointEngine("raise", True, "host", None, 60.0)
     try:
         engine.makedirs(str(run), exist_ok=True)
         for agreement in rounds:
-            tags.append(Tag(str(run), tag, agreement, True, options))
+            agreement.close = partial(agreement.close, 0.0)  # type: ignore[method-assign]
+            tags.append(Tag(str(run), tag, agreement, True, {"durable": True}))
         for rank, each in enumerate(tags):
             state = {"step": step, "weight": torch.full((5000,), float(step))}
             each.save(state, str(run / tag / f"rank_{rank}.pt"))
@@ -262,16 +290,23 @@ def save_by_two(run: Path, tag: str, step: int, lost: BaseException | None = Non
         rounds[1].conclude = Mock(side_effect=lost)  # type: ignore[method-assign]
     for each in tags:
         each.conclude(end)
-    for each in tags:
+    for each in reversed(tags):
         each.join()
-    return end is None and tags[0].handle.done() and tags[0].handle.failure() is None
+        if ended is not None:
+            ended.set()
+    return [each.handle for each in tags]
+
+
+def is_saved(handles: list[SaveHandle]) -> bool:
+    """Whether the first rank was told that its tag is saved."""
+    return bool(handles) and handles[0].done() and handles[0].failure() is None
 
 
 def test_a_rank_that_fails_last_leaves_a_tag_that_is_saved_again_as_it_was(disk: Path) -> None:
     with process_on(Storage()):
-        assert save_by_two(disk, "a", 1)
+        assert is_saved(save_by_two(disk, "a", 1))
         (disk / "a" / "mine.txt").write_text("mine")
-        assert not save_by_two(disk, "a", 2, RuntimeError("lost"))
+        assert not is_saved(save_by_two(disk, "a", 2, lost=RuntimeError("lost")))
     assert step_of(disk) == 1
     assert not list(disk.glob(".a.*"))
 
@@ -280,11 +315,124 @@ def step_of(run: Path) -> int | None:
     """Which step `latest` leads to, all of whose files are of that step; None without `latest`."""
     if not (run / "latest").exists():
         return None
-    tag = run / (run / "latest").read_text()
+    return step_in(run / (run / "latest").read_text())
+
+
+def step_in(tag: Path) -> int | None:
+    """Which step all files of a tag are of; None if there is no tag."""
+    if not tag.exists():
+        return None
     assert (tag / "mine.txt").exists() == (tag.name == "a")
     states = [fastckpt.load(tag / f"rank_{rank}.pt") for rank in range(RANKS)]
     (step,) = {float(value) for state in states for value in (state["step"], *state["weight"])}
     return int(step)
+
+
+@pytest.fixture
+def saved(memory: Path) -> Path:
+    """A run with the tag "a" of step 1, in which others keep a file."""
+    with process_on(Storage()):
+        assert is_saved(save_by_two(memory / "saved", "a", 1))
+    (memory / "saved" / "a" / "mine.txt").write_text("mine")
+    return memory / "saved"
+
+
+def check_fate(run: Path, tag: str, handles: list[SaveHandle]) -> None:
+    """`latest` leads to a whole tag, and the one that was saved is what ranks were told of it."""
+    found, before = step_in(run / tag), (1 if tag == "a" else None)
+    assert step_of(run) in {1, 2} and found in {before, 2}
+    for handle in handles:
+        error = handle.failure()
+        if error is None:
+            assert found == step_of(run) == 2
+        else:
+            assert isinstance(error, CheckpointError)
+            assert error.in_doubt or found == (2 if error.visible else before)
+
+
+class AfterTheLost(Recorder):
+    """The first rank gives the tag its name when the other one has ended, if that loses the store.
+
+    Args:
+        store: the other one's.
+    """
+
+    def __init__(self, store: LostStore) -> None:
+        super().__init__()
+        self._store, self.ended = store, threading.Event()
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], Any]) -> Any:
+        if operation.name == "exchange" and self._store.is_lost:
+            assert self.ended.wait(60)
+        return real()
+
+
+def lose_store(run: Path, tag: str, rank: int, count: int, is_heard: bool) -> LostStore:
+    """Saves a tag by step 2; this rank loses the store after so many operations. Returns that."""
+    one = dist.HashStore()
+    lost = LostStore(one, count, is_heard)
+    stores = (lost, one) if rank == 0 else (one, lost)
+    storage = AfterTheLost(lost if rank else LostStore(one, sys.maxsize))
+    with process_on(storage):
+        handles = save_by_two(run, tag, 2, stores, 0.5, storage.ended)
+    try:
+        check_fate(run, tag, handles)
+    except Exception as error:
+        raise AssertionError(f"rank {rank} lost the store after {lost.log}") from error
+    return lost
+
+
+def test_a_rank_that_loses_the_store_removes_nothing_that_the_first_one_publishes(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it when its files are written, or when it has said that it is done."""
+    monkeypatch.setattr(round_module, "_BEHIND_S", 0.1)
+    for count, last in ((5, "/written/1"), (7, "/done/1")):
+        lost = lose_store(saved, "a", 1, count, True)
+        assert lost.log[-1][1].endswith(last)
+    assert step_of(saved) == 2
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("tag", ["a", "b"])
+@pytest.mark.parametrize("is_heard", [True, False])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_any_operation_of_the_store_may_be_a_ranks_last(
+    rank: int, is_heard: bool, tag: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_module, "_BEHIND_S", 0.1)
+    for count in itertools.count(1):
+        live = saved.with_name("live")
+        shutil.copytree(saved, live)
+        lost = lose_store(live, tag, rank, count, is_heard)
+        shutil.rmtree(live)
+        if not lost.is_lost:
+            break
+    assert count > 10
+
+
+@pytest.mark.parametrize(
+    ("tag", "every"),
+    [("a", 5), *(pytest.param(tag, 1, marks=pytest.mark.torture) for tag in ("a", "b"))],
+)
+def test_any_operation_may_fail(saved: Path, tag: str, every: int) -> None:
+    outcomes = set()
+    for number in itertools.count(0, every):
+        live = saved.with_name("live")
+        shutil.copytree(saved, live)
+        storage = FailAt(number, errno.EIO)
+        with process_on(storage):
+            handles = save_by_two(live, tag, 2)
+        try:
+            check_fate(live, tag, handles)
+        except Exception as error:
+            what = f"{storage.log[number]} failed: {[handle.failure() for handle in handles]}"
+            raise AssertionError(what) from error
+        outcomes.add(step_in(live / tag))
+        shutil.rmtree(live)
+        if number >= len(storage.log):
+            break
+    assert outcomes == {1 if tag == "a" else None, 2} and number > 60
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -299,7 +447,7 @@ def test_any_operation_of_a_commit_may_be_the_last(memory: Path, tag: str) -> No
     old = None if above else 1
     if old is not None:
         with process_on(Storage()):
-            assert save_by_two(before, "a", old)
+            assert is_saved(save_by_two(before, "a", old))
         (before / "a" / "mine.txt").write_text("mine")
     seen: dict[int, int | None] = {}
     print(f"seed {SUITE_SEED}")
@@ -307,7 +455,7 @@ def test_any_operation_of_a_commit_may_be_the_last(memory: Path, tag: str) -> No
         shutil.copytree(before, live)
         storage = Crash(live, count)
         with process_on(storage):
-            told = save_by_two(live / above, tag, 2)
+            told = is_saved(save_by_two(live / above, tag, 2))
         for label, image in storage.images(SUITE_SEED + count, 8):
             what = f"{count} operations, the last {storage.log[:count][-1:]}; survived: {label}"
             key = hash(tuple(visible(image).items()))
@@ -338,14 +486,14 @@ def test_a_tag_that_gets_no_name_back_is_kept_and_has_it_at_the_next_save(memory
             return real()
 
     with process_on(Storage()):
-        assert save_by_two(memory, "a", 1)
+        assert is_saved(save_by_two(memory, "a", 1))
     (memory / "a" / "mine.txt").write_text("mine")
     with process_on(Gone()):
-        assert not save_by_two(memory, "a", 2)
+        assert not is_saved(save_by_two(memory, "a", 2))
     (kept,) = memory.glob(".a.*.tmp")
     kept.rename(str(kept).replace(f"-{os.getpid()}-", f"-{dead_pid()}-"))
     with process_on(Storage()):
-        assert save_by_two(memory, "b", 3)
+        assert is_saved(save_by_two(memory, "b", 3))
     assert sorted(os.listdir(memory)) == ["a", "b", "latest"] and step_of(memory) == 3
     (memory / "latest").write_text("a")
     assert step_of(memory) == 1
