@@ -86,7 +86,7 @@ def _debris(storage: Storage, directory: str) -> Iterator[Debris]:
             yield Debris(path, _nbytes(path), what, partial(steps.remove_if_dead, name))
     for name in sorted(storage.names(directory)):
         path = os.path.join(directory, name)
-        if not atomic.is_of_dead(path):
+        if not atomic.is_of_dead(storage, path):
             continue
         if storage.is_directory(path):
             remove = partial(atomic.remove_dead_directory, storage, path)

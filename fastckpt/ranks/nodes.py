@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from fastckpt.machine import this_machine
 from fastckpt.ranks.round import Round
-
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 class RanksByNode:
@@ -86,15 +84,6 @@ def neighbours(agreement: Round, nbytes: int) -> list[Neighbour]:
             agreement.put(f"machine {machine}", json.dumps(ranks).encode())
     answer = agreement.get(f"machine {this_machine()}")
     return [Neighbour(*each) for each in json.loads(answer)]
-
-
-def this_machine() -> str:
-    """Returns a name of this machine, which is the same in all of its containers."""
-    try:
-        with open(_BOOT_ID, encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _space() -> str:

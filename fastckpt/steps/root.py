@@ -37,7 +37,6 @@ log = logging.getLogger("fastckpt")
 _ATTEMPTS_MAX = 1000  # names tried for one step
 _CREATES_MAX = 5  # times that the directory of one name is made
 _LOOKS_MAX = 5  # listings of a root in which some steps, but not all, vanish while they are read
-DEAD_AFTER_S = 24 * 3600.0  # the age at which another host's uncommitted save counts as dead
 
 
 class Committed(NamedTuple):
@@ -499,8 +498,10 @@ class Steps:
             left = atomic.temporaries_among(entries, MANIFEST)
             if not self.may_be_committed(name) and all(map(OURS.fullmatch, entries)):
                 paths = [self.path(name, each) for each in left]
-                dead = (atomic.is_of_dead(p) or self._is_of_the_dead(name, p) for p in paths)
-                return all(dead)
+                here = self.storage
+                return all(
+                    atomic.is_of_dead(here, p) or self._is_of_the_dead(name, p) for p in paths
+                )
         return False
 
     def remove_if_dead(self, name: str) -> bool:
@@ -534,7 +535,7 @@ class Steps:
         status = self.storage.status(temporary)
         if status is None or atomic.is_of_this_host(temporary):
             return False
-        if time.time() - status.st_mtime >= DEAD_AFTER_S:
+        if time.time() - status.st_mtime >= atomic.DEAD_AFTER_S:
             return True
         if temporary not in self._warned:
             self._warned.add(temporary)

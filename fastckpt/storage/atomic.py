@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import logging
 import os
-import re
-import socket
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -20,14 +17,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from fastckpt.errors import StorageError
 from fastckpt.storage.file_system import NEW_MODE, Storage, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
+from fastckpt.storage.owners import Owner, divided
 
 log = logging.getLogger("fastckpt")
 
 _NAME_BYTES_MAX = 150  # leaves room for the suffix below within the 255 bytes of a directory entry
 # The errors of a file system that cannot exchange two names, or give a file another one.
 _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-_SUFFIX = re.compile(r"\.(?P<host>[^.]*)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z")
-_numbers = itertools.count()
+# The age at which an uncommitted save counts as dead, if nothing else tells whether it lives.
+DEAD_AFTER_S = 24 * 3600.0
 # The name that a directory which is being replaced has meanwhile, inside a hidden directory.
 REPLACED = ".replaced"
 _KEPT_OPEN = (errno.EPERM, errno.EBUSY)
@@ -41,27 +39,9 @@ def _prefix(path: str) -> str:
     return f".{name}"
 
 
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())[:40]
-
-
-def _started(pid: int) -> int | None:
-    """Returns when a process began, in ticks since boot (proc(5), stat, field 22); None if gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            state, *fields = file.read().rsplit(")", 1)[1].split()
-        # One that was killed stays until its parent asks, which in a container may be never. (If
-        # its first thread alone has ended, a process looks alike, but has others.)
-        return None if state in "ZX" and int(fields[16]) <= 1 else int(fields[18])
-    except (OSError, IndexError, ValueError):
-        return None
-
-
 def temporary_path(path: str) -> str:
     """Returns a new name in path's directory that says which process owns it."""
-    pid = os.getpid()
-    suffix = f".{_host()}-{pid}-{_started(pid) or 0}-{next(_numbers)}.tmp"
-    return os.path.join(os.path.dirname(path), _prefix(path) + suffix)
+    return os.path.join(os.path.dirname(path), _prefix(path) + Owner.this().suffix())
 
 
 def temporaries(storage: Storage, path: str) -> list[str]:
@@ -77,55 +57,67 @@ def temporaries(storage: Storage, path: str) -> list[str]:
 def temporaries_among(names: Iterable[str], path: str) -> list[str]:
     """Returns which of the names in path's directory are temporaries of saves to path."""
     prefix = _prefix(path)
-    found = ((name, _SUFFIX.search(name)) for name in names)
-    return [name for name, match in found if match and name[: match.start()] == prefix]
+    return [name for name in names if name.startswith(prefix) and _is_of(name, prefix)]
+
+
+def _is_of(name: str, prefix: str) -> bool:
+    return divided(name)[1] is not None and divided(name)[0] == prefix
 
 
 def others_at_work(storage: Storage, path: str) -> list[int]:
     """Returns the pids of other live processes of this host that are saving to path."""
-    matches = (
-        _SUFFIX.search(name)
-        for name in temporaries(storage, path)
-        if is_of_this_host(name) and not is_of_dead(name)
-    )
-    return sorted({int(match["pid"]) for match in matches if match} - {os.getpid()})
+    owners = (divided(os.path.basename(name))[1] for name in temporaries(storage, path))
+    beside = [owner for owner in owners if owner and owner.is_beside_this and not owner.is_gone]
+    return sorted({owner.pid for owner in beside} - {os.getpid()})
 
 
 def is_of_this_host(temporary: str) -> bool:
     """Whether a temporary's name says that a process of this host made it."""
-    match = _SUFFIX.search(os.path.basename(temporary))
-    return match is not None and match["host"] == _host()
+    owner = divided(os.path.basename(temporary))[1]
+    return owner is not None and owner.is_of_this_host
 
 
-def is_of_dead(temporary: str) -> bool:
-    """Whether a temporary's name says that a process of this host made it, which is gone."""
+def is_of_dead(storage: Storage, temporary: str) -> bool:
+    """Whether a process of this host made a temporary and is gone, as far as the name tells.
+
+    If the name is of another pid namespace of this host, or of before its last boot, no process
+    tells. Then the lock does, on local file systems. On others, which may have locks for each
+    client alone, the temporary must not have changed for DEAD_AFTER_S, too: hosts may have one
+    name.
+    """
     name = os.path.basename(temporary)
-    match = _SUFFIX.search(name)
-    if match is None or match["host"] != _host() or not name.startswith("."):
+    owner = divided(name)[1]
+    if owner is None or not owner.is_of_this_host or not name.startswith("."):
         return False
-    alive = _started(int(match["pid"]))
-    return alive is None or alive != int(match["started"])
+    if owner.is_beside_this:
+        return owner.is_gone
+    with suppress(OSError):  # it was removed meanwhile, or is not ours to touch
+        is_directory = storage.is_directory(temporary)
+        fd = (storage.open if is_directory else storage.open_to_lock)(temporary)
+        try:
+            status = storage.status(temporary)
+            is_old = status is not None and time.time() - status.st_mtime >= DEAD_AFTER_S
+            return (is_old or not storage.policy(fd)[1].remote) and storage.lock(fd)
+        finally:
+            close_quietly(storage, fd)
+    return False
 
 
 def remove_debris(storage: Storage, path: str) -> list[str]:
     """Removes temporaries of saves to path whose process is surely dead; returns their paths.
 
-    A process is surely dead if the name says this host, no process has that pid and start time, and
-    nobody locks the temporary. The lock also protects processes in other pid namespaces of this
-    host. Where writers keep no lock (see claim()), the name alone decides.
+    A process is surely dead if is_of_dead() says so, and nobody locks the temporary. Where writers
+    keep no lock (see claim()), the name alone decides.
     """
-    directory, prefix = os.path.dirname(path), _prefix(path)
+    directory = os.path.dirname(path)
     removed = []
     try:
         names = storage.names(directory)
     except PermissionError:
         return []  # the directory may be written to but not listed: debris stays
-    for name in names:
-        match = _SUFFIX.search(name)
-        if match is None or name[: match.start()] != prefix or not is_of_dead(name):
-            continue
+    for name in temporaries_among(names, path):
         debris = os.path.join(directory, name)
-        if remove_dead_file(storage, debris):
+        if is_of_dead(storage, debris) and remove_dead_file(storage, debris):
             removed.append(debris)
     return removed
 
@@ -554,7 +546,7 @@ def remove_dead_directories(storage: Storage, parent: str) -> None:
     with suppress(PermissionError):  # the parent may be written to but not listed: they stay
         for name in storage.names(parent):
             path = os.path.join(parent, name)
-            if is_of_dead(path) and storage.is_directory(path):
+            if is_of_dead(storage, path) and storage.is_directory(path):
                 remove_dead_directory(storage, path)
 
 
@@ -579,7 +571,7 @@ def moved_aside(storage: Storage, aside: str) -> str | None:
     if not storage.is_directory(os.path.join(aside, REPLACED)):
         return None
     # If the name was too long for _prefix(), this is a hash: a strange name is better than none.
-    path = os.path.join(os.path.dirname(aside), _SUFFIX.sub("", os.path.basename(aside))[1:])
+    path = os.path.join(os.path.dirname(aside), divided(os.path.basename(aside))[0][1:])
     return path if storage.status(path) is None else None
 
 

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
+from fastckpt.machine import this_machine
 from fastckpt.ranks.coordinator import Coordinator
-from fastckpt.ranks.nodes import RanksByNode, this_machine
+from fastckpt.ranks.nodes import RanksByNode
 from fastckpt.ranks.round import Round
 from fastckpt.steps.options import KEEP_LOCAL, StepOptions
 from fastckpt.steps.root import Committed, Steps

@@ -21,6 +21,7 @@ import torch
 
 import fastckpt
 from fastckpt.errors import StorageError
+from fastckpt.machine import started
 from fastckpt.saving.pipeline import IN_FLIGHT_MAX, Pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
@@ -388,13 +389,13 @@ def test_a_process_that_nobody_has_reaped_is_dead(disk: Path) -> None:
     """Process 1 of a container may never ask what became of a rank that was killed."""
     with subprocess.Popen(["sleep", "600"]) as process:
         own = atomic.temporary_path(str(disk / "ckpt.pt"))
-        began = {pid: atomic._started(pid) for pid in (os.getpid(), process.pid)}
+        began = {pid: started(pid) for pid in (os.getpid(), process.pid)}
         of_another, of_this = (f"-{pid}-{began[pid]}-" for pid in (process.pid, os.getpid()))
         temporary = own.replace(of_this, of_another)
-        assert temporary != own and not atomic.is_of_dead(temporary)
+        assert temporary != own and not atomic.is_of_dead(Storage(), temporary)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert Path(f"/proc/{process.pid}").exists() and atomic.is_of_dead(temporary)
+        assert Path(f"/proc/{process.pid}").exists() and atomic.is_of_dead(Storage(), temporary)
 
 
 class Fault:

@@ -21,7 +21,7 @@ PACKAGE = "fastckpt"
 # Rooms by rank, lowest first: folders, and modules that lie flat beside them.
 RANKS: list[set[str]] = [
     {"errors"},
-    {"plan", "arguments", "latch"},
+    {"plan", "arguments", "latch", "machine"},
     {"formats", "storage", "ranks", "handle"},
     {"options"},
     {"engine", "state"},

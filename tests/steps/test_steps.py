@@ -32,7 +32,7 @@ from fastckpt.formats.step_names import STEP_MAX, step_name
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
 from fastckpt.steps.retention import retain, supersede
-from fastckpt.steps.root import DEAD_AFTER_S, Begun, Steps
+from fastckpt.steps.root import Begun, Steps
 from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
@@ -483,7 +483,7 @@ def test_debris_tells_whose_it_is(root: Path, caplog: pytest.LogCaptureFixture) 
     of_nobody = unfinished(root, 5, None)
     foreign = unfinished(root, 6, "", dead_pid())
     (foreign / ".metadata").write_bytes(b"of another tool")
-    a_day_ago = time.time() - DEAD_AFTER_S - 60
+    a_day_ago = time.time() - atomic.DEAD_AFTER_S - 60
     for path in long_dead.glob(".*"):
         os.utime(path, (a_day_ago, a_day_ago))
     kept = [name(1), name(3), name(6)]

@@ -1,0 +1,86 @@
+"""Owner: the process that made a temporary, as the temporary's name says.
+
+The module must not know what a temporary holds, nor what becomes of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+import socket
+from typing import NamedTuple
+
+from fastckpt.machine import pid_space, started
+
+_HOST_MAX, _DIGEST_MAX = 40, 8  # characters
+_SUFFIX = re.compile(
+    r"\.(?P<host>[^.+]*)(?:\+(?P<space>[0-9a-f]+))?-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z"
+)
+_numbers = itertools.count()
+
+
+class Owner(NamedTuple):
+    """A process, as the name of a temporary tells it.
+
+    Attributes:
+        host: its host's name; if that is too long, with a digest in place of the rest.
+        space: a digest of its pid_space(); "" in names that version 0.1.0 has made.
+        pid, started: its number there, and when it began (machine.started).
+    """
+
+    host: str
+    space: str
+    pid: int
+    started: int
+
+    @classmethod
+    def this(cls) -> Owner:
+        """Returns this process."""
+        pid = os.getpid()
+        return cls(_host(), _digest(pid_space()), pid, started(pid) or 0)
+
+    def suffix(self) -> str:
+        """Returns a new end of a name, which says that this process has made what has the name."""
+        return f".{self.host}+{self.space}-{self.pid}-{self.started}-{next(_numbers)}.tmp"
+
+    @property
+    def is_of_this_host(self) -> bool:
+        """Whether it runs, or ran, on a host of this name."""
+        # Version 0.1.0 cut what was too long: that may be any host whose name begins so.
+        was_cut = not self.space and len(self.host) == _HOST_MAX
+        return self.host == _host() and not was_cut
+
+    @property
+    def is_beside_this(self) -> bool:
+        """Whether it has its pid in the pid namespace that this process is in."""
+        return self.is_of_this_host and self.space == _digest(pid_space())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether no process has its pid and start time, if it is beside this one."""
+        return started(self.pid) != self.started
+
+
+def divided(name: str) -> tuple[str, Owner | None]:
+    """Returns a temporary's name without what tells its owner, and that; (name, None) for the name
+    of anything else.
+    """
+    match = _SUFFIX.search(name)
+    if match is None:
+        return name, None
+    owner = Owner(match["host"], match["space"] or "", int(match["pid"]), int(match["started"]))
+    return name[: match.start()], owner
+
+
+def _host() -> str:
+    name = socket.gethostname()
+    plain = re.sub(r"[^A-Za-z0-9_]", "_", name)
+    if len(plain) <= _HOST_MAX:
+        return plain
+    return f"{plain[: _HOST_MAX - _DIGEST_MAX - 1]}_{_digest(name)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:_DIGEST_MAX]

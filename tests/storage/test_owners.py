@@ -1,0 +1,105 @@
+"""Whose a temporary is, as its name says: hosts with long names that begin alike, other pid
+namespaces, boots before, and names that version 0.1.0 has made. What becomes of debris is
+test_crash.py's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from fastckpt.storage import atomic, owners
+from fastckpt.storage.file_system import Storage
+from tests.doubles import dead_pid
+from tests.hosts import needs_root
+from tests.network_double import NetworkClient
+from tests.saving.test_process import run_python
+
+LONG = "trainer-of-a-project-with-a-long-name-in-zone-b-"
+
+MAKES = """
+import sys
+from pathlib import Path
+from fastckpt.storage import atomic
+from tests.hosts import become
+become(sys.argv[2], own_pids="own pids" in sys.argv)
+name = atomic.temporary_path(sys.argv[1])
+Path(name).write_bytes(b"begun")  # without a lock, as where locks are each client's own
+print(name)
+"""
+
+REMOVES = """
+import sys
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import Storage
+from tests.hosts import become
+become(sys.argv[2], own_pids="own pids" in sys.argv)
+print(atomic.remove_debris(Storage(), sys.argv[1]))
+"""
+
+
+def lines(program: str, *arguments: object) -> str:
+    return run_python(program, *arguments).stdout.strip()
+
+
+@needs_root
+def test_hosts_whose_long_names_begin_alike_are_two(disk: Path) -> None:
+    path = disk / "ckpt.pt"
+    left = lines(MAKES, path, LONG + "0")
+    assert lines(REMOVES, path, LONG + "1") == "[]"
+    assert lines(REMOVES, path, LONG + "0") == f"[{left!r}]"
+
+
+@needs_root
+def test_in_another_pid_namespace_the_lock_tells(disk: Path) -> None:
+    """As after the restart of a container: pids begin anew, and say nothing of those before."""
+    path, storage = disk / "ckpt.pt", Storage()
+    left = lines(MAKES, path, "pod", "own pids")
+    fd = storage.open(left)
+    assert storage.lock(fd)
+    assert lines(REMOVES, path, "pod") == "[]"
+    storage.close(fd)
+    assert lines(REMOVES, path, "pod") == f"[{left!r}]"
+
+
+def aged(path: str, seconds: float) -> None:
+    when = time.time() - seconds
+    os.utime(path, (when, when))
+
+
+def test_a_free_lock_of_a_remote_file_system_tells_nothing_for_a_day(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients may each have locks of their own, and hosts may have one name."""
+    path, double = str(disk / "ckpt.pt"), NetworkClient()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(owners, "pid_space", lambda: "of another machine with this name")
+        left = atomic.temporary_path(path)
+    Path(left).write_bytes(b"begun")
+    with double.mounted():
+        aged(left, atomic.DEAD_AFTER_S - 60)
+        assert atomic.remove_debris(double, path) == []
+        aged(left, atomic.DEAD_AFTER_S + 60)
+        assert atomic.remove_debris(double, path) == [left]
+
+
+def test_names_of_the_version_before_are_understood(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no pid namespace; and hosts with long names have only the beginning of that."""
+    path, storage = str(disk / "ckpt.pt"), Storage()
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
+    own, cut = (f"{disk}/.ckpt.pt.{host}-{dead_pid()}-1-0.tmp" for host in ("node_7", "x" * 40))
+    for name in (own, cut):
+        Path(name).write_bytes(b"begun")
+    assert atomic.temporaries(storage, path) in ([own, cut], [cut, own])
+    assert atomic.is_of_this_host(own) and not atomic.is_of_this_host(cut)
+    monkeypatch.setattr(socket, "gethostname", lambda: "x" * 40)
+    assert not atomic.is_of_this_host(own) and not atomic.is_of_this_host(cut)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
+    assert atomic.remove_debris(storage, path) == [own]
+    os.unlink(cut)
