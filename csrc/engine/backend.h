@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -59,10 +60,15 @@ inline void finish(Op& op) {
     finished(op);
 }
 
-// Updates op.done and op.error after a transfer returned `result` (bytes, or -errno), and says
-// whether it has to be called again.
-enum class Progress { finished, again };
-Progress advance(Op& op, ssize_t result);
+// When an op is to be attempted again; null: its end has come. A backend lets the time pass without
+// holding a thread, since one op must not delay others.
+using Again = std::optional<std::chrono::steady_clock::time_point>;
+inline bool is_due(const Again& again) {
+    return again && *again <= std::chrono::steady_clock::now();
+}
+
+// Updates op.done and op.error after a transfer returned `result` (bytes, or -errno).
+Again advance(Op& op, ssize_t result);
 
 // Thrown for a backend that does not work here; the text says why.
 struct BackendUnavailable : std::runtime_error {
@@ -91,13 +97,15 @@ using Transfer =
     std::function<ssize_t(const Op& op, std::byte* data, size_t nbytes, uint64_t offset)>;
 std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads = 1);
 
-// Calls `transfer` until op.done or op.error is final, and does not report it.
-void carry_out(Op& op, const Transfer& transfer);
+// Calls `transfer` until op.done or op.error is final, which it does not report, or until it has to
+// be called later.
+Again carry_out(Op& op, const Transfer& transfer);
 
 // Hands each op to a function, on `threads` threads and in the order of submission. The function
-// sees to the op's end. The threads' niceness is raised by `niceness`.
-std::shared_ptr<Backend> handing_backend(std::function<void(Op&)> handle, unsigned threads,
-                                         int niceness = 0);
+// sees to the op's end, unless it says when it wants the op again. The threads' niceness is raised
+// by `niceness`.
+using Handle = std::function<Again(Op&)>;
+std::shared_ptr<Backend> handing_backend(Handle handle, unsigned threads, int niceness = 0);
 
 // Makes one attempt of an op by system calls; returns bytes or -errno. Buffered writes do not stay
 // in the page cache, unless op.stays.

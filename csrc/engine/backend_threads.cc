@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <map>
 
 #include "check.h"
 #include "engine/backend.h"
@@ -55,8 +56,6 @@ ssize_t write_buffered(int fd, std::byte* data, size_t nbytes, uint64_t offset) 
 
 class ThreadsBackend final : public Backend {
   public:
-    using Handle = std::function<void(Op&)>;
-
     ThreadsBackend(unsigned threads, Handle handle, int niceness)
         : handle_(std::move(handle)), niceness_(niceness) {
         CHECK(threads > 0);
@@ -94,16 +93,37 @@ class ThreadsBackend final : public Backend {
     void run() {
         // On Linux it is this thread's alone, and always allowed to grow.
         [[maybe_unused]] const int niceness = nice(niceness_);
-        for (;;) {
-            Op* op = nullptr;
+        while (Op* const op = next()) {
+            const Again again = handle_(*op);
+            if (!again) continue;
             {
-                std::unique_lock lock(mu_);
-                wake_.wait(lock, [&] { return closing_ || !queue_.empty(); });
-                if (queue_.empty()) return;
-                op = queue_.front();
-                queue_.pop_front();
+                std::lock_guard lock(mu_);
+                later_.emplace(*again, op);
             }
-            handle_(*op);
+            wake_.notify_one();  // a thread that waits for longer than this
+        }
+    }
+
+    // Waits for an op; null when close() was called and nothing is left to do.
+    Op* next() {
+        std::unique_lock lock(mu_);
+        for (;;) {
+            if (!later_.empty() && is_due(later_.begin()->first)) {
+                Op* const op = later_.begin()->second;
+                later_.erase(later_.begin());
+                return op;
+            }
+            if (!queue_.empty()) {
+                Op* const op = queue_.front();
+                queue_.pop_front();
+                return op;
+            }
+            if (!later_.empty())
+                wake_.wait_until(lock, later_.begin()->first);
+            else if (closing_)
+                return nullptr;
+            else
+                wake_.wait(lock);
         }
     }
 
@@ -114,13 +134,15 @@ class ThreadsBackend final : public Backend {
     // State below is protected by mu_.
     std::condition_variable wake_;
     std::deque<Op*> queue_;
+    std::multimap<std::chrono::steady_clock::time_point, Op*> later_;
     bool closing_ = false;
 };
 
-ThreadsBackend::Handle transferring(Transfer transfer) {
+Handle transferring(Transfer transfer) {
     return [transfer = std::move(transfer)](Op& op) {
-        carry_out(op, transfer);
-        finish(op);
+        const Again again = carry_out(op, transfer);
+        if (!again) finish(op);
+        return again;
     };
 }
 
@@ -142,24 +164,28 @@ bool is_refusal(ssize_t result) {
     return result == -EACCES || result == -EPERM || result == -EKEYEXPIRED || result == -ESTALE;
 }
 
-// Waits a while; returns whether to try again.
-bool wait_for_renewal(Patience& patience) {
+// Returns when to try again what was refused; null if it is not worth another try.
+Again renewal(Patience& patience) {
     constexpr auto kPause = std::chrono::milliseconds(250);
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    const auto now = std::chrono::steady_clock::now();
+    const auto since = now.time_since_epoch();
     int64_t none = 0;
     patience.end.compare_exchange_strong(none,
-                                         (now + patience.whole) / std::chrono::nanoseconds(1));
-    const auto left = std::chrono::nanoseconds(patience.end.load()) - now;
-    if (left.count() <= 0) return false;
-    std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(left, kPause));
-    return true;
+                                         (since + patience.whole) / std::chrono::nanoseconds(1));
+    const auto left = std::chrono::nanoseconds(patience.end.load()) - since;
+    if (left.count() <= 0) return std::nullopt;
+    return now + std::min<std::chrono::nanoseconds>(left, kPause);
 }
+
+constexpr Again kAtOnce = std::chrono::steady_clock::time_point{};
+constexpr Again kNever = std::nullopt;
 
 }  // namespace
 
-Progress advance(Op& op, ssize_t result) {
+Again advance(Op& op, ssize_t result) {
     if (op.kind == Op::Kind::write && op.patience != nullptr) {
-        if (is_refusal(result) && wait_for_renewal(*op.patience)) return Progress::again;
+        if (is_refusal(result))
+            if (const Again again = renewal(*op.patience)) return again;
         // A job that has failed has set its end to 1: no write that succeeds gives it time again.
         int64_t end = op.patience->end.load();
         while (result > 0 && end > 1 && !op.patience->end.compare_exchange_weak(end, 0)) {
@@ -168,16 +194,15 @@ Progress advance(Op& op, ssize_t result) {
     if (result == -EINTR || result == -EAGAIN) {
         if (++op.retries <= kRetriesMax) {
             // EAGAIN may mean that memory or a queue is short: wait longer each time, 0.5 s in all.
-            if (result == -EAGAIN)
-                std::this_thread::sleep_for(std::chrono::microseconds(100 * op.retries));
-            return Progress::again;
+            if (result == -EINTR) return kAtOnce;
+            return std::chrono::steady_clock::now() + std::chrono::microseconds(100 * op.retries);
         }
         op.error = static_cast<int>(-result);
-        return Progress::finished;
+        return kNever;
     }
     if (result < 0) {
         op.error = static_cast<int>(-result);
-        return Progress::finished;
+        return kNever;
     }
     auto moved = static_cast<size_t>(result);
     CHECK(moved <= op.nbytes - op.done);
@@ -185,24 +210,27 @@ Progress advance(Op& op, ssize_t result) {
         op.done += moved;
         // A direct read that ends off the alignment has reached the end of the file.
         const bool at_end = moved == 0 || (op.direct && moved % kDirectAlign != 0);
-        return op.done == op.nbytes || at_end ? Progress::finished : Progress::again;
+        return op.done == op.nbytes || at_end ? kNever : kAtOnce;
     }
     // A short direct write goes on from its last aligned byte: writing a sector twice is harmless.
     if (op.direct && op.done + moved < op.nbytes) moved -= moved % kDirectAlign;
     op.done += moved;
-    if (op.done == op.nbytes) return Progress::finished;
+    if (op.done == op.nbytes) return kNever;
     // Many attempts without progress are an error that the file system did not name.
     if (moved == 0 && ++op.retries > kRetriesMax) {
         op.error = EIO;
-        return Progress::finished;
+        return kNever;
     }
-    return Progress::again;
+    return kAtOnce;
 }
 
-void carry_out(Op& op, const Transfer& transfer) {
-    while (advance(op, transfer(op, op.data + op.done, op.nbytes - op.done, op.offset + op.done)) ==
-           Progress::again) {
-    }
+Again carry_out(Op& op, const Transfer& transfer) {
+    Again again;
+    do {
+        const size_t nbytes = op.nbytes - op.done;
+        again = advance(op, transfer(op, op.data + op.done, nbytes, op.offset + op.done));
+    } while (is_due(again));
+    return again;
 }
 
 std::shared_ptr<Backend> threads_backend(unsigned threads) {
@@ -213,8 +241,7 @@ std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads) {
     return handing_backend(transferring(std::move(transfer)), threads);
 }
 
-std::shared_ptr<Backend> handing_backend(std::function<void(Op&)> handle, unsigned threads,
-                                         int niceness) {
+std::shared_ptr<Backend> handing_backend(Handle handle, unsigned threads, int niceness) {
     return std::make_shared<ThreadsBackend>(threads, std::move(handle), niceness);
 }
 

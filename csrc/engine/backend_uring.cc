@@ -8,8 +8,10 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <map>
 
 #include "check.h"
 
@@ -140,23 +142,36 @@ class UringBackend final : public Backend {
         ready_.notify_one();
         if (error != 0) return;
         while (fill()) {
-            const int submitted = io_uring_submit_and_wait(&ring_, 1);
+            const int submitted = submit_and_wait();
             CHECK(submitted >= 0 || submitted == -EINTR || submitted == -EAGAIN ||
-                  submitted == -EBUSY);
+                  submitted == -EBUSY || submitted == -ETIME);
             reap();
         }
         io_uring_queue_exit(&ring_);
     }
 
+    // Waits for a completion, or until an op is to be attempted again.
+    int submit_and_wait() {
+        if (later_.empty()) return io_uring_submit_and_wait(&ring_, 1);
+        const auto left = later_.begin()->first - std::chrono::steady_clock::now();
+        const auto ns = std::max<int64_t>(0, left / std::chrono::nanoseconds(1));
+        __kernel_timespec time{ns / 1'000'000'000, ns % 1'000'000'000};
+        io_uring_cqe* cqe = nullptr;
+        return io_uring_submit_and_wait_timeout(&ring_, &cqe, 1, &time, nullptr);
+    }
+
     // Puts waiting ops on the ring; false when close() was called and nothing is left to do.
     bool fill() {
         if (!wake_armed_) arm_wake();
+        for (; in_flight_ < depth_ && !later_.empty() && is_due(later_.begin()->first);
+             later_.erase(later_.begin()))
+            arm(later_.begin()->second);
         std::lock_guard lock(mu_);
         while (in_flight_ < depth_ && !queue_.empty()) {
             arm(queue_.front());
             queue_.pop_front();
         }
-        return !closing_ || in_flight_ > 0;
+        return !closing_ || in_flight_ > 0 || !later_.empty();
     }
 
     void reap() {
@@ -170,12 +185,10 @@ class UringBackend final : public Backend {
                 continue;
             }
             --in_flight_;
-            if (advance(*op, result) == Progress::again) {
-                std::lock_guard lock(mu_);
-                queue_.push_front(op);
-            } else {
+            if (const Again again = advance(*op, result))
+                later_.emplace(*again, op);
+            else
                 finish(*op);
-            }
         }
     }
 
@@ -188,6 +201,7 @@ class UringBackend final : public Backend {
     uint64_t wake_value_ = 0;
     bool wake_armed_ = false;
     unsigned in_flight_ = 0;
+    std::multimap<std::chrono::steady_clock::time_point, Op*> later_;
 
     std::mutex mu_;
     // State below is protected by mu_.

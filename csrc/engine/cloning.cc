@@ -158,7 +158,7 @@ bool Cloner::fetch(uint64_t offset, std::byte* bytes, size_t nbytes) {
     op.data = bytes;
     op.nbytes = nbytes;
     op.offset = offset;
-    carry_out(op, read_);
+    while (const Again again = carry_out(op, read_)) std::this_thread::sleep_until(*again);
     const bool is_whole = op.error == 0 && op.done == nbytes;
     if (is_whole && polyval(key_, bytes, nbytes) == old_[offset / chunk_bytes_]) return true;
     std::lock_guard lock(mu_);
@@ -186,7 +186,12 @@ struct CloningBackend::Divided {
 
 CloningBackend::CloningBackend(std::shared_ptr<Backend> inner, unsigned threads)
     : inner_(std::move(inner)),
-      threads_(handing_backend([this](Op& op) { handle(op); }, threads, kNiceness)) {}
+      threads_(handing_backend(
+          [this](Op& op) -> Again {
+              handle(op);
+              return std::nullopt;
+          },
+          threads, kNiceness)) {}
 
 void CloningBackend::add(int fd, std::shared_ptr<Cloner> cloner) {
     std::lock_guard lock(mu_);

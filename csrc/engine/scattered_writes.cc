@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <utility>
 
 #include "check.h"
 #include "crc32/crc32.h"
@@ -40,13 +41,14 @@ std::byte* window_memory() {
 // op has it, if that is in one piece and needs no conversion.
 class Scatterer::Window {
   public:
-    Window(const Op& op, int buffered, const Transfer& transfer, uint64_t file_nbytes)
+    Window(Op& op, int buffered, const Transfer& transfer, uint64_t file_nbytes)
         : op_(op),
           buffered_(buffered),
           transfer_(transfer),
           file_nbytes_(file_nbytes),
           memory_(window_memory()),
-          from_(memory_) {}
+          from_(memory_),
+          written_before_(op.done) {}
 
     // Adds items that belong at an offset of the file; returns 0, or the errno of a write.
     int add(uint64_t offset, Dtype held, Dtype stored, const std::byte* source, uint64_t count) {
@@ -85,6 +87,8 @@ class Scatterer::Window {
     }
 
     const Written& written() const { return written_; }
+    // When all of it is to be attempted again, if a write has to.
+    const Again& again() const { return again_; }
 
   private:
     // Whether bytes can be written with O_DIRECT from where they are, and are worth it.
@@ -133,11 +137,19 @@ class Scatterer::Window {
         part.direct = direct;
         part.stays = end - begin < kLeastDirect;
         part.patience = op_.patience;
-        carry_out(part, transfer_);
-        return part.error;
+        part.done = std::min(part.nbytes, written_before_);
+        written_before_ -= part.done;
+        op_.done -= part.done;
+        if (part.done < part.nbytes) {
+            part.retries = std::exchange(op_.retries, 0);  // where an earlier call has ended
+            again_ = carry_out(part, transfer_);
+            if (again_) op_.retries = part.retries;
+        }
+        op_.done += part.done;
+        return again_ ? EAGAIN : part.error;
     }
 
-    const Op& op_;
+    Op& op_;
     const int buffered_;
     const Transfer& transfer_;
     const uint64_t file_nbytes_;
@@ -147,6 +159,8 @@ class Scatterer::Window {
     uint64_t begin_ = 0;
     uint64_t end_ = 0;
     Written written_{0, 0};
+    size_t written_before_;  // bytes of the file, in this order, by an earlier call
+    Again again_;
 };
 
 Scatterer::Scatterer(uint64_t file_nbytes, std::vector<Items> items, std::vector<uint64_t> rows)
@@ -172,9 +186,24 @@ Scatterer::Scatterer(uint64_t file_nbytes, std::vector<Items> items, std::vector
     CHECK(row == rows_.size());
 }
 
-int Scatterer::write(const Op& op, int buffered, const Transfer& transfer) {
+Again Scatterer::write(Op& op, int buffered, const Transfer& transfer) {
     CHECK(op.kind == Op::Kind::write);
     Window window(op, buffered, transfer, file_nbytes_);
+    op.error = write_through(window, op);
+    if (window.again()) {
+        op.error = 0;
+        return window.again();
+    }
+    op.done = op.error == 0 ? op.nbytes : 0;
+    if (op.error != 0) return std::nullopt;
+    const std::lock_guard lock(mu_);
+    written_.nbytes += window.written().nbytes;
+    written_.crc ^= window.written().crc;
+    return std::nullopt;
+}
+
+// Writes what an op has; returns 0, or errno.
+int Scatterer::write_through(Window& window, const Op& op) const {
     const uint64_t end = op.offset + op.nbytes;
     auto each = std::upper_bound(items_.begin(), items_.end(), op.offset,
                                  [](uint64_t at, const Items& items) { return at < items.end; });
@@ -194,11 +223,7 @@ int Scatterer::write(const Op& op, int buffered, const Transfer& transfer) {
             source += count * wide;
         }
     }
-    if (const int error = window.flush()) return error;
-    const std::lock_guard lock(mu_);
-    written_.nbytes += window.written().nbytes;
-    written_.crc ^= window.written().crc;
-    return 0;
+    return window.flush();
 }
 
 Scatterer::Written Scatterer::written() const {
@@ -218,7 +243,7 @@ std::optional<uint64_t> Scatterer::whole_page() const {
 
 ScatterBackend::ScatterBackend(unsigned threads, Transfer transfer)
     : transfer_(std::move(transfer)),
-      threads_(handing_backend([this](Op& op) { handle(op); }, threads)) {}
+      threads_(handing_backend([this](Op& op) { return handle(op); }, threads)) {}
 
 void ScatterBackend::add(int fd, std::shared_ptr<Scatterer> scatterer,
                          std::optional<int> buffered) {
@@ -231,7 +256,7 @@ void ScatterBackend::remove(int fd) {
     files_.erase(fd);
 }
 
-void ScatterBackend::handle(Op& op) {
+Again ScatterBackend::handle(Op& op) {
     Placed file;
     {
         const std::lock_guard lock(mu_);
@@ -240,9 +265,9 @@ void ScatterBackend::handle(Op& op) {
         file = found->second;
     }
     op.direct = file.buffered.has_value();
-    op.error = file.scatterer->write(op, file.buffered.value_or(-1), transfer_);
-    if (op.error == 0) op.done = op.nbytes;
-    finish(op);
+    const Again again = file.scatterer->write(op, file.buffered.value_or(-1), transfer_);
+    if (!again) finish(op);
+    return again;
 }
 
 }  // namespace fastckpt

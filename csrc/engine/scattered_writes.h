@@ -43,10 +43,11 @@ class Scatterer {
     // which has file_nbytes. No item may lie across two blocks of the image.
     Scatterer(uint64_t file_nbytes, std::vector<Items> items, std::vector<uint64_t> rows);
 
-    // Writes the bytes of an op, whose offset is the image's; returns 0, or errno. With op.direct,
+    // Writes the bytes of an op, whose offset is the image's, and sets op.error. With op.direct,
     // what fills no pages goes to `buffered`, a descriptor of the same file without O_DIRECT, or
-    // everything if that is little. Several threads may call it at once.
-    int write(const Op& op, int buffered, const Transfer& transfer);
+    // everything if that is little. Several threads may call it at once. If it has to be called
+    // again, op.done says how many bytes of the file were written.
+    Again write(Op& op, int buffered, const Transfer& transfer);
 
     // What the ops that succeeded have written, which is counted once for each op.
     Written written() const;
@@ -56,6 +57,7 @@ class Scatterer {
 
   private:
     class Window;
+    int write_through(Window& window, const Op& op) const;
 
     const uint64_t file_nbytes_;
     const std::vector<Items> items_;
@@ -85,7 +87,7 @@ class ScatterBackend final : public Backend {
         std::shared_ptr<Scatterer> scatterer;
         std::optional<int> buffered;
     };
-    void handle(Op& op);
+    Again handle(Op& op);
 
     const Transfer transfer_;
     std::mutex mu_;

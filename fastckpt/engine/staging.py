@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -40,6 +41,7 @@ _RAISE_LIMITS = (
 QUEUE_DEPTH = 16
 WINDOW_BLOCKS = 16  # how far a load reads ahead of torch
 IO_THREADS = 4
+MOUNTS_MAX = 8  # with backends of their own; those met later share the last one's
 STAGERS_MAX = 4
 _WARM_BYTES = 64 << 20  # at a time
 _DOUBLE = "the storage double transfers the bytes"
@@ -80,7 +82,8 @@ class Staging:
         self._lock = threading.Lock()
         # State below is protected by _lock.
         self._engine: _engine.Engine | None = None
-        self._backends: dict[str, _engine.Backend] = {}
+        self._backends: dict[tuple[str, int], _engine.Backend] = {}  # by kind and mount
+        self._mounts: dict[int, int] = {}  # their numbers, by device
         self._uring_refusal: str | None = None
         self._logged: set[tuple[str, str]] = set()
         self._warm_bytes = 0
@@ -156,7 +159,7 @@ class Staging:
         """
         transfer = self.storage.transfer
         if transfer is not None:
-            double = self._backend("callback", lambda: _engine.callback_backend(transfer))
+            double = self._backend("callback", 0, lambda: _engine.callback_backend(transfer))
             return Route(double, False, _DOUBLE, PATIENCE_S)
         direct, why, policy = self._direct(fd, path, writing, offset, nbytes)
         patience_s = PATIENCE_S if policy.remote else 0.0
@@ -166,13 +169,14 @@ class Staging:
         if requested == "auto" and not direct:
             wanted = "threads"  # io_uring hands buffered transfers to kernel workers anyway
         if wanted == "io_uring":
-            ring = self._uring_backend()
+            ring = self._uring_backend(self._mount(fd))
             if not isinstance(ring, str):
                 return self._decided(Route(ring, direct, why, patience_s), path)
             if requested == "io_uring":
                 raise BackendUnavailable(f"backend 'io_uring' does not work here: {ring}")
             why = f"{why}; but {ring}"
-        threads = self._backend("threads", lambda: _engine.threads_backend(IO_THREADS))
+        make = partial(_engine.threads_backend, IO_THREADS)
+        threads = self._backend("threads", self._mount(fd), make)
         return self._decided(Route(threads, direct, why, patience_s), path)
 
     def _direct(
@@ -214,6 +218,7 @@ class Staging:
         """
         backend = self._backend(
             "callback of many",
+            self._mount(fd),
             lambda: _engine.callback_backend(self._dispatch, stager_count()),
         )
         self._transfers[fd] = transfer
@@ -232,7 +237,8 @@ class Staging:
         """
         inner = route.backend
         name = f"cloning before {inner.name}"
-        backend = self._backend(name, lambda: _engine.CloningBackend(inner, stager_count()))
+        make = partial(_engine.CloningBackend, inner, stager_count())
+        backend = self._backend(name, self._mount(fd), make)
         assert isinstance(backend, _engine.CloningBackend)
         backend.add(fd, cloner)
         try:
@@ -252,7 +258,8 @@ class Staging:
         """
         transfer, page = self.storage.transfer, scatterer.whole_page()
         # Its threads wait for the disk most of the time: as many writes are under way as of a ring.
-        backend = self._backend("scatter", lambda: _engine.ScatterBackend(QUEUE_DEPTH, transfer))
+        make = partial(_engine.ScatterBackend, QUEUE_DEPTH, transfer)
+        backend = self._backend("scatter", self._mount(fd), make)
         assert isinstance(backend, _engine.ScatterBackend)
         with ExitStack() as opened:
             route, buffered = Route(backend, False, _DOUBLE, PATIENCE_S), None
@@ -284,27 +291,41 @@ class Staging:
             log.info("using %s, for %r and files like it: %s", taken, path, route.why)
         return route
 
-    def _uring_backend(self) -> _engine.Backend | str:
-        """Returns the ring, or why there is none; the kernel is asked once."""
+    def _mount(self, fd: int) -> int:
+        """Returns the number of an open file's mount. Each has backends of its own, made when they
+        are first needed: transfers that a server holds up must not delay those to other mounts.
+        """
+        device = os.fstat(fd).st_dev
         with self._lock:
-            if self._uring_refusal is None and "io_uring" not in self._backends:
+            if len(self._mounts) < MOUNTS_MAX:
+                self._mounts.setdefault(device, len(self._mounts))
+            return self._mounts.get(device, MOUNTS_MAX - 1)
+
+    def _uring_backend(self, mount: int) -> _engine.Backend | str:
+        """Returns the mount's ring, or why there is none; a refusal holds for all mounts."""
+        key = "io_uring", mount
+        with self._lock:
+            if self._uring_refusal is None and key not in self._backends:
                 try:
-                    self._backends["io_uring"] = _engine.uring_backend(QUEUE_DEPTH)
+                    self._backends[key] = _engine.uring_backend(QUEUE_DEPTH)
                 except (_engine.BackendUnavailable, *_LIMITS) as error:
                     self._uring_refusal = str(error)
                     log.warning("falling back to backend 'threads': %s", error)
-            return self._uring_refusal or self._backends["io_uring"]
+            return self._backends.get(key) or str(self._uring_refusal)
 
-    def _backend(self, name: str, make: Callable[[], _engine.Backend]) -> _engine.Backend:
+    def _backend(
+        self, kind: str, mount: int, make: Callable[[], _engine.Backend]
+    ) -> _engine.Backend:
+        key = kind, mount
         with self._lock:
-            if name not in self._backends:
+            if key not in self._backends:
                 try:
-                    self._backends[name] = make()
+                    self._backends[key] = make()
                 except _LIMITS as error:
                     raise CheckpointError(
                         f"no threads for reads and writes can be started ({error}): {_RAISE_LIMITS}"
                     ) from error
-            return self._backends[name]
+            return self._backends[key]
 
     def read(
         self,
@@ -462,6 +483,7 @@ class Staging:
         with self._lock:
             engine, self._engine = self._engine, None
             backends, self._backends = self._backends, {}
+            self._mounts = {}
             hook, self._hook = self._hook, None
             self._warm_bytes, self._warms_pinned = 0, False
         if hook is not None:

@@ -227,7 +227,7 @@ def test_ranks_together_write_the_file(
     def write(kind: str, _fd: int, memory: memoryview, offset: int) -> int:
         assert kind == "write"
         if short and chance.random() < 0.3:
-            raise OSError(errno.EINTR, "interrupted")
+            raise OSError(chance.choice([errno.EINTR, errno.EAGAIN]), "not now")
         count = chance.randint(1, len(memory)) if short else len(memory)
         file[offset : offset + count] = memory[:count]
         for at in range(offset, offset + count):
