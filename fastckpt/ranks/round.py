@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 from fastckpt.errors import (
     IN_DOUBT,
-    CheckpointError,
     PeerFailed,
     SaveCancelled,
     is_visible,
@@ -237,7 +236,8 @@ class Round:
         try:
             publish(records)
         except BaseException as error:
-            if not isinstance(error, CheckpointError):  # Ctrl-C, say, before or after the rename
+            # publish() marks its errors, but Ctrl-C comes before the rename or after it.
+            if not isinstance(error, Exception):
                 mark_visible(error, in_doubt=True)
             self.may_be_visible = is_visible(error)
             try:

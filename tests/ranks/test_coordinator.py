@@ -81,7 +81,7 @@ def together(*bodies: Callable[[], Any]) -> list[Any]:
     def outcome(body: Callable[[], Any]) -> Any:
         try:
             return body()
-        except Exception as error:
+        except BaseException as error:
             return error
 
     with ThreadPoolExecutor(len(bodies)) as pool:
@@ -628,14 +628,15 @@ def test_what_errors_say_is_true_if_the_commit_fails(tmp_path: Path) -> None:
     cases = {
         "before": Publishing(tmp_path / "before", StorageError("rename", "x", 5), None),
         "after": Publishing(tmp_path / "after", None, synced),
+        "raw": Publishing(tmp_path / "raw", OSError(5, "x"), None),
         # Ctrl-C, at exit: whether it came before the rename or after it, nobody knows.
-        "broken off": Publishing(tmp_path / "broken off", RuntimeError("Ctrl-C"), None),
+        "broken off": Publishing(tmp_path / "broken off", KeyboardInterrupt(), None),
     }
     for name, publishing in cases.items():
         store = dist.HashStore()
         errors = save_through(store, [store] * 3, tmp_path / name, publishing)
         assert [type(error) for error in errors[1:]] == [PeerFailed] * 2
-        assert [is_visible(error) for error in errors] == [name != "before"] * 3
+        assert [is_visible(error) for error in errors] == [name in ("after", "broken off")] * 3
         doubted = [getattr(error, "in_doubt", False) for error in errors]
         assert doubted == [name == "broken off"] * 3
         assert (tmp_path / name).exists() == (name == "after")
