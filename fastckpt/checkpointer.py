@@ -260,7 +260,7 @@ class Checkpointer:
                 committed on all ranks. It raises PeerFailed if another rank failed, is missing or
                 saves another step; RanksDisagree, which names the tensor and the ranks, if ranks do
                 not hold the same (a tensor whose contents differ is saved from the first rank from
-                the next save on); StorageError; StagingConflict.
+                the next save on, with a warning while they do); StorageError; StagingConflict.
 
         Raises:
             Exception: what torch.save raises for an object that cannot be pickled.

@@ -7,7 +7,7 @@ The module must not know names of checkpoints, where files become visible, or ho
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -22,8 +22,8 @@ from fastckpt.formats.file_list import File
 from fastckpt.plan.boxes import Box, Held, Piece, copies, plan
 from fastckpt.plan.image import PAGE_BYTES, Image
 from fastckpt.plan.scattered_crc import crc_of_zeros
-from fastckpt.ranks.same_state import Description, Sampled
-from fastckpt.state.tree import Leaf
+from fastckpt.ranks.same_state import Description
+from fastckpt.state.tree import Leaf, comparable
 
 
 class SharedTensor(NamedTuple):
@@ -170,7 +170,7 @@ class SharedFiles:
         tensors: Mapping[str, Sequence[SharedTensor]],
         metadata: Mapping[str, str],
         alike: Sequence[tuple[str, str]],
-        first_rank: Iterable[str],
+        first_rank: Collection[str],
         differing: Callable[[set[str]], None],
     ) -> None:
         self.differing = differing
@@ -184,7 +184,7 @@ class SharedFiles:
         ]
         # By `first_rank`, too, ranks know which elements are whose.
         self.structure = Description([*alike, *texts], first_rank)
-        self.contents = Description([])
+        self.contents = Description([], first_rank)
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Returns the storages that are copied."""
@@ -205,12 +205,7 @@ class SharedFiles:
             SharedFile(file, tensors, pieces_in[file], self._metadata, rank == 0)
             for file, tensors in self._tensors.items()
         ]
-        common = [
-            Sampled(leaf.key, leaf.local.data_ptr(), leaf.local.numel() * leaf.local.itemsize)
-            for leaf in leaves
-            if len(leaf.holders) == world_size > 1
-        ]
-        self.contents.sample(common, seed)
+        self.contents.sample(comparable(leaves, world_size, self.contents.first_rank), seed)
         return self._files
 
     def forget(self) -> None:

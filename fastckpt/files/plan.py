@@ -103,10 +103,12 @@ class FilePlan(Plan):
             (names.get(record, record), f"{record} of {nbytes_of(content)} bytes")
             for record, content in [*arrangement.front, *arrangement.shared]
         )
+        compared = first.union(record for record, _ in arrangement.shared)
         self._description.sample(
             [
                 Sampled(names[record], content.data_ptr(), content.nbytes())
-                for record, content in arrangement.shared
+                for record, content in [*arrangement.front, *arrangement.shared]
+                if record in compared and isinstance(content, torch.UntypedStorage)
             ],
             zlib.crc32(self._agreement.name.encode()),
         )

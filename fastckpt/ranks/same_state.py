@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +17,14 @@ from typing import Any, NamedTuple
 from fastckpt.errors import RanksDisagree
 from fastckpt.ranks.round import Round
 
+log = logging.getLogger("fastckpt")
+
 SAMPLED_BYTES = 64 << 10  # of all tensors together, each save
 _RANGE_BYTES = 128  # ranges are few and long, since each from a GPU is a copy of its own
 _RANGES_MAX = 4  # of one tensor
 _SAMPLED_MAX = SAMPLED_BYTES // _RANGE_BYTES  # tensors
 _NAMED_MAX = 3  # differences in one message
+_GROUPS_MAX = 4  # of ranks, in one difference
 
 
 class Sampled(NamedTuple):
@@ -37,7 +41,11 @@ class Description:
     Args:
         texts: the name of every tensor, and in words what ranks must have alike of it; or a
             function that is called for that when it is needed.
-        first_rank: names of tensors whose contents count on the first rank only.
+        first_rank: names of tensors whose contents count on the first rank only, since they have
+            differed before. They may be sampled, too, for still_differing().
+
+    Attributes:
+        first_rank: these names.
     """
 
     def __init__(
@@ -48,14 +56,14 @@ class Description:
         self._texts = texts
         self._storages: list[tuple[str, str]] = []
         self._samples: list[tuple[str, list[tuple[int, bytearray]]]] = []
-        self._first_rank = sorted(first_rank)
+        self.first_rank = frozenset(first_rank)
         self._seed = 0
 
     def lay_out(self, storages: Iterable[tuple[str, str]]) -> None:
         """Adds storages in the order of writing: a tensor in each, and what must agree."""
         self._storages += [(f"the storage of {name}", text) for name, text in storages]
 
-    def sample(self, parts: Sequence[Sampled], seed: int) -> None:
+    def sample(self, parts: Sequence[Sampled | tuple[str, int, int]], seed: int) -> None:
         """Chooses a few ranges of each part, SAMPLED_BYTES in all at most; equal seeds choose the
         same ranges on all ranks. If there are too many parts, another seed chooses other parts.
         """
@@ -83,11 +91,23 @@ class Description:
         """Returns 32 bytes that are equal where details are."""
         return hashlib.sha256(repr(self._all()).encode()).digest()
 
+    def still_differing(self) -> Description | None:
+        """Returns a description of the samples of the first rank's tensors, which this one leaves
+        out; None if there are none.
+        """
+        apart = Description([])
+        apart._samples = [each for each in self._samples if each[0] in self.first_rank]
+        return apart if apart._samples else None
+
     def _all(self) -> list[Any]:
         if callable(self._texts):
             self._texts = self._texts()
-        crcs = [(name, zlib.crc32(b"".join(p for _, p in taken))) for name, taken in self._samples]
-        return [self._texts, crcs, self._first_rank, self._storages, self._seed]
+        crcs = [
+            (name, zlib.crc32(b"".join(content for _, content in taken)))
+            for name, taken in self._samples
+            if name not in self.first_rank
+        ]
+        return [self._texts, crcs, sorted(self.first_rank), self._storages, self._seed]
 
 
 def compare(
@@ -99,12 +119,22 @@ def compare(
 ) -> None:
     """Raises RanksDisagree unless all ranks call this with the same description. `differing` is
     called with the tensors whose contents differ, if nothing else does; `path` is for the message.
+    Warns if contents that count on the first rank only still differ.
     """
     groups = agreement.same(key, description.digest(), description.detail)
     if groups is not None:
         error, unequal = disagreement(groups, path)
         differing(unequal)
         raise error
+    apart = description.still_differing()
+    if apart is None:
+        return
+    groups = agreement.same(f"{key} of the first rank", apart.digest(), apart.detail)
+    if groups is not None:
+        found = [*_contents(_read(groups)).values()]
+        level = logging.DEBUG if agreement.rank else logging.WARNING
+        told = "%r is saved with the contents of rank 0, which need not be the right ones: %s%s"
+        log.log(level, told, path, "; ".join(found[:_NAMED_MAX]), _more(found))
 
 
 def disagreement(
@@ -116,13 +146,9 @@ def disagreement(
         groups: for each distinct description, the ranks that gave it and its detail().
         path: the checkpoint's path, for the message.
     """
-    groups = sorted(groups, key=lambda group: min(group[0]))
-    details: list[tuple[list[int], Any]] = [
-        (ranks, json.loads(zlib.decompress(detail))) for ranks, detail in groups
-    ]
+    details = _read(groups)
     _, base = details[0]
     found: list[str] = []
-    unequal: dict[str, list[int]] = {}
     for ranks, other in details[1:]:
         differences = _structure_differences(dict(base[0]), dict(other[0]), _ranks(ranks))
         found += differences or _structure_differences(dict(base[3]), dict(other[3]), _ranks(ranks))
@@ -134,28 +160,52 @@ def disagreement(
                 f"{_ranks(ranks)} had missed an earlier call, and from the next one on is in step "
                 "with rank 0 again"
             )
-        mine = dict(base[1])
-        for name, crc in other[1]:
-            if name in mine and mine[name] != crc:
-                unequal.setdefault(name, []).extend(ranks)
-    if found:
-        unequal = {}
-    for name, ranks in unequal.items():
-        found.append(f"the content of {name} on {_ranks(ranks)} is not that of rank 0")
+    unequal = {} if found else _contents(details)
+    found += unequal.values()
     missed = sum(base[4] != other[4] for _, other in details[1:])
-    more = f" (and {len(found) - _NAMED_MAX} more differences)" if len(found) > _NAMED_MAX else ""
     advice = (
-        "they are taken from rank 0 from the next save on: if they should be equal, find out why "
-        "they are not; if each rank is to keep its own, it belongs into a fastckpt.PerRank, which "
-        "a Checkpointer saves"
+        "they are taken from rank 0 from the next save on, though its need not be the right ones: "
+        "if they should be equal, find out why they are not; if each rank is to keep its own, it "
+        "belongs into a fastckpt.PerRank, which a Checkpointer saves"
         if unequal
         else "every rank must call every save"
         if 0 < missed == len(found)
         else "every rank must save the same tensors"
     )
     text = "; ".join(found[:_NAMED_MAX]) or "ranks describe their state differently"
-    text = f"ranks disagree about {path!r}: {text}{more}; nothing was committed: {advice}"
-    return RanksDisagree(text), set(unequal)
+    text += f"{_more(found)}; nothing was committed: {advice}"
+    return RanksDisagree(f"ranks disagree about {path!r}: {text}"), set(unequal)
+
+
+def _read(groups: Sequence[tuple[list[int], bytes]]) -> list[tuple[list[int], Any]]:
+    """Returns what each group of ranks has described, that of rank 0 first."""
+    ordered = sorted(groups, key=lambda group: min(group[0]))
+    return [(ranks, json.loads(zlib.decompress(detail))) for ranks, detail in ordered]
+
+
+def _contents(details: Sequence[tuple[list[int], Any]]) -> dict[str, str]:
+    """Returns which tensors have other contents on some ranks than on others, and says for each
+    which ranks hold the same.
+    """
+    ranks_of: dict[str, dict[int, list[int]]] = {}
+    for ranks, description in details:
+        for name, crc in description[1]:
+            ranks_of.setdefault(name, {}).setdefault(crc, []).extend(ranks)
+    found = {}
+    for name, its in ranks_of.items():
+        groups = [f"another on {_ranks(ranks)}" for ranks in its.values()][:_GROUPS_MAX]
+        left = len(its) - len(groups)
+        groups += [f"{left} more on other ranks"] if left else []
+        if groups[1:]:
+            found[name] = f"the content of {name} is {', '.join(groups)}".replace(
+                "another", "one", 1
+            )
+    return found
+
+
+def _more(found: Sequence[str]) -> str:
+    left = len(found) - _NAMED_MAX
+    return f" (and {left} more differences)" if left > 0 else ""
 
 
 def _structure_differences(base: dict[str, str], other: dict[str, str], ranks: str) -> list[str]:

@@ -8,7 +8,7 @@ know files, who writes what, or how ranks talk.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -188,6 +188,19 @@ def flatten(
         ValueError: it is nested too deeply, or contains itself; or a path in it is not Unicode.
     """
     return _Flattening(rank, world_size, first_rank, rank_of, checks_numbers).run(state)
+
+
+def comparable(
+    leaves: Sequence[Leaf], world_size: int, first_rank: Collection[str]
+) -> list[tuple[str, int, int]]:
+    """Returns key, address and size of the tensors that all ranks should hold alike, whose samples
+    are compared; those in `first_rank`, of which only the first rank's copy counts, are among them.
+    """
+    return [
+        (leaf.key, leaf.local.data_ptr(), leaf.local.numel() * leaf.local.element_size())
+        for leaf in leaves
+        if len(leaf.holders) == world_size > 1 or (leaf.holders == (0,) and leaf.key in first_rank)
+    ]
 
 
 class _Small(NamedTuple):

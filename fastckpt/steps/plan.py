@@ -25,11 +25,12 @@ from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import compare
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan, WholeFile
+from fastckpt.state.tree import comparable
 from fastckpt.steps.capture import Content
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import AnyStepPlace
 from fastckpt.steps.reuse import Reuse
-from fastckpt.steps.shard import Shard, comparable
+from fastckpt.steps.shard import Shard
 from fastckpt.steps.shared_shard import AnyShard, Gathered, Gathering, Guest, SharedMemory, is_small
 from fastckpt.steps.shared_shard_layout import part_of
 from fastckpt.storage.file_system import Storage
@@ -86,8 +87,9 @@ class StepPlan(Plan):
         names = own.look_at_numbers() if self._options.check_finite else []
         if self.whole or pace.gathers or names:
             self.way = "host"
-        compared = comparable(content.leaves, agreement.world_size)
-        content.description.sample(compared, zlib.crc32(agreement.label.encode()))
+        description = content.description
+        compared = comparable(content.leaves, agreement.world_size, description.first_rank)
+        description.sample(compared, zlib.crc32(agreement.label.encode()))
         part = part_of(own.image) if pace.gathers and is_small(own) else own.image
         path, how = self._handle.path, (self._place, self._options)
         stats = self._handle.stats

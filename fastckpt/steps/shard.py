@@ -17,7 +17,6 @@ from fastckpt.formats.shard_index import PER_RANK, Piece, ShardIndex, entry_name
 from fastckpt.plan.boxes import Held, plan
 from fastckpt.plan.chunk_hashes import ChunkHashes
 from fastckpt.plan.image import BLOCK_BYTES, Image, ItemRange, ItemRun
-from fastckpt.ranks.same_state import Sampled
 from fastckpt.state.tree import Leaf
 
 # The bits that are all ones in what is infinite or not a number: the exponent's. float8_e4m3fn has
@@ -179,12 +178,3 @@ def index_of(
 def held_of(leaf: Leaf) -> Held:
     """Returns a leaf in the planner's form."""
     return Held(leaf.key, leaf.local.element_size(), leaf.shape, leaf.box, leaf.holders)
-
-
-def comparable(leaves: Sequence[Leaf], world_size: int) -> list[Sampled]:
-    """Returns the tensors that all ranks should hold alike, whose samples are compared."""
-    return [
-        Sampled(leaf.key, leaf.local.data_ptr(), leaf.local.numel() * leaf.local.element_size())
-        for leaf in leaves
-        if len(leaf.holders) == world_size > 1
-    ]

@@ -8,13 +8,16 @@ nor how an arrangement becomes bytes, beyond that every rank must find the same 
 from __future__ import annotations
 
 import ctypes
+import logging
 import pickle
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +32,8 @@ from fastckpt.formats.record_division import (
 )
 from fastckpt.formats.torch_pickle import Capture
 from fastckpt.plan.image import address_of
+from fastckpt.ranks import same_state
+from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.same_state import SAMPLED_BYTES, Description, Sampled, disagreement
 from tests.storm import Chance
 
@@ -158,10 +163,57 @@ def test_other_contents_are_named() -> None:
     others = described(texts, {"a": b"a" * 100, "b": b"y" * 100, "c": b"z" * 100})
     text, unequal = compare(([0, 3], ours), ([1, 2], theirs), ([4], others))
     assert unequal == {"b", "c"}
-    assert "the content of b on ranks 1, 2, 4 is not that of rank 0" in text
-    assert "the content of c on rank 4 is not that of rank 0" in text
+    assert (
+        "the content of b is one on ranks 0, 3, another on ranks 1, 2, another on rank 4;" in text
+    )
+    assert "the content of c is one on ranks 0, 1, 2, 3, another on rank 4;" in text
     assert "content of a" not in text
     assert "taken from rank 0 from the next save on" in text and "PerRank" in text
+
+
+def test_ranks_that_agree_are_named_whoever_is_alone() -> None:
+    alone, others = described([], {"a": b"a" * 100}), described([], {"a": b"x" * 100})
+    text, _ = compare(([*range(1, 100)], others), ([0], alone))
+    assert "is one on rank 0, another on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more; nothing" in text
+    assert "though its need not be the right ones" in text
+    each = [([rank], described([], {"a": bytes([rank]) * 100})) for rank in range(9)]
+    text, _ = compare(*each)
+    assert (
+        "is one on rank 0, another on rank 1, another on rank 2, another on rank 3, 5 more" in text
+    )
+
+
+def told_of(*contents: bytes) -> tuple[list[str], list[set[str]]]:
+    """What ranks with these contents of b log, of which they know that it differed before."""
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    named: list[set[str]] = []
+    store = dist.HashStore()
+
+    def save(rank: int) -> None:
+        its = described([("b", "int8")], {"a": b"a" * 100, "b": contents[rank]}, first_rank=("b",))
+        agreement = Coordinator(store, rank, len(contents), "replicas").begin("step 1")
+        with agreement.failing():
+            same_state.compare(agreement, "state", its, "step 1", named.append)
+        agreement.close()
+
+    logger = logging.getLogger("fastckpt")
+    logger.addHandler(handler)
+    try:
+        with ThreadPoolExecutor(len(contents)) as pool:
+            [*pool.map(save, range(len(contents)))]
+    finally:
+        logger.removeHandler(handler)
+    return heard, named
+
+
+def test_contents_of_the_first_rank_are_warned_of_as_long_as_others_differ() -> None:
+    for _ in range(2):
+        (line,), named = told_of(b"b" * 100, b"x" * 100, b"x" * 100)
+        assert "the content of b is one on rank 0, another on ranks 1, 2" in line and not named
+        assert "'step 1' is saved with the contents of rank 0" in line
+    assert told_of(b"b" * 100, b"b" * 100, b"b" * 100) == ([], [])
 
 
 # --- structure
