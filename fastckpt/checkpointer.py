@@ -89,7 +89,7 @@ class Checkpointer:
     tuple of these: what a tuple holds cannot be replaced. load() returns any other state, too.
 
     Args:
-        root: the directory of the run, made at the first save. One job at a time may save to it,
+        root: the directory of the run, made by the first save(). One job at a time may save to it,
             and one Checkpointer of each process: a second one warns, unless the first is closed.
         group: a torch.distributed process group. Default: all ranks if torch.distributed is
             initialised, else this process alone; so make the Checkpointer after

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from contextlib import suppress
 
+from fastckpt.errors import StorageError
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
 
@@ -37,7 +39,12 @@ class OpenRoot:
         _open.add(weakref.ref(self, _open.discard))
 
     def note_save(self) -> None:
-        """Notes that the Checkpointer saves, and warns once if another one does that is open."""
+        """Notes that the Checkpointer saves, and makes the root, so that the caller finds it. Warns
+        once if another Checkpointer saves that is open.
+        """
+        if not self._saves:
+            with suppress(StorageError):  # the save tries again, and fails if it has to
+                self.steps.make_root()
         self._saves = True
         if not self._has_warned and any(
             each._saves for each in _others(self.steps.root) if each is not self

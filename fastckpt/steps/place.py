@@ -70,6 +70,8 @@ class StepPlace(Place):
         else:
             told = json.loads(self._agreement.get("place"))
             self.step.join(str(told["name"]))
+            if self._options.durable:
+                self._steps.sync_grown()  # the first rank does so for what it has made
         return str(told["nonce"]), bool(told["meet"])
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:

@@ -354,14 +354,24 @@ class Steps:
                 return begun
         raise StorageError("make directory", self.path(step_name(step)), errno.EEXIST)
 
-    def _make_root(self) -> None:
+    def make_root(self) -> None:
+        """Makes the root, if it is missing. Raises StorageError."""
         with reported("make directory", self.root):
             path, grown = self.root, []
             while self.storage.status(path) is None:
                 path = os.path.dirname(path)
                 grown.append(path)
-            self.storage.make_directories(self.root)
-            self._grown += grown
+            if grown:
+                self.storage.make_directories(self.root)
+                self._grown += grown
+
+    def sync_grown(self) -> None:
+        """Makes the names durable that make_root() has made here. Raises StorageError."""
+        for path in [*self._grown]:
+            with reported("sync directory", path):
+                self.storage.sync_directory(path)
+            with suppress(ValueError):  # another save of this rank has done so, too
+                self._grown.remove(path)
 
     def _make(self, name: str) -> bool:
         """Makes the directory, if the name is free or its directory is dead; returns whether."""
@@ -374,7 +384,7 @@ class Steps:
                     return True
                 except StorageError as error:
                     if error.errno == errno.ENOENT:
-                        self._make_root()
+                        self.make_root()
                     elif error.errno != errno.EEXIST:
                         raise
                     elif not self.remove_if_dead(name):
@@ -413,10 +423,10 @@ class Steps:
                 storage.sync(begun.manifest_fd)
             # A manifest that survives a crash must find its files: their names, and those of the
             # directories they are in, become durable before it is renamed.
-            for path in (directory, self.root, *self._grown):
+            for path in (directory, self.root):
                 with reported("sync directory", path):
                     storage.sync_directory(path)
-            self._grown = []
+            self.sync_grown()
         name = self.path(begun.name, MANIFEST)
         with atomic.naming_in(storage, [directory] if durable else [], name) as make_durable:
             with reported("rename", name):

@@ -101,6 +101,7 @@ class Drain(Job):
             self._copy(manifest, pipeline, pace)
         pace.end()
         if self._options.durable:
+            root.sync_grown()
             self._place.sync_own_directory()
         self.copied_s = time.monotonic() - begun
         self.conclude(b"", lambda _records: self._publish(manifest))

@@ -124,6 +124,8 @@ def save_by_torch(stage: Stage, number: int, variant: Variant) -> None:
 def save_steps(stage: Stage, number: int, variant: Variant, **options: Any) -> None:
     """The step is the same each time, the values are not."""
     options |= {"durable": variant.durable, "codec": variant.codec}
+    if stage.ranks > 1:  # it is not certain which one would make it
+        (stage.root / "run").mkdir(exist_ok=True)
     with checkpointer(stage, **options) as saving:
         saving.save(1, state_of_ranks(stage, number)).result(WAIT_S)
 

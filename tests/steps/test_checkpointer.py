@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +41,17 @@ from fastckpt.ranks import coordinator
 from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import IN_FLIGHT_MAX, Pipeline
 from fastckpt.storage.file_system import Storage
-from tests.doubles import Crash, Delay, FailAt, Operation, Recorder, dead_pid, plant
+from tests.doubles import (
+    Crash,
+    Delay,
+    FailAlways,
+    FailAt,
+    Operation,
+    PowerCut,
+    Recorder,
+    dead_pid,
+    plant,
+)
 from tests.paths import ROOT
 from tests.saving.test_handle import HeldTensor, Octets, wait_until
 from tests.saving.test_process import run_python
@@ -520,6 +530,22 @@ def test_the_call_fence_returns_when_everything_was_copied(disk: Path) -> None:
     assert all(bool((value == 0).all()) for value in loaded.values())
 
 
+def test_the_root_is_there_when_save_returns(disk: Path) -> None:
+    """So that the caller can save a file there at once, as for the best model so far."""
+    root, gate = disk / "runs" / "a", threading.Event()
+    storage = Delay("make_directory", gate)  # of the step, in the background
+    with process_on(storage), Checkpointer(root, fence="step") as checkpointer:
+        checkpointer.save(1, state(1))
+        fastckpt.save(state(1), root / "best.pt").result(WAIT_S)
+        gate.set()
+    synced = [each.path for each in storage.log if each.name == "sync_directory"]
+    assert {str(disk), str(disk / "runs"), str(root)} <= {*synced}
+    with process_on(FailAlways("make_directories", errno.EROFS)):
+        handle = Checkpointer(disk / "other").save(1, state(1))
+        with pytest.raises(StorageError, match="make directory of"):
+            handle.result(WAIT_S)
+
+
 def test_the_step_fence_lets_training_go_on_until_the_optimizer(disk: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(BIG))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -945,7 +971,7 @@ def test_any_operation_may_be_the_last(memory: Path, name: str) -> None:
         live.mkdir()
         scenario.prepare(live / inside)
         storage = Crash(live, count)
-        with process_on(storage):
+        with process_on(storage), suppress(PowerCut):  # what it is for
             handle = Checkpointer(live / inside, **scenario.options).save(scenario.step, state(2))
             handle.exception(WAIT_S)
         if count > len(storage.log):
