@@ -355,7 +355,7 @@ class Checkpointer:
             state: like the one that was saved.
             step: the step to restore. Default: the one committed last; if it is damaged, the one
                 before it, with a warning, and so on. All ranks take the same.
-            weights_only: as torch.load's, for everything but the tensors of the shards.
+            weights_only: as torch.load's, for what is asked for and is no tensor of the shards.
             required: raise if the root holds no committed step. Pass True in a job that must not
                 begin anew because of a mistyped root.
             missing: what becomes of values of the state that were not saved: "raise", or "keep".
@@ -390,7 +390,7 @@ class Checkpointer:
             TypeError: a tensor cannot be filled (meta, overlapping, another layout).
             ValueError: an argument is unknown; the Checkpointer is closed, or several ranks made it
                 before init_process_group().
-            pickle.UnpicklingError: an object needs weights_only=False.
+            pickle.UnpicklingError: an object that is asked for needs weights_only=False.
         """
         fit = Fit(missing, unexpected, dtype, rename, only)
         step = optional(check_integer, "step", step)

@@ -6,6 +6,7 @@ It compares texts, and must not know what they name.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 _WRAPPERS = {
@@ -14,6 +15,7 @@ _WRAPPERS = {
     "module.": "DataParallel and DistributedDataParallel put 'module.' before names: the plain "
     "module is their attribute module",
 }
+_SEPARATOR = re.compile(r"[./]")  # of the keys in a name
 _COMPARED_MAX = 2000  # names: comparing more of them would take seconds
 _SHOWN_MAX = 3
 _LISTED_MAX = 5
@@ -30,8 +32,8 @@ def instead_of(missing: Sequence[object], there: Iterable[object]) -> str:
     """Returns words, to follow "the checkpoint has not", about names like the first missing one.
 
     Args:
-        missing: the keys that are not there, at least one.
-        there: the keys that are.
+        missing: the names that are not there, at least one.
+        there: the names that are.
 
     Returns:
         Words that begin with ": ", or "" if no name is near.
@@ -44,12 +46,14 @@ def instead_of(missing: Sequence[object], there: Iterable[object]) -> str:
         found = next((n for n in names if n != name and _without(n, prefix) == bare), None)
         if found is not None:
             return f": it has {found!r} instead ({why})"
+    if inside := [n for n in names if n.endswith((f"/{name}", f".{name}"))]:
+        return f": it has {listed(map(repr, inside))} instead"
     if len(names) > _COMPARED_MAX:
-        last = name.rpartition(".")[2]
-        names = [n for n in names if n.rpartition(".")[2] == last][:_COMPARED_MAX]
+        last = _SEPARATOR.split(name)[-1]
+        names = [n for n in names if _SEPARATOR.split(n)[-1] == last][:_COMPARED_MAX]
     near = difflib.get_close_matches(name, names, _SHOWN_MAX)
     return f": the nearest that it has are {', '.join(map(repr, near))}" if near else ""
 
 
 def _without(name: str, prefix: str) -> str:
-    return ".".join(part for part in name.split(".") if f"{part}." != prefix)
+    return re.sub(rf"(?:^|(?<=[./])){re.escape(prefix)}", "", name)

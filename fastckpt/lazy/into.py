@@ -118,7 +118,7 @@ def load_into(
     with closing(source):
         found = _load_into(source, state, fit, where)
     if found.unexpected and unexpected is None:
-        told = listed(found.unexpected)
+        told = listed(map(repr, found.unexpected))
         log.warning("%r holds %s, which the state has not", where, told)
     return found
 
@@ -138,7 +138,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
             continue
         was_asked = True
         if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
-            raise TypeError(f"{name} has no shape (yet): nothing can be read into it")
+            raise TypeError(f"{name!r} has no shape (yet): nothing can be read into it")
         # Hugging Face and torch.distributed.checkpoint join keys by a dot.
         found = by_name.get(name, by_name.get(".".join(keys)))
         if found is None:
@@ -146,30 +146,32 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
             continue
         used.add(found)
         stored, shape = source.tensors[found], tuple(tensor.shape)
-        there = "in the checkpoint" + (f", where it is {found}," if found != name else "")
+        there = "in the checkpoint" + (f", where it is {found!r}," if found != name else "")
         if stored.shape != shape:
-            misfits.append(f"{name} has shape {[*shape]}, {there} {[*stored.shape]}")
+            misfits.append(f"{name!r} has shape {[*shape]}, {there} {[*stored.shape]}")
             continue
         memory, box = tensor, whole(shape)
         if is_sharded(tensor):
-            memory, box = dtensor_part(name, tensor)
-        check_target(memory, None, name)
+            memory, box = dtensor_part(repr(name), tensor)
+        check_target(memory, None, repr(name))
         if tensor.dtype != stored.dtype:
             cast.append(name)
             if fit.dtype == "raise":
-                misfits.append(f"{name} is {tensor.dtype}, {there} {stored.dtype}")
+                misfits.append(f"{name!r} is {tensor.dtype}, {there} {stored.dtype}")
         parts.append(_Part(found, stored, tensor, memory.detach(), box))
-        tied.add(name, memory.detach(), box, found, (found, stored))
+        tied.add(repr(name), memory.detach(), box, found, (found, stored))
     if missing:  # of weights that are tied, a checkpoint may hold one name
         filled = {_identity(part.tensor) for part in parts}
         missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
     if is_missing := bool(missing) and fit.missing == "raise":
         near = instead_of([*missing], by_name)
-        misfits.append(f"the state has {listed(missing)}, which the checkpoint has not{near}")
+        misfits.append(
+            f"the state has {listed(map(repr, missing))}, which the checkpoint has not{near}"
+        )
     unused = (new for new, old in by_name.items() if old not in used)
     left = [new for new in unused if fit.asks_for(new) or fit.asks_for(new.replace(".", "/"))]
     if left and fit.unexpected == "raise":
-        misfits.append(unexpected(listed(left)))
+        misfits.append(unexpected(listed(map(repr, left))))
     if fit.only is not None and not was_asked:
         misfits.append(nothing_chosen(fit.only))
     if misfits := misfits or tied.conflicts(partial(_whole_part, source)):

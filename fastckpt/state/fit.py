@@ -10,11 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pickle import UnpicklingError
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from uuid import uuid4
 
 from fastckpt.arguments.checks import check_choice
+from fastckpt.arguments.near_names import listed
 from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.formats.pickle_cuts import left_out
 from fastckpt.formats.value_names import joined, keys_of
 from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, unescaped
 
@@ -144,6 +147,19 @@ def refusal(
     return IncompatibleCheckpoint(f"{where!r} does not fit: {'; '.join(told)}{advice}")
 
 
+def refused(where: str, found: Sequence[tuple[str, str]]) -> UnpicklingError:
+    """Returns the error about values that are asked for and were left out (see partial_objects),
+    each with what makes the object there.
+    """
+    told = listed(f"{name!r} (made with {maker!r})" for name, maker in found)
+    return UnpicklingError(
+        f"{where!r}: weights_only=True does not load {told}. Restore the rest, with a state "
+        "without them or by only= (fastckpt.load_into reads tensors alone). If you trust whoever "
+        "wrote the checkpoint, allow what makes them by torch.serialization.add_safe_globals, or "
+        "pass weights_only=False, which runs code that the file names"
+    )
+
+
 def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str]]:
     """Returns a saved nest whose values have the names that `fit.rename` gives them, and the new
     names by the old ones. Values in lists and tuples go where these go.
@@ -224,6 +240,7 @@ def _is_inner(value: Any) -> bool:
         type(value) in (dict, OrderedDict)
         and bool(value)
         and TENSOR not in value
+        and left_out(value) is None
         and not isinstance(value.get(PER_RANK), str)
     )
 

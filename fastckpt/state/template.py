@@ -7,18 +7,28 @@ lacks, and for putting values in place once all have been read. It must not know
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fastckpt.arguments.near_names import instead_of, listed
-from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.errors import IncompatibleCheckpoint, retold
+from fastckpt.formats.partial_objects import notes_in
+from fastckpt.formats.pickle_cuts import left_out
 from fastckpt.formats.value_names import joined
 from fastckpt.plan.boxes import Box
 from fastckpt.state.dtensors import dtensor_part
-from fastckpt.state.fit import Differences, Fit, nothing_chosen, refusal, renamed, unexpected
+from fastckpt.state.fit import (
+    Differences,
+    Fit,
+    nothing_chosen,
+    refusal,
+    refused,
+    renamed,
+    unexpected,
+)
 from fastckpt.state.kinds import is_sharded
 from fastckpt.state.targets import Place, Target
 from fastckpt.state.tied_conflicts import Tied
@@ -31,6 +41,7 @@ from fastckpt.state.tree import (
     Stored,
     fill,
     is_stateful,
+    own_value,
     stored_of,
     unescaped,
     unwrapped,
@@ -46,13 +57,12 @@ _ABSENT = object()  # stands for a value that was not saved
 
 
 class _At(NamedTuple):
-    """A place in a state: in words, and by the keys that lead there."""
+    """A place in a state, by the keys that lead there."""
 
-    text: str
     keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return self.text
+        return repr(self.name) if self.keys else "the state"
 
     @property
     def name(self) -> str:
@@ -60,7 +70,7 @@ class _At(NamedTuple):
 
     def of(self, key: Any) -> _At:
         """Returns the place of an item."""
-        return _At(f"{self.text}[{key!r}]", (*self.keys, str(key)))
+        return _At((*self.keys, str(key)))
 
 
 class Template:
@@ -80,6 +90,7 @@ class Template:
         IncompatibleCheckpoint: the state has something that was not saved, or something that was
             saved, which `fit` does not allow; or tensors have other shapes: all of them are told.
         TypeError: it has a tensor that nothing can be put into.
+        pickle.UnpicklingError: it has a value of which weights_only left something out.
     """
 
     def __init__(
@@ -99,6 +110,7 @@ class Template:
         self._actions: list[Callable[[], object]] = []
         self._ignored: list[_At] = []
         self._misfits: list[str] = []
+        self._refused: list[tuple[str, str]] = []  # names of what weights_only has left out
         self._missing: list[str] = []
         self._is_missing = False  # whether values that have to be there were not saved
         self._cast: list[str] = []
@@ -111,11 +123,13 @@ class Template:
         self._whole: dict[str, torch.Tensor] = {}
         self._saved = saved
         self._filled: dict[int, Any] = {}  # by identity; self._saved keeps the objects alive
-        self._in_place(state, saved, _At("state"), 0)
+        self._in_place(state, saved, _At(), 0)
         self._check()
 
     def _check(self) -> None:
-        """Raises if anything was found that does not fit."""
+        """Raises if anything was found that does not fit, or was left out."""
+        if self._refused:
+            raise refused(self._where, self._refused)
         told = self._misfits
         if self._ignored and self._fit.unexpected == "raise":
             told = [*told, unexpected(self.ignored)]
@@ -178,7 +192,7 @@ class Template:
 
     def _in_place(self, value: Any, saved: Any, at: _At, depth: int) -> None:
         """Visits a state, or an item of a tuple that is one: nothing can take its place."""
-        if isinstance(value, tuple) and not is_stateful(value):
+        if isinstance(value, tuple) and not is_stateful(value) and left_out(saved) is None:
             self._check_items(value, saved, at, depth)
             for number, item in enumerate(value):
                 self._in_place(item, saved[number], at.of(number), depth + 1)
@@ -200,6 +214,9 @@ class Template:
             raise self._misfit(f"{at} is nested more than {DEPTH_MAX} deep")
         if not self._fit.asks_within(at.name):
             return value
+        if (maker := left_out(saved)) is not None:
+            self._refused.append((at.name, maker))
+            return value
         if isinstance(value, PerRank):
             if self._takes(saved, at):
                 self._own_value(value, saved, at)
@@ -216,7 +233,7 @@ class Template:
             return value
         if isinstance(value, list | tuple) and _holds_tensors(value):
             return self._items(value, saved, at, depth)
-        return self._loaded(saved) if self._takes(saved, at) else value
+        return self._loaded(saved, at) if self._takes(saved, at) else value
 
     def _items(self, value: Any, saved: Any, at: _At, depth: int) -> Any:
         """Visits a list or tuple that has tensors."""
@@ -241,13 +258,10 @@ class Template:
             saved = {}
         if not isinstance(saved, dict):
             raise self._misfit(f"{at} is a dict, in the checkpoint {_described(saved)}")
-        missing = [key for key in value if key not in saved]
+        missing = [at.of(key).name for key in value if key not in saved]
         if missing and self._fit.missing == "raise" and self._fit.only is None:
-            told = (
-                f"{at} has {missing[0]!r}"
-                + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-                + f", which the checkpoint has not{instead_of(missing, saved)}"
-            )
+            near = instead_of(missing, _names_within(self._saved, _At()))
+            told = f"the state has {listed(map(repr, missing))}, which the checkpoint has not{near}"
             raise refusal(self._where, [told], is_missing=True)
         others = [at.of(key) for key in saved if key not in value]
         self._ignored += [other for other in others if self._fit.asks_for(other.name)]
@@ -263,15 +277,12 @@ class Template:
             self._actions.append(lambda: setattr(value, "found", False))
             return
         own = self._per_rank[saved[PER_RANK]]
-
-        def put() -> None:
-            if is_stateful(value.value):
-                value.value.load_state_dict(own)
-            else:
-                value.value = own
-            value.found = True
-
-        self._actions.append(put)
+        self._refused += notes_in(own, at.name)
+        if is_stateful(value.value):
+            self._give(value.value, own, at)
+        else:
+            self._actions.append(lambda: setattr(value, "value", own))
+        self._actions.append(lambda: setattr(value, "found", True))
 
     def _tensor(self, tensor: Any, saved: Any, at: _At) -> None:
         """Makes a target or an action that fills a tensor with its part of a stored one."""
@@ -323,14 +334,16 @@ class Template:
         saved = unescaped(saved)
         if not isinstance(own, dict) or not (own or isinstance(saved, dict)):
             if self._takes(saved, at):
-                loaded = self._loaded(saved)
-                self._actions.append(lambda: value.load_state_dict(loaded))
+                self._give(value, self._loaded(saved, at), at)
             return
         is_there = saved is not _ABSENT
         saved = saved if is_there else {}
         if not isinstance(saved, dict):
             raise self._misfit(f"{at} has a dict, in the checkpoint {_described(saved)}")
         if isinstance(value, torch.optim.Optimizer):
+            if is_there and _counts_parameters(value) and _sizes(saved) != _sizes(own):
+                self._misfits.append(_other_parameters(at, own, saved))
+                return
             own = _completed(value, own, saved)
         unknown = [key for key in saved if key not in own and self._fit.asks_for(at.of(key).name)]
         own = _copied(own)  # it may be the very dict that the object keeps its state in
@@ -340,11 +353,25 @@ class Template:
         self._dict(own, saved, at, depth)
         if unknown and _is_strict(value) and self._fit.unexpected is None:
             raise self._misfit(
-                f"{at} is a module that has no {listed(unknown)}, which the checkpoint has: "
+                f"{at} is a module that has no {listed(map(repr, unknown))}, which the checkpoint "
+                "has: "
                 "restore into a dict of what is wanted of it, or pass unexpected='ignore'"
             )
         if is_there and (self._taken > taken or self._fit.only is None):
-            self._actions.append(lambda: value.load_state_dict(own))
+            self._give(value, own, at)
+
+    def _give(self, value: Any, state_dict: Any, at: _At) -> None:
+        """Has an object load a state when everything has been read."""
+
+        def give() -> None:
+            try:
+                value.load_state_dict(state_dict)
+            except Exception as error:
+                kind = type(value).__name__
+                told = f"{at}, {kind}, did not take what {self._where!r} has for it: {error}"
+                raise retold(error, told) from error
+
+        self._actions.append(give)
 
     def _optimizer(self, value: torch.optim.Optimizer, saved: Any, at: _At, depth: int) -> None:
         """Restores an optimizer as a whole or not at all: its parameters have no names but numbers,
@@ -360,9 +387,7 @@ class Template:
             return
         theirs = unescaped(saved)
         if not isinstance(theirs, dict) or _sizes(theirs) != _sizes(value.state_dict()):
-            self._misfits.append(
-                f"{at} is an optimizer of other parameters than was saved: leave it out, by only="
-            )
+            self._misfits.append(_other_parameters(at, value.state_dict(), theirs))
             return
         fit, self._fit = self._fit, Fit(dtype=self._fit.dtype)
         self._stateful_in(value, saved, at, depth)
@@ -376,12 +401,19 @@ class Template:
             if key not in own:
                 if self._fit.asks_for(at.of(key).name):
                     own[key] = None
-            elif depth < DEPTH_MAX and isinstance(item, dict) and _is_filled_dict(own[key]):
+            elif depth < DEPTH_MAX and _is_inner(item) and _is_filled_dict(own[key]):
                 self._add_missing(own[key], unescaped(item), at.of(key), depth + 1)
 
-    def _loaded(self, saved: Any) -> Any:
+    def _loaded(self, saved: Any, at: _At) -> Any:
         """Returns a saved value as a new object, with tensors of the shards read whole."""
-        return fill(saved, self._whole_tensor, self._whole_own_value, self._filled)
+        self._refused += notes_in(saved, at.name)
+
+        def own_value_of(name: str) -> PerRank:
+            own = own_value(self._per_rank, name)
+            self._refused += notes_in(own.value, name)
+            return own
+
+        return fill(saved, self._whole_tensor, own_value_of, self._filled)
 
     def _whole_tensor(self, stored: Stored) -> torch.Tensor:
         key, dtype, shape = stored
@@ -391,13 +423,6 @@ class Template:
             self.targets.append(Target(*stored, whole(shape), self._whole[key]))
         return self._whole[key]
 
-    def _whole_own_value(self, name: str) -> PerRank:
-        value = PerRank()
-        value.found = self._per_rank is not None and name in self._per_rank
-        if value.found and self._per_rank is not None:
-            value.value = self._per_rank[name]
-        return value
-
 
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     parts = zip(box.offsets, box.sizes, strict=True)
@@ -405,12 +430,35 @@ def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _names_within(value: Any, at: _At) -> Iterator[str]:
-    """Yields the names of the values in a nest."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
-        yield at.of(key).name
-        if isinstance(item, dict | list | tuple):
-            yield from _names_within(item, at.of(key))
+    """Yields the names of the values in a nest, and of the nests in it, each of these once."""
+    ahead, seen = [(at, value)], set[int]()
+    while ahead:
+        at, value = ahead.pop()
+        yield at.name
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, dict) and TENSOR not in value and left_out(value) is None:
+            items = unescaped(value).items()
+        elif isinstance(value, list | tuple):
+            items = enumerate(value)
+        if id(value) not in seen:
+            ahead += [(at.of(key), item) for key, item in items]
+        seen.add(id(value))
+
+
+def _counts_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether load_state_dict() is torch's own, which refuses other numbers of them."""
+    is_own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    return is_own and not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def _other_parameters(at: _At, own: Mapping[str, Any], saved: Any) -> str:
+    """Returns the misfit of an optimizer."""
+    theirs = _sizes(saved) if isinstance(saved, dict) else None
+    return (
+        f"{at} is an optimizer with groups of {_sizes(own)} parameters, in the checkpoint "
+        f"{'none' if theirs is None else theirs}: make it as it was, or leave it out of the state "
+        "or by only= if the model has changed"
+    )
 
 
 def _sizes(state: Mapping[str, Any]) -> list[int] | None:
@@ -497,6 +545,10 @@ def _copied(value: Any, depth: int = 0) -> Any:
     for key, item in value.items():
         new[key] = _copied(item, depth + 1)
     return new
+
+
+def _is_inner(saved: Any) -> bool:
+    return isinstance(saved, dict) and left_out(saved) is None
 
 
 def _is_filled_dict(value: Any) -> bool:

@@ -22,12 +22,13 @@ from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.gds_read_stream import whole_blocks
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError
-from fastckpt.formats import safetensors, torch_pickle
+from fastckpt.formats import partial_objects, safetensors
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_have_values, may_hold
 from fastckpt.formats.shard_index import Piece, ShardIndex, gathers, is_per_rank
 from fastckpt.plan.boxes import Box, copies, covers, intersect, span
 from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
+from fastckpt.state.fit import refused
 from fastckpt.state.targets import Place, Target, takes_bytes
 from fastckpt.state.template import whole
 from fastckpt.state.tree import Stored, fill, own_value
@@ -94,11 +95,12 @@ class StepReader:
             yield self._path(index.file), pieces
 
     def objects(self, weights_only: bool) -> Any:
-        """Returns the nest of everything that is not in shards.
+        """Returns the nest of everything that is not in shards; with weights_only, notes stand for
+        what that refuses (see partial_objects.loaded).
 
         Raises:
             CorruptCheckpoint: its file is damaged, or of another save.
-            pickle.UnpicklingError: weights_only is true, and the nest holds more than that allows.
+            pickle.UnpicklingError: weights_only is true, and no pickler of torch's wrote the file.
         """
         file = self.manifest.objects.file
         return self.copies.whole(file, lambda: self._objects(weights_only))
@@ -106,7 +108,7 @@ class StepReader:
     def _objects(self, weights_only: bool) -> Any:
         with self.copies.objects(self.manifest) as file:
             what = repr(self._path(self.manifest.objects.file))
-            nest = file.read_by(lambda file: torch_pickle.unpickled(file, weights_only, what))
+            nest = file.read_by(lambda file: partial_objects.loaded(file, weights_only, what))
             self.nbytes_read += file.nbytes
             return nest
 
@@ -114,10 +116,15 @@ class StepReader:
         """Returns the whole state: the nest, with all tensors on the CPU, and a rank's own values.
 
         Raises:
-            As objects(), per_rank() and read().
+            As objects(), per_rank() and read(). pickle.UnpicklingError: something is left out.
         """
         own = self.per_rank(rank, weights_only)
         objects = self.objects(weights_only)
+        left_out = [*partial_objects.notes_in(objects, None)]
+        for name, value in (own or {}).items():
+            left_out += partial_objects.notes_in(value, name)
+        if left_out:
+            raise refused(self.path, left_out)
         found: dict[str, Stored] = {}
         fill(objects, lambda stored: found.setdefault(stored.key, stored), lambda _name: None)
         self.find([(*stored, whole(stored.shape)) for stored in found.values()])
@@ -131,12 +138,13 @@ class StepReader:
         return fill(objects, lambda stored: tensors[stored.key], lambda name: own_value(own, name))
 
     def per_rank(self, rank: int, weights_only: bool) -> dict[str, Any] | None:
-        """Returns a rank's own values, by name; None if the saving job had no such rank.
+        """Returns a rank's own values, by name, with notes as objects(); None if the saving job had
+        no such rank.
 
         Raises:
             CorruptCheckpoint: they are damaged.
             StorageError: they need more memory than there is.
-            pickle.UnpicklingError: weights_only is true, and a value holds more than that allows.
+            pickle.UnpicklingError: as objects().
         """
         if rank >= self.manifest.world_size:
             return None
@@ -146,7 +154,7 @@ class StepReader:
             if place is not None:
                 what = f"the values of rank {rank} in {self._path(index.file)!r}"
                 content = io.BytesIO(self._read_bytes(index, *place))
-                values = torch_pickle.unpickled(content, weights_only, what)
+                values = partial_objects.loaded(content, weights_only, what)
                 return values if isinstance(values, dict) else {}
         return {}
 

@@ -179,10 +179,10 @@ def test_messages_name_the_checkpoint(disk: Path, caplog: pytest.LogCaptureFixtu
     step = str(disk / "step-00000001")
     with fastckpt.Checkpointer(disk) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3), "b": 1}).result(60)
-        with pytest.raises(fastckpt.IncompatibleCheckpoint, match=f"'{step}' does not fit: state"):
+        with pytest.raises(fastckpt.IncompatibleCheckpoint, match=f"'{step}' does not fit: 'w'"):
             checkpointer.restore({"w": torch.ones(4)})
         assert checkpointer.restore({"w": torch.ones(3)}) == 1
-    assert f"'{step}' holds state['b'], which the state to be restored does not" in caplog.text
+    assert f"'{step}' holds 'b', which the state to be restored does not" in caplog.text
 
 
 def test_a_wait_that_ends_names_the_save() -> None:
@@ -198,7 +198,7 @@ def test_what_only_load_gives_back(disk: Path) -> None:
             checkpointer.save(step, state).result(60)
             assert str(checkpointer.load(step)) == str(state)
             with pytest.raises(
-                TypeError, match=r"^state[^ ]* is int, must be a .*load\(\) returns"
+                TypeError, match=r"^('1(/0)?'|the state) is int, must be a .*load\(\) returns"
             ):
                 checkpointer.restore(state, step)  # type: ignore[arg-type]
 

@@ -68,7 +68,7 @@ def test_other_dtypes_and_strides(disk: Path) -> None:
     }
     assert fastckpt.load_into(state, path).cast == ("a", "c")
     assert torch.equal(state["a"], values["a"].bfloat16()) and torch.equal(state["b"], values["b"])
-    with pytest.raises(IncompatibleCheckpoint, match=r"a is torch.bfloat16, in .*; c is"):
+    with pytest.raises(IncompatibleCheckpoint, match=r"'a' is torch.bfloat16, in .*; 'c' is"):
         fastckpt.load_into(state, path, dtype="raise")
 
 
@@ -77,18 +77,20 @@ def test_what_does_not_fit_changes_nothing(disk: Path, caplog: pytest.LogCapture
     state = {"a": torch.zeros(4), "b": torch.zeros(3, 1), "c": torch.zeros(5), "d": torch.zeros(1)}
     with pytest.raises(IncompatibleCheckpoint) as caught:
         fastckpt.load_into(state, path)
-    for text in ("a has shape [4], in the checkpoint [3]; b has shape", "has d, which the check"):
+    for text in ("'a' has shape [4], in the checkpoint [3]; 'b' has", "has 'd', which the check"):
         assert text in str(caught.value)
     assert str(caught.value).endswith("or rename= if it has that under other names)")
     with pytest.raises(IncompatibleCheckpoint) as caught:
         fastckpt.load_into(state, path, missing="keep")
     assert "rename=" not in str(caught.value)
     assert not any(tensor.any() for tensor in state.values())
-    with pytest.raises(IncompatibleCheckpoint, match="the checkpoint has a, b, which the state"):
+    with pytest.raises(
+        IncompatibleCheckpoint, match="the checkpoint has 'a', 'b', which the state"
+    ):
         fastckpt.load_into({"c": state["c"]}, path, unexpected="raise")
     with caplog.at_level(logging.WARNING, "fastckpt"):
         assert fastckpt.load_into({"c": state["c"]}, path).unexpected == ("a", "b")
-    assert "holds a, b, which the state has not" in caplog.text
+    assert "holds 'a', 'b', which the state has not" in caplog.text
     assert fastckpt.load_into(state, path, only="c").missing == ()
     with pytest.raises(TypeError, match="meta device"):
         fastckpt.load_into({"c": torch.empty(5, device="meta")}, path)
@@ -100,8 +102,8 @@ def test_a_misfit_names_what_the_checkpoint_has(disk: Path) -> None:
     path = by_safetensors({"head.w": torch.ones(3), "a": torch.ones(3)}, disk)
     state = {"head": {"w": torch.zeros(4)}, "b": torch.zeros(3, dtype=torch.float64)}
     told = (
-        "head/w has shape [4], in the checkpoint, where it is head.w, [3]; "
-        "b is torch.float64, in the checkpoint, where it is a, torch.float32"
+        "'head/w' has shape [4], in the checkpoint, where it is 'head.w', [3]; "
+        "'b' is torch.float64, in the checkpoint, where it is 'a', torch.float32"
     )
     with pytest.raises(IncompatibleCheckpoint, match=re.escape(told)):
         fastckpt.load_into(state, path, rename={"^a$": "b"}, dtype="raise")
@@ -113,7 +115,7 @@ def test_tied_weights_of_which_one_name_was_saved(disk: Path) -> None:
     path = by_safetensors({"in": saved[0].weight.detach()}, disk)
     assert fastckpt.load_into(state, path).missing == ()
     assert torch.equal(state["out"], saved[0].weight)
-    with pytest.raises(IncompatibleCheckpoint, match="has out, which"):
+    with pytest.raises(IncompatibleCheckpoint, match="has 'out', which"):
         fastckpt.load_into({"in": model[0].weight, "out": torch.zeros(600, 700)}, path)
 
 
@@ -130,7 +132,9 @@ def test_tied_weights_of_which_both_names_were_saved(
     shared.zero_()
     other = weight.clone()
     other[-1, -1] += 1
-    with pytest.raises(IncompatibleCheckpoint, match="in and out are one tensor in the state, and"):
+    with pytest.raises(
+        IncompatibleCheckpoint, match="'in' and 'out' are one tensor in the state, and"
+    ):
         fastckpt.load_into(state, save(equal | {"out": other}, disk))
     assert not shared.any()
     # What counts is what the memory would hold.
@@ -147,7 +151,7 @@ def test_views_that_read_one_memory_differently(disk: Path) -> None:
     assert not any(fastckpt.load_into(viewed(into), path))
     assert torch.equal(into, numbers)
     path = by_torch({"a": numbers.imag.clone()}, disk)
-    with pytest.raises(IncompatibleCheckpoint, match="the state has b, which"):
+    with pytest.raises(IncompatibleCheckpoint, match="the state has 'b', which"):
         fastckpt.load_into({"a": into.imag, "b": into.conj().imag}, path)
 
 
@@ -224,7 +228,7 @@ def test_tied_dtensors(nursery: Nursery, disk: Path) -> None:
     assert [its.value for its in found] == [(("out",), 700.0), (("out",), 0.0)]
     path = by_safetensors({"in": torch.ones(600, 700), "out": torch.zeros(600, 700)}, disk)
     for outcome in crew(read_tied, str(path), 600):
-        assert "in and out are one tensor in the state" in str(outcome.error)
+        assert "'in' and 'out' are one tensor in the state" in str(outcome.error)
 
 
 @pytest.mark.multiprocess

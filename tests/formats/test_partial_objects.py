@@ -1,0 +1,216 @@
+"""Of objects that weights_only=True refuses, all others can be had: bit by bit as they were, shared
+as they were, and nothing that a file names runs. Knows torch zips and pickles, no checkpoints.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pathlib
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastckpt.formats.partial_objects import loaded, notes_in
+from fastckpt.formats.pickle_cuts import cut, left_out
+from tests.storm import Chance
+
+
+class Holder:
+    """What torch does not load unless it is allowed."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Harm:
+    """Unpickled, it would leave a trace."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+PATH, TENSOR, TEXT = pathlib.PurePosixPath("a/b"), torch.arange(3.0), "a text of its own"
+
+
+def saved(value: Any) -> io.BytesIO:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def rest_of(value: Any) -> Any:
+    return loaded(saved(value), True, "here")
+
+
+def notes(value: Any) -> dict[str, str]:
+    return dict(notes_in(rest_of(value), None))
+
+
+def test_what_makes_an_object_is_told_and_its_items_stay() -> None:
+    holder = Holder(PATH)
+    value = {
+        "a": [1, PATH, (2, holder)],
+        "set": {3, PATH},
+        "ordered": collections.OrderedDict(x=PATH),
+        "keyed": {PATH: 1},
+        "class": Holder,
+        "left": {"x": TENSOR, "y": {1, 2}, "z": collections.OrderedDict(x=1)},
+    }
+    kind, own = f"{type(PATH).__module__}.PurePosixPath", f"{__name__}.Holder"
+    found = {"a/1": kind, "a/2/1": own, "set": kind, "ordered": kind, "keyed": kind, "class": own}
+    assert notes(value) == found
+    rest = rest_of(value)
+    assert rest["a"][0] == 1 and rest["a"][2][0] == 2
+    assert str(rest["left"]) == str(value["left"])
+    assert notes(holder) == {"": own}
+
+
+def test_what_an_object_shares_with_others_stays_shared() -> None:
+    inner = [TENSOR, {"t": TENSOR[1:]}]
+    holder = Holder([TEXT, inner, PATH])
+    holder.itself = holder
+    rest = rest_of({"first": holder, "again": holder, "i": inner, TEXT: TENSOR, "path": PATH})
+    assert left_out(rest["first"]) == left_out(rest["again"]) == f"{__name__}.Holder"
+    assert left_out(rest["path"]) is not None
+    assert rest["i"][0] is rest[TEXT] and torch.equal(rest[TEXT], TENSOR)
+    views = rest["i"][0], rest["i"][1]["t"]
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 1
+    behind = rest_of([holder, inner, inner])  # made first inside of what is left out
+    assert behind[1] is behind[2] and torch.equal(behind[1][0], TENSOR)
+
+
+atoms = st.one_of(st.integers(), st.integers(1 << 64, 1 << 70), st.text(max_size=3), st.none())
+shared = st.sampled_from([PATH, TENSOR, TEXT, TENSOR[1:], Holder(PATH), Holder(TENSOR)])
+values = st.recursive(
+    st.one_of(atoms, shared, st.floats(allow_nan=False)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.one_of(st.text(max_size=2), st.just(PATH)), inner, max_size=3),
+        st.lists(inner, max_size=2).map(lambda items: collections.OrderedDict(enumerate(items))),
+        inner.map(Holder),
+        inner.map(lambda item: [item, item, Holder(item), item]),
+    ),
+    max_leaves=12,
+)
+
+
+def is_refused(value: Any) -> bool:
+    """Whether a value has to go as a whole."""
+    if isinstance(value, dict):
+        return PATH in value or (type(value) is not dict and holds_refused(value))
+    return is_refused_alone(value)
+
+
+def holds_refused(value: Any) -> bool:
+    items: list[Any] = [*value.values()] if isinstance(value, dict) else value
+    inner = isinstance(value, dict | list | tuple) and any(map(holds_refused, items))
+    return inner or (isinstance(value, dict) and PATH in value) or is_refused_alone(value)
+
+
+def is_refused_alone(value: Any) -> bool:
+    return isinstance(value, Holder | pathlib.PurePath)
+
+
+def check_same(found: Any, value: Any) -> None:
+    if is_refused(value):
+        assert left_out(found) is not None
+    elif isinstance(value, dict | list | tuple):
+        assert left_out(found) is None and type(found) is type(value)
+        pairs = [(found, value)]
+        if isinstance(value, dict):
+            assert [*found] == [*value]
+            pairs = [([*found.values()], [*value.values()])]
+        for mine, theirs in pairs:
+            assert len(mine) == len(theirs)
+            for item, other in zip(mine, theirs, strict=True):
+                check_same(item, other)
+    elif isinstance(value, torch.Tensor):
+        assert torch.equal(found, value)
+    else:
+        assert type(found) is type(value) and found == value
+
+
+@settings(deadline=None, max_examples=Chance.examples(60))
+@given(value=values)
+def test_any_nest_of_them(value: Any) -> None:
+    check_same(rest_of([value, PATH]), [value, PATH])
+    (both,) = rest_of([[value, value, PATH]])
+    assert both[0] is both[1] or type(value) in (int, float, tuple)
+    with torch.serialization.safe_globals([Holder]):
+        found = rest_of([Holder(5), PATH])
+        assert found[0].value == 5 and left_out(found[1]) is not None
+
+
+def test_nothing_runs(disk: Path) -> None:
+    harm = Harm(disk / "trace")
+    rest = rest_of({"h": harm, "in": Holder([harm, TENSOR]), "t": TENSOR})
+    assert torch.equal(rest["t"], TENSOR)
+    assert left_out(rest["h"]) == f"{os.mkdir.__module__}.mkdir"
+    assert not (disk / "trace").exists()
+    loaded(saved(harm), False, "here")
+    assert (disk / "trace").exists(), "the trace would be seen"
+
+
+def forged(content: bytes) -> io.BytesIO:
+    """A torch zip with this pickle."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+        archive.writestr("archive/version", b"3\n")
+    buffer.seek(0)
+    return buffer
+
+
+BAD = b"cos\nmkdir\n"
+NO_PICKLES = {
+    "cut off": b"\x80\x02](" + BAD,
+    "no value": b"\x80\x02" + BAD + b"R.",
+    "no mark": b"\x80\x02" + BAD + b"t.",
+    "unknown memo": b"\x80\x02](" + BAD + b"h\x05e.",
+    "memo twice": b"\x80\x02](}q\x00}q\x00" + BAD + b"e.",
+    "changed by way of the memo": b"\x80\x02](]q\x00h\x00" + BAD + b"ae.",
+    "text changed": b"\x80\x02](K\x01" + BAD + b"ae.",
+    "protocol 4": pickle.dumps([os.mkdir], 4),
+    "protocol 0": pickle.dumps([os.mkdir], 0),
+    "many names": b"\x80\x02](" + b"".join(b"cos\nn%d\n" % n for n in range(1100)) + b"e.",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("name", NO_PICKLES)
+def test_what_no_pickler_writes_is_refused_as_a_whole(name: str) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="weights_only=False"):
+        loaded(forged(NO_PICKLES[name]), True, "here")
+
+
+def test_no_file_can_hold_a_note_of_its_own() -> None:
+    (note,) = [value for value in rest_of([PATH, 1]) if type(value) is dict]
+    (key,) = note
+    assert key not in saved([PATH, 1]).getvalue().decode("latin-1") and len(key) > 40
+
+
+def test_values_that_refer_to_each_other_over_and_over_are_bounded() -> None:
+    """Each of many lists in an object has the one before it many times, and is used again."""
+    lists: list[Any] = [[]]
+    for _ in range(150):
+        lists.append([lists[-1]] * 300)
+    content = pickle.dumps([Holder([lists[-1], PATH]), *lists], 2)
+
+    def refused(operation: bytes) -> bool:
+        return b"Holder" in operation or b"Path" in operation
+
+    rest = pickle.loads(cut(content, refused))  # the test's own bytes
+    assert len(rest) == 152 and rest[-1][0] is rest[-2]
