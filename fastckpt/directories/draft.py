@@ -145,7 +145,6 @@ class Draft:
                     above = os.path.dirname(above)
                     self.grown.append(above)
                 storage.make_directories(directory)
-        atomic.remove_dead_directories(storage, self.beside)
         self.root = atomic.temporary_path(os.path.join(self.beside, os.path.basename(path)))
         self.name = os.path.basename(self.root)
         self.directory = os.path.join(self.root, os.path.basename(path))

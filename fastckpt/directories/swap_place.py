@@ -80,6 +80,11 @@ class SwapPlace(Place):
         finally:
             close_quietly(storage, fd)
 
+    def begin(self) -> None:
+        beside = self._draft.beside
+        with reported("list", beside):
+            atomic.remove_dead_directories(self.storage, beside)
+
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:
         super().open(outputs, pace)
         if self._agreement.rank == 0 and self._draft.shared is not None:
