@@ -371,6 +371,11 @@ def _are_numbers(values: Iterable[Any]) -> bool:
     return True
 
 
+def is_data_file(name: str) -> bool:
+    """Whether a file of this name holds data, of torch or of fastckpt."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
 def unneeded(storage: Storage, directory: str, value: Metadata, rank: int | None) -> list[str]:
     """Returns the paths of data files in a directory that nothing names once `value` is committed
     there: the metadata of one rank, where each has its own, or of all ranks (None).
@@ -382,9 +387,9 @@ def unneeded(storage: Storage, directory: str, value: Metadata, rank: int | None
         return []
     others = [name for name in names if name.endswith(NAME) and name != NAME]
     if rank is None:
-        found = [] if others else [name for name in names if _DATA_FILE.fullmatch(name)]
+        found = [] if others else [name for name in names if is_data_file(name)]
     else:
         own = f"__{rank}_"
-        found = [name for name in names if name.startswith(own) and _DATA_FILE.fullmatch(name)]
+        found = [name for name in names if name.startswith(own) and is_data_file(name)]
         found = [] if NAME in names else found
     return [os.path.join(directory, name) for name in found if name not in named]

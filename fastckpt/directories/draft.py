@@ -1,18 +1,16 @@
-"""A checkpoint directory that is being put together, under a name that nobody takes for one.
-
-Responsible for its hidden name, for removing what dead processes left under such names, and for
-capturing files that are written later. It must not know how these are written or committed.
+"""A hidden directory whose files are captured now, to be written later. It must not know how they
+are written or committed.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 from collections.abc import Mapping
 
 import torch
 
+from fastckpt.directories.hidden_directory import HiddenDirectory
 from fastckpt.directories.shared_files import SharedFiles
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats import safetensors, torch_pickle, torch_zip
@@ -21,10 +19,7 @@ from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.plan.image import BY_VALUE_BYTES, Image
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.state.kinds import PLAIN_TENSORS
-from fastckpt.storage import atomic
-from fastckpt.storage.file_system import Storage, reported
-
-_REMOVALS_MAX = 3  # tries to remove a draft to which other ranks may still add files
+from fastckpt.storage.file_system import Storage
 
 
 class CapturedFile:
@@ -98,29 +93,20 @@ class _Content(CapturedFile):
         self._content = bytearray()
 
 
-class Draft:
-    """A directory under a hidden name, which commits or is discarded as a whole.
+class Draft(HiddenDirectory):
+    """A hidden directory, and the files of it that are written later.
 
     Args:
-        storage: the seam to the file system.
+        storage, path, beside: as HiddenDirectory's.
         devices: the devices whose memory may be read later.
-        path: the path that the directory will have.
-        beside: the directory to make the hidden one in; None: that of `path`.
         fence: with "step", small tensors are copied now, and tensors that change too early noticed.
 
     Attributes:
-        directory: the directory, which has the last name of `path`. Files may be written there at
-            once, by any means.
-        root: the hidden directory around it.
         pending: the files that are written later.
         shared: those that are written later by several ranks together; None if there are none.
         watched: the tensors that must not change before they have been copied.
-        lock: a descriptor of the root, which claims it; None before the root could be opened.
-        grown: directories other than `beside` that got an entry because of this one.
         listed: size and CRC-32 of files that were written at once, if whoever wrote them knows
             these; other files are read for that.
-        is_kept: whether it holds what may be the only durable checkpoint, so that discard() leaves
-            it to a later process.
 
     Raises:
         StorageError: it cannot be made.
@@ -129,35 +115,13 @@ class Draft:
     def __init__(
         self, storage: Storage, devices: Devices, path: str, beside: str | None, fence: str
     ) -> None:
-        self._storage, self._devices = storage, devices
+        super().__init__(storage, path, beside)
+        self._devices = devices
         self._copies_small = fence == "step"
         self.pending: list[CapturedFile] = []
         self.shared: SharedFiles | None = None
         self.listed: dict[str, File] = {}
         self.watched: list[WatchedTensors] = []
-        self.beside = os.path.realpath(beside or os.path.dirname(path))
-        self.grown: list[str] = []
-        self.is_kept = False
-        for directory in {self.beside, os.path.dirname(path)}:
-            with reported("make directory", directory):
-                above = directory
-                while storage.status(above) is None:
-                    above = os.path.dirname(above)
-                    self.grown.append(above)
-                storage.make_directories(directory)
-        self.root = atomic.temporary_path(os.path.join(self.beside, os.path.basename(path)))
-        self.name = os.path.basename(self.root)
-        self.directory = os.path.join(self.root, os.path.basename(path))
-        with reported("make directory", self.root):
-            storage.make_directory(self.root)
-            self.lock: int | None = None
-            try:
-                self.lock = storage.open(self.root)
-                atomic.claim(storage, self.lock, self.root)
-                storage.make_directory(self.directory)
-            except BaseException:
-                self.discard()
-                raise
 
     def add(self, obj: object, name: str) -> None:
         """Adds the file that torch.save(obj, name) would write, or raises what torch.save raises;
@@ -224,16 +188,3 @@ class Draft:
         return self._devices.reads(
             storages if self.shared is None else [*storages, *self.shared.storages()]
         )
-
-    def discard(self) -> None:
-        """Removes what is left of it: everything, or after the commit what was replaced."""
-        for _ in range(0 if self.is_kept else _REMOVALS_MAX):
-            try:
-                self._storage.remove_tree(self.root)
-            except OSError as error:  # what cannot be removed is left to a later save
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    continue  # another rank, which has yet to hear of the failure, added a file
-            break
-        if self.lock is not None:
-            atomic.close_quietly(self._storage, self.lock)
-            self.lock = None

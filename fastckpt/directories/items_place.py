@@ -5,9 +5,10 @@ module must not know, then says which are valid.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from fastckpt.directories.hidden_directory import HiddenDirectory
 from fastckpt.handle import SaveHandle
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
@@ -38,6 +39,7 @@ class ItemsPlace(Place):
         self.unneeded: list[str] = []
         self._agreement = agreement
         self._durable = durable
+        self._may_be_made = True  # the directory, by whichever rank comes first
         self._made: list[str] = []
 
     def awaited(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> Sequence[SaveHandle]:
@@ -52,6 +54,8 @@ class ItemsPlace(Place):
                 fd = storage.create(path, 0o666, purpose)
             except FileNotFoundError:
                 self._agreement.check()  # no directory is made for a save that has failed meanwhile
+                if not self._may_be_made:
+                    raise
                 atomic.make_directory(storage, self.directory, self._durable)
                 fd = storage.create(path, 0o666, purpose)
             except FileExistsError:  # it was made once already, where there was no room for it
@@ -63,6 +67,15 @@ class ItemsPlace(Place):
         finally:
             close_quietly(storage, fd)
 
+    def publish(self, write: Callable[[str], tuple[int | None, list[str]]]) -> None:
+        """Commits, on the first rank, by writing the last files.
+
+        Args:
+            write: does so, to the directory that it is given. Returns a descriptor of what the
+                last one has replaced there, or None, and paths that nothing names any more.
+        """
+        self.replaced, self.unneeded = write(self.directory)
+
     def abandon(self) -> None:
         atomic.remove_files(self.storage, self._made)
 
@@ -71,3 +84,85 @@ class ItemsPlace(Place):
         if replaced is not None:
             close_quietly(self.storage, replaced)
         atomic.remove_files(self.storage, self.unneeded)
+
+
+class SwapItemsPlace(ItemsPlace):
+    """A directory of items of which other files, too, have names that are always the same. Where
+    it holds a checkpoint, the new one is put together in a hidden directory and takes its place.
+
+    Args:
+        storage, directory, agreement, durable: as ItemsPlace's.
+        commit: the name of the file that is there if the directory holds a checkpoint.
+        is_part: whether a file of this name is of a checkpoint; others stay in the directory.
+        is_broken: whether the checkpoint there has lost files already, so that nobody may take it
+            for one any more.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        directory: str,
+        agreement: Round,
+        durable: bool,
+        commit: str,
+        is_part: Callable[[str], bool],
+        is_broken: bool = False,
+    ) -> None:
+        super().__init__(storage, directory, agreement, durable)
+        self._path = os.path.realpath(directory)
+        self._commit = os.path.join(directory, commit)
+        self._is_part = is_part
+        self._is_broken = is_broken
+        self._hidden: HiddenDirectory | None = None  # on the first rank
+
+    def begin(self) -> None:
+        if self._agreement.rank != 0:
+            return
+        storage, name = self.storage, ""
+        above = os.path.dirname(self._path)
+        with reported("open", self._commit):
+            holds_one = storage.status(self._commit) is not None
+        if holds_one and self._is_broken:
+            with reported("remove", self._commit):
+                storage.remove(self._commit)
+                storage.sync_directory(self._path)
+        elif holds_one:
+            with reported("list", above):
+                atomic.remove_dead_directories(storage, above)
+            self._hidden = HiddenDirectory(storage, self._path)
+            self.directory, name = self._hidden.directory, self._hidden.name
+        self._agreement.put("hidden", os.fsencode(name))
+
+    @contextmanager
+    def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
+        if self._agreement.rank != 0:
+            hidden = os.fsdecode(self._agreement.get("hidden"))
+            if hidden:
+                above, last = os.path.split(self._path)
+                self.directory = os.path.join(above, hidden, last)
+                self._may_be_made = False  # the first rank has made it
+        with super().made(name, purpose) as file:
+            yield file
+
+    def publish(self, write: Callable[[str], tuple[int | None, list[str]]]) -> None:
+        super().publish(write)
+        hidden = self._hidden
+        if hidden is not None:
+            hidden.take_over(self._is_part)
+            if self._durable:
+                atomic.sync_directories(self.storage, hidden.directory)
+            hidden.take_name(self._durable)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._discard()
+
+    def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
+        super().end(pipeline, failure)
+        self._discard()
+
+    def _discard(self) -> None:
+        """Removes what is left under the hidden name, once."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None:
+            hidden.discard()

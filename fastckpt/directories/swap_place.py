@@ -144,7 +144,7 @@ class SwapPlace(Place):
             files: the first rank's files.
             brought: the files of the others, in the order of the ranks.
         """
-        storage, directory, path = self.storage, self._draft.directory, self._path
+        storage, directory = self.storage, self._draft.directory
         merged = dict(chain(*(found.items() for found in [*reversed(brought), files])))
         listed = os.path.join(directory, file_list.NAME)
         with reported("write", listed):
@@ -160,29 +160,9 @@ class SwapPlace(Place):
         if self._durable:  # before the rename, which must not name what a crash can still take
             atomic.sync_directories(storage, directory)
         if self._replaces:
-            with reported("list", path):
+            with reported("list", self._path):
                 self._refuse_others(merged)
-        changed = {os.path.dirname(path), self._draft.beside, *self._draft.grown}
-        with atomic.naming_in(storage, changed if self._durable else (), path) as make_durable:
-            with reported("rename", path):
-                aside, lock, replaces = self._draft.root, self._draft.lock, self._replaces
-                assert lock is not None, "the draft has not been discarded"
-                # The times of directories are to be in the order of their commits.
-                patiently(storage, lock, lambda: storage.touch(directory))
-                try:
-                    atomic.publish_directory(
-                        storage, directory, path, aside, lock, replaces=replaces
-                    )
-                except OSError:
-                    self._draft.is_kept = True
-                    with suppress(OSError):  # the old directory may have got its name back
-                        replaced = os.path.join(aside, atomic.REPLACED)
-                        self._draft.is_kept = storage.is_directory(replaced)
-                    raise
-            # Until the new name is durable, a crash may bring back the old directory.
-            self._draft.is_kept = True
-            make_durable()
-            self._draft.is_kept = False
+        self._draft.take_name(self._durable, replaces=self._replaces)
         self._is_committed = True
 
     def _refuse_others(self, files: Mapping[str, File]) -> None:

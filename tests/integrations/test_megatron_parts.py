@@ -397,7 +397,7 @@ def test_any_operation_of_a_commit_may_be_the_last(tmp_path: Path) -> None:
 
     def commit(storage: Recorder) -> None:
         writer = strategies.Writer(str(tmp_path / "run"), common.getvalue())
-        replaced, unneeded = writer.commit(storage, Metadata({}), [])
+        replaced, unneeded = writer.commit(storage, Metadata({}), [], writer.path)
         assert replaced is None and unneeded == []
 
     def fresh(name: str) -> Path:

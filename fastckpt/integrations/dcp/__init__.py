@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import time
+from functools import partial
 from typing import Any
 
 from fastckpt.integrations import require
@@ -300,8 +301,9 @@ class _Conclusion:
             dcp_plans.get(self._agreement, "done", rank, record)
             for rank, record in enumerate(records)
         ]
-        place.replaced, place.unneeded = self._writer.commit(place.storage, metadata, results)
+        place.publish(partial(self._writer.commit, place.storage, metadata, results))
         self._handle.metadata = metadata
+        self._writer.committed()
 
 
 def _warn(shared: _Shared, handle: SaveHandle) -> None:

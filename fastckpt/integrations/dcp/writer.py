@@ -39,7 +39,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save
 from fastckpt.storage import atomic
-from fastckpt.storage.file_system import Storage
+from fastckpt.storage.file_system import Storage, reported
 
 log = logging.getLogger("fastckpt")
 
@@ -163,42 +163,55 @@ class Writer(StorageBase, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits, on the first rank."""
         storage = pipeline.current().storage
-        replaced, unneeded = self.commit(storage, metadata, results)
+        replaced, unneeded = self.commit(storage, metadata, results, self.path)
         if replaced is not None:
             storage.close(replaced)
         atomic.remove_files(storage, unneeded)
 
     def commit(
-        self, storage: Storage, metadata: Metadata, results: list[list[WriteResult]]
+        self,
+        storage: Storage,
+        metadata: Metadata,
+        results: list[list[WriteResult]],
+        directory: str,
     ) -> tuple[int | None, list[str]]:
-        """Completes the metadata and commits it. Returns what the caller is to free: a descriptor
-        of the replaced `.metadata` to close, or None, and files to remove.
+        """Completes the metadata and writes it to a directory: the writer's own, where that is the
+        commit, or another one, which then takes its place. Returns what the caller is to free: a
+        descriptor of the replaced `.metadata` to close, or None, and files to remove.
         """
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {
             its.index: its.storage_data for of_rank in results for its in of_rank
         }
         metadata.storage_meta = self.storage_meta()
-        rank, path = self._metadata_rank(), self._metadata_path()
+        rank, durable = self._metadata_rank(), self.options.durable
         self._check_may_commit(storage)  # again: another save may have committed meanwhile
-        if not storage.is_directory(os.path.realpath(self.path)):  # no rank had anything to write
-            atomic.make_directory(storage, self.path, self.options.durable)
+        with reported("open", directory):
+            is_there = storage.is_directory(os.path.realpath(directory))
+        if not is_there:  # no rank had anything to write
+            atomic.make_directory(storage, directory, durable)
         content = dcp_metadata.encode(metadata)
-        replaced = atomic.replace_file(storage, path, content, self.options.durable)
+        path, commits = self._metadata_path(directory), directory == self.path
+        replaced = atomic.replace_file(storage, path, content, durable, commits=commits)
         # Listed before the other ranks hear of the commit: they may then make files of a next save.
-        return replaced, dcp_metadata.unneeded(storage, self.path, metadata, rank)
+        return replaced, dcp_metadata.unneeded(storage, directory, metadata, rank)
+
+    def committed(self) -> None:
+        """Called on the first rank, in the background, after the commit of a save by async_save();
+        it must not raise.
+        """
 
     def _metadata_rank(self) -> int | None:
         """Returns this rank if it has metadata of its own; None if all ranks share one."""
         return None if self.use_collectives else self.rank
 
-    def _metadata_path(self) -> str:
+    def _metadata_path(self, directory: str) -> str:
         rank = self._metadata_rank()
         name = dcp_metadata.NAME if rank is None else f"__{rank}{dcp_metadata.NAME}"
-        return os.path.join(self.path, name)
+        return os.path.join(directory, name)
 
     def _check_may_commit(self, storage: Storage) -> None:
-        if not self.overwrite and storage.status(self._metadata_path()) is not None:
+        if not self.overwrite and storage.status(self._metadata_path(self.path)) is not None:
             raise CheckpointError(
                 f"Checkpoint already exists in {self.path!r}, and overwrite=False: it stays as it "
                 "is, and the new one was not committed"
@@ -216,9 +229,12 @@ class Writer(StorageBase, StorageWriter):
         current, options, path = pipeline.current(), self.options, handle.path
         content = captured_items(plan, planner, current.staging.devices, fence == "step")
         prefix = getattr(plan.storage_data, "prefix", f"__{self.rank or 0}_")
-        place = ItemsPlace(current.storage, path, agreement, options.durable)
+        place = self._place(current.storage, path, agreement)
         items = ItemsPlan(*content, int(prefix.strip("_")), place, options, conclusion)
         return Save(handle, agreement, items, place, options, fence=fence, lane=path)
+
+    def _place(self, storage: Storage, path: str, agreement: Round) -> ItemsPlace:
+        return ItemsPlace(storage, path, agreement, self.options.durable)
 
 
 class _Kept:

@@ -32,11 +32,14 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle
 from fastckpt.arguments.checks import Fence, OnError
+from fastckpt.directories import dcp_metadata
+from fastckpt.directories.items_place import ItemsPlace, SwapItemsPlace
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.integrations import dcp
-from fastckpt.integrations.megatron.iterations import COMMON, CONFIG
+from fastckpt.integrations.megatron.iterations import COMMON, CONFIG, METADATA
 from fastckpt.integrations.megatron.partial_reads import read, read_objects, unpickled
 from fastckpt.integrations.megatron.save_planner import DividingSavePlanner, Holdings, may_write
+from fastckpt.ranks.round import Round
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
 
@@ -52,11 +55,14 @@ _CONFIG = {
 
 
 class Writer(dcp.Writer):
-    """Adds, before the commit, the files that make a DCP directory one of Megatron's.
+    """Adds, before the commit, the files that make a DCP directory one of Megatron's. A checkpoint
+    that is there already is replaced as a whole, with them.
 
     Args:
-        common: bytes of common.pt; None: Megatron has written it. Their checksum in `.metadata`
-            tells when the two are of different saves.
+        common: bytes of common.pt. None: Megatron has written it, or has an object in its place.
+            Their checksum in `.metadata` tells when the two are of different saves.
+        is_common_new: whether Megatron has written common.pt, and so has broken a checkpoint that
+            was there.
         after_commit: called when the checkpoint is committed; it must not raise.
     """
 
@@ -64,48 +70,49 @@ class Writer(dcp.Writer):
         self,
         path: str,
         common: bytes | None = None,
+        is_common_new: bool = False,
         after_commit: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(path)
-        self._common, self._after_commit = common, after_commit
+        self._common, self._is_common_new = common, is_common_new
+        self._after_commit = after_commit
 
-    def commit(self, storage: Storage, metadata: Metadata, results: Any) -> Any:
+    def _place(self, storage: Storage, path: str, agreement: Round) -> ItemsPlace:
+        of_checkpoint = (METADATA, _is_part, self._is_common_new)
+        return SwapItemsPlace(storage, path, agreement, self.options.durable, *of_checkpoint)
+
+    def commit(self, storage: Storage, metadata: Metadata, results: Any, directory: str) -> Any:
         """Commits, on the first rank in the background, when all data is durable."""
         # If no rank had data to write, there is no directory yet.
-        atomic.make_directory(storage, self.path, self.options.durable)
-        path, common = os.path.join(self.path, COMMON), self._common
+        atomic.make_directory(storage, directory, self.options.durable)
+        written, common = os.path.join(self.path, COMMON), self._common
+        if _COMMON_KEY in metadata.state_dict_metadata:
+            with reported("remove", directory), contextlib.suppress(FileNotFoundError):
+                storage.remove(os.path.join(directory, COMMON))  # would be taken for this save's
+        elif common is None:
+            # It is missing if the caller of a strategy saves no common state.
+            with reported("read", written), contextlib.suppress(FileNotFoundError):
+                common = storage.read_file(written, sys.maxsize)
         if common is not None:
-            self._replace(storage, COMMON, common)
-        elif _COMMON_KEY in metadata.state_dict_metadata:
-            with reported("remove", path), contextlib.suppress(FileNotFoundError):
-                storage.remove(path)  # an older save's, which would be taken for this one's
-        elif storage.status(path) is not None:
-            with reported("read", path):
-                common = storage.read_file(path, sys.maxsize)
-            self._settle(storage, path)
-        self._replace(storage, CONFIG, json.dumps(_CONFIG).encode())
-        if common is not None:
+            self._write(storage, os.path.join(directory, COMMON), common)
             metadata.planner_data = {_COMMON_CRC: zlib.crc32(common)}
-        committed = super().commit(storage, metadata, results)
+        self._write(storage, os.path.join(directory, CONFIG), json.dumps(_CONFIG).encode())
+        return super().commit(storage, metadata, results, directory)
+
+    def committed(self) -> None:
         if self._after_commit is not None:
             self._after_commit()
-        return committed
 
-    def _replace(self, storage: Storage, name: str, content: bytes) -> None:
+    def _write(self, storage: Storage, path: str, content: bytes) -> None:
         """Writes a file that counts only once `.metadata`, which comes last, is written."""
-        path, durable = os.path.join(self.path, name), self.options.durable
-        replaced = atomic.replace_file(storage, path, content, durable, commits=False)
+        replaced = atomic.replace_file(storage, path, content, self.options.durable, commits=False)
         if replaced is not None:
             atomic.close_quietly(storage, replaced)
 
-    def _settle(self, storage: Storage, path: str) -> None:
-        """Makes a file durable that Megatron has written."""
-        with reported("open", path):
-            fd = storage.open(path)
-        try:
-            atomic.settle(storage, fd, path, self.options.durable)
-        finally:
-            atomic.close_quietly(storage, fd)
+
+def _is_part(name: str) -> bool:
+    """Whether a file of this name in a checkpoint's directory is of the checkpoint."""
+    return name in (COMMON, CONFIG, METADATA) or dcp_metadata.is_data_file(name)
 
 
 class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -165,9 +172,11 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         `common` and `after_commit` are Writer's.
         """
         self.begun += 1
+        held = dict(holdings(nested_values(sharded_state_dict)))
+        is_common_new = common is None and _COMMON_KEY not in held  # Megatron's own save() calls
         handle: SaveHandle = dcp.async_save(
-            dict(holdings(nested_values(sharded_state_dict))),
-            storage_writer=Writer(directory, common, after_commit),
+            held,
+            storage_writer=Writer(directory, common, is_common_new, after_commit),
             planner=DividingSavePlanner(),
             **self._options,
         )
