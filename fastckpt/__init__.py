@@ -1,13 +1,14 @@
 """fastckpt: asynchronous checkpoints for PyTorch. The public names, nothing else.
 
 What save() and load() need is imported with the package, so that no first save waits for it; the
-rest when it is first named.
+rest when it is first named. The command line imports torch when a command needs it.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fastckpt.api import load, prepare, save
 from fastckpt.errors import (
     BackendUnavailable,
     CheckpointError,
@@ -21,6 +22,13 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.handle import SaveHandle, SaveStats
+
+# `python -m fastckpt` or the script: --help must not take as long as importing torch does.
+_is_command_line = sys.orig_argv[1:3] == ["-m", "fastckpt"] or (
+    [os.path.basename(argument) for argument in sys.orig_argv[1:2]] == ["fastckpt"]
+)
+if TYPE_CHECKING or not _is_command_line:
+    from fastckpt.api import load, prepare, save
 
 if TYPE_CHECKING:
     from fastckpt.checkpointer import Checkpointer
@@ -68,8 +76,11 @@ _NAMED_LATER = {
     "LazyTensors": "fastckpt.lazy.tensors",
     "PerRank": "fastckpt.state.tree",
     "export": "fastckpt.directories.export",
+    "load": "fastckpt.api",
     "load_into": "fastckpt.lazy.into",
     "open": "fastckpt.lazy.open",
+    "prepare": "fastckpt.api",
+    "save": "fastckpt.api",
 }
 
 if not TYPE_CHECKING:  # or type checkers would take any name for one of the package

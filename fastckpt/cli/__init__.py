@@ -5,8 +5,8 @@ The module must not know how any of them does its work.
 
 from __future__ import annotations
 
-import argparse
 import importlib
+import io
 import json
 import os
 import sys
@@ -15,7 +15,7 @@ from contextlib import suppress
 from pickle import UnpicklingError
 
 import fastckpt
-from fastckpt.cli import advise, bench, convert, diff, doctor, inspect, ls, repair, report, verify
+from fastckpt.cli.parser import make_parser
 from fastckpt.errors import CheckpointError
 
 
@@ -24,21 +24,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 if something is damaged or could not be done, if `diff` found
-            differences or `repair` debris; 3 if `verify` could not read something; 130 if
-            interrupted. Wrong arguments end the process with status 2.
+            differences or `repair` debris; 3 if `verify` could not read something, 4 if something
+            has no checksums; 130 if interrupted. Wrong arguments end the process with status 2.
     """
-    parser = argparse.ArgumentParser(
-        prog="fastckpt", description="Asynchronous, durable checkpoints for PyTorch."
-    )
-    parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (ls, inspect, diff, convert, verify, repair, report, doctor, advise, bench):
-        command.add_arguments(commands)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # which may be ASCII, where names need not be
+        with suppress(OSError):  # it is done, and then asks where in a file stdout is: in none now
+            sys.stdout.reconfigure(errors="backslashreplace")
+    parser = make_parser(fastckpt.__version__)
     with suppress(ImportError):  # completion in a shell is there if argcomplete is
         importlib.import_module("argcomplete").autocomplete(parser)
     parsed = parser.parse_args(arguments)
     try:
-        status: int = parsed.run(parsed)
+        # Only now, since most import torch.
+        status: int = importlib.import_module(f"{__name__}.{parsed.command}").run(parsed)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader of the output has seen enough, as with head(1)

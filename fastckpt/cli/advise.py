@@ -10,13 +10,16 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
-from fastckpt.cli import cost_model, measure
+from fastckpt.cli import cost_model
 from fastckpt.cli.cost_model import Advice, BlockingSave, Job
 from fastckpt.cli.shared_arguments import path_argument, quantity_argument
+
+if TYPE_CHECKING:
+    from fastckpt.cli.measure import Measured
 
 _GPUS_PER_NODE = 8
 
@@ -133,10 +136,12 @@ def add_arguments(commands: Any) -> None:
         "those assumed; nothing stays behind",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
-    parser.set_defaults(run=run, error=parser.error)
+    parser.set_defaults(error=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from fastckpt.cli import measure  # imports torch, which the arguments must not
+
     found = measure.Measured({}, [])
     try:
         _inputs(arguments, found)  # refuses wrong arguments before anything is written
@@ -155,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _inputs(arguments: argparse.Namespace, found: measure.Measured) -> SourcedJob:
+def _inputs(arguments: argparse.Namespace, found: Measured) -> SourcedJob:
     """Returns the inputs: those given, else measured, else assumed. Raises ValueError as Job."""
     sources = {"ranks": "given"}
     values: dict[str, Any] = {}

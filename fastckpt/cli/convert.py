@@ -29,9 +29,10 @@ import fastckpt
 from fastckpt.arguments.checks import check_size
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size
+from fastckpt.cli.parser import CONVERT_DTYPES
 from fastckpt.cli.parts import parts
 from fastckpt.cli.progress import progress
-from fastckpt.cli.shared_arguments import add_json, path_argument, shown_name, shown_others
+from fastckpt.cli.shared_arguments import shown_name, shown_others
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint, StorageError
@@ -48,58 +49,7 @@ _PART_BYTES, _READERS = 32 << 20, 2  # so much of tensors is read at a time, by 
 _PIECE_BYTES = 16 << 20  # of one write, of whole pages
 _STAGING_BYTES = 64 << 20
 _ALIGNMENT = 64
-_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-_FORMATS = ("pt", "safetensors", "hf", "dcp", "step")
-
-
-def add_arguments(commands: Any) -> None:
-    parser = commands.add_parser(
-        "convert",
-        help="copy the tensors of a checkpoint into another format",
-        description="Copies the tensors of a checkpoint of any kind, bit by bit unless --dtype is "
-        "given, and nothing else of it: no steps, no objects. Nothing of SRC is run. What is "
-        "verified when read is verified. DST appears when it is whole and durable, or not at all. "
-        "The exit status is 0, or 1 if something could not be done.",
-    )
-    parser.add_argument("source", type=path_argument, metavar="SRC", help="as inspect's PATH")
-    parser.add_argument(
-        "target",
-        type=path_argument,
-        metavar="DST",
-        help="the path to make, which must not exist (a root of steps may)",
-    )
-    parser.add_argument(
-        "--to",
-        required=True,
-        choices=_FORMATS,
-        help='"pt": a file for torch.load; "safetensors": one file; "hf": a directory of '
-        "safetensors files with an index, as Hugging Face has; "
-        '"dcp": a directory of torch.distributed.checkpoint; "step": a step of a Checkpointer, '
-        "whose root is DST. The first, fourth and fifth pass through an unnamed file of the size "
-        "of the tensors beside DST",
-    )
-    parser.add_argument("--glob", default="*", help="only tensors of such names, as inspect has")
-    parser.add_argument(
-        "--prefix",
-        default="",
-        help="only tensors whose name begins with this, which is taken off; for safetensors and hf "
-        'names have "." between keys ("model."), else they are those that inspect lists ("model/")',
-    )
-    parser.add_argument(
-        "--dtype", choices=_DTYPES, help="convert tensors of floating-point numbers to this dtype"
-    )
-    parser.add_argument(
-        "--shard-size", default="5GB", metavar="SIZE", help="of hf's files, default: 5GB"
-    )
-    parser.add_argument(
-        "--step", type=int, help="the number of the step; default: that of SRC, or 0"
-    )
-    add_json(parser)
-    parser.set_defaults(run=run)
+_DTYPES = dict(zip(CONVERT_DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 
 
 class Copy(NamedTuple):

@@ -10,35 +10,17 @@ import fnmatch
 import json
 from collections.abc import Callable
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 import fastckpt
 from fastckpt.cli.parts import parts
 from fastckpt.cli.progress import progress
-from fastckpt.cli.shared_arguments import add_json, path_argument, shown_name, shown_others
+from fastckpt.cli.shared_arguments import shown_name, shown_others
 from fastckpt.formats.value_names import dotted
 
 _PART_BYTES = 64 << 20  # of a tensor that are compared at a time
-
-
-def add_arguments(commands: Any) -> None:
-    parser = commands.add_parser(
-        "diff",
-        help="compare the tensors of two checkpoints",
-        description="Compares two checkpoints of any kind: names, dtypes, shapes and contents of "
-        'their tensors, and nothing else. Names with "/" between keys fit those of safetensors and '
-        'DCP, which have ".". Nothing of them is run. The exit status is 0 if the tensors are '
-        "equal, and 1 if they differ, or one is missing, damaged or no checkpoint.",
-    )
-    for name in ("a", "b"):
-        parser.add_argument(
-            name, type=path_argument, metavar=name.upper(), help="as inspect's PATH"
-        )
-    parser.add_argument("--glob", default="*", help='only names like this, such as "*.weight"')
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 class Difference(NamedTuple):

@@ -11,13 +11,12 @@ import json
 import os
 import platform
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.shared_arguments import add_json, path_argument
 from fastckpt.engine import budget, devices, gds
 from fastckpt.engine.staging import Route, crc32_kernel, stager_count
 from fastckpt.errors import BackendUnavailable, CheckpointError
@@ -25,24 +24,6 @@ from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
 
 _NAME = "fastckpt-doctor"
-
-
-def add_arguments(commands: Any) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        help="show what fastckpt does on this machine and in a directory, and why",
-        description="Shows file system, backend, O_DIRECT, staging memory and GPU libraries, with "
-        "the reasons. Writes one page to a file in DIR, and removes it. The exit status is 0 if "
-        "saves to DIR would work, 1 if not, or if --gpu is given and torch finds no GPU.",
-    )
-    parser.add_argument(
-        "directory", nargs="?", default=".", type=path_argument, metavar="DIR", help="default: ."
-    )
-    parser.add_argument(
-        "--gpu", action="store_true", help="use the GPU to find out more; else it stays untouched"
-    )
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 class Row(NamedTuple):

@@ -22,29 +22,9 @@ import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.shared_arguments import add_json, path_argument, shown_name, shown_others
+from fastckpt.cli.shared_arguments import shown_name, shown_others
 
 _KINDS_MAX = 256
-
-
-def add_arguments(commands: Any) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        help="list the tensors of a checkpoint",
-        description="Lists the tensors of a checkpoint by name, with dtype, shape, size and files, "
-        "and reads none of them. Nothing of the checkpoint is run. The exit status is 0, or 1 if "
-        "PATH is missing, damaged or no checkpoint.",
-    )
-    parser.add_argument(
-        "path",
-        type=path_argument,
-        metavar="PATH",
-        help="a file of fastckpt.save, torch.save or safetensors, a step or a Checkpointer's root, "
-        "or a directory of DCP, Megatron or Hugging Face",
-    )
-    parser.add_argument("--glob", default="*", help='only names like this, such as "*.weight"')
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_size, shown_time
-from fastckpt.cli.shared_arguments import add_json, path_argument
+from fastckpt.cli.local_tiers import tiers_of
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline
@@ -23,41 +23,12 @@ from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import reported
 
 
-def add_arguments(commands: Any) -> None:
-    parser = commands.add_parser(
-        "ls",
-        help="list the steps under a root",
-        description="Lists the steps of a Checkpointer's root, the one committed last first: size, "
-        "age, ranks, and whether all their files are there with the right sizes (`verify` reads "
-        "them, too); or its exports. The exit status is 0, or 1 if a step is damaged "
-        "or there is nothing.",
-    )
-    help_of_root = "a Checkpointer's root, or the directory of its exports"
-    parser.add_argument("root", type=path_argument, metavar="ROOT", help=help_of_root)
-    parser.add_argument(
-        "--local",
-        action="append",
-        default=[],
-        type=path_argument,
-        metavar="DIR",
-        help="also list what this node's local tier in DIR has; may be given several times",
-    )
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
 def run(arguments: argparse.Namespace) -> int:
     storage = pipeline.current().storage
     root = os.path.realpath(arguments.root)
     rows = [*_rows(Steps(storage, root), is_local=False)]
-    for directory in arguments.local:
-        # A local tier has a directory for each root, unless the directory of one root was given.
-        tier = Steps(storage, os.path.realpath(directory))
-        with reported("list", tier.root):
-            below = [os.path.join(tier.root, name) for name in sorted(storage.names(tier.root))]
-        for each in [tier.root, *below]:
-            if os.path.isdir(each):
-                rows += _rows(Steps(storage, each), is_local=True)
+    for tier in tiers_of(storage, root, arguments.local):
+        rows += _rows(tier, is_local=True)
     if not rows:
         raise CheckpointError(f"{root!r} holds no step: {what_is_there(Steps(storage, root))}")
     if arguments.json:

@@ -11,34 +11,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.shared_arguments import add_json, path_argument, shown_name
+from fastckpt.cli.shared_arguments import shown_name
 from fastckpt.saving import pipeline
 from fastckpt.steps.root import Steps
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
-
-
-def add_arguments(commands: Any) -> None:
-    parser = commands.add_parser(
-        "repair",
-        help="list, and remove, what dead saves left behind",
-        description="Lists what saves left in a directory that were killed: temporary files and "
-        "directories, and steps that were never committed. With --yes it removes them. Committed "
-        "checkpoints, damaged ones too, and what a live process may be writing stay. The exit "
-        "status is 0 if nothing is left, else 1.",
-    )
-    parser.add_argument(
-        "directory",
-        type=path_argument,
-        metavar="DIR",
-        help="a Checkpointer's root, or a directory that checkpoints are saved to",
-    )
-    parser.add_argument("--yes", action="store_true", help="remove what is listed")
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 class Debris(NamedTuple):

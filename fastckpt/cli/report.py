@@ -10,10 +10,9 @@ import json
 import os
 from typing import Any
 
-from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli.pyplot import load_pyplot
-from fastckpt.cli.shared_arguments import add_json, path_argument, quantity_argument, shown_name
+from fastckpt.cli.shared_arguments import shown_name
 from fastckpt.errors import CheckpointError
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import entries
@@ -27,34 +26,6 @@ _PHASES = (
     ("sync", "written_s", "synced_s"),
 )
 _RANKS_DRAWN = 256
-
-
-def add_arguments(commands: Any) -> None:
-    parser = commands.add_parser(
-        "report",
-        help="tell from a log why saves were slow",
-        description="Prints a line for each save in the log that Checkpointer(log=True) keeps, or "
-        "with --step how long each phase of one save took, and on which rank. The exit status is "
-        "0, or 1 if there is no log, no such step, or the log is damaged.",
-    )
-    parser.add_argument("log", type=path_argument, metavar="LOG", help="the log, or its root")
-    parser.add_argument("--step", type=int, help="only this step, in detail: its last save")
-    parser.add_argument(
-        "--png",
-        type=path_argument,
-        metavar="FILE",
-        help="draw the ranks of one save over time into a PNG (needs matplotlib): that of --step, "
-        "or else the slowest",
-    )
-    parser.add_argument(
-        "--limit",
-        type=quantity_argument(quantities.rate),
-        metavar="RATE",
-        help="what the storage can take, such as 2.5GB/s, of which the share is shown that saves "
-        "reached; default: the rate of the fastest save in the log",
-    )
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from pickle import UnpicklingError
+from typing import NamedTuple
 
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.shared_arguments import add_json, path_argument
+from fastckpt.cli.local_tiers import roots_in, tiers_of
 from fastckpt.directories import verify as directory_check
 from fastckpt.directories.items_load import contents_of
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
@@ -21,6 +22,7 @@ from fastckpt.formats import file_list
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
 from fastckpt.formats.step_names import NAME
 from fastckpt.formats.step_names import OURS as OF_A_STEP
+from fastckpt.lazy import open as lazy_open
 from fastckpt.reading.verified import Body, opened_regular
 from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline
@@ -32,40 +34,16 @@ from fastckpt.storage.vanishing import Vanished
 
 _DISTCP = ".distcp"
 _METADATA = ".metadata"
-_DAMAGED, _UNREAD = 1, 3  # exit statuses; argparse's for wrong arguments is 2
-
-
-def add_arguments(commands: Any) -> None:
-    parser = commands.add_parser(
-        "verify",
-        help="read checkpoints and compare all checksums",
-        description="Reads every byte under each PATH and compares checksums. The exit status is 0 "
-        "if all is as it was written; 1 if something is damaged, missing, or has no checksums; 3 "
-        "if none of that was found, but something could not be read in several attempts.",
-    )
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        type=path_argument,
-        metavar="PATH",
-        help="a file of fastckpt.save, a step, a Checkpointer's root, a .distcp file, a checkpoint "
-        "of DCP, Transformers or Accelerate, an export, or a directory of such",
-    )
-    parser.add_argument(
-        "--local",
-        action="store_true",
-        help="each PATH is of a Checkpointer's local tier, where files that only other nodes have "
-        "may be missing",
-    )
-    add_json(parser)
-    parser.set_defaults(run=run)
+_OF_TENSORS, _ZIP = (".pt", ".pth", ".ckpt", ".safetensors"), b"PK\x03\x04"
+_DAMAGED, _UNREAD, _UNCHECKED = 1, 3, 4  # exit statuses; argparse's for wrong arguments is 2
+Part = tuple[str, Callable[[], int]]  # a part's name; a function that verifies it: returns its size
 
 
 class Verdict(NamedTuple):
     """The verdict on a part of a checkpoint.
 
     Attributes:
-        kind: "ok", "no step", "removed", "unread", "damaged" or "FAILED".
+        kind: "ok", "no step", "removed", "unread", "unchecked", "damaged" or "FAILED".
         path: the part.
         text: how large it is, or what is wrong.
         nbytes: its size, if it is ok.
@@ -80,23 +58,36 @@ class Verdict(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if not arguments.paths and not arguments.local:
+        arguments.error("the following arguments are required: PATH, or --local DIR")
     found = []
-    for path in arguments.paths:
-        for verdict in _verdicts(os.path.realpath(path), arguments.local):
-            found.append(verdict)
-            if not arguments.json:
-                print(f"{verdict.kind:8} {verdict.path}: {verdict.text}", flush=True)
+    for verdict in _all_verdicts(arguments.paths, arguments.local):
+        found.append(verdict)
+        if not arguments.json:
+            print(f"{verdict.kind:9} {verdict.path}: {verdict.text}", flush=True)
     if arguments.json:
         print(json.dumps({"parts": [verdict._asdict() for verdict in found]}, indent=1))
     statuses = {verdict.status for verdict in found}
-    return _DAMAGED if _DAMAGED in statuses else max(statuses, default=0)
+    return next((each for each in (_DAMAGED, _UNREAD, _UNCHECKED) if each in statuses), 0)
 
 
-def _verdicts(path: str, is_local: bool) -> Iterator[Verdict]:
+def _all_verdicts(paths: Sequence[str], local: Sequence[str]) -> Iterator[Verdict]:
+    """Yields the verdicts on paths and on what local tiers have of them, or have at all."""
+    for path in paths:
+        real = os.path.realpath(path)
+        yield from _verdicts(real, _parts(real))
+        for steps in tiers_of(pipeline.current().storage, real, local):
+            yield from _verdicts(steps.root, _steps_in(steps, is_local=True))
+    for directory in local if not paths else ():
+        real = os.path.realpath(directory)
+        yield from _verdicts(real, _parts_of_tier(real))
+
+
+def _verdicts(path: str, parts: Iterator[Part]) -> Iterator[Verdict]:
     """Yields the verdicts on what a path holds, as each is found."""
     try:
-        for name, check in _parts(path, is_local):
-            yield _verdict(name, check)
+        for part in parts:
+            yield _verdict(*part)
     except (StorageError, OSError) as error:  # a directory cannot be listed
         yield Verdict("unread", path, str(error), status=_UNREAD)
 
@@ -106,6 +97,8 @@ def _verdict(name: str, check: Callable[[], int]) -> Verdict:
         nbytes = persistently(check, name)
     except _NotCommitted as note:
         return Verdict("no step", name, str(note))
+    except _WithoutChecksums as note:
+        return Verdict("unchecked", name, str(note), status=_UNCHECKED)
     except Vanished:
         return Verdict("removed", name, "by a save, while others were read")
     except (StorageError, OSError) as error:
@@ -116,9 +109,9 @@ def _verdict(name: str, check: Callable[[], int]) -> Verdict:
     return Verdict("ok", name, shown_size(nbytes), nbytes)
 
 
-def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]:
-    """Yields what a path holds: for each part its name, and a function that verifies it and returns
-    its size. Directories without a manifest come first, then steps from the oldest on.
+def _parts(path: str) -> Iterator[Part]:
+    """Yields what a path holds. Directories without a manifest come first, then steps from the
+    oldest on, then what others may have put beside them.
     """
     if not os.path.exists(path):
         yield path, partial(_refuse, f"{path!r} does not exist")
@@ -128,48 +121,64 @@ def _parts(path: str, is_local: bool) -> Iterator[tuple[str, Callable[[], int]]]
         return
     parent, name = os.path.split(path)
     if os.path.lexists(os.path.join(path, MANIFEST)):
-        yield path, partial(_verify_step, _steps(parent), name, is_local)
+        yield path, partial(_verify_step, _steps(parent), name, False)
         return
     if NAME.match(name) and not _is_listed(path):
         why = f"{path!r} has no {MANIFEST}: this step was never committed, or is being saved"
         yield path, partial(_refuse, why)
         return
-    steps = _steps(path)
-    incomplete = [
-        name for name in steps.incomplete() if not os.path.lexists(steps.path(name, MANIFEST))
-    ]
-    # Exports are named as steps are.
-    exports = [os.path.join(path, name) for name in incomplete if is_export(steps, name)]
-    for name in incomplete:
-        if os.path.join(path, name) not in exports:
-            yield os.path.join(path, name), _mention
-    found = [name for name in sorted(steps.names()) if name not in incomplete]
-    for name in found:
-        yield os.path.join(path, name), partial(_verify_step, steps, name, is_local)
-    inner = [os.path.join(path, name) for name in sorted(os.listdir(path)) if name[0] != "."]
-    inner = [each for each in inner if os.path.isdir(each)]
-    runs = [] if found or not is_local else [each for each in inner if _steps(each).names()]
-    for each in runs:  # a local tier has a directory for each root
-        yield from _parts(each, is_local)
-    if runs:
-        return
-    of_frameworks = [*_of_frameworks(path)]
-    below = exports if found or of_frameworks else inner  # they may lie one level further down
-    of_frameworks += [part for each in below for part in _of_frameworks(each)]
-    yield from of_frameworks
-    if not found and not of_frameworks:
-        why = f"{path!r} holds nothing that fastckpt wrote, and so no checksums"
-        if not any(name.endswith(".safetensors") for name in os.listdir(path)):
-            why = f"{path!r} holds no committed step and no {_DISTCP} file: {what_is_there(steps)}"
+    steps, is_empty = _steps(path), True
+    for part in (*_steps_in(steps), *_beside_steps(steps)):
+        is_empty = is_empty and part[1] is _mention
+        yield part
+    if is_empty:
+        why = f"{path!r} holds no committed step and no {_DISTCP} file: {what_is_there(steps)}"
         yield path, partial(_refuse, why)
+
+
+def _parts_of_tier(directory: str) -> Iterator[Part]:
+    """Yields what a local tier has of all roots."""
+    roots = roots_in(pipeline.current().storage, directory)
+    for root in roots:
+        yield from _steps_in(_steps(root), is_local=True)
+    if not roots:
+        yield directory, partial(_refuse, f"{directory!r} holds no step of any root")
+
+
+def _steps_in(steps: Steps, is_local: bool = False) -> Iterator[Part]:
+    """Yields the steps under a root, those that were not committed first."""
+    begun = _without_manifest(steps)
+    for name in begun:
+        if not is_export(steps, name):  # exports are named as steps are
+            yield steps.path(name), _mention
+    for name in sorted(steps.names()):
+        if name not in begun:
+            yield steps.path(name), partial(_verify_step, steps, name, is_local)
+
+
+def _without_manifest(steps: Steps) -> list[str]:
+    names = steps.incomplete()
+    return [name for name in names if not os.path.lexists(steps.path(name, MANIFEST))]
+
+
+def _beside_steps(steps: Steps) -> Iterator[Part]:
+    """Yields what lies in a directory, or in one below it, and is no step: checkpoints of
+    frameworks, exports, and single files.
+    """
+    yield from _in_directory(steps.root)
+    exports = [name for name in _without_manifest(steps) if is_export(steps, name)]
+    below = [name for name in steps.storage.directories(steps.root) if name[0] != "."]
+    for name in sorted([] if _is_listed(steps.root) else below):
+        if name in exports or not NAME.match(name):
+            yield from _in_directory(steps.path(name))
 
 
 def _is_listed(path: str) -> bool:
     return os.path.lexists(os.path.join(path, file_list.NAME))
 
 
-def _of_frameworks(path: str) -> Iterator[tuple[str, Callable[[], int]]]:
-    """Yields what a directory holds as one checkpoint of a framework, as _parts() does."""
+def _in_directory(path: str) -> Iterator[Part]:
+    """Yields what a directory itself holds: a checkpoint of a framework, and files beside it."""
     if _is_listed(path):
         yield path, partial(_verify_listed, path)
     names = sorted(os.listdir(path))
@@ -180,8 +189,27 @@ def _of_frameworks(path: str) -> Iterator[tuple[str, Callable[[], int]]]:
         yield path, partial(_refuse, why)
     for name in metadata:
         yield os.path.join(path, name), partial(_verify_metadata, os.path.join(path, name))
+    # A list tells of all the files that belong to a directory.
+    others = [] if _is_listed(path) else [name for name in names if _has_tensors(path, name)]
     for name in files:
         yield os.path.join(path, name), partial(_verify_file, os.path.join(path, name))
+    for name in others:  # in a cache of the Hugging Face hub they are links
+        file = os.path.join(path, name)
+        yield file, partial(_verify_file, os.path.realpath(file))
+
+
+def _has_tensors(directory: str, name: str) -> bool:
+    """Returns whether this is a file of tensors, by its name, or else by how it begins."""
+    path = os.path.join(directory, name)
+    if name[0] == "." or name.endswith(_DISTCP) or os.path.isdir(path):
+        return False
+    if name.endswith(_OF_TENSORS):
+        return True
+    try:
+        storage = pipeline.current().storage
+        return storage.read_file(path, len(_ZIP)) == _ZIP
+    except OSError:  # a file of another name is none of tensors, as far as anybody can tell
+        return False
 
 
 class _NotCommitted(CheckpointError):
@@ -190,6 +218,10 @@ class _NotCommitted(CheckpointError):
 
 def _mention() -> int:
     raise _NotCommitted(f"it has no {MANIFEST}: it was never committed, or is being saved")
+
+
+class _WithoutChecksums(CheckpointError):
+    """A file that may be whole, and that holds nothing to tell it by."""
 
 
 def _refuse(why: str) -> int:
@@ -215,11 +247,25 @@ def _verify_file(path: str) -> int:
         if path.endswith(_DISTCP):
             return _verify_distcp(fd, path)
         opened = open_verified(current.storage, current.staging, fd, path, True)
-        if opened is None:
-            raise CheckpointError(f"{path!r} was not written by fastckpt: it has no checksums")
-        with opened:
-            opened.verify_all()
-            return opened.nbytes
+        if opened is not None:
+            with opened:
+                opened.verify_all()
+                return opened.nbytes
+    _look_at_stock(path)
+    raise _WithoutChecksums(f"{path!r} was not written by fastckpt: it has no checksums")
+
+
+def _look_at_stock(path: str) -> None:
+    """Raises CorruptCheckpoint for a file without checksums that is evidently cut or damaged, and
+    _WithoutChecksums for one in a format that is not known.
+    """
+    current = pipeline.current()
+    try:
+        lazy_open.opened(current.storage, current.staging, path)[1].close()
+    except (CorruptCheckpoint, StorageError):
+        raise
+    except (CheckpointError, UnpicklingError, NotImplementedError) as error:
+        raise _WithoutChecksums(f"{error}; it has no checksums") from None
 
 
 def _verify_file_of_step(steps: Steps, directory: str, file: str) -> int:
@@ -259,7 +305,7 @@ def _verify_metadata(path: str) -> int:
     with opened_regular(storage, path) as fd, reported("read", path):
         content = storage.read_at(fd, storage.size(fd), 0)
     if not dcp_metadata.check(content, path):
-        raise CheckpointError(f"{path!r} was not written by fastckpt: it has no checksum")
+        raise _WithoutChecksums(f"{path!r} was not written by fastckpt: it has no checksum")
     directory = os.path.dirname(path)
     for name in dcp_metadata.our_files(content):
         if not os.path.exists(os.path.join(directory, name)):
@@ -271,7 +317,7 @@ def _verify_distcp(fd: int, path: str) -> int:
     current = pipeline.current()
     contents = contents_of(current.storage, fd, path)
     if contents is None:
-        raise CheckpointError(f"{path!r} was not written by fastckpt: it has no checksums")
+        raise _WithoutChecksums(f"{path!r} was not written by fastckpt: it has no checksums")
     Body(current.staging, fd, path, contents.index).verify()
     return contents.index.body_nbytes + len(contents.index.tail)
 

@@ -34,6 +34,14 @@ _MARGIN = 1.5  # a step goes straight to the root only if that is hoped to take 
 SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
 
 
+def directory_for(directory: str, root: str) -> str:
+    """Returns where the steps of a root lie in the directory of a local tier; both are real paths,
+    and the digest keeps steps of several roots apart.
+    """
+    known_as = hashlib.sha256(os.fsencode(root)).hexdigest()[:12]
+    return os.path.join(directory, f"{os.path.basename(root) or 'root'}-{known_as}")
+
+
 class Undrained(NamedTuple):
     """A step that the nodes hold together and the root lacks.
 
@@ -82,10 +90,7 @@ class LocalTier:
                 f"local {directory!r} lies on the same file system as the root {root.root!r}: it "
                 "would be no faster, and would be lost with the root"
             )
-        # The digest keeps steps of another root in the same directory apart from this one's.
-        known_as = hashlib.sha256(os.fsencode(root.root)).hexdigest()[:12]
-        name = f"{os.path.basename(root.root) or 'root'}-{known_as}"
-        self.steps = Steps(storage, os.path.join(self._directory, name))
+        self.steps = Steps(storage, directory_for(self._directory, root.root))
         self.root, self.keep = root, options.keep_local or KEEP_LOCAL
         self._rank = coordinator.rank
         self._coordinator, self._timeout_s = coordinator, options.pacing.timeout_s

@@ -8,6 +8,7 @@ doctor tells. It must not know the formulas of the model, nor how anything is wr
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -30,6 +32,7 @@ from fastckpt.cli import cost_model, main
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory
 from fastckpt.storage.file_system import Storage
+from fastckpt.tiers.local_tier import directory_for
 from tests import interpreters
 from tests.doubles import Operation, Recorder
 from tests.paths import ROOT
@@ -37,6 +40,10 @@ from tests.steps.test_checkpointer import process_on
 from tests.torches import NEEDS_DCP
 from tests.torches import dcp as fast_dcp
 
+COMMANDS = (
+    *("ls", "inspect", "diff", "convert", "verify", "repair", "report", "doctor", "advise"),
+    "bench",
+)
 JOB = ("--params", "70e9", "--gpus", "512", "--nodes", "64")
 
 
@@ -243,6 +250,48 @@ def test_main_is_what_gets_installed() -> None:
     assert run("advise", "--nonsense").returncode == 2
 
 
+@pytest.mark.parametrize("how", ["-m", "script"])
+def test_help_needs_no_torch(how: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
+    script = tmp_path / "bin" / "fastckpt"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom fastckpt.cli import main\nsys.exit(main())\n")
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    begin = [str(script)] if how == "script" else ["-m", "fastckpt"]
+    for arguments in ([], *([name] for name in COMMANDS), ["bench", "io"]):
+        done = subprocess.run(
+            [sys.executable, *begin, *arguments, "--help"],
+            env=environment() | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"usage: {' '.join(['fastckpt', *arguments])} ")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_names_that_stdout_cannot_have_are_escaped(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = os.fsdecode(b"\xff.pt")  # no UTF-8 either
+    torch.save({"gr\xf6\xdfe": torch.ones(3)}, tmp_path / "\xe4.pt")
+    shutil.copy(tmp_path / "\xe4.pt", tmp_path / bad)
+    fastckpt.save({"w": torch.ones(3)}, tmp_path / "\xf6.pt").result()
+    for arguments, shown in (
+        (["inspect", "\xe4.pt"], "gr\xf6\xdfe"),
+        (["inspect", bad], "gr\xf6\xdfe"),
+        (["diff", "\xe4.pt", "\xf6.pt"], "only in A: gr\xf6\xdfe"),
+        (["verify", "\xf6.pt"], "/\xf6.pt: "),
+        (["verify", bad], bad),
+    ):
+        monkeypatch.chdir(tmp_path)
+        out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(arguments) in (0, 1, 4)
+        assert shown.encode(encoding, "backslashreplace") in out.buffer.getvalue()  # type: ignore
+
+
 def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
     shell = f"{' '.join(command('advise', *JOB))} --json | head -c 1"
     done = subprocess.run(
@@ -426,7 +475,7 @@ def test_verify_reads_exports_of_steps(saved: Path, capsys: pytest.CaptureFixtur
             for step in (7, 8):
                 checkpointer.save(step, state()).result()
         steps = () if name == "hf" else (1, 2)
-        expected = [f"ok       {saved / name}/step-{step:08d}:" for step in (*steps, 7, 8)]
+        expected = [f"ok        {saved / name}/step-{step:08d}:" for step in (*steps, 7, 8)]
         status, lines = verified(capsys, saved / name)
         assert status == 0 and [line[: line.index(": ") + 1] for line in lines] == expected
         flip(saved / name / "step-00000007" / "model.safetensors", 500)
@@ -453,18 +502,66 @@ def test_verify_of_a_local_tier_misses_nothing_of_other_nodes(
     """A part of a step is right as far as it goes, with all that belongs to a file of it."""
     step = saved / "run" / "step-00000001"
     (step / "objects.pt").unlink()
-    status, (line,) = verified(capsys, "--local", step)
-    assert status == 0 and line.startswith("ok ")
     tier = saved / "tier"  # as given to a Checkpointer: it has a directory for each run
-    shutil.copytree(step, tier / "run-0123456789ab" / step.name)
-    status, (line,) = verified(capsys, "--local", tier)
-    assert status == 0 and line.startswith("ok ") and "run-0123456789ab" in line
-    (step / "rank-00000.json").unlink()
-    status, (line,) = verified(capsys, "--local", step)
+    local = Path(directory_for(str(tier), str(saved / "run"))) / step.name
+    shutil.copytree(step, local)
+    shutil.copytree(step, tier / "other-0123456789ab" / step.name)
+    flip(tier / "other-0123456789ab" / step.name / "rank-00000.safetensors", 5000)
+    shutil.rmtree(step)
+    for given in (tier, local.parent):
+        status, lines = verified(capsys, saved / "run", "--local", given)
+        assert status == 0 and [line.split()[0] for line in lines] == ["ok", "ok"]
+        assert "run/step-00000002: " in lines[0] and f"{local}: " in lines[1]
+    status, lines = verified(capsys, "--local", tier)
+    assert status == 1 and lines[0].startswith("damaged ") and "other-0123456789ab" in lines[0]
+    assert lines[1].startswith("ok ") and f"{local}: " in lines[1] and len(lines) == 2
+    (local / "rank-00000.json").unlink()
+    status, (line,) = verified(capsys, "--local", local.parent)
     assert status == 1 and "rank-00000.json' is missing" in line
-    (step / "rank-00000.safetensors").unlink()
-    status, (line,) = verified(capsys, "--local", step)  # as of a node that had nothing to write
+    (local / "rank-00000.safetensors").unlink()
+    status, (line,) = verified(capsys, "--local", local.parent)  # a node that had nothing to write
     assert status == 0 and line.endswith(": 0.00 B")
+
+
+def test_verify_reads_files_beside_steps(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(saved / "one.pt", saved / "run" / "best.pt")
+    shutil.copy(saved / "one.pt", saved / "run" / "last")
+    save_directory(str(saved / "run" / "best"), lambda draft: draft.add(state(), "a")).result()
+    (saved / "run" / "saves.jsonl").write_text("{}\n")
+    os.symlink("best.pt", saved / "run" / "link.pt")
+    status, lines = verified(capsys, saved / "run")
+    assert status == 0 and all(line.startswith("ok ") for line in lines)
+    names = ["step-00000001", "step-00000002", "best.pt", "last", "link.pt", "best"]
+    shown = [Path(line.split()[1].rstrip(":")).name for line in lines]
+    assert sorted(shown) == sorted(names)
+    (saved / "run" / "link.pt").unlink()
+    for name in ("best.pt", "last", "best/a"):
+        flip(saved / "run" / name, 5000)
+    status, lines = verified(capsys, saved / "run")
+    damaged = [line for line in lines if line.startswith("damaged ")]
+    assert status == 1 and len(damaged) == 3 and len(lines) == 5
+    (saved / "run" / "best.pt").write_bytes(b"")
+    status, lines = verified(capsys, saved / "run")
+    assert status == 1 and any("best.pt' is empty" in line for line in lines)
+
+
+def test_verify_calls_unchecked_what_has_no_checksums(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (stock := saved / "stock").mkdir()
+    torch.save(state(), stock / "a.pt")
+    torch.save(state(), stock / "old.pt", _use_new_zipfile_serialization=False)
+    tensors = {"w": torch.ones(1000)}
+    safetensors.torch.save_file(tensors, stock / "b.safetensors")
+    for path in (stock, stock / "a.pt", stock / "b.safetensors"):
+        status, lines = verified(capsys, saved / "one.pt", path)
+        assert status == 4 and lines.pop(0).startswith("ok ")
+        assert len(lines) == (3 if path == stock else 1)
+        assert all(re.match("unchecked .* has no checksums$", line) for line in lines)
+    for name in ("a.pt", "b.safetensors"):  # what its own format tells is damage
+        os.truncate(stock / name, 1000)
+        status, lines = verified(capsys, stock / name)
+        assert status == 1 and lines[0].startswith("damaged ")
 
 
 def test_verify_says_what_it_cannot_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -478,9 +575,9 @@ def test_verify_says_what_it_cannot_verify(saved: Path, capsys: pytest.CaptureFi
     for line, message in zip(
         lines,
         (
-            "FAILED .*not written by fastckpt: it has no checksums",
-            "FAILED .*metadata' was not written by fastckpt",
-            "FAILED .*distcp' was not written by fastckpt",
+            "unchecked .*not written by fastckpt: it has no checksums",
+            "unchecked .*metadata' was not written by fastckpt",
+            "unchecked .*distcp' was not written by fastckpt",
             "FAILED .*holds no committed step .*the directory is empty",
             "FAILED .*gone' does not exist",
             "damaged .*truncated or damaged",
@@ -595,7 +692,7 @@ def test_verify_knows_a_lone_file_of_a_step(
 ) -> None:
     path = saved / "run" / "step-00000001" / file
     status, (line,) = verified(capsys, path)
-    assert status == 0 and line.startswith(f"ok       {path}: ")
+    assert status == 0 and line.startswith(f"ok        {path}: ")
     flip(path, 20)
     status, (line,) = verified(capsys, path)
     assert status == 1 and line.startswith("damaged "), line

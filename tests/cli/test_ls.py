@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import fastckpt
 from fastckpt.cli import main
 from fastckpt.storage.file_system import Storage
+from fastckpt.tiers.local_tier import directory_for
 from tests.doubles import FailAlways
 from tests.steps.test_checkpointer import process_on
 
@@ -90,6 +93,26 @@ def test_damage_that_sizes_tell(disk: Path, capsys: pytest.CaptureFixture[str]) 
     assert (
         rows["step-00000004"]["state"] == "damaged" and "manifest" in rows["step-00000004"]["why"]
     )
+
+
+def test_a_local_tier_has_steps_of_other_roots(
+    disk: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    tier, root = disk / "tier", disk / "run"
+    saved(root, 1)
+    saved(Path(directory_for(str(tier), str(root))), 1, 2)
+    saved(Path(directory_for(str(tier), str(disk / "other"))), 3)
+    for local in (tier, directory_for(str(tier), str(root))):
+        rows = listed(capsys, str(root), "--local", str(local))
+        assert [(row["where"], row["step"]) for row in rows] == [
+            ("root", 1),
+            ("local", 2),
+            ("local", 1),
+        ]
+    assert not [each for each in caplog.records if each.levelno > logging.INFO]
+    shutil.rmtree(directory_for(str(tier), str(root)))
+    assert len(listed(capsys, str(root), "--local", str(tier))) == 1
+    assert caplog.messages[-1].startswith(f"{str(tier)!r} has no step of {str(root)!r}, but of")
 
 
 class Unreadable(Storage):

@@ -19,40 +19,18 @@ Result = dict[str, Any]
 
 
 class Command(NamedTuple):
-    """One WHAT of `fastckpt bench`.
+    """How one WHAT of `fastckpt bench` measures; bench_arguments.py has what it takes.
 
     Attributes:
-        help, description: for argparse.
-        size, rounds: the defaults, as an argument has them.
-        on_devices: whether the state may lie on a GPU.
-        add_arguments: adds further arguments.
         needed: returns how many bytes of the file system it takes at most.
         measured: measures in a directory of its own, and returns what goes into the JSON; "wrong"
             in it names what came back other than it was written.
         lines: returns the result as text.
     """
 
-    help: str
-    description: str
-    size: str
-    rounds: int
-    on_devices: bool
-    add_arguments: Callable[[argparse.ArgumentParser], object]
     needed: Callable[[argparse.Namespace], int]
     measured: Callable[[Path, argparse.Namespace], Result]
     lines: Callable[[Result], Iterator[str]]
-
-
-def no_arguments(_parser: argparse.ArgumentParser) -> None:
-    """Adds nothing to what all commands take."""
-
-
-def positive(text: str) -> int:
-    """Returns a number of at least 1, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
 
 
 def in_turn(names: Sequence[T], rounds: int, first: int = 0) -> Iterator[tuple[int, T]]:

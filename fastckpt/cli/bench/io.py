@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 
-from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size
 from fastckpt.cli.bench import fio
-from fastckpt.cli.bench.benchmark import Command, Result, in_turn, positive, table
+from fastckpt.cli.bench.benchmark import Command, Result, in_turn, table
 from fastckpt.cli.bench.machine import make_cold, removed
 from fastckpt.cli.progress import progress
 from fastckpt.cli.pyplot import load_pyplot
-from fastckpt.cli.shared_arguments import path_argument, quantity_argument
 from fastckpt.engine.timed_engine import Cell, TimedEngine
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.saving import pipeline
@@ -259,32 +257,7 @@ def _draw(result: Result, path: str) -> None:
     pyplot.close(figure)
 
 
-def _block(text: str) -> int:
-    return max(1, round(quantities.size(text) / _MIB)) * _MIB
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="measure few cells")
-    for flag, read, metavar, told in (
-        ("--blocks", quantity_argument(_block), "SIZE", "block sizes; default: 1MiB to 16MiB"),
-        ("--depths", positive, "N", "queue depths; default: 1 to 32"),
-    ):
-        parser.add_argument(flag, nargs="+", type=read, metavar=metavar, help=told)
-    parser.add_argument(
-        "--png", type=path_argument, metavar="FILE", help="draw heat maps, with matplotlib"
-    )
-
-
 COMMAND = Command(
-    help="the engine's writes and reads beside fio's",
-    description="Writes and reads one file with fastckpt's engine, which also copies and checksums "
-    "each block, by backend, block size and queue depth (threads: as many threads), each in turn "
-    "with fio if it is on PATH: io_uring, O_DIRECT, room allocated before, an fsync at the end. "
-    "Bytes are compared.",
-    size="512MiB",
-    rounds=3,
-    on_devices=False,
-    add_arguments=_add_arguments,
     needed=lambda arguments: int(1.1 * max(arguments.size, *(arguments.blocks or _BLOCKS))),
     measured=_measured,
     lines=_lines,

@@ -20,12 +20,10 @@ from statistics import median
 from typing import Any
 
 import fastckpt
-from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
-from fastckpt.cli.bench.benchmark import Command, Result, positive, table
+from fastckpt.cli.bench.benchmark import Command, Result, table
 from fastckpt.cli.bench.rank import DONE, c10d
 from fastckpt.cli.progress import progress
-from fastckpt.cli.shared_arguments import quantity_argument
 from fastckpt.errors import CheckpointError
 
 _RANK = [sys.executable, "-c", "from fastckpt.cli.bench.rank import main; main()"]
@@ -145,23 +143,7 @@ def _lines(result: Result) -> Iterator[str]:
     yield from table(rows)
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="default: 2")
-    time_argument, told = quantity_argument(quantities.time), "for all rounds; default: 10min"
-    parser.add_argument("--timeout", type=time_argument, default="10min", help=told)
-
-
 COMMAND = Command(
-    help="ranks that save together, beside one alone",
-    description="Starts processes on this machine that all hold the same state and save it to one "
-    "file together, over gloo, and in turn has the first save it alone. The rate is that of all "
-    "ranks, until the last one is told that the file is durable. The first rank writes the tensors "
-    "below 1 MiB by itself, of 64 MiB in all at most, which are most of a small state. A rank that "
-    "dies or is late ends the measurement, and all ranks with it.",
-    size="1GiB",
-    rounds=5,
-    on_devices=False,
-    add_arguments=_add_arguments,
     needed=lambda arguments: int(1.1 * arguments.size),
     measured=_measured,
     lines=_lines,

@@ -17,7 +17,7 @@ import safetensors.torch
 import fastckpt
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
-from fastckpt.cli.bench.benchmark import Command, Result, in_turn, medians, no_arguments, table
+from fastckpt.cli.bench.benchmark import Command, Result, in_turn, medians, table
 from fastckpt.cli.bench.machine import make_cold, make_warm, removed
 from fastckpt.cli.bench.state import State, differing, gpt_state, nbytes_of, touch
 from fastckpt.cli.progress import progress
@@ -199,31 +199,11 @@ def _lines(result: Result) -> Iterator[str]:
 
 
 SAVE = Command(
-    help="fastckpt.save beside torch.save and safetensors",
-    description="Saves a random state with each, in turn, and times two things: when the call "
-    "returns (with the step fence, the next step() of an optimizer may wait for copies; `train` "
-    "counts that), and when the bytes are durable, an fsync included. What was saved is loaded, by "
-    "torch.load or safetensors, and compared.",
-    size="512MiB",
-    rounds=5,
-    on_devices=True,
-    add_arguments=no_arguments,
     needed=lambda arguments: int(1.1 * arguments.size),
     measured=_save,
     lines=_lines,
 )
 LOAD = Command(
-    help="fastckpt.load beside torch.load and safetensors",
-    description="Loads a random state from a file that each has written, in turn, with the file "
-    "dropped from the page cache before (if some of it stays, the caches of the whole machine are "
-    "dropped where that is allowed). Memory that was only mapped is read before the clock stops. "
-    "What was loaded is compared.",
-    size="512MiB",
-    rounds=5,
-    on_devices=True,
-    add_arguments=lambda parser: parser.add_argument(
-        "--warm", action="store_true", help="also load from the page cache"
-    ),
     needed=lambda arguments: int(3.1 * arguments.size),
     measured=_load,
     lines=_lines,

@@ -15,7 +15,7 @@ import torch
 import fastckpt
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size, shown_time
-from fastckpt.cli.bench.benchmark import Command, Result, in_turn, positive, table
+from fastckpt.cli.bench.benchmark import Command, Result, in_turn, table
 from fastckpt.cli.bench.machine import removed
 from fastckpt.cli.bench.saves import TORCH, blocking, failures_told, stock_load
 from fastckpt.cli.bench.state import differing, nbytes_of
@@ -146,24 +146,7 @@ def _lines(result: Result) -> Iterator[str]:
     yield from table(rows)
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    for flag, count, what in (
-        ("--every", 10, "steps from save to save"),
-        ("--saves", 3, "a round"),
-    ):
-        told = f"{what}; default: {count}"
-        parser.add_argument(flag, type=positive, default=count, metavar="N", help=told)
-
-
 COMMAND = Command(
-    help="what saves cost a training loop",
-    description="Trains a small model without saves, with torch.save and fsync, and with "
-    "fastckpt.save in the background, in turn. The clock of each stops when its last save is "
-    "durable, so that no write is left out.",
-    size="256MiB",
-    rounds=3,
-    on_devices=True,
-    add_arguments=_add_arguments,
     # The file, the one that replaces it, and what the one before may still take.
     needed=lambda arguments: int(3.1 * arguments.size),
     measured=_measured,

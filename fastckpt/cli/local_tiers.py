@@ -1,0 +1,52 @@
+"""What `--local DIR` means to every command that has it: this node's part of a root's steps.
+
+It must not know what a command does with them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+
+from fastckpt.steps.root import Steps
+from fastckpt.storage.file_system import Storage, reported
+from fastckpt.tiers.local_tier import directory_for
+
+log = logging.getLogger("fastckpt")
+
+
+def tiers_of(storage: Storage, root: str, directories: Sequence[str]) -> Iterator[Steps]:
+    """Yields the steps of a root, given by its real path, that lie in some local tiers, each given
+    as a Checkpointer's `local`, or as the directory in it that is this root's.
+
+    A tier that has steps, but none of this root, is warned of: the root may have another path here.
+
+    Raises:
+        StorageError: one of the directories cannot be listed.
+    """
+    for directory in directories:
+        given = os.path.realpath(directory)
+        with reported("list", given):
+            names = storage.names(given)
+        own = directory_for(given, root)
+        if os.path.basename(own) == os.path.basename(given):
+            own = given
+        elif os.path.basename(own) not in names and (others := roots_in(storage, given)):
+            told = ", ".join(sorted(map(os.path.basename, others)))
+            log.warning("%r has no step of %r, but of other roots: %s", given, root, told)
+        yield Steps(storage, own)
+
+
+def roots_in(storage: Storage, directory: str) -> list[str]:
+    """Returns the directories in a local tier, or itself, that have steps of a root.
+
+    Raises:
+        StorageError: it cannot be listed.
+    """
+    if Steps(storage, directory).names():
+        return [directory]
+    with reported("list", directory):
+        below = sorted(storage.directories(directory))
+    paths = (os.path.join(directory, name) for name in below)
+    return [path for path in paths if Steps(storage, path).names()]
