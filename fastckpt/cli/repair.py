@@ -8,77 +8,161 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from fastckpt.arguments.quantities import shown_size
+from fastckpt.arguments.quantities import shown_size, shown_time
+from fastckpt.cli.local_tiers import tiers_of
 from fastckpt.cli.shared_arguments import shown_name
+from fastckpt.directories.items_load import OURS as OF_DCP
+from fastckpt.formats.manifest import MANIFEST
+from fastckpt.reading.verified import opened_regular
 from fastckpt.saving import pipeline
 from fastckpt.steps.root import Steps
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.owners import divided
+from fastckpt.storage.vanishing import is_unlocked
+
+_OF_ANOTHER = ", of another host"
 
 
 class Debris(NamedTuple):
-    """A file or directory that a save left: its path and size, what it is in words, and a function
-    that removes it unless somebody still uses it, and returns whether it did.
+    """A file or directory that a save left.
+
+    Attributes:
+        path, nbytes: its path and size.
+        what: what it is, in words.
+        age_s: how many seconds ago something of it last changed.
+        is_dead: whether its process was of this host, and is gone.
+        remove: removes it unless somebody is seen to use it, and returns whether it did.
     """
 
     path: str
     nbytes: int
     what: str
+    age_s: float
+    is_dead: bool
     remove: Callable[[], bool]
 
 
 def run(arguments: argparse.Namespace) -> int:
     storage, directory = pipeline.current().storage, os.path.realpath(arguments.directory)
-    with reported("list", directory):
-        found = [*_debris(storage, directory)]
-    rows = [
-        {
-            "path": each.path,
-            "nbytes": each.nbytes,
-            "what": each.what,
-            "removed": arguments.yes and each.remove(),
-        }
-        for each in found
-    ]
+    tiers = [steps.root for steps in tiers_of(storage, directory, arguments.local)]
+    found = []
+    for each in (directory, *filter(os.path.isdir, tiers)):
+        with reported("list", each):
+            found += [*_temporaries(storage, each), *_data_files(storage, each)]
+    rows = []
+    for each in found:
+        may_go = arguments.yes and (each.is_dead or arguments.other_hosts)
+        told = each._asdict() | {"removed": may_go and each.remove()}
+        del told["remove"]
+        rows.append(told)
+        if not arguments.json:
+            state = ", removed" if told["removed"] else ", not removed" if arguments.yes else ""
+            if not (each.is_dead or arguments.other_hosts):
+                state += "; nothing here tells whether its save lives: see --other-hosts"
+            facts = f"{shown_size(each.nbytes)}, changed {shown_time(each.age_s)} ago"
+            print(f"{shown_name(each.path)}: {each.what}, {facts}{state}")
     if arguments.json:
         print(json.dumps({"directory": directory, "debris": rows}, indent=1))
-    else:
-        for each, row in zip(found, rows, strict=True):
-            kept = ", not removed" if arguments.yes else ""
-            state = ", removed" if row["removed"] else kept
-            print(f"{shown_name(each.path)}: {each.what}, {shown_size(each.nbytes)}{state}")
-        if not found:
-            print(f"nothing to repair in {directory}")
+    elif not found:
+        print(f"nothing to repair in {directory}")
     return int(not all(row["removed"] for row in rows))
 
 
-def _debris(storage: Storage, directory: str) -> Iterator[Debris]:
+def _temporaries(storage: Storage, directory: str) -> Iterator[Debris]:
+    """Yields the steps that were not committed, and what has a temporary's name."""
     steps = Steps(storage, directory)
     for name in steps.incomplete():
-        path = steps.path(name)
-        if steps.is_dead(name):
-            what = "a step that was never committed"
-            yield Debris(path, _nbytes(path), what, partial(steps.remove_if_dead, name))
+        if steps.is_dead(name, others_after_s=0.0):
+            path = steps.path(name)
+            left = atomic.temporaries(storage, steps.path(name, MANIFEST))
+            is_ours = all(map(atomic.is_of_this_host, left))
+            what = "a step that was never committed" + ("" if is_ours else _OF_ANOTHER)
+            remove = partial(steps.remove_if_dead, name, others_after_s=0.0)
+            yield _debris([path], path, what, is_ours, remove)
     for name in sorted(storage.names(directory)):
-        path = os.path.join(directory, name)
-        if not atomic.is_of_dead(storage, path):
+        path, owner = os.path.join(directory, name), divided(name)[1]
+        if owner is None or name[0] != ".":
             continue
+        is_dead, is_ours = atomic.is_of_dead(storage, path), atomic.is_of_this_host(path)
+        if (is_ours and not is_dead) or not is_unlocked(storage, path):
+            continue
+        whose = "" if is_ours else _OF_ANOTHER
         if storage.is_directory(path):
             remove = partial(atomic.remove_dead_directory, storage, path)
-            what = "a temporary directory"
+            what = f"a temporary directory{whose}"
             aside = atomic.moved_aside(storage, path)
             if aside is not None:
                 name = shown_name(os.path.basename(aside))
-                what = f"a temporary directory that holds {name}, which gets its name back"
-            yield Debris(path, _nbytes(path), what, remove)
+                what = f"a temporary directory{whose} that holds {name}, which gets its name back"
         else:
             remove = partial(atomic.remove_dead_file, storage, path)
-            yield Debris(path, _nbytes(path), "a temporary file", remove)
+            what = f"a temporary file{whose}"
+        yield _debris([path], path, what, is_ours, remove)
+
+
+def _data_files(storage: Storage, directory: str) -> Iterator[Debris]:
+    """Yields the data files of DCP, in a directory and those in it, that no .metadata names: of a
+    save that was killed, or has not committed yet. Neither their names nor locks tell which.
+    """
+    inner = [name for name in storage.directories(directory) if name[0] != "."]
+    for name in ["", *sorted(inner)]:
+        path = os.path.join(directory, name) if name else directory
+        files = _unnamed(storage, path)
+        if files:
+            what = f"{len(files)} data file{'s' * (len(files) > 1)} of DCP that no .metadata names"
+            yield _debris(files, path, what, False, partial(_remove_unnamed, storage, path))
+
+
+def _unnamed(storage: Storage, directory: str) -> list[str]:
+    names = storage.names(directory)  # first: what is committed after that is named below
+    files = [name for name in sorted(names) if OF_DCP.fullmatch(name)]
+    if not files:
+        return []
+    # Imports torch.distributed.checkpoint, which nothing else here needs.
+    from fastckpt.directories import dcp_metadata
+
+    named: set[str] = set()
+    for name in storage.names(directory):
+        if name.endswith(dcp_metadata.NAME):
+            path = os.path.join(directory, name)
+            with opened_regular(storage, path) as fd, reported("read", path):
+                named.update(dcp_metadata.our_files(storage.read_at(fd, storage.size(fd), 0)))
+    return [os.path.join(directory, name) for name in files if name not in named]
+
+
+def _remove_unnamed(storage: Storage, directory: str) -> bool:
+    for path in _unnamed(storage, directory):
+        with reported("remove", path), suppress(FileNotFoundError):  # somebody else removed it
+            storage.remove(path)
+    with suppress(OSError):  # it may hold other files
+        storage.remove_directory(directory)
+    return True
+
+
+def _debris(
+    paths: Sequence[str], path: str, what: str, is_dead: bool, remove: Callable[[], bool]
+) -> Debris:
+    """Returns the debris that consists of some files or directories."""
+    age_s = max(0.0, time.time() - max(map(_changed, paths)))
+    return Debris(path, sum(map(_nbytes, paths)), what, age_s, is_dead, remove)
+
+
+def _changed(path: str) -> float:
+    """Returns when a file, or anything in a directory or below it, last changed."""
+    changed = 0.0
+    with suppress(OSError):  # it is only told
+        changed = os.lstat(path).st_mtime
+        if os.path.isdir(path) and not os.path.islink(path):
+            inner = (_changed(os.path.join(path, name)) for name in os.listdir(path))
+            changed = max(changed, *inner, 0.0)
+    return changed
 
 
 def _nbytes(path: str) -> int:

@@ -30,7 +30,7 @@ from fastckpt.storage.file_system import (
     persistently,
     reported,
 )
-from fastckpt.storage.vanishing import Vanished, kept, listed_anew
+from fastckpt.storage.vanishing import Vanished, is_unlocked, kept, listed_anew
 
 log = logging.getLogger("fastckpt")
 
@@ -501,25 +501,27 @@ class Steps:
                 known.is_left = False
                 self._forget(name)
 
-    def is_dead(self, name: str) -> bool:
-        """Returns whether remove_if_dead() would remove a directory, as far as names tell."""
+    def is_dead(self, name: str, others_after_s: float) -> bool:
+        """Returns whether remove_if_dead() would remove a directory."""
         with suppress(OSError):  # removed meanwhile, or not to be read
             entries = self.storage.names(self.path(name))
             left = atomic.temporaries_among(entries, MANIFEST)
             if not self.may_be_committed(name) and all(map(OURS.fullmatch, entries)):
                 paths = [self.path(name, each) for each in left]
-                here = self.storage
                 return all(
-                    atomic.is_of_dead(here, p) or self._is_of_the_dead(name, p) for p in paths
+                    (atomic.is_of_dead(self.storage, p) and is_unlocked(self.storage, p))
+                    or self._is_of_other_dead(name, p, others_after_s)
+                    for p in paths
                 )
         return False
 
-    def remove_if_dead(self, name: str) -> bool:
+    def remove_if_dead(self, name: str, others_after_s: float = atomic.DEAD_AFTER_S) -> bool:
         """Removes a directory without a manifest if its save is surely over; returns whether.
 
         That is so if no temporary manifest is left, which a save removes last, or none whose owner
-        may live: its process on this host is gone, or another host wrote it a day ago. A directory
-        that holds anything that no save makes stays.
+        may live: its process on this host is gone, or another host wrote it `others_after_s` ago,
+        and nobody is seen to have locked it. A directory that holds anything that no save makes
+        stays.
         """
         storage, manifest = self.storage, self.path(name, MANIFEST)
         try:
@@ -531,7 +533,7 @@ class Steps:
                 return False
             atomic.remove_debris(storage, manifest)
             for path in atomic.temporaries(storage, manifest):
-                if not self._is_of_the_dead(name, path):
+                if not self._is_of_other_dead(name, path, others_after_s):
                     return False
             if self.may_be_committed(name):  # the save was alive and has committed meanwhile
                 return False
@@ -540,13 +542,13 @@ class Steps:
             return False
         return True
 
-    def _is_of_the_dead(self, name: str, temporary: str) -> bool:
-        """Returns whether a temporary manifest is another host's and over a day old."""
+    def _is_of_other_dead(self, name: str, temporary: str, after_s: float) -> bool:
+        """Returns whether a temporary manifest is another host's, so old, and not locked."""
         status = self.storage.status(temporary)
         if status is None or atomic.is_of_this_host(temporary):
             return False
-        if time.time() - status.st_mtime >= atomic.DEAD_AFTER_S:
-            return True
+        if time.time() - status.st_mtime >= after_s or not after_s:  # clocks may differ
+            return is_unlocked(self.storage, temporary)
         if temporary not in self._warned:
             self._warned.add(temporary)
             log.warning(

@@ -8,7 +8,7 @@ import errno
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
@@ -97,6 +97,17 @@ def kept(storage: Storage, path: str) -> Iterator[None]:
         yield
     finally:
         atomic.close_quietly(storage, fd)
+
+
+def is_unlocked(storage: Storage, path: str) -> bool:
+    """Whether nobody is seen from here to have locked a file or directory (see atomic.claim())."""
+    with suppress(OSError):  # it was removed meanwhile, or is not ours to touch
+        fd = (storage.open if storage.is_directory(path) else storage.open_to_lock)(path)
+        try:
+            return storage.lock(fd)
+        finally:
+            atomic.close_quietly(storage, fd)
+    return False
 
 
 def _is_no_file(storage: Storage, path: str) -> bool:

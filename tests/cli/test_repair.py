@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import re
+import shutil
 import signal
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +20,12 @@ import torch
 import fastckpt
 from fastckpt.cli import main
 from fastckpt.storage import atomic
+from fastckpt.tiers.local_tier import directory_for
 from tests.doubles import FailAlways
 from tests.interpreters import Program
 from tests.steps.test_checkpointer import process_on
+from tests.torches import NEEDS_DCP
+from tests.torches import dcp as fast_dcp
 
 LEAVES = """
 import os, signal, sys
@@ -35,6 +43,9 @@ if sys.argv[1] == "step":
 else:
     fastckpt.save(state, sys.argv[2] + "/a.pt").result()
 """
+
+
+OTHERS = ("--yes", "--other-hosts")
 
 
 def repaired(
@@ -137,3 +148,93 @@ def test_a_missing_directory_is_one_line(disk: Path, capsys: pytest.CaptureFixtu
     assert main(["repair", str(disk / "x")]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and str(disk / "x") in err
+
+
+def elsewhere(path: Path) -> Path:
+    """Returns the name that another host's process would give a temporary of this."""
+    return Path(re.sub(r"\.[^.+]*\+", ".elsewhere+", atomic.temporary_path(str(path))))
+
+
+def left_by_another_host(disk: Path) -> list[Path]:
+    """A file, a directory and a step; each is what its host's process locks, and days old."""
+    step = disk / "step-00000007"
+    step.mkdir()
+    paths = [elsewhere(disk / "a.pt"), elsewhere(disk / "hf"), elsewhere(step / "manifest.json")]
+    paths[0].write_bytes(bytes(5000))
+    paths[1].mkdir()
+    paths[2].touch()
+    for path in paths:
+        os.utime(path, (time.time() - 3 * 24 * 3600,) * 2)
+    return paths
+
+
+def test_what_another_host_left_is_told_and_stays(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left_by_another_host(disk)
+    before = sorted(disk.rglob("*"))
+    for options in ([], ["--yes"], ["--other-hosts"]):
+        found = repaired(capsys, disk, *options, status=1)
+        assert len(found) == 3 and all(", of another host" in each["what"] for each in found)
+        assert not any(each["is_dead"] or each["removed"] for each in found)
+    assert sorted(each["age_s"] > 24 * 3600 for each in found) == [False, True, True]
+    assert sorted(disk.rglob("*")) == before
+    assert main(["repair", str(disk), "--yes"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert all("not removed; nothing here tells whether its save lives" in line for line in lines)
+    assert sum("changed 3.00 d ago" in line for line in lines) == 2
+    assert all(each["removed"] for each in repaired(capsys, disk, *OTHERS, status=0))
+    assert os.listdir(disk) == []
+
+
+def test_what_another_host_has_locked_stays_however_old(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clocks of hosts, or of a server, need not agree."""
+    paths = left_by_another_host(disk)
+    with ExitStack() as locks:
+        for path in paths:
+            fd = os.open(path, os.O_RDONLY)
+            locks.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        before = sorted(disk.rglob("*"))
+        assert repaired(capsys, disk, *OTHERS, status=0) == []
+        with fastckpt.Checkpointer(disk) as checkpointer:  # which removes what a day tells is dead
+            checkpointer.save(1, {}).result(60)
+            assert {*before} <= {*disk.rglob("*")}
+    with fastckpt.Checkpointer(disk) as checkpointer:
+        checkpointer.save(2, {}).result(60)
+    assert not (disk / "step-00000007").exists()
+    assert all(each["removed"] for each in repaired(capsys, disk, *OTHERS, status=0))
+
+
+def test_data_files_of_a_dcp_save_that_was_killed(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if fast_dcp is None:
+        pytest.skip(NEEDS_DCP)
+    for name in ("whole", "begun"):
+        fast_dcp.save({"w": torch.ones(300_000)}, checkpoint_id=str(disk / name))
+    (disk / "begun" / ".metadata").unlink()
+    (file,) = (disk / "begun").iterdir()
+    shutil.copy(file, disk / "whole" / file.name)
+    before = sorted(disk.rglob("*"))
+    for where, count in ((disk, 2), (disk / "whole", 1)):
+        found = repaired(capsys, where, "--yes", status=1)
+        assert [each["what"] for each in found] == [
+            "1 data file of DCP that no .metadata names"
+        ] * count
+        assert all(each["nbytes"] > 1_200_000 for each in found)
+    assert sorted(disk.rglob("*")) == before
+    assert len(repaired(capsys, disk, *OTHERS, status=0)) == 2
+    assert os.listdir(disk) == ["whole"] and not (disk / "whole" / file.name).exists()
+    assert main(["verify", str(disk)]) == 0
+
+
+def test_what_a_save_left_in_a_local_tier(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier = Path(directory_for(str(disk / "tier"), str(disk / "run")))
+    for name in (disk / "run", tier / "step-00000003", disk / "tier" / "other" / "step-00000001"):
+        name.mkdir(parents=True)
+    (found,) = repaired(capsys, disk / "run", "--yes", "--local", str(disk / "tier"), status=0)
+    assert found["removed"] and found["path"] == str(tier / "step-00000003")
+    assert (disk / "tier" / "other" / "step-00000001").exists()
