@@ -9,9 +9,9 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 
+from fastckpt.formats.step_names import tier_name
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage, reported
-from fastckpt.tiers.local_tier import directory_for
 
 log = logging.getLogger("fastckpt")
 
@@ -29,10 +29,9 @@ def tiers_of(storage: Storage, root: str, directories: Sequence[str]) -> Iterato
         given = os.path.realpath(directory)
         with reported("list", given):
             names = storage.names(given)
-        own = directory_for(given, root)
-        if os.path.basename(own) == os.path.basename(given):
-            own = given
-        elif os.path.basename(own) not in names and (others := roots_in(storage, given)):
+        name = tier_name(root)
+        own = given if os.path.basename(given) == name else os.path.join(given, name)
+        if own != given and name not in names and (others := roots_in(storage, given)):
             told = ", ".join(sorted(map(os.path.basename, others)))
             log.warning("%r has no step of %r, but of other roots: %s", given, root, told)
         yield Steps(storage, own)

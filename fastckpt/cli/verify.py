@@ -13,6 +13,7 @@ from functools import partial
 from pickle import UnpicklingError
 from typing import NamedTuple
 
+import fastckpt
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli.local_tiers import roots_in, tiers_of
 from fastckpt.directories import verify as directory_check
@@ -22,7 +23,6 @@ from fastckpt.formats import file_list
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
 from fastckpt.formats.step_names import NAME
 from fastckpt.formats.step_names import OURS as OF_A_STEP
-from fastckpt.lazy import open as lazy_open
 from fastckpt.reading.verified import Body, opened_regular
 from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline
@@ -259,9 +259,8 @@ def _look_at_stock(path: str) -> None:
     """Raises CorruptCheckpoint for a file without checksums that is evidently cut or damaged, and
     _WithoutChecksums for one in a format that is not known.
     """
-    current = pipeline.current()
     try:
-        lazy_open.opened(current.storage, current.staging, path)[1].close()
+        fastckpt.open(path).close()
     except (CorruptCheckpoint, StorageError):
         raise
     except (CheckpointError, UnpicklingError, NotImplementedError) as error:

@@ -1,7 +1,11 @@
-"""Names below the root of a Checkpointer: directories of steps, and the files in them."""
+"""Names below the root of a Checkpointer, of directories of steps and of the files in them, and
+those of roots in a local tier.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 
 STEP_MAX = 10**15
@@ -23,3 +27,11 @@ def step_name(step: int, attempt: int = 0) -> str:
     if not 0 <= step < STEP_MAX:
         raise ValueError(f"step is {step}, must be at least 0 and below {STEP_MAX}")
     return f"step-{step:08d}" + (f"-{attempt}" if attempt else "")
+
+
+def tier_name(root: str) -> str:
+    """Returns the name of the directory that has a root's steps in a local tier, of which several
+    roots may have one directory: the digest of the root's real path keeps them apart.
+    """
+    known_as = hashlib.sha256(os.fsencode(root)).hexdigest()[:12]
+    return f"{os.path.basename(root) or 'root'}-{known_as}"

@@ -505,13 +505,12 @@ class Steps:
         """Returns whether remove_if_dead() would remove a directory."""
         with suppress(OSError):  # removed meanwhile, or not to be read
             entries = self.storage.names(self.path(name))
-            left = atomic.temporaries_among(entries, MANIFEST)
             if not self.may_be_committed(name) and all(map(OURS.fullmatch, entries)):
-                paths = [self.path(name, each) for each in left]
+                here, left = self.storage, atomic.temporaries_among(entries, MANIFEST)
                 return all(
-                    (atomic.is_of_dead(self.storage, p) and is_unlocked(self.storage, p))
-                    or self._is_of_other_dead(name, p, others_after_s)
-                    for p in paths
+                    (atomic.is_of_dead(here, path) and is_unlocked(here, path))
+                    or self._is_of_other_dead(name, path, others_after_s)
+                    for path in map(self.path, [name] * len(left), left)
                 )
         return False
 
@@ -547,7 +546,7 @@ class Steps:
         status = self.storage.status(temporary)
         if status is None or atomic.is_of_this_host(temporary):
             return False
-        if time.time() - status.st_mtime >= after_s or not after_s:  # clocks may differ
+        if not after_s or time.time() - status.st_mtime >= after_s:  # clocks may differ
             return is_unlocked(self.storage, temporary)
         if temporary not in self._warned:
             self._warned.add(temporary)

@@ -7,7 +7,6 @@ none that the root has not had. It must not know how a step is written, copied o
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
+from fastckpt.formats.step_names import tier_name
 from fastckpt.machine import this_machine
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.nodes import RanksByNode
@@ -32,14 +32,6 @@ OBJECTS_PART = -1  # the objects' place among parts, which else are ranks of wri
 SPARE_BYTES = 16 << 20  # room for indexes and the manifest, beside shards and objects
 _MARGIN = 1.5  # a step goes straight to the root only if that is hoped to take so much less
 SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
-
-
-def directory_for(directory: str, root: str) -> str:
-    """Returns where the steps of a root lie in the directory of a local tier; both are real paths,
-    and the digest keeps steps of several roots apart.
-    """
-    known_as = hashlib.sha256(os.fsencode(root)).hexdigest()[:12]
-    return os.path.join(directory, f"{os.path.basename(root) or 'root'}-{known_as}")
 
 
 class Undrained(NamedTuple):
@@ -90,7 +82,7 @@ class LocalTier:
                 f"local {directory!r} lies on the same file system as the root {root.root!r}: it "
                 "would be no faster, and would be lost with the root"
             )
-        self.steps = Steps(storage, directory_for(self._directory, root.root))
+        self.steps = Steps(storage, os.path.join(self._directory, tier_name(root.root)))
         self.root, self.keep = root, options.keep_local or KEEP_LOCAL
         self._rank = coordinator.rank
         self._coordinator, self._timeout_s = coordinator, options.pacing.timeout_s

@@ -31,8 +31,8 @@ from fastckpt.arguments import quantities
 from fastckpt.cli import cost_model, main
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory
+from fastckpt.formats.step_names import tier_name
 from fastckpt.storage.file_system import Storage
-from fastckpt.tiers.local_tier import directory_for
 from tests import interpreters
 from tests.doubles import Operation, Recorder
 from tests.paths import ROOT
@@ -503,7 +503,7 @@ def test_verify_of_a_local_tier_misses_nothing_of_other_nodes(
     step = saved / "run" / "step-00000001"
     (step / "objects.pt").unlink()
     tier = saved / "tier"  # as given to a Checkpointer: it has a directory for each run
-    local = Path(directory_for(str(tier), str(saved / "run"))) / step.name
+    local = tier / tier_name(str(saved / "run")) / step.name
     shutil.copytree(step, local)
     shutil.copytree(step, tier / "other-0123456789ab" / step.name)
     flip(tier / "other-0123456789ab" / step.name / "rank-00000.safetensors", 5000)

@@ -17,8 +17,8 @@ import torch
 
 import fastckpt
 from fastckpt.cli import main
+from fastckpt.formats.step_names import tier_name
 from fastckpt.storage.file_system import Storage
-from fastckpt.tiers.local_tier import directory_for
 from tests.doubles import FailAlways
 from tests.steps.test_checkpointer import process_on
 
@@ -100,9 +100,9 @@ def test_a_local_tier_has_steps_of_other_roots(
 ) -> None:
     tier, root = disk / "tier", disk / "run"
     saved(root, 1)
-    saved(Path(directory_for(str(tier), str(root))), 1, 2)
-    saved(Path(directory_for(str(tier), str(disk / "other"))), 3)
-    for local in (tier, directory_for(str(tier), str(root))):
+    saved(tier / tier_name(str(root)), 1, 2)
+    saved(tier / tier_name(str(disk / "other")), 3)
+    for local in (tier, tier / tier_name(str(root))):
         rows = listed(capsys, str(root), "--local", str(local))
         assert [(row["where"], row["step"]) for row in rows] == [
             ("root", 1),
@@ -110,7 +110,7 @@ def test_a_local_tier_has_steps_of_other_roots(
             ("local", 1),
         ]
     assert not [each for each in caplog.records if each.levelno > logging.INFO]
-    shutil.rmtree(directory_for(str(tier), str(root)))
+    shutil.rmtree(tier / tier_name(str(root)))
     assert len(listed(capsys, str(root), "--local", str(tier))) == 1
     assert caplog.messages[-1].startswith(f"{str(tier)!r} has no step of {str(root)!r}, but of")
 

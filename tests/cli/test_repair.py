@@ -19,8 +19,8 @@ import torch
 
 import fastckpt
 from fastckpt.cli import main
+from fastckpt.formats.step_names import tier_name
 from fastckpt.storage import atomic
-from fastckpt.tiers.local_tier import directory_for
 from tests.doubles import FailAlways
 from tests.interpreters import Program
 from tests.steps.test_checkpointer import process_on
@@ -232,7 +232,7 @@ def test_data_files_of_a_dcp_save_that_was_killed(
 
 
 def test_what_a_save_left_in_a_local_tier(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tier = Path(directory_for(str(disk / "tier"), str(disk / "run")))
+    tier = disk / "tier" / tier_name(str(disk / "run"))
     for name in (disk / "run", tier / "step-00000003", disk / "tier" / "other" / "step-00000001"):
         name.mkdir(parents=True)
     (found,) = repaired(capsys, disk / "run", "--yes", "--local", str(disk / "tier"), status=0)
