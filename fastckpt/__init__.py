@@ -15,11 +15,13 @@ from fastckpt.errors import (
     CorruptCheckpoint,
     DeviceError,
     IncompatibleCheckpoint,
+    NoPath,
     PeerFailed,
     RanksDisagree,
     SaveCancelled,
     StagingConflict,
     StorageError,
+    TruncatedFile,
 )
 from fastckpt.handle import SaveHandle, SaveStats
 
@@ -52,6 +54,7 @@ __all__ = [  # without open: `import *` must not hide the built-in
     "IncompatibleCheckpoint",
     "LazyTensor",
     "LazyTensors",
+    "NoPath",
     "PeerFailed",
     "PerRank",
     "RanksDisagree",
@@ -60,6 +63,7 @@ __all__ = [  # without open: `import *` must not hide the built-in
     "SaveStats",
     "StagingConflict",
     "StorageError",
+    "TruncatedFile",
     "__version__",
     "export",
     "load",

@@ -30,7 +30,7 @@ from fastckpt.arguments.checks import (
     check_size,
     optional,
 )
-from fastckpt.errors import StorageError
+from fastckpt.errors import NoPath
 from fastckpt.files.load import TorchLoad, load_alone, load_together
 from fastckpt.files.save import TorchSave, begin_save
 from fastckpt.handle import SaveHandle, Veto
@@ -157,15 +157,11 @@ def prepare(nbytes: int | str) -> None:
     pipeline.current().prepare(check_size("nbytes", nbytes))
 
 
-class _NoPath(StorageError, FileNotFoundError):
-    """A path is empty: torch.save raises a RuntimeError for it, torch.load a FileNotFoundError."""
-
-
 def _checked_path(f: Any) -> str | None:
     """Returns f as a checked path; None if it is a file-like object, or nothing torch takes."""
     if isinstance(f, str | os.PathLike) and isinstance(path := os.fspath(f), str):
         if not path:  # torch raises no ValueError for it
-            raise _NoPath("open", path, errno.ENOENT, detail="f is '', must be a path")
+            raise NoPath("open", path, errno.ENOENT, detail="f is '', must be a path")
         return check_path("f", f)
     return None
 

@@ -66,6 +66,8 @@ class StorageError(CheckpointError, OSError):
         self._text = f"{op} of {path!r}{where} failed: {os.strerror(errno)} [{name}]"
         hint = _HINTS.get(errno)
         above = os.path.dirname(path)
+        if errno == errno_names.EACCES:
+            hint = f"check the permissions of {_refusing(path)}, and whether a ticket expired"
         if op == "open" and errno == errno_names.ENOENT and above and not os.path.isdir(above):
             hint = f"Parent directory {above} does not exist"
         if hint is not None:
@@ -93,7 +95,6 @@ _HINTS = {
     errno_names.EDQUOT: "the quota is used up: remove files, or have it raised",
     errno_names.EFBIG: "the file size limit (ulimit -f, or the file system's) is too small",
     errno_names.EROFS: "the file system is mounted read-only",
-    errno_names.EACCES: "check the permissions of the directory, and whether a ticket expired",
     errno_names.EPERM: "check the file's attributes and owner, and whether a ticket expired",
     errno_names.EKEYEXPIRED: "a ticket expired: renew it (kinit)",
     errno_names.ESTALE: "the server no longer knows the file: it restarted, or a ticket expired",
@@ -103,8 +104,35 @@ _HINTS = {
 }
 
 
+def _refusing(path: str) -> str:
+    """Returns what does not let this process get at a path, in words, as far as can be seen."""
+
+    def allows(place: str, mode: int) -> bool:
+        return os.access(place, mode, effective_ids=True)
+
+    above = os.path.dirname(os.path.abspath(path))
+    first = above
+    while not os.path.lexists(first) and first != os.path.dirname(first):
+        first = os.path.dirname(first)  # the first directory that can be seen from here
+    if not allows(first, os.X_OK):
+        return f"the directory {first!r}"
+    if os.path.lexists(path) and not allows(path, os.R_OK):
+        return "this file" if not os.path.isdir(path) else "this directory"
+    if not allows(first, os.W_OK):
+        return f"the directory {first!r}"
+    return "it, and of its directory"
+
+
 class CorruptCheckpoint(CheckpointError):
     """Bytes of a file differ from what was written. None of them were returned."""
+
+
+class TruncatedFile(CorruptCheckpoint, EOFError):
+    """A file of torch.save is empty or was cut off: an EOFError, too, as torch.load raises it."""
+
+
+class NoPath(StorageError, FileNotFoundError):
+    """A path is "": a FileNotFoundError, too, as torch.load raises it."""
 
 
 class IncompatibleCheckpoint(CheckpointError):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastckpt.arguments.quantities import shown_time, shown_transfer
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, RanksDisagree, StorageError
+from fastckpt.errors import CheckpointError, RanksDisagree, StorageError, TruncatedFile
 from fastckpt.files.map_location import DeferredStorages
 from fastckpt.formats.torch_pickle import torch_load
 from fastckpt.ranks import per_group
@@ -70,10 +70,6 @@ def _no_memory_told(f: Any) -> Iterator[None]:
         raise StorageError(op, path, errno.ENOMEM, detail=detail) from error
 
 
-class _EndsEarly(CorruptCheckpoint, EOFError):
-    """A file of torch.save is empty or was cut off: torch.load raises an EOFError for it."""
-
-
 @contextmanager
 def _end_told(f: Any) -> Iterator[None]:
     """Names the path in what torch raises if the file under it ends before its pickle does."""
@@ -82,7 +78,7 @@ def _end_told(f: Any) -> Iterator[None]:
     except EOFError as error:
         if not isinstance(f, str | os.PathLike) or isinstance(error, CheckpointError):
             raise
-        raise _EndsEarly(
+        raise TruncatedFile(
             f"{os.fspath(f)!r} is empty or was cut off, as by a crash while it was written: load "
             "an older checkpoint"
         ) from error

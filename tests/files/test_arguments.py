@@ -7,8 +7,11 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import pickle
+import stat
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +231,54 @@ def test_every_error_is_exported() -> None:
     errors = [e for e in named if isinstance(e, type) and issubclass(e, fastckpt.CheckpointError)]
     assert fastckpt.DeviceError in errors
     assert {error.__name__ for error in errors} <= {*fastckpt.__all__}
+
+
+def test_errors_that_torch_raises_too_have_a_public_name(disk: Path) -> None:
+    (disk / "empty.pt").touch()
+    for path, name in (("", "NoPath"), (disk / "empty.pt", "TruncatedFile")):
+        with pytest.raises(getattr(fastckpt, name)) as caught:
+            fastckpt.load(path)
+        assert f"{caught.type.__module__}.{caught.type.__qualname__}" == f"fastckpt.errors.{name}"
+        assert type(pickle.loads(pickle.dumps(caught.value))) is caught.type
+
+
+@contextmanager
+def another_user(place: Path) -> Iterator[None]:
+    """Somebody who may search the directories above a place."""
+    modes = [(above, stat.S_IMODE(above.stat().st_mode)) for above in place.parents]
+    for above, mode in modes[:-1]:
+        above.chmod(mode | 0o011)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        for above, mode in modes[:-1]:
+            above.chmod(mode)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_what_refuses_access_is_named(disk: Path) -> None:
+    root, shut = disk / "run", disk / "shut"
+    with fastckpt.Checkpointer(root, durable=False) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(1 << 20)}).result(60)
+        (shut / "inner").mkdir(parents=True)
+        (shut / "inner" / "a.pt").touch()
+        shard = root / "step-00000001" / "rank-00000.safetensors"
+        shard.chmod(0)
+        shut.chmod(0o700)
+        root.chmod(0o755)
+        (root / "step-00000001").chmod(0o755)
+        disk.chmod(0o755)
+        with another_user(disk):
+            with pytest.raises(fastckpt.StorageError, match="permissions of this file") as caught:
+                checkpointer.restore({"w": torch.ones(1 << 20)})
+            assert caught.value.path == str(shard)
+            with pytest.raises(fastckpt.StorageError, match=f"of the directory '{shut}'"):
+                fastckpt.open(shut / "inner" / "a.pt")
+            error = fastckpt.save({"a": 1}, root / "a.pt").exception(60)
+    assert isinstance(error, fastckpt.StorageError) and error.errno == errno.EACCES
+    assert f"of the directory '{root}'" in str(error)
 
 
 @pytest.mark.parametrize(("rank", "warnings"), [("0", 0), ("1", 1), ("", 0)])
