@@ -97,7 +97,8 @@ class Checkpointer:
             torch.distributed.new_subgroups(1)[0]. Ranks talk over the job's store; no collective
             is run.
         keep_last: how many of the steps committed last stay, at least 1, not counting those found
-            damaged; older ones are removed in the background after each commit. None: all stay.
+            damaged. An older one is removed in the background after a commit, never before it, so
+            there has to be room for keep_last + 1 steps. None: all stay.
         keep_every: with keep_last, steps that are multiples of this stay, too.
         fence: "call": save() returns when everything has been copied, so the state may change at
             once. "step": save() returns at once, and the next step() of any torch optimizer waits.

@@ -371,7 +371,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
     def progress(self) -> Progress:
         """Returns how many bytes of its part this process has written so far, of how many.
 
-        Both are 0 until the parts are known; with a codec they are bytes before it.
+        Both are 0 until this save divides its files among the ranks, for which it waits until those
+        before it to the same path or root have ended. With a codec they are bytes before it.
         """
         progress = self._progress
         return Progress(self.stats.nbytes, self.stats.nbytes) if progress is None else progress()

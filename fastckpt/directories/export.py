@@ -60,8 +60,9 @@ class HuggingFace:
         directory: the directory of the exports, each of which is named like its step, such as
             step-00001000.
         every: steps that are multiples of this are exported.
-        keep_last: how many of the exports committed last stay, at least 1; None: all. The directory
-            is to belong to this run; what is no export, or has other files in it, stays.
+        keep_last: how many of the exports committed last stay, at least 1; None: all. There has to
+            be room for one more, until it has been committed. The directory is to belong to this
+            run; what is no export, or has other files in it, stays.
         dtype, rename, only, shard_bytes, files: as fastckpt.export's. The first rank also looks for
             the files when the Checkpointer is made.
 
@@ -148,7 +149,8 @@ def export(
         shard_bytes: the most bytes of tensors in a file, as a number or a text such as "5GB".
         files: files to copy into the directory, of 1 GiB each at most: config.json, without which
             from_pretrained opens nothing, and those of the tokenizer, say. Those that the first
-            rank names count, and are read before this returns.
+            rank names count, and are read before this returns. A config.json that names a dtype
+            names `dtype` instead in the copy.
         group: a torch.distributed process group whose ranks all call this, with DTensors on these
             ranks, and the same plain tensors on each. Ranks talk over the job's store; no
             collective runs. None: this process alone.
@@ -249,7 +251,7 @@ def _exported(
             name: tensors[its.start : its.stop] for name, its in zip(names, parts, strict=True)
         }
         if shared.coordinator.rank == 0:
-            _add_others(draft, copied, contents)
+            _add_others(draft, copied, contents, options.dtype)
         alike = [("the argument shard_bytes", str(shard_bytes))]
         draft.add_shared(
             SharedFiles(contents, hugging_face.METADATA, alike, unequal, shared.note_unequal),
@@ -368,7 +370,10 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _add_others(
-    draft: Draft, copied: Sequence[str], contents: Mapping[str, Sequence[SharedTensor]]
+    draft: Draft,
+    copied: Sequence[str],
+    contents: Mapping[str, Sequence[SharedTensor]],
+    dtype: torch.dtype | None,
 ) -> None:
     """Adds the files that the first rank writes alone: the index, and what is copied."""
     # The first two are taken whether or not they are written: without an index, one that is copied
@@ -389,7 +394,10 @@ def _add_others(
         taken.add(name)
         _check_file(storage, path)
         with reported("read", path):
-            draft.add_content(storage.read_file(os.path.realpath(path), _FILE_BYTES_MAX), name)
+            content = storage.read_file(os.path.realpath(path), _FILE_BYTES_MAX)
+        if name == hugging_face.CONFIG and dtype is not None:
+            content = hugging_face.config(content, str(dtype)[6:])  # without "torch."
+        draft.add_content(content, name)
 
 
 def _check_file(storage: Storage, path: str) -> None:

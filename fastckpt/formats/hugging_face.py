@@ -1,5 +1,5 @@
-"""A Hugging Face directory: the names of its safetensors files, which tensor is in which, and the
-index that says so.
+"""A Hugging Face directory: the names of its safetensors files, which tensor is in which, the index
+that says so, and the dtype in the model's config.json.
 
 It must not know the bytes of safetensors files, where tensors come from, or how files are written.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}  # of each file; transformers asks for it
 
@@ -48,3 +50,39 @@ def index(file_of: Mapping[str, str], nbytes: int) -> bytes:
     """
     content = {"metadata": {"total_size": nbytes}, "weight_map": dict(file_of)}
     return json.dumps(content, indent=2).encode() + b"\n"
+
+
+def config(content: bytes, dtype: str) -> bytes:
+    """Returns a config.json that says of which dtype the tensors are, if it says any, of the model
+    or of a part of it; the very bytes if nothing changes, or if this is no object in JSON.
+
+    Args:
+        dtype: its name, such as "bfloat16".
+    """
+    try:
+        told = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    if not isinstance(told, dict) or not _tell_dtype(told, dtype):
+        return content
+    return json.dumps(told, indent=2).encode() + b"\n"
+
+
+def _tell_dtype(told: dict[str, Any], dtype: str) -> bool:
+    """Returns whether this has changed anything in a config, or in those of a model's parts."""
+    changed = False
+    for key, value in told.items():
+        if key in ("dtype", "torch_dtype"):  # torch_dtype: before transformers 4.56
+            new: object = dtype if isinstance(value, str) else value
+            if isinstance(value, dict):  # of parts, by their names
+                new = dict.fromkeys(value, dtype)
+            changed |= new != value
+            told[key] = new
+        elif isinstance(value, dict) and _is_config(key, value):
+            changed |= _tell_dtype(value, dtype)
+    return changed
+
+
+def _is_config(key: str, value: Mapping[str, Any]) -> bool:
+    """Returns whether this is the config of a part of the model."""
+    return "model_type" in value or (key.endswith("_config") and key != "quantization_config")

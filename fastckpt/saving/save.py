@@ -71,6 +71,7 @@ class Save(Job):
             moving.callback(self.handle.mark_writing, None)
             # No file exists yet, so copies wait for no metadata server and for no other rank.
             fetch = self._stage(pipeline, plan, outputs, moving)
+            self.handle.mark_writing(partial(_progress, [*outputs]))
             place.begin()
             self.copying.watch()  # from here on the caller may be let go at any time
             plan.agree(pace, nbytes)
@@ -78,7 +79,6 @@ class Save(Job):
             stats.nbytes = sum(output.nbytes for output in outputs)
             pace.begin(nbytes)
             stats.opened_s = self.handle.elapsed_s()
-            self.handle.mark_writing(partial(_progress, [*outputs]))
             opened = [output for output in outputs if output.file.is_open]
             # All files begin before anything waits for copies: with an allowance of one block, the
             # blocks of one file have to be written before those of the next can be copied.

@@ -133,6 +133,16 @@ def test_files_are_copied_as_they_were_at_the_call(disk: Path) -> None:
     assert (disk / "a" / "empty.txt").read_text() == ""
 
 
+def test_the_config_names_the_dtype_of_the_export(disk: Path) -> None:
+    config = disk / "config.json"
+    config.write_text('{"model_type": "llama", "dtype": "float32"}')
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (None, "float32")):
+        made = fastckpt.export({"a": torch.ones(2)}, disk / name, dtype=dtype, files=[config])
+        made.result(WAIT_S)
+        assert json.loads((disk / name / "config.json").read_bytes())["dtype"] == name
+    assert (disk / "float32" / "config.json").read_bytes() == config.read_bytes()
+
+
 def test_it_goes_back_into_the_state(disk: Path) -> None:
     def made() -> nn.Module:
         return nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 3))

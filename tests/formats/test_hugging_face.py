@@ -34,3 +34,29 @@ def test_names_and_index() -> None:
     assert first == "model-00001-of-00002.safetensors"
     told = json.loads(hugging_face.index({"a": first, "b": second}, 30))
     assert told == {"metadata": {"total_size": 30}, "weight_map": {"a": first, "b": second}}
+
+
+def test_a_config_names_the_dtype_of_the_files() -> None:
+    told = {
+        "torch_dtype": "float32",
+        "dtype": {"": "float32", "text_config": "float16"},
+        "text_config": {"dtype": "float16", "x": [1, {"dtype": "float32"}]},
+        "encoder": {"model_type": "bert", "torch_dtype": "float32"},
+        "quantization_config": {"dtype": "int8"},
+        "vocabulary_map": {"dtype": 7},
+    }
+    assert json.loads(hugging_face.config(json.dumps(told).encode(), "bfloat16")) == {
+        "torch_dtype": "bfloat16",
+        "dtype": {"": "bfloat16", "text_config": "bfloat16"},
+        "text_config": {"dtype": "bfloat16", "x": [1, {"dtype": "float32"}]},
+        "encoder": {"model_type": "bert", "torch_dtype": "bfloat16"},
+        "quantization_config": {"dtype": "int8"},
+        "vocabulary_map": {"dtype": 7},
+    }
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no JSON", b"[1]", b'{"a":1}', b'{"dtype":"bfloat16"}', b'{"dtype":null}']
+)
+def test_a_config_that_needs_no_change_is_copied_as_it_is(content: bytes) -> None:
+    assert hugging_face.config(content, "bfloat16") == content

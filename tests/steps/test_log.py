@@ -104,6 +104,32 @@ def test_progress_is_told_while_a_save_writes(disk: Path, monkeypatch: pytest.Mo
     handle.result(60)
 
 
+@pytest.mark.parametrize("is_step", [False, True])
+def test_the_total_is_known_before_any_file_is_made(
+    is_step: bool, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making, go_on = threading.Event(), threading.Event()
+    create = Storage.create
+
+    def wait(self: Storage, *given: Any) -> int:
+        making.set()
+        assert go_on.wait(60)
+        return create(self, *given)
+
+    with fastckpt.Checkpointer(disk / "run", fence="step", durable=False) as checkpointer:
+        monkeypatch.setattr(Storage, "create", wait)
+        values = state(20 << 20)
+        if is_step:
+            handle = checkpointer.save(1, values)
+        else:
+            handle = fastckpt.save(values, disk / "a.pt", fence="step")
+        assert making.wait(60)
+        early = handle.progress()
+        go_on.set()
+        handle.result(60)
+    assert early.written == 0 and 20 << 20 < early.total <= handle.progress().total
+
+
 def test_each_save_has_a_line(disk: Path) -> None:
     told: list[tuple[int, int]] = []
     with fastckpt.Checkpointer(

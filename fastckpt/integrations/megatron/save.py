@@ -84,7 +84,7 @@ def save_checkpoint(
             state first, so that stock Megatron can do so too.
         distrib_optim_fully_reshardable_mem_efficient: as Megatron's flag: gather over gloo, on one
             rank alone.
-        keep_last: how many iterations are kept, at least 1; None: all.
+        keep_last: how many iterations are kept, at least 1, with room for one more; None: all.
         keep_every: with keep_last, multiples of this are kept too.
         save_retain_interval: as Megatron's flag: the iteration that the tracker named before is
             removed, unless it is a multiple of this. Not with keep_last.
