@@ -280,7 +280,7 @@ class Checkpointer:
         current = self._current()
         if self._is_step:
             raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
-        self._open.note_save()
+        self._open.note_save(self._tier is None)  # with a tier, a slow root holds up nobody
         options, label = self._options, f"step {step} of {self.root!r}"
         if deadline_s is not None:
             options = replace(options, pacing=options.pacing.undelayed())

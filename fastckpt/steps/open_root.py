@@ -38,11 +38,11 @@ class OpenRoot:
         self.steps: Steps = known[0] if known else Steps(storage, root)
         _open.add(weakref.ref(self, _open.discard))
 
-    def note_save(self) -> None:
-        """Notes that the Checkpointer saves, and makes the root, so that the caller finds it. Warns
-        once if another Checkpointer saves that is open.
+    def note_save(self, makes_root: bool) -> None:
+        """Notes that the Checkpointer saves. The first time it makes the root, if it is to, so that
+        the caller finds it. Warns once if another Checkpointer saves that is open.
         """
-        if not self._saves:
+        if makes_root and not self._saves:
             with suppress(StorageError):  # the save tries again, and fails if it has to
                 self.steps.make_root()
         self._saves = True
