@@ -463,7 +463,9 @@ class Checkpointer:
         waits, for about a second, until all ranks have heard of it.
 
         Raises:
-            PeerFailed: a rank did not answer within timeout_s, or the job's store is gone.
+            PeerFailed: the job is to stop, but ranks cannot agree on when: one is dead or has no
+                stop_signals, or the job's store is gone. It comes after about ten seconds, or
+                timeout_s if that is shorter.
             ValueError: the Checkpointer has no stop_signals or is closed, or several ranks made it
                 before init_process_group().
         """

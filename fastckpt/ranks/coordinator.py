@@ -93,7 +93,7 @@ class Coordinator:
 
     @property
     def is_gone(self) -> bool:
-        """True once the store has failed for good."""
+        """True while the connection to the store is lost; see renew()."""
         return bool(self._gone)
 
     def begin(
@@ -144,19 +144,34 @@ class Coordinator:
             )
 
     def call(self, operation: str, key: str | list[str], *values: Any) -> Any:
-        """Calls an operation of the store; raises ConnectionError once the store has failed."""
+        """Calls an operation of the store; raises ConnectionError if the connection is lost, as it
+        is from then on: whether the store has carried out this operation, nobody knows.
+        """
         self._check_usable()
+        client = self._client
         try:
             if self._gone:  # the connection may be in the midst of an answer: it is not used again
                 raise ConnectionError(self._gone)
-            prefix = self.session.prefix if self._client is not None else self._opened()
+            client = self._opened() if client is None else client
+            prefix = self.session.prefix
             full = prefix + key if isinstance(key, str) else [prefix + each for each in key]
-            return getattr(self._client, operation)(full, *values)
+            return getattr(client, operation)(full, *values)
         except (RuntimeError, OSError) as error:
-            self._gone = self._gone or f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ConnectionError(self._gone) from error
+            why = self._gone or f"{type(error).__name__}: {error}".partition("\n")[0]
+            if client is self._client:  # else it was renewed meanwhile
+                self._gone = why
+            raise ConnectionError(why) from error
 
-    def _opened(self) -> str:
+    def renew(self) -> None:
+        """Has the next call open a new connection, if the last one was lost. For a caller that has
+        asked for nothing yet, or for nothing that must not be done twice. A first connection stays
+        lost: it may have been counted, and the next one would have another prefix.
+        """
+        with self._lock:
+            if self._gone and self.session.prefix:
+                self._client, self._gone = None, ""
+
+    def _opened(self) -> Any:
         with self._lock:
             if self._client is None:
                 client = own_client(self._store)
@@ -166,7 +181,7 @@ class Coordinator:
                         client.delete_key(f"{self._prefix}/{number - 1}/last/{self.rank}")
                         self.session.prefix = f"{self._prefix}/{number}/"
                 self._client = client
-            return self.session.prefix
+            return self._client
 
     def _is_awaited(self) -> bool:
         """Returns whether ranks have yet to leave failed rounds."""

@@ -51,10 +51,13 @@ class Connection(Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """True once the store has failed for good."""
+        """True while the connection to the store is lost."""
 
     def call(self, operation: str, key: str | list[str], *values: Any) -> Any:
-        """Calls an operation of the store; raises ConnectionError once the store has failed."""
+        """Calls an operation of the store; raises ConnectionError if the connection is lost."""
+
+    def renew(self) -> None:
+        """Has the next call open a new connection, if the last one was lost."""
 
     def free(self, ended: list[Round]) -> None:
         """Deletes this rank's keys of rounds that all ranks have left."""
@@ -371,6 +374,7 @@ class Round:
         if self._joined:
             return
         self._joined = True
+        self._coordinator.renew()  # an earlier round may have lost it
         self._set_number(self._session.take(self.label, self._number))
         self._announce()
         until = time.monotonic() + patience_s

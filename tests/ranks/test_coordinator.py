@@ -609,6 +609,27 @@ def test_what_errors_say_is_true_wherever_a_rank_loses_the_store(
     assert any(errors[victim] is not None and not is_visible(errors[victim]) for _, errors in found)
 
 
+def test_a_lost_connection_is_opened_anew_by_the_next_round() -> None:
+    store = dist.HashStore()
+    loses = LosesStore(store, 6, is_heard=False)
+    coordinators = [Coordinator(each, rank, 2, PREFIX) for rank, each in enumerate((store, loses))]
+
+    def save(coordinator: Coordinator, timeout_s: float) -> None:
+        begun = coordinator.begin("step 1", timeout_s)
+        try:
+            begun.conclude(b"", lambda _records: None)
+        finally:
+            begun.close(0.0)
+
+    with pytest.raises(PeerFailed, match="unreachable"):
+        save(coordinators[1], LONG_S)
+    assert loses.lost and coordinators[1].is_gone
+    loses.lost, loses._losing = "", 1 << 30
+    together(partial(save, coordinators[0], 0.05))  # whatever it has heard of rank 1
+    told = together(*[partial(save, each, LONG_S) for each in coordinators])
+    assert told == [None, None] and not coordinators[1].is_gone
+
+
 class Publishing:
     """A commit that makes a file, or fails before or after that."""
 

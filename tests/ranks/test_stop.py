@@ -7,9 +7,11 @@ Must not know signals: those are tests/steps/test_stop_signals.py's business.
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -127,7 +129,7 @@ _here = threading.local()
 
 
 class TurningLatch:
-    """A Latch whose waits let other threads run; a limited one may end at any time."""
+    """A Latch whose waits let other threads run; a short one may end at any time."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -138,7 +140,7 @@ class TurningLatch:
     def wait(self, timeout: float | None = None) -> bool:
         for _ in range(100_000):
             _here.turns.next()
-            if self._is_set or timeout is not None:
+            if self._is_set or (timeout is not None and timeout <= module._LOOK_S):
                 return self._is_set
         raise AssertionError("a wait does not end")
 
@@ -149,6 +151,7 @@ def in_turns(seed: int, held: tuple[int, str, int] | None) -> Iterator[Turns]:
     turns = Turns(random.Random(seed), module.__file__, held)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "Latch", TurningLatch)
+        patch.setattr(module, "_AGREE_S", LONG_S)
         patch.setattr(module, "start_thread", turns.start)
         patch.setattr(module, "pause", lambda _since, _until: turns.next())
         yield turns
@@ -280,20 +283,126 @@ def test_a_missing_rank_is_named_in_time() -> None:
     agreement.close()
 
 
-def test_a_lost_store_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at some later request, which this rank could not hear."""
+def test_a_missing_rank_is_not_waited_for_beyond_the_time_before_a_kill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert module._AGREE_S < 15.0, "torchrun kills ranks 30 s after its signal"
+    monkeypatch.setattr(module, "_AGREE_S", 0.05)
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    agreement = StopAgreement(Coordinator(dist.HashStore(), 0, 2, "job"), LONG_S)
+    agreement.ask()
+    with pytest.raises(PeerFailed, match=r"rank 1 did not agree within 0.06 s"):
+        agreement.is_reached()
+    agreement.close()
+
+
+def test_a_store_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = threading.Event(), threading.Event()
     coordinator = Coordinator(dist.HashStore(), 0, 2, "job")
 
+    def hang(*_: object) -> None:
+        asked.set()
+        assert answers.wait(LONG_S)
+        raise ConnectionError("at last")
+
+    monkeypatch.setattr(coordinator, "call", hang)
+    monkeypatch.setattr(module, "_PAUSES_S", ())
+    agreement = StopAgreement(coordinator, 0.02)
+    agreement.ask()
+    assert asked.wait(LONG_S)
+    with pytest.raises(PeerFailed, match="does not answer"):
+        agreement.is_reached()
+    answers.set()
+    agreement.close()
+
+
+def test_a_lost_store_does_not_matter_while_nobody_is_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank goes on: without its promise no other rank stops. It raises once it is asked."""
+    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(module, "_PAUSES_S", (0.0, 0.0))
+    coordinator, tries, is_deaf = Coordinator(dist.HashStore(), 0, 2, "job"), [0], threading.Event()
+
     def refuse(*_: object) -> None:
+        tries[0] += 1
         raise ConnectionError("it is gone")
 
     monkeypatch.setattr(coordinator, "call", refuse)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda _record: is_deaf.set()  # type: ignore[method-assign]
+    logging.getLogger("fastckpt").addHandler(handler)
     agreement = StopAgreement(coordinator, LONG_S)
-    agreement._known.wait()
-    with pytest.raises(PeerFailed, match=r"store .* is unreachable .it is gone.*when to stop"):
-        agreement.is_reached()
+    assert is_deaf.wait(LONG_S) and tries == [3]
+    assert "it is gone" in caplog.text and len(caplog.records) == 1
+    logging.getLogger("fastckpt").removeHandler(handler)
+    assert [agreement.is_reached() for _ in range(100)] == [False] * 100
+    agreement.ask()
+    for _ in range(2):
+        with pytest.raises(PeerFailed, match=r"store .* is unreachable .it is gone.*when to stop"):
+            agreement.is_reached()
     agreement.close()
+
+
+class LosesOnce:
+    """A store of which one client loses its connection, once: at its k-th operation, of which the
+    server has heard or not. A new connection works.
+    """
+
+    def __init__(self, store: dist.Store, *, is_heard: bool) -> None:
+        self._store, self.losing, self._is_heard = store, 0, is_heard
+        self.lost = ""
+
+    def clone(self) -> LosesOnce:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(key: Any, *values: Any) -> Any:
+            self.losing -= 1
+            if self.losing:
+                return getattr(self._store, name)(key, *values)
+            self.lost = name
+            if self._is_heard:
+                getattr(self._store, name)(key, *values)
+            raise ConnectionError(f"{name} of {key}")
+
+        return call
+
+
+@pytest.mark.parametrize("is_heard", [False, True], ids=["unheard", "unanswered"])
+def test_ranks_agree_although_one_loses_its_connection(
+    is_heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOOK_S", 0.005)
+    monkeypatch.setattr(module, "_PAUSES_S", (0.0, 0.0))
+
+    def stops(losing: int) -> tuple[str, set[int]]:
+        store = dist.HashStore()
+        loses = LosesOnce(store, is_heard=is_heard)
+        clients = [store, loses, store]
+
+        def live(rank: int) -> int:
+            coordinator = Coordinator(clients[rank], rank, 3, "job")
+            coordinator.call("check", ["any"])
+            if rank == 1:
+                loses.losing = losing
+            agreement = StopAgreement(coordinator, LONG_S)
+            calls = 1
+            while not agreement.is_reached() and calls < 50_000:
+                calls += 1
+                if rank == losing % 3 and calls == 5:
+                    agreement.ask()
+                time.sleep(0.0002)
+            agreement.close()
+            return calls
+
+        with ThreadPoolExecutor(3) as pool:
+            calls = {*pool.map(live, range(3))}
+        return loses.lost, calls
+
+    found = [stops(losing) for losing in range(1, 16)]
+    assert all(len(calls) == 1 for _, calls in found), found
+    assert {"check", "set", "add"} <= {lost for lost, _ in found}
 
 
 def test_many_ranks_spare_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +425,7 @@ def test_many_ranks_spare_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(module, "Latch", Counting)
         monkeypatch.setattr(module, "start_thread", lambda body, _name: body() or True)
+        monkeypatch.setattr(module, "_PAUSES_S", ())
         monkeypatch.setattr(coordinator, "call", call)
         StopAgreement(coordinator, LONG_S)
     assert looks == {0: [4, 8, 12], 1: [3, 7, 11], 2: [2, 6, 10], 3: [1, 5, 9]}
