@@ -24,19 +24,39 @@ namespace {
 constexpr int kRetriesMax = 100;
 constexpr size_t kDirectAlign = 4096;
 
+// Whether a server has answered that credentials (a Kerberos ticket, say) or a handle are expired.
+bool is_refusal(ssize_t result) {
+    return result == -EACCES || result == -EPERM || result == -EKEYEXPIRED || result == -ESTALE;
+}
+
+// Writes a range back; returns 0, or an errno with which the op must end.
+//
+// That may be the error of any earlier write to the file: the wait returns it once for this file
+// description, and the sync before the commit will not tell it again
+// (file_check_and_advance_wb_err). So it is never one that advance() tries again: the bytes that
+// are lost are not this op's.
+int write_back(int fd, uint64_t offset, size_t nbytes, unsigned flags) {
+    if (sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes), flags) == 0)
+        return 0;
+    const int error = errno;
+    // Without flags it does nothing: where that fails, too, a sandbox refuses the call itself.
+    if (sync_file_range(fd, 0, 0, 0) != 0) return 0;
+    return error == EINTR || error == EAGAIN || is_refusal(-error) ? EIO : error;
+}
+
 // Writes back the block just written and drops the one `kWindow` behind it, so that a checkpoint
-// does not evict the training job's data set from the page cache. Advice only.
-void drop_behind(int fd, uint64_t offset, size_t nbytes) {
+// does not evict the training job's data set from the page cache. Returns as write_back().
+int drop_behind(int fd, uint64_t offset, size_t nbytes) {
     constexpr uint64_t kWindow = uint64_t{64} << 20;
-    sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes),
-                    SYNC_FILE_RANGE_WRITE);
-    if (offset < kWindow) return;
-    const auto behind = static_cast<off_t>(offset - kWindow);
+    const int error = write_back(fd, offset, nbytes, SYNC_FILE_RANGE_WRITE);
+    if (error != 0 || offset < kWindow) return error;
+    const uint64_t behind = offset - kWindow;
     const unsigned wait =
         SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
-    // An error here stays recorded on the file, and the fdatasync before the commit returns it.
-    sync_file_range(fd, behind, static_cast<off_t>(nbytes), wait);
-    posix_fadvise(fd, behind, static_cast<off_t>(nbytes), POSIX_FADV_DONTNEED);
+    if (const int lost = write_back(fd, behind, nbytes, wait)) return lost;
+    // It drops clean pages only, and is advice.
+    posix_fadvise(fd, static_cast<off_t>(behind), static_cast<off_t>(nbytes), POSIX_FADV_DONTNEED);
+    return 0;
 }
 
 ssize_t write_buffered(int fd, std::byte* data, size_t nbytes, uint64_t offset) {
@@ -50,8 +70,8 @@ ssize_t write_buffered(int fd, std::byte* data, size_t nbytes, uint64_t offset) 
     }
     const ssize_t n = pwrite(fd, data, nbytes, static_cast<off_t>(offset));
     if (n < 0) return -errno;
-    drop_behind(fd, offset, static_cast<size_t>(n));
-    return n;
+    const int lost = drop_behind(fd, offset, static_cast<size_t>(n));
+    return lost != 0 ? -lost : n;
 }
 
 class ThreadsBackend final : public Backend {
@@ -158,11 +178,6 @@ ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64
 }
 
 namespace {
-
-// Whether a server has answered that credentials (a Kerberos ticket, say) or a handle are expired.
-bool is_refusal(ssize_t result) {
-    return result == -EACCES || result == -EPERM || result == -EKEYEXPIRED || result == -ESTALE;
-}
 
 // Returns when to try again what was refused; null if it is not worth another try.
 Again renewal(Patience& patience) {

@@ -1,0 +1,171 @@
+"""No commit names bytes that the kernel could not write back. Linux tells an error of a write that
+has long returned once for each open file, by whichever call asks first: it must fail the save.
+
+Such errors come from a real FUSE daemon (tests/stubs/fuse_files.cc), and from a system call that is
+replaced. Must not know in which order a save uses the file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import fastckpt
+from tests import compiler
+from tests.paths import TESTS
+from tests.saving.test_handle import temporaries, wait_until
+from tests.saving.test_process import run_python
+
+MIB = 1 << 20
+BLOCK = 8 * MIB
+# The engine waits for what was written so far behind: there an error may be told before the sync.
+WINDOW = 64 * MIB
+NBYTES = WINDOW + 2 * BLOCK
+FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror")
+
+
+class Mount(NamedTuple):
+    """A mounted directory, the one that has its files, and the file that asks for a fault."""
+
+    point: Path
+    files: Path
+    control: Path
+
+
+def fuse_flags() -> list[str]:
+    """How to compile for libfuse; without it, or FUSE itself, the test is skipped."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("there is no /dev/fuse here")
+    if not os.path.exists("/usr/include/fuse3/fuse.h"):
+        pytest.skip("libfuse is missing (apt-get install libfuse3-dev)")
+    return ["-D_FILE_OFFSET_BITS=64", "-lfuse3"]
+
+
+@contextmanager
+def mounted_fuse(disk: Path, cache: str) -> Iterator[Mount]:
+    """Mounts a FUSE file system, of which the kernel caches writes if `cache` is "back"."""
+    source = TESTS / "stubs" / "fuse_files.cc"
+    library = compiler.library(disk, "fuse_files.so", source, *FLAGS, *fuse_flags())
+    mount = Mount(disk / "mount", disk / "files", disk / "fault")
+    mount.point.mkdir()
+    mount.files.mkdir()
+    serve = (
+        "import ctypes, sys; arguments = [b'fuse_files', *map(str.encode, sys.argv[2:])];"
+        "array = (ctypes.c_char_p * (len(arguments) + 1))(*arguments);"
+        "sys.exit(ctypes.CDLL(sys.argv[1]).serve(len(arguments), array))"
+    )
+    arguments = [library, mount.files, mount.control, cache, mount.point, "-f"]
+    daemon = subprocess.Popen(
+        [sys.executable, "-S", "-c", serve, *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(
+            lambda: os.path.ismount(mount.point) or daemon.poll() is not None, "FUSE is mounted"
+        )
+        if daemon.poll() is not None:
+            pytest.skip(f"FUSE does not work here: {daemon.communicate()[1].strip()}")
+        yield mount
+    finally:
+        subprocess.run(["umount", "-l", str(mount.point)], check=False)
+        daemon.communicate(timeout=60)
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.full((BLOCK // 4,), float(i)) for i in range(NBYTES // BLOCK)}
+
+
+def check_save_at(mount: Mount, fault: str, *, durable: bool = True) -> None:
+    """A save during which this fault happens fails and leaves nothing; the next one is whole."""
+    mount.control.write_text(fault)
+    path = mount.point / "a.pt"
+    error = fastckpt.save(state(), path, durable=durable).exception(60)
+    assert not mount.control.exists(), "the fault has not happened"
+    assert isinstance(error, fastckpt.StorageError), f"committed in spite of {fault!r}"
+    assert error.errno == int(fault.split()[1]) and not error.visible
+    assert not temporaries(mount.files) and not path.exists()
+    fastckpt.save(state(), path).result(60)
+    # What the daemon has, not what the kernel remembers.
+    loaded = fastckpt.load(mount.files / "a.pt")
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in state().items())
+    path.unlink()
+
+
+def write_faults(number: int) -> Iterator[str]:
+    for begin in range(0, NBYTES + 1, BLOCK):  # the last one is the tail's
+        yield f"write {number} {begin} {begin + BLOCK}"
+
+
+@pytest.mark.filesystem
+@pytest.mark.parametrize("cache", ["back", "through"])
+def test_a_lost_write_fails_the_save(disk: Path, cache: str) -> None:
+    """Of a block that the engine waits for, of one that only the sync waits for, of the sync."""
+    with mounted_fuse(disk, cache) as mount:
+        check_save_at(mount, f"write {errno.EIO} 0 {BLOCK}")
+        check_save_at(mount, f"write {errno.ENOSPC} {WINDOW} {WINDOW + BLOCK}")
+        check_save_at(mount, f"sync {errno.EIO} 0 1")
+
+
+@pytest.mark.torture
+@pytest.mark.filesystem
+@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize("cache", ["back", "through"])
+def test_each_lost_write_fails_the_save(disk: Path, cache: str, durable: bool) -> None:
+    with mounted_fuse(disk, cache) as mount:
+        for number in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            for fault in write_faults(number):
+                check_save_at(mount, fault, durable=durable)
+            check_save_at(mount, f"{'sync' if durable else 'flush'} {number} 0 1", durable=durable)
+
+
+PRELOADED = """
+import ctypes, errno, os, sys
+from array import array
+from fastckpt import _engine
+from fastckpt.plan.image import address_of
+
+fail = ctypes.CDLL(None).write_back_fail
+memory = bytearray(1 << 20)
+fd = os.memfd_create("written")
+backend = _engine.threads_backend(2)
+engine = _engine.Engine(1 << 20, 1 << 20, 1)
+for word in sys.argv[2:]:
+    name, _, forbidden = word.partition("-")
+    fail(getattr(errno, name), bool(forbidden))
+    segments = array("Q", (0, len(memory), address_of(memory)))
+    job = engine.stage(segments, array("Q"), _engine.Allowance(1), 1)
+    job.write_to(fd, int(sys.argv[1]), backend, False, 60.0)
+    assert job.wait_written(60)
+    print(word, "-" if job.failure() is None else errno.errorcode[job.failure()[2]])
+engine.close()
+backend.close()
+"""
+
+
+def test_an_error_of_an_earlier_write_is_final(disk: Path) -> None:
+    """It is not this write's, which would succeed if it were tried again, as one that a server
+    refuses is. A sandbox that forbids the call has no say in it.
+    """
+    expected = {
+        "EIO": "EIO",
+        "ENOSPC": "ENOSPC",
+        "EINVAL": "EINVAL",  # a FUSE daemon may answer anything
+        **dict.fromkeys(["EINTR", "EAGAIN", "EACCES", "EPERM", "EKEYEXPIRED", "ESTALE"], "EIO"),
+        **dict.fromkeys(["ENOSYS-forbidden", "EPERM-forbidden"], "-"),
+    }
+    shim = compiler.library(disk, "write_back.so", TESTS / "stubs" / "write_back.cc", *FLAGS)
+    variables = {"LD_PRELOAD": str(shim)}
+    result = run_python(PRELOADED, WINDOW, *expected, variables=variables, started=True)
+    assert dict(line.split() for line in result.stdout.splitlines()) == expected
