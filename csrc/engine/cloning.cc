@@ -75,7 +75,7 @@ std::optional<uint32_t> Cloner::crc_if_known(uint64_t offset, const std::byte* b
         hash = polyval(key_, bytes + at, n, hash);
         crc = crc32(crc, bytes + at, n);
     }
-    // The hash of what is staged is taken of that, since these bytes may be others by then.
+    // The hash of what is staged is taken of that, since the chunk may be another one by then.
     if (hash != old_[chunk]) return std::nullopt;
     hashes_[chunk] = hash;
     ++unstaged_[offset / block_bytes_];

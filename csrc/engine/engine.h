@@ -94,9 +94,9 @@ class Known {
   public:
     virtual ~Known() = default;
     virtual size_t chunk_bytes() const = 0;
-    // The CRC-32 of a chunk of the image, as it lies in memory, if the chunk is known. Then the
-    // job's backend sees to it, and gets ops whose `data` has nothing there: null if nothing of the
-    // op was staged.
+    // The CRC-32 of a chunk of the image, given in memory that nobody changes, if it is known. Then
+    // the job's backend sees to it, and gets ops whose `data` has nothing there: null if nothing of
+    // the op was staged.
     virtual std::optional<uint32_t> crc_if_known(uint64_t offset, const std::byte* bytes,
                                                  size_t nbytes) = 0;
 };
@@ -201,7 +201,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     void copy(Block& block);
     void copy_from(Block& block, uint64_t at);
     uint64_t pass_known(Block& block) const;
-    const std::byte* lying(uint64_t begin, uint64_t end, std::vector<std::byte>& gathered) const;
+    bool fetch(uint64_t begin, uint64_t end, std::byte* target) const;
     void look_at_numbers(Block& block, const std::byte* bytes, uint64_t first, uint64_t end) const;
     void copied(Block& block);
     uint32_t copy_host(std::byte* target, const Segment& segment, uint64_t begin, uint64_t end,

@@ -203,44 +203,37 @@ void WriteJob::copy(Block& block) {
     if (!block.is_known()) copy_from(block, block.begin + block.known);
 }
 
-// Looks at a block where it lies, until a chunk is not known; returns how many bytes that passes.
-// Their CRC-32 and their numbers are taken of this memory, as of what is copied.
+// Looks at a block, chunk by chunk, until one is not known; returns how many bytes that passes. The
+// memory may change meanwhile, so hash, CRC-32 and numbers are all taken of one copy, in the cache.
 uint64_t WriteJob::pass_known(Block& block) const {
     if (known_ == nullptr || block.is_arriving() || block.is_direct()) return 0;
-    std::vector<std::byte> gathered;
+    std::vector<std::byte> chunk(known_->chunk_bytes());
     uint64_t at = block.begin;
     while (at < block.end) {
-        const uint64_t end = std::min<uint64_t>(block.end, at + known_->chunk_bytes());
-        const std::byte* const bytes = lying(at, end, gathered);
-        if (bytes == nullptr) break;
-        const std::optional<uint32_t> crc = known_->crc_if_known(at, bytes, end - at);
+        const uint64_t end = std::min<uint64_t>(block.end, at + chunk.size());
+        if (!fetch(at, end, chunk.data())) break;
+        const std::optional<uint32_t> crc = known_->crc_if_known(at, chunk.data(), end - at);
         if (!crc) break;
         block.append(*crc, end - at);
-        look_at_numbers(block, bytes, at, end);
+        look_at_numbers(block, chunk.data(), at, end);
         at = end;
     }
     return at - block.begin;
 }
 
-// Returns where bytes [begin, end) of the image lie; `gathered`, which receives them, if they lie
-// in several segments. Null if some lie on a device.
-const std::byte* WriteJob::lying(uint64_t begin, uint64_t end,
-                                 std::vector<std::byte>& gathered) const {
+// Copies bytes [begin, end) of the image to `target`; returns false if some lie on a device.
+bool WriteJob::fetch(uint64_t begin, uint64_t end, std::byte* target) const {
     auto segment = std::upper_bound(segments_.begin(), segments_.end(), begin,
                                     [](uint64_t at, const Segment& s) { return at < s.offset; });
     --segment;
-    if (range_of(devices_, segment->address) != nullptr) return nullptr;
-    const auto* bytes = reinterpret_cast<const std::byte*>(segment->address);
-    if (segment->offset + segment->nbytes >= end) return bytes + (begin - segment->offset);
-    gathered.resize(end - begin);
     for (uint64_t at = begin; at < end; ++segment) {
-        if (range_of(devices_, segment->address) != nullptr) return nullptr;
-        bytes = reinterpret_cast<const std::byte*>(segment->address) + (at - segment->offset);
+        if (range_of(devices_, segment->address) != nullptr) return false;
+        const auto* bytes = reinterpret_cast<const std::byte*>(segment->address);
         const uint64_t nbytes = std::min(end, segment->offset + segment->nbytes) - at;
-        std::memcpy(gathered.data() + (at - begin), bytes, nbytes);
+        std::memcpy(target + (at - begin), bytes + (at - segment->offset), nbytes);
         at += nbytes;
     }
-    return gathered.data();
+    return true;
 }
 
 // Copies what a block has from `from` on.

@@ -7,16 +7,19 @@ fastckpt._engine; must not know formats, nor how a step finds the other file.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import os
 import random
+import struct
 import threading
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -25,7 +28,9 @@ from hypothesis import strategies as st
 
 from fastckpt import _engine
 from fastckpt.plan.image import address_of
+from tests import compiler
 from tests.engine.test_engine import PAGE, WAIT_S, callback_backend, engine_of, relaxed
+from tests.paths import TESTS
 
 CHUNK = PAGE
 KEY = bytes(range(16))
@@ -507,3 +512,49 @@ def test_hashes_are_computed_at_low_priority() -> None:
 def test_half_keys_and_hashes_are_refused(key: bytes, hashes: bytes) -> None:
     with pytest.raises(ValueError, match=r"16 bytes|rows"):
         _engine.Cloner(1, CHUNK, CHUNK, key, -1, hashes)
+
+
+def test_what_changes_meanwhile_has_the_checksum_of_what_was_written(disk: Path) -> None:
+    """A chunk is looked at where it lies: its hash, its CRC-32 and the count of its numbers that
+    are not finite are of the same bytes, which are those written.
+    """
+    source, count, at = TESTS / "stubs" / "hammer.cc", 256, 1024
+    library = ctypes.CDLL(str(compiler.library(disk, "hammer.so", source, "-O1")))
+    one, infinite = struct.pack("f", 1.0), struct.pack("f", float("inf"))
+    held, stop = bytearray(CHUNK), bytearray(4)
+    held[at : at + 4] = one
+    old = bytes(held) * count
+    hashes, sizes = b"".join(hashes_of(old)), (len(old), CHUNK, CHUNK)
+    # All chunks of the image are the same memory.
+    segments = [(begin, CHUNK, address_of(held)) for begin in range(0, len(old), CHUNK)]
+    plan = array("Q", itertools.chain(*segments))
+    numbers = array("Q", (0, len(old), 4, 0x7F800000))
+    words = [int.from_bytes(word, "little") for word in (one, infinite)]
+    pointer, stop_pointer = (
+        ctypes.c_void_p(address_of(held) + at),
+        ctypes.c_void_p(address_of(stop)),
+    )
+    writer = threading.Thread(target=library.hammer, args=(pointer, *words, stop_pointer))
+    writer.start()
+    try:
+        for _ in range(15):
+            disk_of_file = Disk()
+            with ExitStack() as files, engine_of(4, CHUNK) as engine:
+                other, fd = memory_file(files, old), memory_file(files, nbytes=len(old))
+                tools = (disk_of_file.clone, disk_of_file.read)
+                cloner = _engine.Cloner(*sizes, KEY, other, hashes, *tools)
+                with cloning(disk_of_file, fd, cloner, 1) as backend:
+                    allowance = _engine.Allowance(4)
+                    job = engine.stage(
+                        plan, array("Q"), allowance, 1, numbers=numbers, known=cloner
+                    )
+                    job.write_to(fd, 0, backend, False)
+                    assert job.wait_written(WAIT_S) and job.failure() is None
+                written = pieces(content_of(fd))
+                assert list(map(zlib.crc32, written)) == job.block_crcs()
+                assert job.non_finite() == [
+                    sum(piece[at : at + 4] == infinite for piece in written)
+                ]
+    finally:
+        stop[0] = 1
+        writer.join()
