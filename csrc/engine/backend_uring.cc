@@ -19,6 +19,9 @@ namespace fastckpt {
 
 namespace {
 
+constexpr unsigned kRefusalsMax = 100;
+constexpr auto kReapPause = std::chrono::milliseconds(10);
+
 std::string why_unavailable(const char* call, int error) {
     std::string why = std::string(call) + " failed with " + std::strerror(error);
     if (error == EPERM)
@@ -36,7 +39,12 @@ class UringBackend final : public Backend {
         if (wake_fd_ < 0)
             throw BackendUnavailable(std::string("eventfd failed with ") + std::strerror(errno));
         std::unique_lock lock(mu_);
-        thread_ = std::thread([this] { run(); });
+        try {
+            thread_ = std::thread([this] { run(); });
+        } catch (...) {  // it could not be started
+            ::close(wake_fd_);
+            throw;
+        }
         // The ring's own thread sets it up: IORING_SETUP_SINGLE_ISSUER binds a ring to its creator.
         ready_.wait(lock, [&] { return setup_done_; });
         if (setup_error_ != 0) {
@@ -71,9 +79,10 @@ class UringBackend final : public Backend {
     const char* name() const override { return "io_uring"; }
 
   private:
-    void wake() const {
+    void wake() {
         const uint64_t one = 1;
         CHECK(::write(wake_fd_, &one, sizeof one) == sizeof one);
+        ready_.notify_one();  // if it waits without the ring
     }
 
     // Tries the newest flags first; a kernel that does not know one answers EINVAL. DEFER_TASKRUN
@@ -115,6 +124,7 @@ class UringBackend final : public Backend {
         CHECK(sqe != nullptr);
         io_uring_prep_read(sqe, wake_fd_, &wake_value_, sizeof wake_value_, 0);
         io_uring_sqe_set_data(sqe, nullptr);
+        unsubmitted_.push_back(nullptr);
         wake_armed_ = true;
     }
 
@@ -129,6 +139,7 @@ class UringBackend final : public Backend {
         else
             io_uring_prep_read(sqe, op->fd, data, nbytes, offset);
         io_uring_sqe_set_data(sqe, op);
+        unsubmitted_.push_back(op);
         ++in_flight_;
     }
 
@@ -141,10 +152,19 @@ class UringBackend final : public Backend {
         }
         ready_.notify_one();
         if (error != 0) return;
+        unsigned failures = 0;  // in a row
         while (fill()) {
             const int submitted = submit_and_wait();
-            CHECK(submitted >= 0 || submitted == -EINTR || submitted == -EAGAIN ||
-                  submitted == -EBUSY || submitted == -ETIME);
+            while (unsubmitted_.size() > io_uring_sq_ready(&ring_)) unsubmitted_.pop_front();
+            if (submitted >= 0 || submitted == -EINTR || submitted == -EAGAIN ||
+                submitted == -EBUSY || submitted == -ETIME) {
+                failures = 0;
+            } else if (++failures > kRefusalsMax) {
+                run_without_ring();
+                break;
+            } else {  // memory may be short for a moment: 0.5 s in all
+                std::this_thread::sleep_for(std::chrono::microseconds(100 * failures));
+            }
             reap();
         }
         io_uring_queue_exit(&ring_);
@@ -158,6 +178,46 @@ class UringBackend final : public Backend {
         __kernel_timespec time{ns / 1'000'000'000, ns % 1'000'000'000};
         io_uring_cqe* cqe = nullptr;
         return io_uring_submit_and_wait_timeout(&ring_, &cqe, 1, &time, nullptr);
+    }
+
+    // Transfers by system calls what the kernel no longer takes by the ring, until close(). What it
+    // has taken ends by itself.
+    void run_without_ring() {
+        for (Op* op : unsubmitted_) {
+            if (op == nullptr) continue;
+            --in_flight_;
+            later_.emplace(std::chrono::steady_clock::time_point{}, op);
+        }
+        while (Op* const op = next_without_ring()) {
+            if (const Again again = carry_out(*op, transfer_by_syscall))
+                later_.emplace(*again, op);
+            else
+                finish(*op);
+        }
+    }
+
+    // Waits for an op; null when close() was called and nothing is left to do.
+    Op* next_without_ring() {
+        for (;;) {
+            reap();
+            if (!later_.empty() && is_due(later_.begin()->first)) {
+                Op* const op = later_.begin()->second;
+                later_.erase(later_.begin());
+                return op;
+            }
+            std::unique_lock lock(mu_);
+            const bool idle = in_flight_ == 0 && later_.empty();
+            if (idle)
+                ready_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+            else if (queue_.empty())
+                ready_.wait_for(lock, kReapPause);
+            if (!queue_.empty()) {
+                Op* const op = queue_.front();
+                queue_.pop_front();
+                return op;
+            }
+            if (idle) return nullptr;
+        }
     }
 
     // Puts waiting ops on the ring; false when close() was called and nothing is left to do.
@@ -202,6 +262,7 @@ class UringBackend final : public Backend {
     bool wake_armed_ = false;
     unsigned in_flight_ = 0;
     std::multimap<std::chrono::steady_clock::time_point, Op*> later_;
+    std::deque<Op*> unsubmitted_;  // on the ring, but not taken by the kernel; null: the wake-up
 
     std::mutex mu_;
     // State below is protected by mu_.
