@@ -443,7 +443,8 @@ void bind_engine(py::module_& m) {
             },
             py::arg("fd"), py::arg("nbytes"), py::arg("crcs"), py::arg("backend"),
             py::arg("direct"), py::arg("window_blocks"),
-            py::arg("wanted") = std::vector<uint32_t>(), py::arg("gds") = nullptr)
+            py::arg("wanted") = std::vector<uint32_t>(), py::arg("gds") = nullptr,
+            py::keep_alive<0, 1>())  // whose mutex a closed stream still takes
         .def(
             "prefault",
             [](Engine& engine, size_t begin, size_t end, unsigned threads,

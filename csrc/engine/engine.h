@@ -286,7 +286,7 @@ struct Run {
 };
 
 // A window of verified blocks that moves over a file's wanted blocks, for one reader at a time.
-// Made by Engine::read.
+// Made by Engine::read. Reading after close() throws std::invalid_argument.
 class ReadStream {
   public:
     ~ReadStream();
@@ -320,6 +320,7 @@ class ReadStream {
     size_t block_count() const;
     size_t index_at(size_t place) const;
     size_t place_of(size_t index) const;
+    void check_open() const;
     Block* pin(std::unique_lock<std::mutex>& lock, uint64_t offset);
     bool send(Block& block, const std::shared_ptr<DeviceQueue>& queue, uint64_t target,
               const std::byte* source, uint64_t nbytes);

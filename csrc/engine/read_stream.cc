@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <stdexcept>
 
 #include "check.h"
 #include "crc32/crc32.h"
@@ -191,7 +192,9 @@ bool ReadStream::give_way(std::unique_lock<std::mutex>& lock) {
 
 void ReadStream::beside(ReadStream& other) {
     const std::lock_guard lock(engine_.mu_);
-    CHECK(&engine_ == &other.engine_ && this != &other && !closed_ && !other.closed_);
+    CHECK(&engine_ == &other.engine_ && this != &other);
+    check_open();
+    other.check_open();
     beside_.push_back(&other);
     other.beside_.push_back(this);
 }
@@ -206,14 +209,19 @@ void ReadStream::move_window(size_t first) {
         if (blocks_[place] != nullptr) blocks_[place]->dropped = false;
 }
 
+void ReadStream::check_open() const {
+    if (closed_) throw std::invalid_argument("read of a closed stream");
+}
+
 // Moves the window to the block that holds `offset` and waits for it; null on failure. The block
 // stays until the reader, who alone moves the window, pins another one.
 ReadStream::Block* ReadStream::pin(std::unique_lock<std::mutex>& lock, uint64_t offset) {
-    CHECK(!closed_);
     const size_t place = place_of(offset / engine_.block_bytes());
     Block* block = nullptr;
+    check_open();
     move_window(place);
     for (;;) {
+        check_open();  // once more, since another thread may close it while this one waits
         // Arena blocks may have come free meanwhile: ask again.
         reclaim(lock, false);
         fill_window();

@@ -84,7 +84,10 @@ class StridedReadStream(ReadStream, Protocol):
 
 
 class EngineReadStream(StridedReadStream):
-    """The engine's stream, with its descriptor and its own engine if it has one."""
+    """The engine's stream, with its descriptor and its own engine if it has one.
+
+    Reading after close() raises ValueError.
+    """
 
     def __init__(
         self,
@@ -123,6 +126,11 @@ class EngineReadStream(StridedReadStream):
 
     def close(self) -> None:
         self._stream.close()
-        self._close_file()
+        close_file, self._close_file = self._close_file, _nothing
+        close_file()
         if self._engine is not None:
             self._engine.close()
+
+
+def _nothing() -> None:
+    """Does nothing: the file is closed, and its descriptor may be another file's by now."""

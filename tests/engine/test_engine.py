@@ -31,8 +31,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastckpt import _engine
+from fastckpt.engine.staging import Staging
 from fastckpt.plan.image import address_of
+from fastckpt.storage.file_system import Storage
 from tests.saving.test_handle import let_others_end, wait_until
+from tests.saving.test_process import run_python
 from tests.storm import Chance
 
 PAGE = 4096
@@ -636,6 +639,69 @@ def test_close_waits_for_streams(disk: Path, backend: Backend) -> None:
         assert not closing.is_alive()
         assert target == POOL[: 4 * PAGE]
         stream.close()
+
+
+def test_reading_a_closed_stream_is_an_error(disk: Path, backend: Backend) -> None:
+    (disk / "image").write_bytes(POOL[: 4 * PAGE])
+    target = bytearray(PAGE)
+    runs = array("Q", (0, address_of(target), PAGE, 1, 0, 0))
+    with opened(disk / "image", os.O_RDONLY) as fd:
+        engine = Engine(2 * PAGE, PAGE, 2)
+        stream, other = (engine.read(fd, 4 * PAGE, [], backend, False, 1) for _ in range(2))
+        stream.close()
+        for end in (other.close, engine.close):
+            with pytest.raises(ValueError, match="closed stream"):
+                stream.readinto(target, 0)
+            with pytest.raises(ValueError, match="closed stream"):
+                stream.read_runs(runs)
+            with pytest.raises(ValueError, match="closed stream"):
+                other.beside(stream)
+            assert stream.failure() is None and stream.arrive()
+            stream.close()
+            end()
+        del engine, end  # a closed stream still answers
+        with pytest.raises(ValueError, match="closed stream"):
+            stream.readinto(target, 0)
+
+
+def test_a_stream_is_closed_once(disk: Path) -> None:
+    """Its descriptor's number is another file's by the time it is closed again."""
+    (disk / "image").write_bytes(POOL[: 4 * PAGE])
+    staging = Staging(Storage())
+    with opened(disk / "image", os.O_RDONLY) as fd:
+        before = set(os.listdir("/proc/self/fd"))
+        stream = staging.read(fd, "image", 4 * PAGE, PAGE, ())
+        taken = {int(name) for name in {*os.listdir("/proc/self/fd")} - before}
+        stream.close()
+        others = [os.dup(fd) for _ in taken]
+        stream.close()
+        for other in others:
+            os.close(other)  # it is still open
+        with pytest.raises(ValueError, match="closed stream"):
+            stream.readinto(bytearray(PAGE), 0)
+    staging.close()
+
+
+NO_THREAD = """
+import os, resource
+from fastckpt import _engine
+descriptors = os.listdir("/proc/self/fd")
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 20), -1))  # too little for a stack
+for make in (_engine.uring_backend, _engine.threads_backend):
+    for _ in range(3):
+        try:
+            make(4)
+        except (RuntimeError, MemoryError) as error:
+            print(make.__name__)
+assert os.listdir("/proc/self/fd") == descriptors
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_thread_that_cannot_be_started_leaves_no_descriptor() -> None:
+    said = run_python(NO_THREAD).stdout.split()
+    assert said == ["uring_backend"] * 3 + ["threads_backend"] * 3
 
 
 def status_kib(name: str) -> int:
