@@ -344,17 +344,21 @@ class Staging:
             path: the file's path, for messages.
             crcs: every block's CRC-32, or none.
             wanted: numbers of the blocks that will be asked for, ascending; default: all.
-            route: how it is read; default: chosen here.
+            route: how it is read, by fd itself, which stays open meanwhile; default: chosen here.
             direct: reads all blocks to its GPU; they have BLOCK_BYTES then.
         """
-        # Opened anew, since O_DIRECT would change the caller's descriptor, too.
-        with reported("open", path):
-            own_fd = self.storage.open(f"/proc/self/fd/{fd}")
-        try:
+        with ExitStack() as opened:
+            if route is None or direct is not None:
+                # Opened anew, since O_DIRECT would change the caller's descriptor, too.
+                with reported("open", path):
+                    fd = self.storage.open(f"/proc/self/fd/{fd}")
+                opened.callback(self._close, fd)
             if direct is not None:
-                return self._read_direct(own_fd, path, nbytes, crcs, wanted, direct)
+                stream = self._read_direct(fd, path, nbytes, crcs, wanted, direct)
+                opened.pop_all()
+                return stream
             if route is None:
-                fd, route = own_fd, self.route(own_fd, path, "auto", writing=False)
+                route = self.route(fd, path, "auto", writing=False)
             engine, own = self.engine(), None
             if block_bytes != engine.block_bytes:  # blocks of another size need their own arena
                 held = min(WINDOW_BLOCKS, -(-nbytes // block_bytes))
@@ -362,13 +366,10 @@ class Staging:
                 arena_bytes = max(1, held) * block_bytes
                 engine = own = _engine.Engine(arena_bytes, block_bytes, stager_count())
             window = max(1, min(WINDOW_BLOCKS, engine.arena_blocks // 2))
-            stream = engine.read(
+            of_engine = engine.read(
                 fd, nbytes, list(crcs), route.backend, route.direct, window, list(wanted)
             )
-        except BaseException:
-            self._close(own_fd)
-            raise
-        return EngineReadStream(stream, own, lambda: self._close(own_fd), self.devices.text)
+            return EngineReadStream(of_engine, own, opened.pop_all().close, self.devices.text)
 
     def direct(self, way: str, queue: Any, directory: str) -> GdsDevice | None:
         """Returns what reads a directory's files straight to a GPU, or None for reads by the host.

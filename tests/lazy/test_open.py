@@ -26,6 +26,7 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.lazy.tensors import LazyTensors
+from fastckpt.storage.file_system import Storage
 from tests.formats.test_step_formats import sealed_bytes
 
 DTYPES = (
@@ -483,3 +484,24 @@ def test_other_indexes_are_refused(index: Any, disk: Path) -> None:
             tensors["large"][::-1]
         with pytest.raises(KeyError, match="large"):
             tensors["larg"]
+
+
+def test_parts_of_a_step_are_read_by_the_file_that_is_open(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = flat()
+    fastckpt.Checkpointer(disk).save(1, state).result(60)
+    with fastckpt.open(disk) as tensors:
+        for name, tensor in state.items():
+            assert torch.equal(tensors[name][...], tensor)  # opens what it is in
+        opened: list[str] = []
+        real = Storage.open
+
+        def noted(storage: Storage, path: str) -> int:
+            opened.append(path)
+            return real(storage, path)
+
+        monkeypatch.setattr(Storage, "open", noted)
+        for name, tensor in state.items():
+            assert torch.equal(tensors[name][...], tensor)
+    assert not opened
