@@ -15,6 +15,14 @@ from typing import TypeVar
 AnyError = TypeVar("AnyError", bound=BaseException)
 
 
+def ensure(condition: bool, text: str) -> None:
+    """Raises AssertionError with this text unless the condition holds, under `python -O` too: for
+    what only a bug can break, and what bytes that are committed or given out depend on.
+    """
+    if not condition:
+        raise AssertionError(text)
+
+
 class CheckpointError(RuntimeError):
     """The base of all errors below. It is a RuntimeError because torch.save raises that.
 

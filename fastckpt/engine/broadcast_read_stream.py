@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fastckpt.engine.read_stream import DAMAGE, PEERS, EngineReadStream, Fault, ReadStream
+from fastckpt.errors import ensure
 from fastckpt.plan.image import block_count
 
 # Four numbers follow each block: its reader's rank, and a fault's operation, place and errno.
@@ -123,7 +124,7 @@ class BroadcastReadStream(ReadStream):
         return self._fault or next((fault for fault in of_own if fault is not None), None)
 
     def abandon(self) -> None:
-        assert self._next == 0
+        ensure(self._next == 0, "no broadcast has begun")
         self._stream.close()
 
     def close(self) -> None:

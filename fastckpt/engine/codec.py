@@ -20,7 +20,7 @@ import zstandard
 
 from fastckpt.engine import planes
 from fastckpt.engine.roundings import Roundings
-from fastckpt.errors import CorruptCheckpoint, StorageError
+from fastckpt.errors import CorruptCheckpoint, StorageError, ensure
 from fastckpt.plan.image import PAGE_BYTES, ItemRun
 from fastckpt.storage.file_system import Storage, reported
 
@@ -63,7 +63,7 @@ class _Blocks:
     """The blocks of an image of nbytes, of which only the last may be shorter than block_bytes."""
 
     def __init__(self, nbytes: int, block_bytes: int) -> None:
-        assert nbytes > 0 and block_bytes > 0
+        ensure(nbytes > 0 and block_bytes > 0, "an image that is coded has blocks")
         self.nbytes = nbytes
         self.block_bytes = block_bytes
         self.count = -(-nbytes // block_bytes)
@@ -74,7 +74,8 @@ class _Blocks:
     def index_of(self, memory: memoryview, offset: int) -> int:
         """Returns the number of a transfer's block; a transfer is always of a whole block."""
         index, inside = divmod(offset, self.block_bytes)
-        assert inside == 0 and index < self.count and len(memory) == self.size(index)
+        is_whole = inside == 0 and index < self.count and len(memory) == self.size(index)
+        ensure(is_whole, f"{len(memory)} bytes at {offset} are no whole block")
         return index
 
 
@@ -145,7 +146,7 @@ class _Workspace:
         nbytes = self.encoder.encode(block, offset, target)
         padding = _padding(nbytes)
         end = nbytes + len(padding)
-        assert end <= stored_nbytes_max(len(block))
+        ensure(end <= stored_nbytes_max(len(block)), "the frame is longer than it can be")
         target[nbytes:end] = padding
         return target[:end]
 
@@ -210,7 +211,7 @@ class FrameWriter:
             StorageError: this or another block could not be written, or its turn did not come
                 within TURN_WAIT_S.
         """
-        assert kind == "write" and fd == self._fd
+        ensure(kind == "write" and fd == self._fd, "a transfer of another file")
         index = self._blocks.index_of(memory, offset)
         try:
             workspace = self._take_workspace()
@@ -238,7 +239,8 @@ class FrameWriter:
         """
         with self._changed:
             self._raise_failure()
-            assert self._blocks_written == len(self._frames) == self._blocks.count
+            written = self._blocks_written == len(self._frames) == self._blocks.count
+            ensure(written, f"{self._blocks_written} of {self._blocks.count} blocks were written")
             return tuple(self._frames)
 
     def _take_workspace(self) -> _Workspace:
@@ -263,7 +265,7 @@ class FrameWriter:
     def _take_offset(self, index: int, nbytes: int) -> int:
         """Waits until all blocks before this one have their offset; returns the block's own."""
         with self._changed:
-            assert index >= len(self._frames), "a block was given twice"
+            ensure(index >= len(self._frames), "a block was given twice")
             self._wait_turn(index, lambda: len(self._frames))
             at = self._end
             self._frames.append(nbytes)
@@ -371,7 +373,7 @@ class FrameReader:
         Raises:
             StorageError: the file could not be read, or ends before the frame does (ENODATA).
         """
-        assert kind == "read" and fd == self._fd
+        ensure(kind == "read" and fd == self._fd, "a transfer of another file")
         index = self._blocks.index_of(memory, offset)
         stored = self._stored(index, 0, self._padded_nbytes(index))
         if self._kept is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fastckpt import _engine
-from fastckpt.errors import CorruptCheckpoint, StorageError
+from fastckpt.errors import CorruptCheckpoint, StorageError, ensure
 from fastckpt.plan.chunk_hashes import HASH_BYTES, ChunkHashes
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.file_system import Storage, reported
@@ -58,7 +58,7 @@ class Cloner:
     """
 
     def __init__(self, storage: Storage, nbytes: int, key: bytes, other: OtherFile | None) -> None:
-        assert other is None or other.hashes.key == key
+        ensure(other is None or other.hashes.key == key, "the keys of the hashes differ")
         self._nbytes = nbytes
         self._other = other
         self._key = key

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fastckpt._engine import PolyvalKey, polyval, round_to_bf16
+from fastckpt.errors import ensure
 from fastckpt.plan.image import ItemRange
 
 # Grains are compared as wholes, from each tensor's beginning on; each lies in one block. The last
@@ -55,7 +56,8 @@ class Roundings:
 
     def __init__(self, masters: Sequence[ItemRange] = (), halves: Sequence[ItemRange] = ()) -> None:
         if masters and halves:
-            assert masters[-1].begin + _FP32_BYTES * masters[-1].items <= halves[0].begin
+            end = masters[-1].begin + _FP32_BYTES * masters[-1].items
+            ensure(end <= halves[0].begin, "what is derived lies behind its masters")
         self.masters = masters
         self.halves = halves
         self._key = PolyvalKey(secrets.token_bytes(_KEY_BYTES))

@@ -17,7 +17,7 @@ from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.reuse import Cloner
 from fastckpt.engine.staging import Allowance, Route, Staging
-from fastckpt.errors import DeviceError, StorageError
+from fastckpt.errors import DeviceError, StorageError, ensure
 from fastckpt.handle import WRITE_SIZES, SaveStats
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.storage.file_system import Storage, reported, room_text
@@ -228,7 +228,8 @@ class ImageTransfer:
             pass
         self._end_file()
         self._check()
-        assert self._job.nbytes_written() == self.nbytes, "bytes written differ from the plan"
+        written = self._job.nbytes_written()
+        ensure(written == self.nbytes, f"{written} bytes were written instead of {self.nbytes}")
 
     def _check(self) -> None:
         failure = None if self._job is None else self._job.failure()

@@ -9,6 +9,7 @@ import os
 from contextlib import AbstractContextManager
 
 from fastckpt.arguments.environment import launched_rank
+from fastckpt.errors import CheckpointError
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.saving.place import Place
@@ -99,7 +100,11 @@ class FilePlace(Place):
         """Commits: the file, all of which has arrived, takes the path."""
         with reported("write", self.path):
             size = self.storage.size(self._fd)
-            assert size == self._nbytes, "the file is not as long as its image"
+        if size != self._nbytes:
+            raise CheckpointError(
+                f"{self._name!r} has {size} bytes instead of {self._nbytes}, which were written: "
+                "something else has changed it; nothing was committed"
+            )
         self._replaced = atomic.publish(
             self.storage, self._name, self.path, self._durable, self._fd
         )

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.errors import CorruptCheckpoint
+from fastckpt.errors import CorruptCheckpoint, ensure
 from fastckpt.formats import torch_pickle, torch_zip, zip_records
 from fastckpt.formats.image_builder import (
     ClosingLine,
@@ -218,7 +218,7 @@ class _Builder(ImageBuilder):
         self.items.append(Item(begin, nbytes, begin, nbytes, "", zlib.crc32(content)))
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
-        assert tensor.is_contiguous()
+        ensure(tensor.is_contiguous(), "the elements lie in their order")
         begin, nbytes = self._align(ITEM_ALIGNMENT), tensor.numel() * tensor.element_size()
         shell = _shell(tensor.dtype, tuple(tensor.shape), self._small)
         self.put(shell.front)
@@ -268,7 +268,7 @@ class _Tail:
         for item, slot in self._slot_of.items():
             crcs[item] = slot_crcs[slot]
         tail = _CLOSING.closed(self._content(block_crcs, crcs), self._body_nbytes)
-        assert len(tail) == self.nbytes
+        ensure(len(tail) == self.nbytes, f"the tail has {len(tail)} bytes, not {self.nbytes}")
         return tail
 
 

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.errors import IncompatibleCheckpoint, ensure
 from fastckpt.formats.strict_json import check_block_bytes
 from fastckpt.plan.image import PAGE_BYTES, Image, address_of, block_count
 
@@ -65,7 +65,8 @@ class ImageBuilder:
             image.append(address, size)
         for slot in self._slots:
             image.slots.extend(slot)
-        assert image.body_nbytes == self.offset and self.offset % PAGE_BYTES == 0
+        is_page = image.body_nbytes == self.offset and self.offset % PAGE_BYTES == 0
+        ensure(is_page, f"the body ends at {image.body_nbytes}, the tail begins at {self.offset}")
         return image
 
 

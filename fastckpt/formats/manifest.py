@@ -17,7 +17,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from fastckpt.errors import CorruptCheckpoint
+from fastckpt.errors import CorruptCheckpoint, ensure
 from fastckpt.formats.shard_index import (
     INDEX_BYTES_MAX,
     ShardIndex,
@@ -90,7 +90,7 @@ class Writer:
         written = self._written()
         _validate_writer(written)
         content = encode(written).encode()
-        assert len(content) <= WRITER_BYTES_MAX
+        ensure(len(content) <= WRITER_BYTES_MAX, "a reader would refuse the entry")
         return content
 
     @classmethod

@@ -23,7 +23,7 @@ import torch
 from torch.serialization import location_tag
 
 from fastckpt import _engine
-from fastckpt.errors import CorruptCheckpoint
+from fastckpt.errors import CorruptCheckpoint, ensure
 from fastckpt.plan.image import BY_VALUE_BYTES
 
 with suppress(ImportError):  # torch's pickler would import it in the stall of the first save
@@ -78,7 +78,7 @@ class Capture:
                 content = self._lasting(content, nbytes)
         else:
             content = content.encode() if isinstance(content, str) else content
-            assert len(content) == nbytes
+            ensure(len(content) == nbytes, f"{len(content)} bytes instead of {nbytes}")
         self.records.append((name, content))
 
     def _lasting(self, storage: torch.UntypedStorage, nbytes: int) -> bytes | torch.UntypedStorage:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastckpt.errors import CorruptCheckpoint
+from fastckpt.errors import CorruptCheckpoint, ensure
 from fastckpt.formats import zip_records
 from fastckpt.formats.image_builder import (
     CRC_DIGITS,
@@ -178,12 +178,12 @@ class _Tail:
         self.nbytes = len(self._joined([0] * blocks, central)) + _COMMENT.nbytes
 
     def build(self, block_crcs: Sequence[int], slot_crcs: Sequence[int]) -> bytes:
-        assert len(slot_crcs) == len(self.awaiting)
+        ensure(len(slot_crcs) == len(self.awaiting), "each slot has a checksum")
         central = list(self.central)
         for number, crc in zip(self.awaiting, slot_crcs, strict=True):
             central[number] = zip_records.with_crc(central[number], crc)
         tail = _COMMENT.closed(self._joined(block_crcs, central), self.body_nbytes)
-        assert len(tail) == self.nbytes
+        ensure(len(tail) == self.nbytes, f"the tail has {len(tail)} bytes, not {self.nbytes}")
         return tail
 
     def _opening(self, block_crcs: Sequence[int]) -> tuple[bytes, bytes]:

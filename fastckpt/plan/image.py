@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fastckpt.errors import ensure
+
 PAGE_BYTES = 4096
 BLOCK_BYTES = 8 << 20
 PORTION_BYTES = 32 << 20  # of a file that is copied: one is read while another is written
@@ -93,7 +95,7 @@ class Image:
 
     def append(self, address: int, nbytes: int) -> int:
         """Adds a segment at the end of the body and returns its number."""
-        assert nbytes > 0 and address != 0
+        ensure(nbytes > 0 and address != 0, "a segment has bytes and an address")
         number = len(self.segments) // 3
         self.segments.extend((self.body_nbytes, nbytes, address))
         self.body_nbytes += nbytes

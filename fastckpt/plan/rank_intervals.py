@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from fastckpt.errors import ensure
 from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
 
 SLOT_BYTES = 4
@@ -43,7 +44,7 @@ def bounds(
     Returns:
         ranks + 1 offsets; rank r writes [result[r], result[r + 1]).
     """
-    assert grain > 0 and grain % BLOCK_BYTES == 0
+    ensure(grain > 0 and grain % BLOCK_BYTES == 0, "intervals have whole blocks")
     if ranks == 1:
         return [0, body_nbytes]
     share = (body_nbytes + elsewhere) / ranks - elsewhere

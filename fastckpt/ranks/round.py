@@ -20,6 +20,7 @@ from fastckpt.errors import (
     IN_DOUBT,
     PeerFailed,
     SaveCancelled,
+    ensure,
     is_visible,
     mark_visible,
 )
@@ -195,7 +196,7 @@ class Round:
 
     def decide(self) -> None:
         """Settles, before rank 0 commits, that later failures are void; raises an earlier one."""
-        assert self.rank == 0, "rank 0 commits"
+        ensure(self.rank == 0, "rank 0 commits")
         self.heed()
         # fail() sets the same key by compare-and-set, so exactly one of the two comes first.
         self._end = self._call("compare_set", self._at("end"), b"", _DECIDED)

@@ -21,7 +21,7 @@ from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.gds_read_stream import whole_blocks
 from fastckpt.engine.staging import Staging
-from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError, ensure
 from fastckpt.formats import partial_objects, safetensors
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_have_values, may_hold
 from fastckpt.formats.shard_index import Piece, ShardIndex, gathers, is_per_rank
@@ -241,7 +241,7 @@ class StepReader:
             )
             if not as_it_lies or (tensor.device.type != "cpu" and self._in_bits(target)):
                 tensor = torch.empty(target.box.sizes, dtype=dtype, device="cpu")
-            assert tuple(tensor.shape) == target.box.sizes
+            ensure(tuple(tensor.shape) == target.box.sizes, "the target has its box's shape")
             buffers.setdefault(target.key, []).append((target, tensor))
             needed += tensor.numel() * tensor.element_size()
         reads = self._staging.devices.reads(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from fastckpt.errors import CheckpointError, PeerFailed
+from fastckpt.errors import CheckpointError, PeerFailed, ensure
 from fastckpt.formats.shard_index import Piece, ShardIndex
 from fastckpt.handle import SaveHandle
 from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
@@ -209,7 +209,8 @@ class Gathered:
             for nbytes, crc in told:
                 runs.append(nbytes, crc)
             end = part.end
-        assert sum(nbytes for nbytes, _crc in runs.blocks) == self.nbytes
+        described = sum(nbytes for nbytes, _crc in runs.blocks)
+        ensure(described == self.nbytes, f"{described} bytes are described, not {self.nbytes}")
         self._crcs = [crc for _nbytes, crc in runs.blocks]
 
     def wait_written(self) -> None:

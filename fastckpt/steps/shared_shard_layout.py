@@ -12,6 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from fastckpt.engine.staging import combine_crcs
+from fastckpt.errors import ensure
 from fastckpt.formats import safetensors
 from fastckpt.formats.shard_index import (
     PER_RANK,
@@ -28,7 +29,7 @@ from fastckpt.plan.image import BLOCK_BYTES, Image
 # checksum do not cross a multiple, so the checksums of the file's blocks can be combined from
 # theirs wherever a part begins.
 GRAIN_BYTES = 256 << 10
-assert BLOCK_BYTES % GRAIN_BYTES == 0
+ensure(BLOCK_BYTES % GRAIN_BYTES == 0, "blocks have whole grains")
 
 
 class BlockCrcs:
@@ -44,7 +45,7 @@ class BlockCrcs:
 
     def append(self, nbytes: int, crc: int) -> None:
         """Adds the next run, which must not cross the end of a block."""
-        assert self._end % BLOCK_BYTES + nbytes <= BLOCK_BYTES
+        ensure(self._end % BLOCK_BYTES + nbytes <= BLOCK_BYTES, "a run lies in one block")
         if self._end == self._begin or self._end % BLOCK_BYTES == 0:
             self.blocks.append((nbytes, crc))
         else:

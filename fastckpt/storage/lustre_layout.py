@@ -11,7 +11,7 @@ import struct
 from typing import NamedTuple
 
 from fastckpt.arguments.checks import STRIPE_COUNT_MAX, Striping
-from fastckpt.errors import CorruptCheckpoint
+from fastckpt.errors import CorruptCheckpoint, ensure
 from fastckpt.plan.image import BLOCK_BYTES
 
 # lustre_user.h: struct lov_user_md_v1, _v3, lov_user_ost_data_v1, lov_comp_md_v1 and its entries,
@@ -83,7 +83,8 @@ class Purpose(NamedTuple):
 
 def encoded(layout: Layout) -> bytes:
     """Returns the attribute or ioctl's argument that gives a new file a layout."""
-    assert not layout.is_composite and (not layout.osts or len(layout.osts) == layout.stripes)
+    is_plain = not layout.is_composite and (not layout.osts or len(layout.osts) == layout.stripes)
+    ensure(is_plain, "a plain layout is made")
     magic = MAGIC_SPECIFIC if layout.osts else MAGIC_V3 if layout.pool else MAGIC_V1
     first = layout.osts[0] if layout.osts else _OFFSET_ANY
     head = _HEAD.pack(magic, _PATTERN_RAID0, bytes(16), layout.stripe_bytes, layout.stripes, first)

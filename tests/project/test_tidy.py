@@ -306,6 +306,22 @@ def long_files(source: Source) -> Iterator[Fault]:
         yield FILE_LINES_MAX + 1, f"{len(source.lines)} lines, at most {FILE_LINES_MAX}"
 
 
+def asserts_of_bytes(source: Source) -> Iterator[Fault]:
+    """`python -O` drops asserts: in the package, they only tell the type checker what it misses."""
+    if source.path.startswith("fastckpt/"):
+        for node in source.walk(ast.Assert):
+            if not _narrows(node.test):
+                yield node.lineno, "an assert that python -O drops: use errors.ensure()"
+
+
+def _narrows(test: ast.expr) -> bool:
+    if isinstance(test, ast.BoolOp):
+        return all(map(_narrows, test.values))
+    if isinstance(test, ast.Compare):
+        return ast.unparse(test).endswith("is not None") and len(test.ops) == 1
+    return isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance"
+
+
 Rule = Callable[[Source], Iterator[Fault]]
 
 LONG_CPP = "// {}\nnamespace a {{\nint f(int x) {{\n{}}}\n}}\n".format
@@ -350,6 +366,10 @@ FAULTS: dict[Rule, list[tuple[str, str]]] = {
         ("fastckpt/a.py", "torch.save(1, f)\n"),
         ("fastckpt/a.py", "g = partial(torch.load, f)\n"),
     ],
+    asserts_of_bytes: [
+        ("fastckpt/a.py", "assert written == planned\n"),
+        ("fastckpt/a.py", "assert a is not None and a > 1\n"),
+    ],
     titles: [("a.md", "text\n"), ("a.md", "# One\n```sh\n# no title\n```\n# Two\n")],
     left_overs: [("a.md", f"# T\n\n{LEFT_OVERS[0]}: write\n"), ("setup.py", f"# {LEFT_OVERS[1]}")],
     long_files: [("fastckpt/a.py", "a = 1\n" * 601), ("csrc/a.cc", "\n" * 601)],
@@ -358,7 +378,12 @@ FAULTS: dict[Rule, list[tuple[str, str]]] = {
 # Close to a fault and none: what a rule that is too eager would report.
 BLAMELESS = [
     ("a.md", "# One\n\n```sh\n# a comment\n```\n| " + "x" * 101 + " |\n"),
-    ("tests/a.py", "import torch.utils\nfrom a import b\nb(default_factory=list)\n"),
+    ("tests/a.py", "import torch.utils\nfrom a import b\nb(default_factory=list)\nassert b == 1\n"),
+    (
+        "fastckpt/a.py",
+        '"""A file that opens by saying what it does and must not know."""\n'
+        "assert a is not None and isinstance(b, int)\n",
+    ),
     (
         "fastckpt/a.py",
         '"""A file that opens by saying what it does and must not know."""\n'
