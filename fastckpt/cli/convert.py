@@ -366,6 +366,7 @@ def _made(storage: Storage, path: str) -> Iterator[_Output]:
         fd = storage.create(path, 0o666)
     try:
         yield _Output(storage, fd, path)
+        atomic.settle(storage, fd, path, True)  # here, since closing it may consume an error
     finally:
         atomic.close_quietly(storage, fd)
 

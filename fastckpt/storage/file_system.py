@@ -420,7 +420,10 @@ class Storage:
 
     def sync(self, fd: int) -> None:
         """Makes the file's data and size durable; reports write errors met since the last call."""
-        (os.fsync if _policy(fd)[1].syncs_all else os.fdatasync)(fd)
+        policy = _policy(fd)[1]
+        (os.fsync if policy.syncs_all else os.fdatasync)(fd)
+        if policy.remote:  # a daemon without fsync tells of errors here: see flush()
+            os.close(os.dup(fd))
         self.direct_trial.synced(fd, os.fstat(fd).st_size)
 
     def flush(self, fd: int) -> None:

@@ -111,11 +111,14 @@ def write_faults(number: int) -> Iterator[str]:
 @pytest.mark.filesystem
 @pytest.mark.parametrize("cache", ["back", "through"])
 def test_a_lost_write_fails_the_save(disk: Path, cache: str) -> None:
-    """Of a block that the engine waits for, of one that only the sync waits for, of the sync."""
+    """Of a block that the engine waits for, of one that only the sync waits for, of the sync, and
+    of a close.
+    """
     with mounted_fuse(disk, cache) as mount:
         check_save_at(mount, f"write {errno.EIO} 0 {BLOCK}")
         check_save_at(mount, f"write {errno.ENOSPC} {WINDOW} {WINDOW + BLOCK}")
         check_save_at(mount, f"sync {errno.EIO} 0 1")
+        check_save_at(mount, f"flush {errno.EIO} 0 1")
 
 
 @pytest.mark.torture
@@ -127,7 +130,8 @@ def test_each_lost_write_fails_the_save(disk: Path, cache: str, durable: bool) -
         for number in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
             for fault in write_faults(number):
                 check_save_at(mount, fault, durable=durable)
-            check_save_at(mount, f"{'sync' if durable else 'flush'} {number} 0 1", durable=durable)
+            for operation in ("sync", "flush") if durable else ("flush",):
+                check_save_at(mount, f"{operation} {number} 0 1", durable=durable)
 
 
 PRELOADED = """
