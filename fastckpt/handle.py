@@ -222,8 +222,11 @@ def profile_of(stats: SaveStats) -> dict[str, Any]:
     if slowest is not None:
         rank, phase, seconds = slowest
         profile["slowest"] = {"rank": rank, "phase": phase, "seconds": max(0.0, seconds)}
-        if committed_s is not None:
-            profile["commit_s"] = max(0.0, committed_s - ranks[rank].synced_s)
+        agreed_s = committed_s if stats.local_committed_s is None else stats.local_committed_s
+        if agreed_s is not None:
+            profile["commit_s"] = max(0.0, agreed_s - ranks[rank].synced_s)
+    if committed_s is not None and stats.local_committed_s is not None:
+        profile["drain_s"] = max(0.0, committed_s - stats.local_committed_s)
     return profile
 
 
@@ -391,7 +394,9 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
                 values; "write_sizes": the sizes by which their "writes" are counted, in bytes;
                 "slowest": the rank whose files were durable last, the phase ("capture", "copy",
                 "write" or "sync") in which it was slow, and the "seconds" of that; "commit_s": from
-                then to the commit. Ranks other than the first know only themselves.
+                then to the commit, with a local tier to that on the nodes; "drain_s": with such a
+                tier, from there to the commit in the root. Ranks other than the first know only
+                themselves.
         """
         return profile_of(self.stats)
 

@@ -11,6 +11,8 @@ from contextlib import suppress
 from fastckpt.arguments.checks import check_size
 
 STAGING_VARIABLE = "FASTCKPT_STAGING_BYTES"
+# How torchrun, Open MPI, MPICH and Slurm tell a process its number among those of its machine.
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 def staging_bytes(least: int) -> int | None:
@@ -40,3 +42,11 @@ def launched_on_machine() -> int:
     """Returns how many ranks a launcher has started on this machine; 1 if it does not say."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(ranks)) if ranks.isdigit() else 1
+
+
+def is_first_on_machine() -> bool:
+    """Returns whether this process is the first of those that a launcher has started on this
+    machine, or was started by none.
+    """
+    ranks = (os.environ.get(name, "") for name in _LOCAL_RANKS)
+    return next((int(rank) == 0 for rank in ranks if rank.isdigit()), True)

@@ -56,8 +56,7 @@ def _print(found: list[dict[str, Any]], limit: float) -> None:
     clocks = ("stall", "committed", "rate", "of limit", "slowest")
     rows = [("step", "began", "ranks", "size", "stored", *clocks)]
     for entry in found:
-        rate, slowest = entry["rate"], entry.get("slowest")
-        last = "" if slowest is None else _slowest(slowest)
+        rate, last = entry["rate"], _slowest(entry)
         rows.append(
             (
                 str(entry["step"]),
@@ -77,7 +76,13 @@ def _print(found: list[dict[str, Any]], limit: float) -> None:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
-def _slowest(slowest: dict[str, Any]) -> str:
+def _slowest(entry: dict[str, Any]) -> str:
+    """Returns what took longest: a phase of the rank that was last, or the way to the root."""
+    slowest, drain_s = entry.get("slowest"), entry.get("drain_s")
+    if drain_s is not None and (slowest is None or drain_s > slowest["seconds"]):
+        return f"drain {shown_time(drain_s)}"
+    if slowest is None:
+        return ""
     phase = shown_name(slowest["phase"])
     return f"rank {slowest['rank']}, {phase} {shown_time(slowest['seconds'])}"
 
@@ -105,28 +110,36 @@ def _print_one(entry: dict[str, Any], limit: float) -> None:
             middle, last = order[len(order) // 2], order[-1]
             print(f"{name:10}{shown_time(took[middle]):>12}{shown_time(took[last]):>12}  {last}")
     _print_writes(entry)
-    if entry.get("commit_s") is not None:
-        print(f"{'commit':10}{shown_time(entry['commit_s']):>12}")
+    for name in ("commit", "drain"):
+        if entry.get(f"{name}_s") is not None:
+            print(f"{name:10}{shown_time(entry[f'{name}_s']):>12}")
     if entry["committed_s"] is not None:
         stall = _time(entry["stall_s"]) or "unknown"
         print(f"committed after {shown_time(entry['committed_s'])}; the caller was blocked {stall}")
         if entry["rate"]:
             print(f"{shown_rate(entry['rate'])}, {entry['rate'] / limit:.0%} of the limit")
-    if entry.get("slowest") is not None:
-        print(f"the last to be durable: {_slowest(entry['slowest'])}")
+    if _slowest(entry):
+        print(f"what took longest: {_slowest(entry)}")
 
 
 def _print_writes(entry: dict[str, Any]) -> None:
     columns = entry["by_rank"]
     waited = [seconds for seconds in columns.get("memory_waited_s", ()) if seconds]
     if waited:
-        print(f"copies waited for staging memory, at most {shown_time(max(waited))}")
+        print(f"copies waited for staging memory, at most {_most(waited)}")
+    paced = [seconds for seconds in columns.get("paced_s", ()) if seconds]
+    if paced and entry.get("drain_s") is None:  # else it is the drain that waited
+        print(f"writes waited for the limits that were asked for, at most {_most(paced)}")
     totals = [sum(column) for column in zip(*columns.get("writes", ()), strict=True)]
     if sum(totals):
         ends = [f"up to {shown_size(size)}" for size in entry["write_sizes"][:-1]]
         names = [*ends, "larger"]
         told = (f"{n} {name}" for n, name in zip(totals, names, strict=True) if n)
         print(f"{sum(totals)} writes: {', '.join(told)}")
+
+
+def _most(seconds: list[float]) -> str:
+    return shown_time(max(seconds))
 
 
 def _spans(entry: dict[str, Any], begin: str, end: str) -> dict[int, tuple[float, float]]:
@@ -158,9 +171,13 @@ def _draw(entry: dict[str, Any], path: str) -> None:
         begins = [a for a, _b in spans.values()]
         widths = [b - a for a, b in spans.values()]
         axes.barh(at, widths, height * step, begins, label=name)
-    for name in ("stall_s", "committed_s"):
-        if entry[name] is not None:
-            axes.axvline(entry[name], linestyle="--", color="black" if name == "stall_s" else "red")
+    for name, color in (
+        ("stall_s", "black"),
+        ("local_committed_s", "grey"),
+        ("committed_s", "red"),
+    ):
+        if entry.get(name) is not None:
+            axes.axvline(entry[name], linestyle="--", color=color)
             where = axes.get_xaxis_transform()
             axes.text(entry[name], 1.01, name.removesuffix("_s"), ha="center", transform=where)
     axes.set(xlabel="seconds since the save was called", ylabel="rank")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastckpt import _engine
+from fastckpt.arguments.environment import is_first_on_machine
 from fastckpt.engine.budget import default_budget_bytes
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.engine.gds import BLOCKS, Gds, GdsDevice
@@ -282,13 +283,14 @@ class Staging:
             yield route
 
     def _decided(self, route: Route, path: str) -> Route:
-        """Logs a route when it is taken for the first time."""
+        """Logs a route when it is taken for the first time; ranks of a machine decide alike."""
         taken = f"{route.backend.name}, {'direct' if route.direct else 'buffered'}"
         with self._lock:
             new = (taken, route.why) not in self._logged
             self._logged.add((taken, route.why))
         if new:
-            log.info("using %s, for %r and files like it: %s", taken, path, route.why)
+            level = logging.INFO if is_first_on_machine() else logging.DEBUG
+            log.log(level, "using %s, for %r and files like it: %s", taken, path, route.why)
         return route
 
     def _mount(self, fd: int) -> int:
@@ -310,7 +312,8 @@ class Staging:
                     self._backends[key] = _engine.uring_backend(QUEUE_DEPTH)
                 except (_engine.BackendUnavailable, *_LIMITS) as error:
                     self._uring_refusal = str(error)
-                    log.warning("falling back to backend 'threads': %s", error)
+                    level = logging.WARNING if is_first_on_machine() else logging.DEBUG
+                    log.log(level, "falling back to backend 'threads': %s", error)
             return self._backends.get(key) or str(self._uring_refusal)
 
     def _backend(

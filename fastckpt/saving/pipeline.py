@@ -174,7 +174,7 @@ class Pipeline:
             if error is None:
                 # Logged after the result was told, so that a log that is stuck cannot delay it.
                 level = logging.DEBUG if job.agreement.rank else logging.INFO
-                log.log(level, "saved %r: %s", handle.path, handle.stats)
+                log.log(level, "%s %r: %s", job.deed, handle.path, handle.stats)
                 self.staging.warm(job.staging_nbytes, job.reads)
                 if job.choice is not None:
                     job.choice.learn()
@@ -317,7 +317,12 @@ class Job:
         fence: "call" or "step". The caller waits in Pipeline.save() for SaveHandle.pass_fence();
             CopyCompletion lets it go.
         lane: saves of one lane commit in the order of their beginning.
+
+    Attributes:
+        deed: what it has done when it has ended well, for the log.
     """
+
+    deed = "saved"
 
     def __init__(
         self,
@@ -332,7 +337,8 @@ class Job:
         self.handle = handle
         self.agreement = agreement
         handle.stats.ranks = agreement.world_size
-        handle.stats.captured_s = handle.elapsed_s()
+        if handle.stats.captured_s is None:  # else another job began with this handle
+            handle.stats.captured_s = handle.elapsed_s()
         self.reads = reads = DeviceSources() if reads is None else reads
         self.copying = CopyCompletion(handle, reads, watched, self.forget, agreement.heed)
         self.choice: Choice | None = None

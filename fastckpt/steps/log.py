@@ -140,9 +140,12 @@ def _is_clock(value: Any) -> bool:
 def _check_writes(value: dict[str, Any], ranks: int) -> None:
     """Raises ValueError unless these are as noting() makes them; earlier logs do not have them."""
     columns, sizes = value["by_rank"], value.get("write_sizes", [])
-    waited, writes = columns.get("memory_waited_s", []), columns.get("writes", [])
-    if type(waited) is not list or len(waited) not in (0, ranks) or not all(map(_is_clock, waited)):
-        raise ValueError("memory_waited_s of a rank is no time")
+    writes = columns.get("writes", [])
+    for name in ("memory_waited_s", "paced_s"):
+        waited = columns.get(name, [])
+        is_column = type(waited) is list and len(waited) in (0, ranks)
+        if not is_column or not all(map(_is_clock, waited)):
+            raise ValueError(f"{name} of a rank is no time")
     counts = [sizes, *writes] if type(writes) is list else [None]
     for its in counts:
         if type(its) is not list or len(its) != len(sizes):
@@ -166,7 +169,7 @@ def _entry(value: Any) -> dict[str, Any]:
     stored = value.get("stored_nbytes")  # None: an earlier version wrote it, or the save failed
     if stored is not None and not (type(stored) is int and 0 <= stored < _NUMBER_END):
         raise ValueError("its stored_nbytes is no number")
-    for name in ("stall_s", "committed_s", "commit_s"):
+    for name in ("stall_s", "committed_s", "local_committed_s", "commit_s", "drain_s"):
         if not _is_clock(value.get(name)):
             raise ValueError(f"its {name} is no time")
     rate = value.get("rate")

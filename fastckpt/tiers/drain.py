@@ -42,6 +42,7 @@ class Drain(Job):
         options: how the root is written, and which steps stay there.
         names: the step's directory on each node that has it, by the node's first rank.
         parts: ranks of the writers whose files this rank copies, and OBJECTS_PART for the objects.
+        is_resumed: whether an earlier job has saved the step, and the handle is for this drain.
 
     Attributes:
         copied_s: how long this rank copied.
@@ -57,6 +58,7 @@ class Drain(Job):
         options: StepOptions,
         names: dict[int, str],
         parts: Sequence[int],
+        is_resumed: bool = False,
     ) -> None:
         super().__init__(handle, agreement, fence="call", lane=tier.root.root)
         self._tier = tier
@@ -65,6 +67,8 @@ class Drain(Job):
         self._parts = parts
         self._place = UncommittedStep(tier.root, agreement)
         self._step: int | None = None
+        self._is_resumed = is_resumed
+        self.deed = "drained" if is_resumed else "saved"
         self.copied_s = self.took_s = 0.0
 
     def forget(self) -> None:
@@ -94,6 +98,8 @@ class Drain(Job):
             self._options.pacing, self.agreement, pipeline.rates, root.root, self.handle.stats
         )
         nbytes = 0 if manifest is None else _nbytes_of(manifest, self._parts)
+        if self._is_resumed:
+            self.handle.stats.nbytes = nbytes
         if pace.meets:
             pace.meet(nbytes)
         pace.begin(nbytes)

@@ -87,7 +87,8 @@ def _resumed(
         handle.reported = True  # the drain logs its failure, and no later save raises it
         handle.mark_staged()
         handle.mark_local()
+        handle.stats.local_committed_s = None  # that was in another job
         mine = each.parts.get(beside[0], [])[beside.index(rank) :: len(beside)]
-        drain = Drain(handle, tier.begin_drain(each.step), tier, options, each.names, mine)
+        drain = Drain(handle, tier.begin_drain(each.step), tier, options, each.names, mine, True)
         begun.append((each, current.save(drain)))
     return begun

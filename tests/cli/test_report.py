@@ -66,7 +66,7 @@ def test_one_step_in_detail(logged: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["report", str(logged / "saves.jsonl"), "--step", "100"]) == 0
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     assert rows["write"] == ["write", "2.50", "s", "8.50", "s", "2"]
-    assert rows["the"][-5:] == ["rank", "2,", "write", "8.50", "s"]
+    assert rows["what"][-5:] == ["rank", "2,", "write", "8.50", "s"]
     assert main(["report", str(logged), "--step", "200", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["saves"]
     assert found["step"] == 200
@@ -89,6 +89,25 @@ def test_what_the_storage_was_asked_for(disk: Path, capsys: pytest.CaptureFixtur
     assert "215 MB/s  11%" in lines[0] and "429 MB/s  21%" in lines[1]
     with pytest.raises(SystemExit):
         main(["report", str(disk), "--limit", "fast"])
+
+
+def test_the_way_to_the_root_has_a_line_of_its_own(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slowest = {"rank": 0, "phase": "capture", "seconds": 0.683}
+    tiered = {"local_committed_s": 1.0, "commit_s": 0.25, "drain_s": 9.0, "slowest": slowest}
+    paced = json.loads(entry(2, 1, 0))["by_rank"] | {"paced_s": [7.5]}
+    lines = [entry(1, 1, 0, **tiered), entry(2, 1, 0, by_rank=paced)]
+    (disk / "saves.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["report", str(disk)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("  drain 9.00 s")
+    assert main(["report", str(disk), "--step", "1"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert rows["commit"].split() == ["commit", "250", "ms"]
+    assert rows["drain"].split() == ["drain", "9.00", "s"]
+    assert rows["what"] == "what took longest: drain 9.00 s"
+    assert main(["report", str(disk), "--step", "2"]) == 0
+    assert "limits that were asked for, at most 7.50 s" in capsys.readouterr().out
 
 
 def test_the_picture(logged: Path) -> None:

@@ -20,6 +20,8 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt.saving.pipeline import Pipeline
+from tests.doubles import save_through
 from tests.files.test_faults import mounted, temporaries
 from tests.interpreters import Program
 from tests.paths import ROOT
@@ -127,6 +129,22 @@ def test_backend_asked_for_is_the_one_that_serves(
     assert len(lines) <= 1, "one line for each decision, not for each save"
     assert all(f", for {handle.path!r} and files like it: " in line for line in lines)
     assert torch.equal(fastckpt.load(disk / "a.pt")["w"], state()["w"])
+
+
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_LOCALID"])
+def test_the_backend_is_logged_by_the_first_rank_of_a_machine(
+    variable: str, disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels = []
+    for rank in range(3):
+        monkeypatch.setenv(variable, str(rank))
+        pipeline = Pipeline()
+        with caplog.at_level(logging.DEBUG, "fastckpt"):
+            save_through(pipeline, state(), disk / "a.pt").result(60)
+            pipeline.close()
+        levels += [each.levelno for each in caplog.records if "files like it" in each.message]
+        caplog.clear()
+    assert levels == [logging.INFO, logging.DEBUG, logging.DEBUG]
 
 
 # io_uring forbidden.

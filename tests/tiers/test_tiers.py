@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from fastckpt import Checkpointer, SaveCancelled
+from fastckpt.arguments.quantities import shown_size
 from fastckpt.engine.codec import FrameWriter
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.plan.image import BLOCK_BYTES
@@ -153,6 +154,11 @@ def test_a_step_is_committed_in_both_tiers(disk: Path, local: Path, codec: str |
         assert handle.wait_local(WAIT_S) and handle.path == str(root / "step-00000007")
     times = [stats.staged_s, stats.written_s, stats.local_committed_s, stats.committed_s]
     assert None not in times and times == sorted(times) and stats.local_why == ""
+    profile = handle.profile()
+    captured_s, synced_s = (profile["by_rank"][name][0] for name in ("captured_s", "synced_s"))
+    assert captured_s <= stats.staged_s, "the drain begins later"
+    assert profile["commit_s"] == pytest.approx(stats.local_committed_s - synced_s, abs=1e-5)
+    assert profile["drain_s"] == pytest.approx(stats.committed_s - stats.local_committed_s)
     one, other = local_step(local, 7), root / "step-00000007"
     assert {*directories(one)} == {*directories(other), "drained"}
     for name in directories(other):
@@ -535,6 +541,24 @@ def test_a_tier_is_not_slow_because_compression_is(
     with Checkpointer(disk / "run", local=local, codec="zstd") as checkpointer:
         for step in (1, 2):
             assert checkpointer.save(step, state(step)).result(WAIT_S).local_why == ""
+
+
+def test_what_a_later_job_drains_is_logged_as_that(
+    disk: Path, local: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = disk / "run"
+    with doors() as storage, Checkpointer(root, local=local) as checkpointer:
+        storage.faults["allocate", root] = errno.ENOSPC
+        handle = checkpointer.save(1, state(1, 5_000_000))
+        assert handle.wait_local(WAIT_S) and handle.exception(WAIT_S) is not None
+    with caplog.at_level(logging.INFO, "fastckpt"):
+        with Checkpointer(root, local=local) as checkpointer:
+            assert checkpointer.load()["name"] == "step 1"
+        pipeline.current().drain()
+    (told,) = [text for text in caplog.messages if text.startswith(("saved ", "drained "))]
+    size = shown_size(handle.stats.nbytes)
+    assert told.startswith(f"drained {str(root / 'step-00000001')!r}: {size} in ")
+    assert "on the node" not in told
 
 
 def test_a_drain_that_fails_is_told_and_made_up_for(disk: Path, local: Path) -> None:
