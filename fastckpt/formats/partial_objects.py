@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
 import zipfile
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,9 @@ from fastckpt.formats.pickle_cuts import cut, left_out
 from fastckpt.formats.value_names import below
 
 _GLOBALS_MAX = 1000  # torch is asked about each
+_ENCRYPTED = 1
+# What Python's reader of zip files, and cut(), raise for bytes that nobody else takes.
+_DAMAGE = (ValueError, LookupError, NotImplementedError, EOFError, zipfile.BadZipFile, struct.error)
 
 
 def loaded(source: Any, weights_only: bool, what: str) -> Any:
@@ -78,13 +82,14 @@ def _without_refused(source: Any) -> io.RawIOBase | None:
         with zipfile.ZipFile(changed, "a") as archive, torch_pickle.collection_paused():
             top = archive.infolist()[0].filename.partition("/")[0]
             info = archive.getinfo(f"{top}/data.pkl")
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size > changed.nbytes:
+            is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _ENCRYPTED
+            if not is_plain or info.file_size > changed.nbytes:
                 return None
             content = cut(archive.read(info), is_refused)
             archive.filelist.remove(info)
             del archive.NameToInfo[info.filename]
             archive.writestr(info.filename, content)
-    except (ValueError, LookupError, NotImplementedError, EOFError, zipfile.BadZipFile):
+    except _DAMAGE:
         return None
     changed.seek(0)
     return changed

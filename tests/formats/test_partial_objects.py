@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastckpt.errors import CheckpointError
 from fastckpt.formats.partial_objects import loaded, notes_in
 from fastckpt.formats.pickle_cuts import cut, left_out
 from tests.storm import Chance
@@ -194,6 +195,22 @@ NO_PICKLES = {
 def test_what_no_pickler_writes_is_refused_as_a_whole(name: str) -> None:
     with pytest.raises(pickle.UnpicklingError, match="weights_only=False"):
         loaded(forged(NO_PICKLES[name]), True, "here")
+
+
+def test_a_zip_that_is_forged_raises_no_other_error() -> None:
+    """Python's reader of zip files and torch's do not stop at the same things."""
+    content = saved([PATH, TENSOR]).getvalue()
+    outcomes = set[str]()
+    for at in range(content.index(b"PK\x01\x02"), len(content)):
+        forgery = bytearray(content)
+        forgery[at] = 255
+        try:
+            rest = loaded(io.BytesIO(forgery), True, "here")
+        except (pickle.UnpicklingError, CheckpointError) as error:
+            outcomes.add(type(error).__name__)
+        else:
+            assert left_out(rest[0]) is not None and rest[1].shape == TENSOR.shape
+    assert outcomes == {"UnpicklingError", "CorruptCheckpoint"}
 
 
 def test_no_file_can_hold_a_note_of_its_own() -> None:
