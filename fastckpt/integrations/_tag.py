@@ -248,7 +248,8 @@ class Tag:
         """
         storage, path, draft = pipeline.current().storage, self.handle.path, self._draft
         with reported("open", draft):
-            are_there = [storage.status(os.path.join(draft, name)) is not None for name in names]
+            paths = [os.path.join(draft, name) for name in sorted(names)]
+            are_there = [storage.status(path) is not None for path in paths]
         if not names or not all(are_there):
             return False
         assert self._lock is not None, "the first rank has locked the draft"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -25,7 +27,12 @@ from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.directories.verify import check
 from fastckpt.integrations import dcp as ours
+from fastckpt.integrations._tag import Tag
+from fastckpt.integrations.megatron import SaveStrategy, iterations
+from fastckpt.integrations.megatron.saves import Saves
+from fastckpt.integrations.transformers import _rotate
 from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.ranks.coordinator import Coordinator
 from tests.noise import noise
 from tests.recordings.recorder import WAIT_S
 from tests.recordings.stage import Scene, Stage
@@ -183,6 +190,45 @@ def save_exports(stage: Stage, number: int, variant: Variant) -> None:
     wait_for_directories(str(stage.root))
 
 
+def save_tags(stage: Stage, number: int, variant: Variant) -> None:
+    """A tag of DeepSpeed's, the same each time, with a file of each rank."""
+    run, options = stage.root / "run", {"durable": variant.durable}
+    run.mkdir(exist_ok=True)
+    coordinator = Coordinator.of_group(stage.group, "tags")
+    tag = Tag(str(run), "tag", coordinator.begin("tag", WAIT_S), True, options)
+    for rank in range(stage.ranks):  # in turn, for each lists what is there
+        if rank == stage.rank:
+            tag.save(state(number), str(run / "tag" / f"rank-{rank}.pt"))
+            for file in tag._files:
+                file.handle.wait_done()
+        stage.meet()
+    tag.conclude(None)
+    tag.join()
+    coordinator.close()
+    tag.handle.result(WAIT_S)
+
+
+def save_iterations(
+    stage: Stage, number: int, variant: Variant, iteration: int = 7, **options: Any
+) -> None:
+    """An iteration of Megatron's, the same each time, and the tracker."""
+    root = str(stage.root / "run")
+    path = os.path.join(root, iterations.directory_name(iteration))
+    if stage.ranks > 1:  # it is not certain which one would make it
+        os.makedirs(path, exist_ok=True)
+    rows = octets(ROWS_BYTES, number + stage.rank).reshape(-1, 4096)
+    values = {
+        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, stage.rank, stage.ranks)),
+        "mine": ShardedObject("mine", number, (stage.ranks,), (stage.rank,)),
+    }
+    common = b"common" * number if stage.rank == 0 else None
+    strategy, retention = SaveStrategy(timeout_s=WAIT_S), iterations.Retention(**options)
+    with Saves() as saves:
+        saves.begin(
+            root, iteration, retention, lambda after: strategy.begin(values, path, common, after)
+        ).result(WAIT_S)
+
+
 Save = Callable[[Stage, int, Variant], None]
 
 
@@ -227,6 +273,34 @@ def keep_local(stage: Stage) -> None:
             saving.save(step, state_of_ranks(stage, step)).result(WAIT_S)
     with stage.recorded(), checkpointer(stage, local=stage.local, keep_local=2) as saving:
         saving.save(3, state_of_ranks(stage, 3)).result(WAIT_S)
+
+
+def keep_iterations(stage: Stage) -> None:
+    """The third iteration removes the first."""
+    variant = VARIANTS[""]
+    with stage.unrecorded():
+        for number in (1, 2):
+            save_iterations(stage, number, variant, number)
+    with stage.recorded():
+        save_iterations(stage, 3, variant, 3, keep_last=2)
+
+
+def rotate(stage: Stage) -> None:
+    """The third checkpoint of a Trainer removes the second: the first is the best."""
+    root = str(stage.root)
+
+    def save(number: int) -> None:
+        path = f"{root}/checkpoint-{number}"
+        options: dict[str, Any] = {"timeout_s": WAIT_S}
+        options["retain"] = partial(_rotate, root, 2, f"{root}/checkpoint-1")
+        save_directory(path, lambda draft: draft.add(state(number), "a.pt"), **options).result()
+        wait_for_directories(root)
+
+    with stage.unrecorded():
+        save(1)
+        save(2)
+    with stage.recorded():
+        save(3)
 
 
 def past_the_tier(stage: Stage) -> None:
@@ -384,6 +458,10 @@ def _saves() -> dict[str, Cast]:
             1,
             ("", "over", "one-block", "full", "sync-fails", "rename-fails"),
         ),
+        "tag": (save_tags, 1, ("", "over", "not-durable", *FAILING)),
+        "tag-by-2": (save_tags, 2, ("",)),
+        "iteration": (save_iterations, 1, ("", "over", *FAILING)),
+        "iteration-by-2": (save_iterations, 2, ("", "over")),
         "export-by-2": (save_exports, 2, ("", "over", "not-durable")),
     }
     return {
@@ -428,6 +506,8 @@ CASTS: dict[str, Cast] = {
     **_saves(),
     "save-step-and-remove": Cast(keep_last, 1),
     "save-step-reused": Cast(reuse, 1),
+    "save-iteration-and-remove": Cast(keep_iterations, 1),
+    "save-directory-and-rotate": Cast(rotate, 1),
     "save-tiered-and-remove": Cast(keep_local, 1),
     "save-tiered-past": Cast(past_the_tier, 1),
     "save-tiered-past-by-2": Cast(past_the_tier, 2),
