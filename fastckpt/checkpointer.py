@@ -228,7 +228,7 @@ class Checkpointer:
         self._stop: StopAgreement | None = None
         with ExitStack() as opened:  # what is open is closed if what comes after it fails
             self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
-            opened.callback(self._coordinator.close)
+            opened.push(self._coordinator.give_up)
             self._export = checked_export(export, self.root, self._coordinator.rank == 0)
             self._rank_of = ranks_within(self.group)
             if (path := self._options.local_path) is not None:

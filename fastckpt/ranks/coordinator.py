@@ -24,6 +24,7 @@ from fastckpt.ranks.store_client import c10d, own_client
 log = logging.getLogger("fastckpt")
 
 _UNFREED_ROUNDS = 64
+_WHY_CHARS = 1000
 
 # Sessions outlive their Coordinators: the other ranks go on counting rounds where a process makes a
 # new Coordinator for the same group.
@@ -114,21 +115,29 @@ class Coordinator:
         self._check_usable()
         return Round(self, label, timeout_s, consequence)
 
-    def close(self, linger_s: float = LINGER_S) -> None:
+    def give_up(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Closes as the exit of a context; if its body has raised, which other ranks need not have
+        done, tells them why this rank takes part in no round.
+        """
+        why = "" if error is None else f"could not begin ({type(error).__name__}: {error})"
+        self.close(why=why.encode(errors="replace").decode()[:_WHY_CHARS])
+
+    def close(self, linger_s: float = LINGER_S, why: str = "") -> None:
         """Closes the connection and frees this rank's keys; all rounds have been closed before.
+        `why` is told to other ranks that wait for this one.
 
         Waits linger_s seconds at most for ranks that have not left a failed round, since they have
         yet to read why it failed; but not for those whose absence it failed for.
         """
         since = time.monotonic()
         try:
-            if self._client is not None:
+            if self._client is not None or (why and self.world_size > 1):
                 self.free([])
                 while self._is_awaited() and time.monotonic() < since + linger_s:
                     pause(since, since + linger_s)
                     self.free([])
                 self.free([], failed_too=True)
-                self.session.leave()
+                self.session.leave(why)
                 self.call("set", f"last/{self.rank}", self.session.record())
         except (RuntimeError, ValueError, OSError) as error:
             log.debug("keys stay in the store: %s", error)

@@ -457,11 +457,11 @@ class Round:
         told = self._call("compare_set", f"last/{rank}", _ABSENT, _ABSENT)
         if told == _ABSENT:
             return False, "did not join"
-        last, under_way = json.loads(told)
+        last, under_way, why = json.loads(told)
         if self.name in under_way:
             return False, f"joined but did not send {key!r}"
         if last is None:
-            return True, f"has closed and never joined {self.label!r}"
+            return True, f"{why or 'has closed'} and never joined {self.label!r}"
         label = last.rpartition("#")[0]
         if self._session.is_past(self.name, last):
             return True, f"is at {label!r} and never joined {self.label!r}"

@@ -38,6 +38,7 @@ class RoundNumbers:
         self._order: dict[str, int] = {}
         self._begun = itertools.count()
         self._last: str | None = None
+        self._why = ""
         self._under_way: set[str] = set()
         self._taken: dict[str, set[int]] = {}  # under lock
 
@@ -87,15 +88,19 @@ class RoundNumbers:
         """Notes that a round is over."""
         self._under_way.discard(name_of(label, number))
 
-    def leave(self) -> None:
-        """Notes that no rounds will follow, unless some are still under way."""
+    def leave(self, why: str = "") -> None:
+        """Notes that no rounds will follow, unless some are still under way, and why, if that is
+        news to other ranks.
+        """
         if not self._under_way:
-            self._last = None
+            self._last, self._why = None, why
 
     def record(self) -> bytes:
-        """Returns a record for the others: the round that was begun last, and those under way."""
+        """Returns a record for the others: the round that was begun last, those under way, and why
+        none will follow.
+        """
         last = self._last  # read first: rounds begun before it are among the following
-        return json.dumps([last, sorted(self._under_way.copy())]).encode()
+        return json.dumps([last, sorted(self._under_way.copy()), self._why]).encode()
 
     def is_past(self, name: str, other: str) -> bool:
         """Returns whether a rank at `other` has passed `name`; rounds not begun here are ahead."""
@@ -114,6 +119,6 @@ def name_of(label: str, number: int) -> str:
 
 def numbers_in(record: bytes, label: str) -> list[int]:
     """Returns the numbers of the rounds of a label that a record() tells of, ascending."""
-    last, under_way = json.loads(record)
+    last, under_way, _why = json.loads(record)
     parted = (name.rpartition("#") for name in {last, *under_way} if name is not None)
     return sorted(int(number) for its, _, number in parted if its == label)

@@ -519,6 +519,25 @@ def test_rank_that_has_closed_is_found(brisk: None) -> None:
         commit(coordinators[0].begin("step 2"))
 
 
+def test_rank_that_could_not_begin_says_why(brisk: None) -> None:
+    """It has never said a word before; when it has begun after all, that is forgotten."""
+    coordinators = opened(dist.HashStore(), 2)
+    with pytest.raises(Died), ExitStack() as begun:
+        begun.push(coordinators[1].give_up)
+        raise Died("no such file")
+    why = r"rank 1 could not begin \(Died: no such file\) and never joined 'step 1'"
+    with pytest.raises(PeerFailed, match=why) as caught:
+        commit(coordinators[0].begin("step 1"))
+    assert caught.value.ranks == (1,)
+    store, session = coordinators[1]._store, coordinators[1].session
+    again = [coordinators[0], Coordinator(store, 1, 2, PREFIX, session)]
+    on_each(again, commit, "step 1")
+    assert on_each(again, commit, "step 2") == ["0,1", "0,1"]
+    again[1].close()
+    with pytest.raises(PeerFailed, match="rank 1 has closed and never joined 'step 3'"):
+        commit(again[0].begin("step 3"))
+
+
 # --- what an error says of the checkpoint
 
 

@@ -352,6 +352,15 @@ def test_a_rank_that_saves_nothing_or_another_step(
                 assert_peer_failed(outcome, [absent], pattern)
 
 
+def test_ranks_hear_why_one_has_no_checkpointer(crew: Callable[[int], Crew], disk: Path) -> None:
+    absent = str(disk / "config.json")
+    (own, then), (other, its) = crew(2)(bodies.make_wrongly, str(disk / "run"), absent)
+    assert type(own.error) is fastckpt.StorageError and absent in str(own.error)
+    pattern = rf"step 1 of .*: rank 0 could not begin \(StorageError: .*{re.escape(absent)}.* never"
+    assert_peer_failed(other, [0], pattern)
+    assert then.error is its.error is None
+
+
 DISAGREEMENTS = {
     "another key": r"same is missing on rank {}; other is on rank {} but not on rank 0",
     "another shape": r"same is float32 \[529933\].* on rank {} but float32 \[529934\].* on rank 0",

@@ -243,9 +243,9 @@ def told_of_closing(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     closed: list[type] = []
     for kind in (Coordinator, StopAgreement):
 
-        def close(self: Any, kind: Any = kind, real: Any = kind.close) -> None:
+        def close(self: Any, kind: Any = kind, real: Any = kind.close, **how: str) -> None:
             closed.append(kind)
-            real(self)
+            real(self, **how)
 
         monkeypatch.setattr(kind, "close", close)
     return closed
