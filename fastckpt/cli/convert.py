@@ -29,6 +29,7 @@ import fastckpt
 from fastckpt.arguments.checks import check_size
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size
+from fastckpt.cli.local_tiers import opened
 from fastckpt.cli.parser import CONVERT_DTYPES
 from fastckpt.cli.parts import parts
 from fastckpt.cli.progress import progress
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_root(target)
     shard_bytes = check_size("--shard-size", arguments.shard_size)
     atomic.check_directory(pipeline.current().storage, target)
-    with fastckpt.open(arguments.source) as tensors:
+    with opened(arguments.source, arguments.local) as tensors:
         copies = _chosen(tensors, arguments)
         if not is_dotted and tensors.has_paths:
             _nested({copy.name: None for copy in copies})  # raises before anything is copied

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 import fastckpt
+from fastckpt.cli.local_tiers import opened
 from fastckpt.cli.parts import parts
 from fastckpt.cli.progress import progress
 from fastckpt.cli.shared_arguments import shown_name, shown_others
@@ -43,7 +44,8 @@ class Difference(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with fastckpt.open(arguments.a) as a, fastckpt.open(arguments.b) as b:
+    local = arguments.local
+    with opened(arguments.a, local) as a, opened(arguments.b, local) as b:
         in_a, in_b = _by_name(a, b), _by_name(b, a)
         names = [name for name in {**in_a, **in_b} if fnmatch.fnmatchcase(name, arguments.glob)]
         only_a = [name for name in names if name not in in_b]

@@ -22,6 +22,7 @@ import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
+from fastckpt.cli.local_tiers import opened
 from fastckpt.cli.shared_arguments import shown_name, shown_others
 
 _KINDS_MAX = 256
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    with fastckpt.open(arguments.path) as tensors:
+    with opened(arguments.path, arguments.local) as tensors:
         names, kinds = _listed(tensors, arguments.glob)
         told = {
             "path": tensors.path,

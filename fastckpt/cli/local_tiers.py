@@ -9,8 +9,11 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 
+import fastckpt
+from fastckpt.errors import CheckpointError
 from fastckpt.formats.step_names import tier_name
-from fastckpt.steps.root import Steps
+from fastckpt.saving import pipeline
+from fastckpt.steps.root import Committed, Steps, in_order
 from fastckpt.storage.file_system import Storage, reported
 
 log = logging.getLogger("fastckpt")
@@ -49,3 +52,22 @@ def roots_in(storage: Storage, directory: str) -> list[str]:
         below = sorted(storage.directories(directory))
     paths = (os.path.join(directory, name) for name in below)
     return [path for path in paths if Steps(storage, path).names()]
+
+
+def opened(path: str, directories: Sequence[str]) -> fastckpt.LazyTensors:
+    """Opens a checkpoint as fastckpt.open; of a root, the newest step that is whole in it or, with
+    all its files, in one of these local tiers.
+    """
+    storage, root = pipeline.current().storage, os.path.realpath(path)
+    shelves = [Steps(storage, root), *tiers_of(storage, root, directories)]
+    if not any(steps.names() for steps in shelves[1:]):
+        return fastckpt.open(path)
+    found: list[tuple[tuple[int, int], str]] = []
+    for steps in shelves:
+        try:
+            with fastckpt.open(steps.root) as tensors:
+                name = os.path.basename(tensors.path)
+                found.append((in_order(Committed(name, steps.read(name))), tensors.path))
+        except CheckpointError as error:
+            log.warning("passing over %s: %s", steps.root, error)
+    return fastckpt.open(max(found)[1] if found else path)

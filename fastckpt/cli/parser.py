@@ -16,6 +16,7 @@ from fastckpt.cli.shared_arguments import add_json, path_argument, quantity_argu
 
 CONVERT_DTYPES = ("fp32", "bf16", "fp16")
 _FORMATS = ("pt", "safetensors", "hf", "dcp", "step")
+_NEWEST = "of a root, also look for the newest step there"
 _GLOB = 'only names like this, such as "*.weight"'
 
 
@@ -78,6 +79,7 @@ def _inspect(commands: Any) -> None:
         "Megatron or Hugging Face",
     )
     parser.add_argument("--glob", default="*", help=_GLOB)
+    _add_local(parser, _NEWEST)
     add_json(parser)
 
 
@@ -95,6 +97,7 @@ def _diff(commands: Any) -> None:
             name, type=path_argument, metavar=name.upper(), help="as inspect's PATH"
         )
     parser.add_argument("--glob", default="*", help=_GLOB)
+    _add_local(parser, _NEWEST)
     add_json(parser)
 
 
@@ -142,6 +145,7 @@ def _convert(commands: Any) -> None:
     parser.add_argument(
         "--step", type=int, help="the number of the step; default: that of SRC, or 0"
     )
+    _add_local(parser, _NEWEST)
     add_json(parser)
 
 

@@ -115,6 +115,25 @@ def test_a_local_tier_has_steps_of_other_roots(
     assert caplog.messages[-1].startswith(f"{str(tier)!r} has no step of {str(root)!r}, but of")
 
 
+def test_the_newest_step_of_both_tiers_is_inspected(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier, root = disk / "tier", disk / "run"
+    saved(root, 1)
+    saved(tier / tier_name(str(disk / "other")), 9)
+    own = tier / tier_name(str(root))
+    saved(own, 1, 2, 3)
+    (own / "step-00000003" / "rank-00000.safetensors").unlink()  # as another node has it
+    for local, step in (((), 1), (("--local", str(tier)), 2)):
+        assert main(["inspect", str(root), *local, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["step"] == step
+    shutil.rmtree(own / "step-00000002")
+    shutil.rmtree(root)
+    assert main(["inspect", str(root), "--local", str(tier), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(own / "step-00000001")
+    assert main(["diff", str(root), str(own), "--local", str(tier)]) == 0
+
+
 class Unreadable(Storage):
     """A storage that denies everything about the files in one directory."""
 
