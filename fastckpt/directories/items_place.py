@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from fastckpt.directories.hidden_directory import HiddenDirectory
 from fastckpt.handle import SaveHandle
@@ -120,6 +120,9 @@ class SwapItemsPlace(ItemsPlace):
             return
         storage, name = self.storage, ""
         above = os.path.dirname(self._path)
+        # There may be none yet; and what is left there may be of a save of another directory.
+        with reported("list", above), suppress(FileNotFoundError):
+            atomic.remove_dead_directories(storage, above)
         with reported("open", self._commit):
             holds_one = storage.status(self._commit) is not None
         if holds_one and self._is_broken:
@@ -127,8 +130,6 @@ class SwapItemsPlace(ItemsPlace):
                 storage.remove(self._commit)
                 storage.sync_directory(self._path)
         elif holds_one:
-            with reported("list", above):
-                atomic.remove_dead_directories(storage, above)
             self._hidden = HiddenDirectory(storage, self._path)
             self.directory, name = self._hidden.directory, self._hidden.name
         self._agreement.put("hidden", os.fsencode(name))

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader, load
 
 from fastckpt import CheckpointError
+from fastckpt.directories.hidden_directory import HiddenDirectory
 from fastckpt.integrations import dcp
 from fastckpt.integrations.megatron import SaveStrategy, iterations, strategies
 from fastckpt.integrations.megatron.saves import Saves
@@ -192,6 +193,29 @@ def test_an_iteration_that_is_saved_again_is_replaced_as_a_whole(
     assert [storage.log[number].args for number in storage.numbers_of("exchange")] == [
         (str(saved / ITERATION),)
     ]
+
+
+def test_what_a_killed_save_has_left_is_removed_by_the_next(
+    saved: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if that saves another iteration, of which there is none yet."""
+    live, after = memory / "live", memory / "after"
+    shutil.copytree(saved, live)
+    storage = FailAlways("exchange", errno.EIO)
+
+    def dies(hidden: HiddenDirectory) -> None:
+        if hidden.lock is not None:
+            os.close(hidden.lock)
+            hidden.lock = None
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HiddenDirectory, "discard", dies)
+        save_by_two(live, 2, storage, monkeypatch)
+    (left,) = live.glob(".iter*.tmp")
+    after.mkdir()
+    left.rename(after / left.name.replace(f"-{os.getpid()}-", f"-{dead_pid()}-"))
+    assert save_by_two(after, 3, Storage(), monkeypatch) == [None, None]
+    assert sorted(os.listdir(after)) == [ITERATION, iterations.TRACKER]
 
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.torture)])
