@@ -8,6 +8,7 @@ import errno
 import os
 import pathlib
 import pickle
+import re
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -231,6 +232,19 @@ def test_every_error_is_exported() -> None:
     errors = [e for e in named if isinstance(e, type) and issubclass(e, fastckpt.CheckpointError)]
     assert fastckpt.DeviceError in errors
     assert {error.__name__ for error in errors} <= {*fastckpt.__all__}
+
+
+def test_errors_are_of_public_classes() -> None:
+    """What a traceback shows can be looked up, but for what commands handle themselves."""
+    errors = {name for name in fastckpt.__all__ if isinstance(getattr(fastckpt, name), type)}
+    package = Path(fastckpt.__file__).parent
+    private = [
+        name
+        for path in package.rglob("*.py")
+        for name, bases in re.findall(r"^class (_\w+)\((.*)\):", path.read_text(), re.MULTILINE)
+        if path.parent != package / "cli" and errors & {*bases.split(", ")}
+    ]
+    assert "CheckpointError" in errors and private == []
 
 
 def test_errors_that_torch_raises_too_have_a_public_name(disk: Path) -> None:
