@@ -6,6 +6,7 @@ No other module reads any. It must not know what is done with their values.
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 
 from fastckpt.arguments.checks import check_size
@@ -13,6 +14,13 @@ from fastckpt.arguments.checks import check_size
 STAGING_VARIABLE = "FASTCKPT_STAGING_BYTES"
 # How torchrun, Open MPI, MPICH and Slurm tell a process its number among those of its machine.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+# The variables in which launchers say how many ranks they have started on this machine: torchrun
+# and accelerate, DeepSpeed, Open MPI, MPICH and Intel MPI. What starts processes comes before what
+# SLURM says of the job or job step around it.
+_ON_MACHINE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_ON_NODES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+_COUNT = re.compile("[0-9]{1,9}")
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # as "4(x2),3": two nodes of 4, one of 3
 
 
 def staging_bytes(least: int) -> int | None:
@@ -39,9 +47,37 @@ def launched_rank() -> tuple[int, int] | None:
 
 
 def launched_on_machine() -> int:
-    """Returns how many ranks a launcher has started on this machine; 1 if it does not say."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(ranks)) if ranks.isdigit() else 1
+    """Returns how many ranks a launcher has started on this machine; 1 if none says so. A value
+    that is no such number is passed over.
+    """
+    for name in _ON_MACHINE:
+        if ranks := _count(os.environ.get(name, "")):
+            return ranks
+    for name in _ON_NODES:
+        if ranks := _tasks_here(os.environ.get(name, "")):
+            return ranks
+    return 1
+
+
+def _count(text: str) -> int:
+    return int(text) if _COUNT.fullmatch(text) else 0
+
+
+def _tasks_here(text: str) -> int:
+    """Returns the tasks on this node, $SLURM_NODEID, in SLURM's text for all nodes; the most of any
+    node, if the text does not tell this one's; 0, if it is no such text.
+    """
+    found = [_TASKS.fullmatch(each) for each in text.split(",")]
+    groups = [(int(each[1]), int(each[2] or 1)) for each in found if each]
+    if len(groups) < len(found):
+        return 0
+    node = os.environ.get("SLURM_NODEID", "")
+    left = int(node) if _COUNT.fullmatch(node) else sum(nodes for _, nodes in groups)
+    for tasks, nodes in groups:
+        if left < nodes:
+            return tasks
+        left -= nodes
+    return max(tasks for tasks, _ in groups)
 
 
 def is_first_on_machine() -> bool:
