@@ -95,14 +95,16 @@ def save(
             kept. "keep": the directory's layout. (count, size): so many stripes of so many bytes, a
             multiple of 64 KiB. All ranks of a group pass the same.
         drain_rate: the most bytes per second that this process writes (with group: that a node
-            writes), as a number or a text such as "2GB/s". None: no limit.
+            writes) in all saves with a drain_rate together, that of the latest; a number or a text
+            such as "2GB/s". None: this save has no limit.
         group: a torch.distributed process group whose ranks all hold the same object and all call
             save() with the same path; each writes its part of the one file. Storages below 1 MiB
             and everything that is no tensor are taken from the group's first rank. The ranks
             compare names, shapes and dtypes of the tensors, and samples of their contents (64 KiB
             in all). They talk over the job's store; no collective runs on the group. None: this
             process saves alone, whatever other ranks do.
-        timeout_s: with group, how many seconds ranks wait for each other at most; default: 600.
+        timeout_s: with group, how many seconds ranks wait for each other at most; default: 600. A
+            save also fails if no write of it gets on for so long, as when a server hangs.
         before_commit: called on every rank, on the thread of the save, when all that the rank
             writes has arrived, with the SaveStats so far and a digest of the rank's bytes: the
             SHA-256, in hexadecimal digits, of the CRC-32s of its blocks, so equal tensors have

@@ -136,7 +136,8 @@ class Checkpointer:
         max_writers: the most ranks that write at a time; None: all. timeout_s includes the wait.
         writers_per_node: shards below 256 MiB go into so many files for each node instead of one
             file for each rank; not with codec or local.
-        timeout_s: the most seconds that ranks wait for each other in one call. Default: 600.
+        timeout_s: the most seconds that ranks wait for each other in one call, and that a save goes
+            on though none of its writes gets on. Default: 600.
         log: whether the first rank appends a line of JSON about each save, with the clocks of all
             ranks, to `saves.jsonl` in the root, for `fastckpt report`.
         export: a HuggingFace, which says where steps are exported to, and which ones. save() begins
@@ -510,7 +511,7 @@ class Checkpointer:
             handle.wait_done()
         for lane in (self.root, *([] if self._export is None else [self._export.root])):
             pipeline.current().wait_for(lane, ended=True)
-        pipeline.current().rates.lift(self.root, False)
+        pipeline.current().rates.forget(self.root)
         if self._tier is not None:
             self._tier.close()
         if self._stop is not None:

@@ -16,7 +16,7 @@ _UNLIMITED = 1e18  # bytes a second
 
 
 class TokenBuckets:
-    """The buckets by owner, such as a Checkpointer, whose saves may overlap."""
+    """The buckets by owner: a Checkpointer, whose saves may overlap, or all other saves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,6 +55,13 @@ class TokenBuckets:
             elif owner in self._lifted:
                 self._lifted.discard(owner)
                 self._buckets.pop(owner, None)  # whoever has it stays without a limit
+
+    def forget(self, owner: str) -> None:
+        """Forgets an owner that writes no more."""
+        with self._lock:
+            self._buckets.pop(owner, None)
+            self._whole.discard(owner)
+            self._lifted.discard(owner)
 
     def is_lifted(self, owner: str) -> bool:
         """Returns whether the owner's rate is lifted."""

@@ -21,6 +21,9 @@ from fastckpt.saving.save import Save
 from fastckpt.storage.atomic import check_directory, real_path
 from fastckpt.storage.policies import is_written_through
 
+# Files saved at once pay for their writes together: their drain_rate is this process's.
+_PROCESS = "files of this process"
+
 
 class TorchSave(NamedTuple):
     """The arguments of torch.save, except the target."""
@@ -95,7 +98,7 @@ def begin_save(
         place = FilePlace(current.storage, handle.path, agreement, options.durable)
         plan = FilePlan(captured, asked.obj, agreed, devices, agreement, place, options)
         parts = (handle, agreement, plan, place, options, before_commit)
-        save = Save(*parts, fence=fence, lane=handle.path)
+        save = Save(*parts, fence=fence, lane=handle.path, payer=_PROCESS)
     del captured, parts
     return current.save(save)
 

@@ -33,7 +33,7 @@ from fastckpt.storage.file_system import Storage
 
 class Save(Job):
     """A save, as one rank runs it. The files of `plan` become visible in `place`; `before_commit`
-    is as fastckpt.save's; rest as Job's.
+    is as fastckpt.save's; saves with the same `payer` share a drain_rate; rest as Job's.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Save(Job):
         *,
         fence: str,
         lane: str,
+        payer: str | None = None,
     ) -> None:
         super().__init__(handle, agreement, plan.reads, plan.watched, fence=fence, lane=lane)
         plan.reads = DeviceSources()  # the job has them from now on, and lets go of them in the end
@@ -55,6 +56,7 @@ class Save(Job):
         self.before_commit = before_commit
         agreement.is_cancelled = handle.is_cancelled
         self.options = options
+        self.payer = lane if payer is None else payer
 
     def write(self, pipeline: Pipeline) -> None:
         plan, place, stats = self.plan, self.place, self.handle.stats
@@ -64,7 +66,7 @@ class Save(Job):
                 self.agreement.heed()
         self.agreement.heed()
         pacing, rates = place.pacing(self.options.pacing), pipeline.rates
-        pace = Pace(pacing, self.agreement, rates, self.lane, stats, whole=plan.whole)
+        pace = Pace(pacing, self.agreement, rates, self.payer, stats, whole=plan.whole)
         outputs = plan.lay_out(pace)
         nbytes = sum(output.image.nbytes for output in outputs)
         with ExitStack() as moving, self._telling():  # a failure is told before files are closed

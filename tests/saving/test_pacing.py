@@ -26,6 +26,7 @@ from fastckpt import Checkpointer, _engine
 from fastckpt.engine.token_buckets import TokenBuckets, grain_bytes
 from fastckpt.options import Pacing
 from fastckpt.plan.image import BLOCK_BYTES, address_of
+from fastckpt.saving import pipeline
 from fastckpt.saving.pacing import chain_of, turns_before
 from tests.crews import pacing_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
@@ -160,6 +161,28 @@ def test_rate_is_kept_and_staging_is_not_delayed(disk: Path) -> None:
     assert stats.staged_s < stats.written_s, "staging waited for the pace"
     assert stats.paced_s > 0
     assert stats.pacing == "drain_rate 30 MB/s a node; 30 MB/s of it here"
+
+
+def test_files_at_once_share_the_rate_of_the_process(disk: Path) -> None:
+    state, rate, count = state_of(4 * MIB), 20e6, 4
+    rates = pipeline.current().rates
+    fastckpt.save(state, disk / "first.pt", drain_rate=rate).result()
+    owners = {*rates._buckets}
+    began = time.monotonic()
+    handles = [fastckpt.save(state, disk / f"{n}.pt", drain_rate=rate) for n in range(count)]
+    for handle in handles:
+        handle.result()
+    assert time.monotonic() - began > 0.9 * count * 4 * MIB / rate
+    assert {*rates._buckets} == owners, "the buckets grow with the paths"
+
+
+def test_a_closed_checkpointer_leaves_no_bucket(disk: Path) -> None:
+    rates = pipeline.current().rates
+    owners = {*rates._buckets}
+    with Checkpointer(disk, drain_rate=1e9) as checkpointer:
+        checkpointer.save(1, state_of(MIB)).result()
+        assert {*rates._buckets} == owners | {checkpointer.root}
+    assert {*rates._buckets} == owners
 
 
 def test_file_at_a_rate(disk: Path) -> None:
