@@ -330,7 +330,12 @@ void bind_jobs(py::module_& m) {
         .def("slot_crcs", &WriteJob::slot_crcs)
         .def("non_finite", &WriteJob::non_finite)
         .def("blocks_held_max", &WriteJob::blocks_held_max)
-        .def("cancel", &WriteJob::cancel);
+        .def("cancel", &WriteJob::cancel, nogil)
+        .def("give_up", &WriteJob::give_up, nogil)
+        .def("standstill", [](WriteJob& job) {
+            const Standstill found = job.standstill();
+            return py::make_tuple(found.seconds, found.writing, found.offset);
+        });
 }
 
 void bind_streams(py::module_& m) {

@@ -25,6 +25,7 @@ from fastckpt.arguments.checks import (
     check_stripe,
     optional,
 )
+from fastckpt.ranks.round import TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Pacing:
     start_jitter_s: float = 0.0
     max_writers: int | None = None
     writers_per_node: int | None = None
-    timeout_s: float = 0.0
+    timeout_s: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
         jitter_s, timeout_s = self.start_jitter_s, self.timeout_s

@@ -27,8 +27,11 @@ namespace fastckpt {
 // credentials changes nothing, and a ticket may be renewed.
 struct Patience {
     std::chrono::nanoseconds whole{0};
-    // When it ends, in nanoseconds of the steady clock; 0 while nothing is refused.
+    // When it ends, in nanoseconds of the steady clock; 0 while nothing is refused, 1 when the job
+    // has failed.
     std::atomic<int64_t> end{0};
+
+    bool is_over() const { return end.load() == 1; }
 };
 
 struct Op {
@@ -50,7 +53,8 @@ struct Op {
     int error = 0;  // errno, 0 for none
     int retries = 0;
 
-    // Called once, on a backend thread, when done or error is final. Must not block on another Op.
+    // Called once, when done or error is final, on a backend thread or the one that withdraws it.
+    // Must not block on another Op.
     std::function<void(Op&)> finished;
 };
 
@@ -80,6 +84,9 @@ class Backend {
     virtual ~Backend() = default;
     // Takes an op, which must stay at its address until finished, and does not wait for it.
     virtual void submit(Op* op) = 0;
+    // Ends with ECANCELED those ops of a job, known by its patience, that no thread has begun, and
+    // those in the kernel that it can still cancel. The others end when the kernel is done.
+    virtual void withdraw(const Patience* job) = 0;
     // Finishes all ops submitted, then stops its threads. Idempotent; submit() must not follow.
     virtual void close() = 0;
     virtual const char* name() const = 0;

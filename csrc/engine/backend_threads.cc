@@ -97,6 +97,29 @@ class ThreadsBackend final : public Backend {
         wake_.notify_one();
     }
 
+    void withdraw(const Patience* job) override {
+        std::vector<Op*> withdrawn;
+        {
+            std::lock_guard lock(mu_);
+            for (auto it = later_.begin(); it != later_.end();)
+                if (it->second->patience == job) {
+                    withdrawn.push_back(it->second);
+                    it = later_.erase(it);
+                } else {
+                    ++it;
+                }
+            const auto left = std::stable_partition(
+                queue_.begin(), queue_.end(), [&](const Op* op) { return op->patience != job; });
+            withdrawn.insert(withdrawn.end(), left, queue_.end());
+            queue_.erase(left, queue_.end());
+        }
+        for (Op* op : withdrawn) {
+            op->error = ECANCELED;
+            finish(*op);
+        }
+        wake_.notify_all();
+    }
+
     void close() override {
         {
             std::lock_guard lock(mu_);
@@ -206,7 +229,9 @@ Again advance(Op& op, ssize_t result) {
         while (result > 0 && end > 1 && !op.patience->end.compare_exchange_weak(end, 0)) {
         }
     }
-    if (result == -EINTR || result == -EAGAIN) {
+    // What is left of it is worth nothing, and its descriptor may be closed soon.
+    const bool is_withdrawn = op.patience != nullptr && op.patience->is_over();
+    if ((result == -EINTR || result == -EAGAIN) && !is_withdrawn) {
         if (++op.retries <= kRetriesMax) {
             // EAGAIN may mean that memory or a queue is short: wait longer each time, 0.5 s in all.
             if (result == -EINTR) return kAtOnce;
@@ -236,7 +261,8 @@ Again advance(Op& op, ssize_t result) {
         op.error = EIO;
         return kNever;
     }
-    return kAtOnce;
+    if (is_withdrawn) op.error = ECANCELED;
+    return is_withdrawn ? kNever : kAtOnce;
 }
 
 Again carry_out(Op& op, const Transfer& transfer) {

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <map>
 
 #include "check.h"
@@ -63,6 +64,21 @@ class UringBackend final : public Backend {
             queue_.push_back(op);
         }
         wake();
+    }
+
+    void withdraw(const Patience* job) override {
+        std::vector<Op*> withdrawn;
+        {
+            std::lock_guard lock(mu_);
+            if (closing_) return;  // nothing is left that the caller could wait for
+            const auto left = std::stable_partition(
+                queue_.begin(), queue_.end(), [&](const Op* op) { return op->patience != job; });
+            withdrawn.assign(left, queue_.end());
+            queue_.erase(left, queue_.end());
+            withdrawn_.push_back(job);  // the ring's thread sees to the others
+            wake();
+        }
+        for (Op* op : withdrawn) end(op);
     }
 
     void close() override {
@@ -140,7 +156,35 @@ class UringBackend final : public Backend {
             io_uring_prep_read(sqe, op->fd, data, nbytes, offset);
         io_uring_sqe_set_data(sqe, op);
         unsubmitted_.push_back(op);
-        ++in_flight_;
+        in_flight_.push_back(op);
+    }
+
+    static void end(Op* op) {
+        op->error = ECANCELED;
+        finish(*op);
+    }
+
+    // Ends a job's ops that wait for another attempt, and asks the kernel to cancel those in flight
+    // (io_uring_prep_cancel(3); a kernel before 5.5, or a device at work, refuses).
+    void cancel(const Patience* job) {
+        for (auto it = later_.begin(); it != later_.end();) {
+            Op* const op = it->second;
+            it = op->patience == job ? later_.erase(it) : std::next(it);
+            if (op->patience == job) end(op);
+        }
+        for (Op* op : in_flight_) {
+            if (op->patience != job) continue;
+            io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+            if (sqe == nullptr) {
+                io_uring_submit(&ring_);
+                note_submitted();
+                sqe = io_uring_get_sqe(&ring_);
+            }
+            if (sqe == nullptr) return;
+            io_uring_prep_cancel(sqe, op, 0);
+            io_uring_sqe_set_data(sqe, &withdrawn_);
+            unsubmitted_.push_back(nullptr);
+        }
     }
 
     void run() {
@@ -155,7 +199,7 @@ class UringBackend final : public Backend {
         unsigned failures = 0;  // in a row
         while (fill()) {
             const int submitted = submit_and_wait();
-            while (unsubmitted_.size() > io_uring_sq_ready(&ring_)) unsubmitted_.pop_front();
+            note_submitted();
             if (submitted >= 0 || submitted == -EINTR || submitted == -EAGAIN ||
                 submitted == -EBUSY || submitted == -ETIME) {
                 failures = 0;
@@ -168,6 +212,10 @@ class UringBackend final : public Backend {
             reap();
         }
         io_uring_queue_exit(&ring_);
+    }
+
+    void note_submitted() {
+        while (unsubmitted_.size() > io_uring_sq_ready(&ring_)) unsubmitted_.pop_front();
     }
 
     // Waits for a completion, or until an op is to be attempted again.
@@ -185,7 +233,7 @@ class UringBackend final : public Backend {
     void run_without_ring() {
         for (Op* op : unsubmitted_) {
             if (op == nullptr) continue;
-            --in_flight_;
+            in_flight_.erase(std::find(in_flight_.begin(), in_flight_.end(), op));
             later_.emplace(std::chrono::steady_clock::time_point{}, op);
         }
         while (Op* const op = next_without_ring()) {
@@ -206,7 +254,8 @@ class UringBackend final : public Backend {
                 return op;
             }
             std::unique_lock lock(mu_);
-            const bool idle = in_flight_ == 0 && later_.empty();
+            withdrawn_.clear();  // each ends with its next attempt
+            const bool idle = in_flight_.empty() && later_.empty();
             if (idle)
                 ready_.wait(lock, [this] { return closing_ || !queue_.empty(); });
             else if (queue_.empty())
@@ -223,28 +272,34 @@ class UringBackend final : public Backend {
     // Puts waiting ops on the ring; false when close() was called and nothing is left to do.
     bool fill() {
         if (!wake_armed_) arm_wake();
-        for (; in_flight_ < depth_ && !later_.empty() && is_due(later_.begin()->first);
+        for (; in_flight_.size() < depth_ && !later_.empty() && is_due(later_.begin()->first);
              later_.erase(later_.begin()))
             arm(later_.begin()->second);
-        std::lock_guard lock(mu_);
-        while (in_flight_ < depth_ && !queue_.empty()) {
+        std::unique_lock lock(mu_);
+        // First, since another job may have the address of one that is gone by then.
+        for (std::vector<const Patience*> jobs; !withdrawn_.empty(); jobs.clear()) {
+            jobs.swap(withdrawn_);
+            lock.unlock();
+            for (const Patience* job : jobs) cancel(job);
+            lock.lock();
+        }
+        while (in_flight_.size() < depth_ && !queue_.empty()) {
             arm(queue_.front());
             queue_.pop_front();
         }
-        return !closing_ || in_flight_ > 0 || !later_.empty();
+        return !closing_ || !in_flight_.empty() || !later_.empty();
     }
 
     void reap() {
         io_uring_cqe* cqe = nullptr;
         while (io_uring_peek_cqe(&ring_, &cqe) == 0) {
-            auto* op = static_cast<Op*>(io_uring_cqe_get_data(cqe));
+            void* const data = io_uring_cqe_get_data(cqe);
             const int result = cqe->res;
             io_uring_cqe_seen(&ring_, cqe);
-            if (op == nullptr) {
-                wake_armed_ = false;
-                continue;
-            }
-            --in_flight_;
+            if (data == nullptr) wake_armed_ = false;
+            if (data == nullptr || data == &withdrawn_) continue;
+            auto* op = static_cast<Op*>(data);
+            in_flight_.erase(std::find(in_flight_.begin(), in_flight_.end(), op));
             if (const Again again = advance(*op, result))
                 later_.emplace(*again, op);
             else
@@ -260,14 +315,15 @@ class UringBackend final : public Backend {
     io_uring ring_{};
     uint64_t wake_value_ = 0;
     bool wake_armed_ = false;
-    unsigned in_flight_ = 0;
+    std::vector<Op*> in_flight_;
     std::multimap<std::chrono::steady_clock::time_point, Op*> later_;
-    std::deque<Op*> unsubmitted_;  // on the ring, but not taken by the kernel; null: the wake-up
+    std::deque<Op*> unsubmitted_;  // on the ring, but not taken by the kernel; null: no op's
 
     std::mutex mu_;
     // State below is protected by mu_.
     std::condition_variable ready_;
     std::deque<Op*> queue_;
+    std::vector<const Patience*> withdrawn_;  // its address is the data of cancellations
     bool setup_done_ = false;
     const char* setup_call_ = "io_uring_setup";
     int setup_error_ = 0;

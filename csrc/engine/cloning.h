@@ -112,6 +112,10 @@ class CloningBackend final : public Backend {
     void remove(int fd);
 
     void submit(Op* op) override { threads_->submit(op); }
+    void withdraw(const Patience* job) override {
+        threads_->withdraw(job);
+        inner_->withdraw(job);
+    }
     void close() override;
     const char* name() const override { return "cloning"; }
 

@@ -87,6 +87,7 @@ void Engine::keep(const std::shared_ptr<Backend>& backend) {
 void Engine::run() {
     std::unique_lock lock(mu_);
     for (;;) {
+        submit_due();
         if (verify_one(lock) || copy_one(lock) || arrive_one(lock, false) || stage_one(lock) ||
             arrive_one(lock, true))
             continue;
@@ -104,12 +105,19 @@ void Engine::rest(std::unique_lock<std::mutex>& lock) {
     clock_minded_ = true;
     changed_.wait_until(lock, first);
     clock_minded_ = false;
+    submit_due();
+    // This thread may have work now, so another one has to wait for the tokens.
+    if (!waiting_for_tokens_.empty()) changed_.notify_all();
+}
+
+// Submits the blocks whose tokens are due. Each thread does so before each piece of work: while
+// there is always more to stage, none rests.
+void Engine::submit_due() {
+    if (waiting_for_tokens_.empty()) return;
     const auto now = Clock::now();
     const auto jobs = waiting_for_tokens_;  // a copy, since jobs leave the list and join its end
     for (const auto& job : jobs)
         if (job->tokens_at_ && *job->tokens_at_ <= now) job->submit_ready_blocks();
-    // This thread may have work now, so another one has to wait for the tokens.
-    if (!waiting_for_tokens_.empty()) changed_.notify_all();
 }
 
 bool Engine::verify_one(std::unique_lock<std::mutex>& lock) {
@@ -146,17 +154,24 @@ bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
     }
     for (const auto& job : jobs_)
         if (job->has_used_allowance()) job->note_no_memory();
-    const auto found = std::find_if(jobs_.begin(), jobs_.end(),
-                                    [](const auto& job) { return job->wants_stager(); });
-    if (found == jobs_.end()) return false;
-    const std::shared_ptr<WriteJob> job = *found;
-    const bool direct = job->wants_direct();
-    const size_t number = direct ? job->gds_->acquire() : GdsStage::kNone;
-    std::byte* memory = direct ? nullptr : arena_.acquire();
-    if (memory == nullptr && number == GdsStage::kNone) {
-        job->note_no_memory();
-        return false;
+    // The first job that can go on: one whose block belongs in a GPU's memory may find none there
+    // while the host has some, or the other way round.
+    std::shared_ptr<WriteJob> job;
+    size_t number = GdsStage::kNone;
+    std::byte* memory = nullptr;
+    for (const auto& each : jobs_) {
+        if (!each->wants_stager()) continue;
+        if (each->wants_direct())
+            number = each->gds_->acquire();
+        else
+            memory = arena_.acquire();
+        if (memory != nullptr || number != GdsStage::kNone) {
+            job = each;
+            break;
+        }
+        each->note_no_memory();
     }
+    if (job == nullptr) return false;
     WriteJob::Block& block = job->claim(memory, number);
     lock.unlock();
     job->gather(block);

@@ -101,6 +101,13 @@ class Known {
                                                  size_t nbytes) = 0;
 };
 
+// For how long a job that others have to get on has not got on, and what it waits for.
+struct Standstill {
+    double seconds = 0;    // 0: it waits for nothing but its caller, or for tokens
+    bool writing = false;  // for writes that are under way; else for memory
+    uint64_t offset = 0;   // in the file, of the first of these
+};
+
 class Engine;
 
 // At i, how many writes had at most 2^i bytes, and more than 2^(i-1).
@@ -160,6 +167,10 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     // Stages and submits no further block. Transfers in flight complete; the job then counts as
     // failed with ECANCELED, unless every block was submitted before.
     void cancel();
+    // As cancel(), also if every block was submitted; what the backend has not begun, or can stop,
+    // ends at once. The rest holds its memory until wait_written() returns true: it may never.
+    void give_up();
+    Standstill standstill();
 
   private:
     friend class Engine;
@@ -268,8 +279,10 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
         uint64_t nbytes = 0;
     };
     std::map<DeviceQueue*, Clocked> clocks_;
-    size_t blocks_held_ = 0;         // those that have memory
-    size_t blocks_under_way_ = 0;    // claimed, and not written yet
+    size_t blocks_held_ = 0;       // those that have memory
+    size_t blocks_under_way_ = 0;  // claimed, and not written yet
+    size_t ops_under_way_ = 0;
+    Clock::time_point moved_at_;     // when an op ended, or the first of several began
     uint32_t open_segment_crc_ = 0;  // of the segment that crosses the last sealed block's end
     uint64_t nbytes_written_ = 0;
     Failure failure_;
@@ -422,6 +435,7 @@ class Engine {
     bool arrive_one(std::unique_lock<std::mutex>& lock, bool wait);
     bool verify_one(std::unique_lock<std::mutex>& lock);
     bool copy_one(std::unique_lock<std::mutex>& lock);
+    void submit_due();
     void rest(std::unique_lock<std::mutex>& lock);
 
     const unsigned stagers_;
@@ -444,6 +458,7 @@ class Engine {
     std::vector<std::shared_ptr<Backend>> backends_;
     size_t streams_open_ = 0;
     size_t ops_outstanding_ = 0;
+    Clock::time_point moved_at_;  // when the last op ended
     bool closing_ = false;
 };
 

@@ -79,6 +79,7 @@ class ScatterBackend final : public Backend {
     void remove(int fd);
 
     void submit(Op* op) override { threads_->submit(op); }
+    void withdraw(const Patience* job) override { threads_->withdraw(job); }
     void close() override { threads_->close(); }
     const char* name() const override { return threads_->name(); }
 

@@ -102,9 +102,11 @@ void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
     part.finished = [this, self = shared_from_this(), &block, nbytes = end - begin](Op& op) {
         Engine& engine = engine_;
         std::lock_guard lock(engine.mu_);
-        CHECK(engine.ops_outstanding_ > 0 && block.parts_under_way > 0);
+        CHECK(engine.ops_outstanding_ > 0 && block.parts_under_way > 0 && ops_under_way_ > 0);
         --engine.ops_outstanding_;
         --block.parts_under_way;
+        --ops_under_way_;
+        moved_at_ = engine.moved_at_ = Clock::now();
         if (op.error != 0)
             fail({Op::Kind::write, op.offset + op.done, op.error});
         else
@@ -120,6 +122,7 @@ void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
     };
     ++block.parts_under_way;
     ++engine_.ops_outstanding_;
+    if (++ops_under_way_ == 1) moved_at_ = Clock::now();
     backend_->submit(&part);
 }
 
@@ -144,6 +147,43 @@ void WriteJob::cancel() {
     if (next_submit_ < blocks_.size()) fail({Op::Kind::write, file_offset_, ECANCELED});
     submit_ready_blocks();
     engine_.changed_.notify_all();
+}
+
+void WriteJob::give_up() {
+    std::shared_ptr<Backend> backend;
+    {
+        std::lock_guard lock(engine_.mu_);
+        if (finished()) return;
+        fail({Op::Kind::write, file_offset_, ECANCELED});
+        submit_ready_blocks();
+        engine_.changed_.notify_all();
+        const auto& kept = engine_.backends_;
+        const auto found = std::find_if(
+            kept.begin(), kept.end(), [this](const auto& each) { return each.get() == backend_; });
+        if (found != kept.end()) backend = *found;
+    }
+    if (backend != nullptr) backend->withdraw(&patience_);  // which takes the mutex for each op
+}
+
+Standstill WriteJob::standstill() {
+    std::lock_guard lock(engine_.mu_);
+    if (backend_ == nullptr || finished()) return {};
+    const auto now = Clock::now();
+    const auto since = [now](Clock::time_point then) {
+        return std::chrono::duration<double>(now - then).count();
+    };
+    if (ops_under_way_ > 0) {
+        // A server that refuses has answered.
+        if (std::chrono::nanoseconds(patience_.end.load()) > now.time_since_epoch()) return {};
+        const auto first = std::find_if(blocks_.begin(), blocks_.end(), [](const auto& block) {
+            return block != nullptr && block->parts_under_way > 0;
+        });
+        CHECK(first != blocks_.end());
+        return {since(moved_at_), true, file_offset_ + (*first)->begin};
+    }
+    // Others may hold the memory for long, as long as they get on.
+    if (!no_memory_since_ || !engine_.waiting_for_tokens_.empty()) return {};
+    return {since(std::max(*no_memory_since_, engine_.moved_at_)), false, 0};
 }
 
 }  // namespace fastckpt

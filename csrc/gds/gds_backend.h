@@ -68,6 +68,7 @@ class GdsBackend final : public Backend {
     ~GdsBackend() override;
 
     void submit(Op* op) override;
+    void withdraw(const Patience* job) override { threads_->withdraw(job); }
     void close() override;
     const char* name() const override { return "gds"; }
 

@@ -28,7 +28,7 @@ from fastckpt.directories.swap_place import SwapPlace
 from fastckpt.directories.swap_plan import SwapPlan
 from fastckpt.errors import CheckpointError, fate
 from fastckpt.handle import SaveHandle
-from fastckpt.options import WriteOptions
+from fastckpt.options import Pacing, WriteOptions
 from fastckpt.ranks import per_group
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
@@ -89,7 +89,7 @@ def save_directory(
     """
     check_choice("fence", fence, FENCES)
     check_choice("on_error", on_error, (*ON_ERROR, "keep"))
-    options = WriteOptions(backend, durable, staging_bytes)
+    options = WriteOptions(backend, durable, staging_bytes, pacing=Pacing(timeout_s=timeout_s))
     path = os.path.realpath(check_path("path", path))
     handle = SaveHandle(path, time.perf_counter())
     agreement = per_group.together(group).coordinator.begin(f"save of {path!r}", timeout_s)

@@ -23,6 +23,7 @@ from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.engine.gds import BLOCKS, Gds, GdsDevice
 from fastckpt.engine.read_stream import EngineReadStream
 from fastckpt.engine.scattered_writes import Scatterer
+from fastckpt.engine.stranded import Stranded
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.handle import SaveHandle
 from fastckpt.latch import items_of
@@ -62,7 +63,7 @@ class Staging:
     """The engine of one process with its backends, GPUs and step fence. close() frees all of it.
 
     Args:
-        storage: the seam to the file system; also an attribute.
+        storage: the seam to the file system; also an attribute, as is `stranded`.
         budget_bytes: the limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of
             the memory available when the first save begins.
         devices: the GPUs whose memory is copied beside compute.
@@ -79,6 +80,7 @@ class Staging:
         self.devices = devices or Devices()
         self.gds = gds or Gds(self.devices)
         self.storage = storage
+        self.stranded = Stranded()
         self._budget_bytes = budget_bytes
         self._lock = threading.Lock()
         # State below is protected by _lock.
@@ -483,7 +485,13 @@ class Staging:
             self._hook.remove()
 
     def close(self) -> None:
-        """Waits for transfers, and frees threads, rings and the arena."""
+        """Waits for transfers, and frees threads, rings and the arena, unless the kernel still uses
+        them for transfers that are stranded.
+        """
+        if not self.stranded.sweep():
+            log.warning("writes that do not return keep staging memory, threads and files")
+            self.abandon()
+            return
         with self._lock:
             engine, self._engine = self._engine, None
             backends, self._backends = self._backends, {}

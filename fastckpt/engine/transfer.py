@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
+from math import inf
 from operator import add
 
 from fastckpt.engine.devices import DeviceSources
@@ -22,8 +25,13 @@ from fastckpt.handle import WRITE_SIZES, SaveStats
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.storage.file_system import Storage, reported, room_text
 
+log = logging.getLogger("fastckpt")
+
 _ON_HOST = "nothing lies on a GPU"
-_WAIT_S = 3600.0  # of one wait on the engine; it is repeated, for a slow disk is no error
+_LOOK_S = 0.5  # of one wait on the engine; it is repeated, for a slow disk is no error
+_SEEN_S = 10 * _LOOK_S  # the most that counts between two looks: the process may have been stopped
+_LOG_S = 60.0  # how often a wait in which nothing gets on is logged
+_PARTING_S = 10.0  # how long writes of a save that has failed are waited for if none gets on
 
 
 class MemoryCopy:
@@ -105,13 +113,16 @@ class ImageTransfer:
         reads: says which of its memory is on devices.
         direct: writes blocks of a GPU straight to the file where it can.
         known: has what need not be staged, and sees to it when the rest is written.
+        timeout_s: for how long writes may be under way, or memory be lacking, without any that gets
+            on. After that waits fail; so do those of leaving the context, which leaves to
+            Staging.stranded what the kernel holds. inf: there is no limit.
 
     Attributes:
         nbytes: the size of the body.
 
     Raises:
-        StorageError, DeviceError: from wait_staged(), staged() and wait_written(): the first write
-            or copy that failed.
+        StorageError, DeviceError: from the waits: the first write or copy that failed, or ETIMEDOUT
+            if nothing has got on for timeout_s.
     """
 
     def __init__(
@@ -124,8 +135,14 @@ class ImageTransfer:
         reads: DeviceSources | None = None,
         direct: GdsDevice | None = None,
         known: Cloner | None = None,
+        timeout_s: float = inf,
     ) -> None:
         self._path = path
+        self._stranded = staging.stranded
+        self._timeout_s = timeout_s
+        self._looked = 0.0
+        self._still_s = 0.0  # for how long nothing has got on, as far as was looked
+        self._logged_s = 0.0
         self._devices = staging.devices
         self._gds = staging.gds
         self._storage = staging.storage
@@ -156,10 +173,70 @@ class ImageTransfer:
     def __exit__(self, *_: object) -> None:
         if self._job is not None:
             self._job.cancel()
-            while not self._job.wait_written(_WAIT_S):
+            bound_s = inf if self._timeout_s == inf else min(_PARTING_S, self._timeout_s)
+            while not self._job.wait_written(_LOOK_S) and self._standstill()[0] < bound_s:
                 pass
-            self._end_file()
+            self._job.give_up()
+            while not self._job.wait_staged(_LOOK_S):  # a device may still copy
+                pass
+            if not self._has_returned(_LOOK_S):
+                assert self._fd is not None
+                log.warning(
+                    "a write of %r at offset %d was given up but has not returned: its staging "
+                    "memory and its file are kept until it does",
+                    self._path,
+                    self._job.standstill()[2],
+                )
+                self._stranded.add(self._fd, self._has_returned)
         self._image = None
+
+    def _has_returned(self, wait_s: float = 0.0) -> bool:
+        """Waits at most wait_s; returns whether nothing is in flight any more."""
+        if self._job is None or not self._job.wait_written(wait_s):
+            return False
+        self._end_file()
+        return True
+
+    def _standstill(self) -> tuple[float, bool, int]:
+        """Returns for how many seconds nothing has got on, whether that is writes, and from which
+        offset on.
+        """
+        assert self._job is not None
+        seconds, writing, offset = self._job.standstill()
+        now = time.monotonic()
+        since, self._looked = now - self._looked, now
+        self._still_s = 0.0 if seconds < since else self._still_s + min(since, _SEEN_S)
+        self._still_s = min(self._still_s, seconds)
+        return self._still_s, writing, offset
+
+    def _awaited(self) -> str:
+        """Returns what is waited for, in words."""
+        assert self._job is not None
+        seconds, writing, offset = self._job.standstill()
+        if writing:
+            return f"a write of {self._path!r} at offset {offset} has not ended for {seconds:.0f} s"
+        return (
+            f"{self._path!r} has waited for staging memory, which others hold, for {seconds:.0f} s"
+        )
+
+    def _heed(self) -> None:
+        """Looks whether anything gets on: logs once a minute if not, and fails after timeout_s."""
+        if self._job is None:
+            return
+        seconds, _writing, offset = self._standstill()
+        if seconds >= self._timeout_s:
+            detail = f"{self._awaited()}: it is given up, since nothing got on for timeout_s"
+            raise StorageError("write", self._path, errno.ETIMEDOUT, offset, detail)
+        if seconds < self._logged_s:
+            self._logged_s = 0.0
+        elif seconds >= self._logged_s + _LOG_S:
+            self._logged_s = seconds
+            log.warning(
+                "%s: does the server, or the disk, answer? After %g s without any progress the "
+                "save fails",
+                self._awaited(),
+                self._timeout_s,
+            )
 
     def write_to(self, fd: int, offset: int, route: Route, path: str = "") -> None:
         """Begins to write the image to fd, which stays open until the context is left; `path` is
@@ -189,28 +266,35 @@ class ImageTransfer:
 
     def queued(self, timeout_s: float) -> bool:
         """Waits at most timeout_s; returns whether only devices have anything left to copy."""
-        return self._job is None or self._job.wait_queued(timeout_s)
+        if self._job is None or self._job.wait_queued(timeout_s):
+            return True
+        self._heed()
+        return False
 
     def wait_queued(self) -> None:
         """Waits until only devices have anything left to copy; a later wait raises a failure."""
-        while not self.queued(_WAIT_S):
+        while not self.queued(_LOOK_S):
             pass
 
     def staged(self, timeout_s: float) -> bool:
         """Waits at most timeout_s; returns whether everything was copied."""
         if self._job is not None and not self._job.wait_staged(timeout_s):
+            self._heed()
             return False
         self._check()
         self._image = None
         return True
 
     def wait_staged(self) -> None:
-        while not self.staged(_WAIT_S):
+        while not self.staged(_LOOK_S):
             pass
 
     def written(self, timeout_s: float) -> bool:
         """Waits at most timeout_s; returns whether the job has ended, well or by a failure."""
-        return self._job is None or self._job.wait_written(timeout_s)
+        if self._job is None or self._job.wait_written(timeout_s):
+            return True
+        self._heed()
+        return False
 
     def nbytes_written(self) -> int:
         """Returns how many bytes have been written so far."""
@@ -224,7 +308,7 @@ class ImageTransfer:
         """Waits until everything was written, and compares the bytes written with the plan."""
         if self._job is None:
             return
-        while not self._job.wait_written(_WAIT_S):
+        while not self.written(_LOOK_S):
             pass
         self._end_file()
         self._check()

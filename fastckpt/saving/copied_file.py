@@ -45,7 +45,7 @@ def write_portions(
         offset = 0
         for portion in portions:
             image = Image.of_bytes(portion)
-            transfer = ImageTransfer(pipeline.staging, image, path, allowance, 1)
+            transfer = file.transfer_of(image)
             transfer.write_to(file.fd, offset, file.route)
             moving.follow(transfer)
             offset += len(portion)

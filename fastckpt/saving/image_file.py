@@ -89,7 +89,7 @@ class ImageFile:
         self._pace: Pace | None = None
         self._files = ExitStack()
         self.is_open = False
-        how = (stagers, reads, direct, known)
+        how = (stagers, reads, direct, known, options.pacing.timeout_s)
         self.transfer = ImageTransfer(pipeline.staging, image, path, allowance, *how)
 
     def __enter__(self) -> ImageFile:
@@ -98,7 +98,9 @@ class ImageFile:
     def __exit__(self, *failure: Any) -> None:
         # Blocks in flight arrive before the file is closed and its descriptor becomes another's.
         self.transfer.__exit__()
-        self._files.__exit__(*failure)
+        stranded = self._pipeline.staging.stranded
+        if not (self.is_open and stranded.take_over(self.fd, self._files)):
+            self._files.__exit__(*failure)
 
     def make(
         self,
@@ -248,10 +250,14 @@ class ImageFile:
 
     def add(self, image: Image, offset: int) -> None:
         """Writes a small image, whose pages the body does not touch, and waits for it."""
-        staging, path = self._pipeline.staging, self._path
-        with ImageTransfer(staging, image, path, self._allowance, 1) as added:
+        with self.transfer_of(image) as added:
             added.write_to(self.fd, offset, self.route)
             self._wait(added)
+
+    def transfer_of(self, image: Image) -> ImageTransfer:
+        """Returns a transfer of another image into this file."""
+        how = (self._allowance, 1, None, None, None, self._options.pacing.timeout_s)
+        return ImageTransfer(self._pipeline.staging, image, self._path, *how)
 
     def wait_written(self) -> None:
         """Waits until the body has been written.

@@ -6,6 +6,7 @@ and for what happens to them at exit and after a fork. It must not know what a s
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import errno
 import logging
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -25,7 +27,7 @@ from fastckpt.engine.gds import Gds
 from fastckpt.engine.gds_trial import Choice
 from fastckpt.engine.staging import Staging
 from fastckpt.engine.token_buckets import TokenBuckets
-from fastckpt.errors import CheckpointError, SaveCancelled, fate, retold
+from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, fate, retold
 from fastckpt.handle import CLOCKS_BYTES, RankClocks, SaveHandle
 from fastckpt.latch import Latch, items_of, start_thread
 from fastckpt.ranks.round import Round
@@ -38,6 +40,9 @@ log = logging.getLogger("fastckpt")
 IN_FLIGHT_MAX = 16
 _HEAD_START_S = 0.001
 _LOOK_S = 0.5  # how often a save that waits for a slot looks whether its caller still waits
+_LOG_S = 60.0  # how often a wait in which nothing gets on is logged
+_STILL_S = 1800.0  # for how long exit waits for saves of which none gets on
+_REMOVAL_S = 10.0  # longest wait for removals on a server that did not answer
 _FREEING_S = 60.0  # longest wait for the blocks of replaced files
 _LOWEST = 19  # nice(2)
 
@@ -131,6 +136,7 @@ class Pipeline:
                 job.previous = self._pending(job.lane, before=job.handle)
             finally:
                 job.begun.set()
+            self.staging.stranded.sweep()
             if job.fence == "step" and not on_caller:
                 # Laying out an image holds the GIL, and the caller waits for nothing else.
                 time.sleep(_HEAD_START_S)
@@ -277,16 +283,43 @@ class Pipeline:
 
         start_thread(take, "fastckpt-prepare")
 
-    def drain(self) -> None:
-        """Waits for every save in flight, and for what it does after its commit."""
-        while self._in_flight:
-            for _, save in items_of(self._in_flight):
-                save.gone.wait()
+    def drain(self, still_s: float = inf) -> list[SaveHandle]:
+        """Waits for every save in flight, and for what it does after its commit.
+
+        Args:
+            still_s: for how long none of them may get on. Each has bounds of its own, but a call of
+                the file system that does not return has none.
+
+        Returns:
+            The saves that have not ended.
+        """
+        seen, since, logged = None, time.monotonic(), 0.0
+        while saves := items_of(self._in_flight):
+            if saves[0][1].gone.wait(_LOOK_S):
+                continue
+            now = [(handle, _how_far(handle)) for handle, _ in saves]
+            if now != seen:
+                seen, since, logged = now, time.monotonic(), 0.0
+            still = time.monotonic() - since
+            if still >= still_s:
+                return [handle for handle, _ in saves]
+            if still >= logged + _LOG_S:
+                logged = still
+                paths = ", ".join(repr(handle.path) for handle, _ in saves)
+                log.warning("the saves to %s have not got on for %.0f s", paths, still)
+        return []
 
     def close(self) -> None:
         """Waits for every save in flight and frees the engine's memory and threads."""
         self.drain()
         self.staging.close()
+
+
+def _how_far(handle: SaveHandle) -> tuple[object, ...]:
+    """Returns what changes whenever a save gets on."""
+    stats = handle.stats
+    clocks = (stats.staged_s, stats.opened_s, stats.written_s, stats.synced_s)
+    return (handle.done(), *handle.progress(), *map(repr, clocks))
 
 
 def raise_earlier(handle: SaveHandle, not_begun: str | None = None) -> None:
@@ -367,8 +400,23 @@ class Job:
             self.agreement.fail(error)
             # If the first rank was lost after its commit, its checkpoint must not be destroyed.
             if not self.agreement.may_be_visible:
-                self.abandon(pipeline.storage)
+                self._remove(pipeline.storage, error)
             raise
+
+    def _remove(self, storage: Storage, error: BaseException) -> None:
+        """Calls abandon(); waits a while only, if the server did not answer the writes either."""
+        if not (isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT):
+            return self.abandon(storage)
+        ended = Latch()
+
+        def remove() -> None:
+            with suppress(Exception):  # what stays is debris, which a later save removes
+                self.abandon(storage)
+            ended.set()
+
+        if start_thread(remove, "fastckpt-abandon"):
+            ended.wait(_REMOVAL_S)
+        return None
 
     def write(self, pipeline: Pipeline) -> None:
         """Writes, and commits by conclude()."""
@@ -464,6 +512,27 @@ def _comes_too_late() -> bool:
     return here is not main and (_exited or (here.daemon and not main.is_alive()))
 
 
+def _watch_exit() -> None:
+    """Ends the process if it waits for saves of which none gets on for _STILL_S."""
+    left = [] if _current is None else _current.drain(_STILL_S)
+    for handle in left:
+        outcome = fate(handle.failure(), "is committed") if handle.done() else "may be lost"
+        sys.stderr.write(
+            f"fastckpt: the save to {handle.path!r} {outcome}; it has not got on for "
+            f"{_STILL_S:.0f} s and is not waited for any longer: does its server or disk answer?\n"
+        )
+    if left:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # no thread of these saves can be joined
+
+
+def _begin_exit() -> None:
+    """Begins the watch before the interpreter joins the threads of saves, which may hang."""
+    with suppress(RuntimeError):  # no thread can be started
+        _thread.start_new_thread(_watch_exit, ())
+
+
 def _at_exit() -> None:
     """Waits for all saves, reports failures that nobody has asked for, and frees everything."""
     global _exited
@@ -493,4 +562,7 @@ def _after_fork_in_child() -> None:
 
 
 atexit.register(_at_exit)
+# Internal to CPython, as concurrent.futures uses it; nothing public comes before the joins.
+if hasattr(threading, "_register_atexit"):
+    threading._register_atexit(_begin_exit)
 os.register_at_fork(after_in_child=_after_fork_in_child)

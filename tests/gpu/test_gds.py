@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import zlib
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,7 @@ from tests.paths import ROOT
 PAGE = 4096
 BLOCK = 64 * PAGE
 BLOCKS = 6
+WAIT_S = 60.0
 CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC
 KERNEL_CHUNK = 65536
 Op = tuple[str, int, int, int, int, bool]
@@ -777,3 +779,30 @@ def test_the_kernel_checked_in_is_what_its_source_gives() -> None:
             assert compiler.made_by(str(library)) == text
             return
     pytest.skip("the release of NVRTC that made the kernel is not on this machine")
+
+
+# In the engine.
+
+
+def test_a_job_without_a_block_of_its_gpu_holds_up_no_other(stubs: Stubs, disk: Path) -> None:
+    with gds_of(stubs) as gds:
+        stage = _engine.GdsStage(gds.blocks)
+        content = bytearray(content_of(3, (BLOCKS + 2) * BLOCK))
+        begin = address_of(content)
+        device = _engine.DeviceRange(begin, begin + len(content), gds.queue)
+        engine = _engine.Engine(4 * BLOCK, BLOCK, 2)
+        columns = array("Q", (0, len(content), begin)), array("Q")
+        waiting = engine.stage(*columns, _engine.Allowance(99), 2, [device], stage)
+        host = bytearray(content_of(4, 3 * BLOCK))
+        columns = array("Q", (0, len(host), address_of(host))), array("Q")
+        other = engine.stage(*columns, _engine.Allowance(3), 2)
+        assert other.wait_staged(WAIT_S), "it waits behind the job that no block is left for"
+        assert not waiting.wait_queued(0)
+        other.cancel()
+        with direct_file(gds, disk / "image") as fd:
+            waiting.write_to(fd, 0, gds.backend, True)
+            assert waiting.wait_written(WAIT_S) and waiting.failure() is None
+            gds.backend.end_file(fd)
+        assert (disk / "image").read_bytes() == content
+        engine.close()
+        del waiting, other, engine, stage, device
