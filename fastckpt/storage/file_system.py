@@ -216,7 +216,7 @@ class Storage:
         Args:
             purpose: decides the layout of a file that may be long, where files have layouts.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL follows no link
         if purpose is None or not lustre.is_lustre(os.path.dirname(path)):
             return _noted(os.open(path, flags, mode))
         fd, why = lustre.create(path, flags, mode, purpose)
@@ -290,8 +290,12 @@ class Storage:
             return _noted(os.open(path, os.O_RDONLY | flags))
 
     def open_to_write(self, path: str) -> int:
-        """Opens a file that another rank has made, for reading and writing."""
-        return _noted(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
+        """Opens a file that another rank has made, for reading and writing, through no link."""
+        found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:  # anew, since a descriptor keeps O_NOFOLLOW, with which cuFile refuses it
+            return _noted(os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_CLOEXEC))
+        finally:
+            os.close(found)
 
     def scratch(self) -> int:
         """Makes a file in memory, without a name, that is gone when closed (memfd_create(2))."""
@@ -562,8 +566,8 @@ class Storage:
         that it must have no content yet.
         """
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        try:  # without O_NONBLOCK, which only the open needed, and with which cuFile refuses it
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
         except OSError as error:
             return f"O_DIRECT refused by open: {os.strerror(error.errno or errno.EINVAL)}"
         if offset is None:
@@ -581,8 +585,7 @@ class Storage:
     def cached_share(self, fd: int) -> float:
         """Returns the share of a file in the page cache, or 0.0 if the kernel does not tell it."""
         nbytes = self.size(fd)
-        cached: int = _engine.cached_bytes(fd, nbytes)
-        return max(0.0, cached / nbytes) if nbytes else 0.0
+        return max(0.0, _engine.cached_bytes(fd, nbytes) / nbytes) if nbytes else 0.0
 
 
 def _locked(fd: int, how: int) -> bool:

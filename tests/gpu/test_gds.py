@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 
 from fastckpt import _engine
 from fastckpt.plan.image import address_of
+from fastckpt.storage.file_system import Storage
 from tests import cuda_stub, cufile_stub, interpreters
 from tests.cuda_stub import ILLEGAL_ADDRESS, LAUNCH, ON_DEVICE, OUT_OF_MEMORY, TO_HOST, CudaStub
 from tests.cufile_stub import FILE_SYSTEM, CufileStub
@@ -407,6 +408,43 @@ def test_a_write_that_moves_nothing_is_a_refusal(stubs: Stubs, disk: Path) -> No
         stubs.cufile.fail("cuFileWrite", FILE_SYSTEM, 0, times=1)
         assert _engine.run_ops(gds.backend, [empty]) == [(BLOCK, 0, 0)]
         assert "(errno 0)" in gds.backend.end_file(fd)[2]
+
+
+@pytest.mark.parametrize("flag", ["O_NOFOLLOW", "O_NONBLOCK", "O_APPEND"])
+def test_flags_that_cufile_refuses_are_named(stubs: Stubs, disk: Path, flag: str) -> None:
+    flags = CREATE | os.O_DIRECT | getattr(os, flag)
+    with gds_of(stubs) as gds, direct_file(gds, disk / "a", flags) as fd:
+        assert "5019" in gds.backend.end_file(fd)[2]
+
+
+@pytest.mark.parametrize("opening", ["create", "open", "open_to_write"])
+def test_cufile_takes_what_the_seam_opens(stubs: Stubs, disk: Path, opening: str) -> None:
+    """No file keeps a flag that was there to refuse links, or not to wait for a FIFO."""
+    storage, path = Storage(), str(disk / "a")
+    if opening != "create":
+        (disk / "a").write_bytes(CONTENT)
+    with gds_of(stubs) as gds:
+        fd = storage.create(path, 0o600) if opening == "create" else getattr(storage, opening)(path)
+        try:
+            assert storage.set_direct(fd, writing=opening == "create") is None
+            gds.backend.begin_file(fd)
+            assert gds.backend.end_file(fd) == (0, 0, "")
+        finally:
+            storage.close(fd)
+
+
+@pytest.mark.parametrize("opening", ["create", "open_to_write"])
+@pytest.mark.parametrize("target", ["content", "fifo", "nowhere"])
+def test_what_is_written_to_is_no_link(disk: Path, opening: str, target: str) -> None:
+    (disk / "content").write_bytes(CONTENT)
+    os.mkfifo(disk / "fifo")
+    (disk / "link").symlink_to(target)
+    args = (0o600,) if opening == "create" else ()
+    with pytest.raises(OSError) as caught:
+        getattr(Storage(), opening)(str(disk / "link"), *args)
+    assert caught.value.errno == (errno.EEXIST if opening == "create" else errno.ELOOP)
+    assert sorted(os.listdir(disk)) == ["content", "fifo", "link"]
+    assert (disk / "content").read_bytes() == CONTENT
 
 
 def test_files_opened_without_o_direct_go_through_the_host(stubs: Stubs, disk: Path) -> None:

@@ -4,6 +4,7 @@
 // file system's, or transfers less than it was asked for. Built by the tests, which steer it by the
 // stub_*() functions; it must not know who calls.
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -47,7 +48,9 @@ struct Failing {
 };
 
 constexpr int kInvalidValue = 5022, kRegistered = 5023, kNotRegistered = 5024, kNoHandle = 5027;
-constexpr int kNoContext = 5047, kNotOpen = 5001;
+constexpr int kNoContext = 5047, kNotOpen = 5001, kInvalidFlag = 5019;
+// The open flags with which a real one takes no file. fcntl(2) keeps them as they were given.
+constexpr int kRefused = O_NOFOLLOW | O_NONBLOCK | O_APPEND | (O_TMPFILE & ~O_DIRECTORY);
 
 std::mutex mu;
 // State below is protected by mu.
@@ -130,6 +133,9 @@ EXPORT Error cuFileHandleRegister(void** handle, Descriptor* descriptor) {
     const Error error = enter_with_context("cuFileHandleRegister");
     if (error.code != 0) return error;
     if (descriptor->type != 1 || descriptor->calls != nullptr) return {kInvalidValue, 0};
+    const int flags = fcntl(descriptor->handle.fd, F_GETFL);
+    if (flags == -1) return {kInvalidValue, 0};
+    if ((flags & kRefused) != 0) return {kInvalidFlag, 0};
     *handle = new File{descriptor->handle.fd};
     files.insert(*handle);
     return {0, 0};
