@@ -17,9 +17,11 @@ import torch
 
 from fastckpt.arguments.checks import (
     FENCES,
+    ON_ERROR,
     STAGINGS,
     BackendName,
     Fence,
+    OnError,
     StagingWay,
     Stripe,
     check_callable,
@@ -59,6 +61,7 @@ def save(
     group: Any = None,
     timeout_s: float = TIMEOUT_S,
     before_commit: Veto | None = None,
+    on_error: OnError = "raise",
 ) -> SaveHandle:
     """Saves an object as torch.save does, but in the background, and commits the file atomically.
 
@@ -112,6 +115,10 @@ def save(
             nothing is committed: result() raises CheckpointError there, PeerFailed elsewhere. What
             it returns is ignored. It must not wait for this save, nor for one that was begun later.
             Not called if torch.save itself writes. Default: none.
+        on_error: how a failure in the background is told, beside result(). "raise": if nobody has
+            asked for it by result() or exception(), the next save() raises it, and is not begun.
+            "warn": it is logged when it happens, and training goes on; errors of saves before this
+            one are logged, too.
 
     Returns:
         A SaveHandle; its result() returns the SaveStats when the checkpoint is committed. With
@@ -120,8 +127,8 @@ def save(
 
     Raises:
         Exception: what torch.save raises for an object that cannot be pickled; nothing was written.
-        CheckpointError: an earlier save failed and nobody asked for its error, which is the
-            __cause__ of this one. This save was not begun.
+        CheckpointError: an earlier save() failed and nobody asked for its error, which is the
+            __cause__ of this one (on_error="raise"). This save was not begun.
         StorageError: the directory of f does not exist, or f is "". All other errors of the file
             system are raised by result().
         KeyboardInterrupt: the call was interrupted. Unless everything had been copied by then,
@@ -134,12 +141,13 @@ def save(
     started = time.perf_counter()
     check_choice("fence", fence, FENCES)
     check_seconds("timeout_s", timeout_s)
+    check_choice("on_error", on_error, ON_ERROR)
     optional(check_callable, "before_commit", before_commit)
     pacing = Pacing(drain_rate, timeout_s=timeout_s)
     options = WriteOptions(backend, durable, staging_bytes, staging, stripe, pacing)
     how = (pickle_module, pickle_protocol, _use_new_zipfile_serialization)
     asked = TorchSave(obj, *how, _disable_byteorder_record)
-    given = (fence, group, timeout_s, before_commit)
+    given = (fence, group, timeout_s, before_commit, on_error)
     return begin_save(asked, f, _checked_path(f), options, *given, started)
 
 

@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 
 from fastckpt.arguments.checks import (
     FENCES,
+    ON_ERROR,
     BackendName,
     Codec,
     Fence,
+    OnError,
     Reuse,
     StagingWay,
     Stripe,
@@ -37,6 +39,7 @@ from fastckpt.directories.export import HuggingFace, Writing, checked_export, ex
 from fastckpt.formats.step_names import step_name
 from fastckpt.handle import SaveHandle, SaveStats, Veto
 from fastckpt.options import Pacing
+from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.ranks.signal_handlers import SignalHandlers
@@ -142,12 +145,13 @@ class Checkpointer:
             ranks, to `saves.jsonl` in the root, for `fastckpt report`.
         export: a HuggingFace, which says where steps are exported to, and which ones. save() begins
             the export behind the save of the step, with the same fence, and so copies its tensors
-            once more. An export that fails, or cannot begin, is told as a save that fails: by
-            `exported`, by the next save or by close(); its step stays. The arguments that delay
-            writing do not concern exports. Default: none.
+            once more. An export that fails, or cannot begin, costs no step: the next save() warns
+            of it, and `exported` or close() raises it. The arguments that delay writing do not
+            concern exports. Default: none.
         on_commit: called on every rank with the step and its SaveStats when a step is committed, on
             the thread of the save; it should not take long. What it raises is logged.
-        before_commit: called before each commit, and able to refuse it: as fastckpt.save's.
+        before_commit, on_error: as fastckpt.save's. With "raise", save() raises the errors of steps
+            of this root alone; of others, and of exports, it warns. "warn" is of exports, too.
         stop_signals: signals that ask the job to stop, such as ("SIGUSR1", "SIGTERM"), for
             stop_requested(): names, with or without SIG, signal.Signals or their numbers. Until
             close() they no longer end the process; handlers that were there before are called, too.
@@ -197,9 +201,11 @@ class Checkpointer:
         export: HuggingFace | None = None,
         on_commit: Callable[[int, SaveStats], None] | None = None,
         before_commit: Veto | None = None,
+        on_error: OnError = "raise",
         stop_signals: Collection[str | int] | None = None,
     ) -> None:
         check_choice("fence", fence, FENCES)
+        check_choice("on_error", on_error, ON_ERROR)
         check_flag("log", log)
         check_seconds("timeout_s", timeout_s)
         optional(check_callable, "on_commit", on_commit)
@@ -210,17 +216,14 @@ class Checkpointer:
         how = (backend, durable, staging_bytes, staging, stripe, pacing)
         kept = (keep_last, keep_every, local, keep_local)
         self._options = StepOptions(*how, codec, *kept, reuse, check_finite)
-        self._pool = SharedMemory()
         self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
-        self._fence, self._timeout_s = fence, timeout_s
+        self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
         self._open = OpenRoot(pipeline.current().storage, self.root)
         self._steps = self._open.steps
-        self._is_step = is_step(self.root)
-        self.restored_from: dict[str, str] = {}
-        self.differences = _NO_DIFFERENCES
+        self._pool, self._is_step = SharedMemory(), is_step(self.root)
+        self.restored_from, self.differences = dict[str, str](), _NO_DIFFERENCES
         self._reader: StepReader | None = None  # of the restore that is running
-        self._differing: frozenset[str] = frozenset()
         self._logs, self._on_commit, self._before_commit = log, on_commit, before_commit
         self.exported: SaveHandle | None = None
         self._handles, self._exports = list[SaveHandle](), list[SaveHandle]()
@@ -230,6 +233,7 @@ class Checkpointer:
         with ExitStack() as opened:  # what is open is closed if what comes after it fails
             self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
             opened.push(self._coordinator.give_up)
+            self._memo = per_group.GroupMemo(self._coordinator)
             self._export = checked_export(export, self.root, self._coordinator.rank == 0)
             self._rank_of = ranks_within(self.group)
             if (path := self._options.local_path) is not None:
@@ -266,9 +270,8 @@ class Checkpointer:
 
         Raises:
             Exception: what torch.save raises for an object that cannot be pickled.
-            CheckpointError: an earlier save failed, nobody asked for its error, and there is no
-                deadline_s. This save was not begun. The error of an export that could not begin has
-                its own class.
+            CheckpointError: an earlier step failed, nobody asked for its error, there is no
+                deadline_s, and on_error is "raise". This save was not begun.
             TypeError, ValueError: a DTensor has a placement or dtype that cannot be saved, or is
                 inside of an object; a tensor's storage was resized to nothing; a key is no Unicode
                 text; the state is nested too deeply; the step is below 0; deadline_s is no number;
@@ -294,9 +297,10 @@ class Checkpointer:
             if self._tier is not None:
                 draining = self._tier.begin_drain(step)
                 failing.enter_context(draining.failing())
-            handle = SaveHandle(os.path.join(self.root, step_name(step)), started)
+            path, told = os.path.join(self.root, step_name(step)), self._on_error
+            handle = SaveHandle(path, started, kind=self.root, on_error=told)
             if deadline_s is None:
-                current.raise_unreported(handle.path)
+                current.raise_unreported(path, handle.kind, told)
             place: StepPlace | NodePlace = StepPlace(self._steps, agreement, step, options)
             if self._tier is not None and draining is not None:
                 by_way_of = (self._tier, handle, agreement, draining)
@@ -309,11 +313,11 @@ class Checkpointer:
                 self._coordinator.world_size,
                 self._rank_of,
                 current.staging.devices,
-                differing=self._differing,
+                differing=self._memo.unequal(),
                 watch=self._fence == "step",
                 checks_numbers=options.check_finite,
             )
-            lent = (current.storage, self._pool, self._note_differing)
+            lent = (current.storage, self._pool, self._memo.note_unequal)
             plan = StepPlan(handle, agreement, step, content, place, options, *lent)
             parts = (handle, agreement, plan, place, options, self._before_commit)
             save = Save(*parts, fence=self._fence, lane=self.root)
@@ -325,7 +329,8 @@ class Checkpointer:
         self._handles = [*self._handles, handle]
         if self._export is not None and step % self._export.every == 0 and deadline_s is None:
             ways = (self._fence, options.durable, options.staging_bytes, self._timeout_s)
-            self.exported = export_step(state, step, self._export, Writing(self.group, *ways))
+            how = Writing(self.group, *ways)
+            self.exported = export_step(state, step, self._export, how, self._on_error)
             self._exports = [*filter(SaveHandle.may_be_told, self._exports), self.exported]
         return handle
 
@@ -553,11 +558,6 @@ class Checkpointer:
         if self.group is None:
             check_alone(f"the Checkpointer of {self.root!r}", launched_rank())
         return pipeline.current()
-
-    def _note_differing(self, keys: set[str]) -> None:
-        self._differing |= keys
-        for key in sorted(keys):
-            log.warning("%r differs between ranks: from now on it is saved from rank 0", key)
 
     def _tell(self, what: str, step: int, started: float) -> None:
         """Logs one line, on the first rank: the bytes that it read itself, and how long it took."""

@@ -18,7 +18,7 @@ from math import isnan, nan
 from typing import Any, NamedTuple
 
 from fastckpt.arguments.quantities import shown_share, shown_size, shown_time, shown_transfer
-from fastckpt.errors import CheckpointError, SaveCancelled
+from fastckpt.errors import CheckpointError, SaveCancelled, fate
 from fastckpt.latch import Latch, SignalSafeFuture, TimedOut
 
 log = logging.getLogger("fastckpt")
@@ -258,25 +258,38 @@ def _median(values: list[float]) -> float:
 class SaveHandle(SignalSafeFuture[SaveStats]):
     """A save in flight: a concurrent.futures.Future whose result is its SaveStats.
 
-    If nobody asks for a failure by result() or exception(), the next fastckpt.save raises it; at
-    exit it is reported on stderr. If a signal handler raises in one of the methods, the save goes
-    on.
+    If nobody asks for a failure by result() or exception(), the next save of the same kind raises
+    it, unless it is only to be warned of; at exit it is reported on stderr. If a signal handler
+    raises in one of the methods, the save goes on.
 
     Attributes:
         path: the final path, or "" for a file-like target.
         stats: the SaveStats so far.
+        kind: the saves that raise each other's errors: "file", "dcp", or a directory of steps or
+            exports.
 
     Args:
         started: when save() was called, by time.perf_counter().
         target: the file-like target, if it is one.
+        kind: as the attribute.
+        on_error: "warn": as warn_of_failure().
     """
 
-    def __init__(self, path: str, started: float, target: object = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        started: float,
+        target: object = None,
+        *,
+        kind: str = "file",
+        on_error: str = "raise",
+    ) -> None:
         super().__init__()
         self.path = path
         self._target = type(target).__name__
         self.stats = SaveStats()
-        self.reported = False
+        self.kind = kind
+        self.reported = self._is_warned_of = False
         self._is_cancelled = False
         self._decider: int | None = None  # the thread that runs before_commit
         self._started = started
@@ -286,6 +299,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._order: Callable[[], bool] | None = None
         self._progress: Callable[[], Progress] | None = None
         self._pid = os.getpid()
+        if on_error == "warn":
+            self.warn_of_failure()
 
     def __repr__(self) -> str:
         error = self.failure()
@@ -330,7 +345,13 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         """Returns whether the failure of this save, if it has failed, need not be told any more.
         That somebody cancelled it is no failure: who did knows, and the next save is another one.
         """
-        return self.reported or isinstance(self.failure(), SaveCancelled)
+        known = self.reported or self._is_warned_of
+        return known or isinstance(self.failure(), SaveCancelled)
+
+    def warn_of_failure(self) -> None:
+        """Has a failure logged when it happens, so that no later call raises it; result() does."""
+        self._is_warned_of = True
+        self.add_done_callback(_warn)
 
     def may_be_told(self) -> bool:
         """Returns whether this save may still fail, or has failed and nobody knows its error."""
@@ -524,6 +545,14 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
                 f"the save to {self.path!r} belongs to process {self._pid}, which this "
                 "one was forked from: ask for its result there"
             )
+
+
+def _warn(handle: Any) -> None:
+    error = handle.failure()
+    if error is not None and not isinstance(error, SaveCancelled):
+        handle.reported = True
+        what = fate(error, "was not saved")
+        log.warning("%r %s: %s: %s", handle.path, what, type(error).__name__, error)
 
 
 # Says no to a commit by an exception: before_commit's, of the statistics so far and the path.

@@ -18,6 +18,7 @@ import torch
 
 from fastckpt.arguments.checks import (
     Fence,
+    OnError,
     check_count,
     check_path,
     check_size,
@@ -192,14 +193,17 @@ def checked_export(options: object, root: str, is_first_rank: bool) -> HuggingFa
     return options
 
 
-def export_step(state: Any, step: int, options: HuggingFace, how: Writing) -> SaveHandle:
+def export_step(
+    state: Any, step: int, options: HuggingFace, how: Writing, on_error: OnError
+) -> SaveHandle:
     """Exports a step of a run, and removes older exports after the commit. What export() would
-    raise, the handle has, and the next save raises it if nobody asks for it.
+    raise, the handle has; with on_error="warn" it is logged as well.
     """
     path, retain = os.path.join(options.root, step_name(step)), None
     if options.keep_last is not None:
         retain = partial(_retain, options.root, options.keep_last, path)
-    return _exported(state, path, options, how, on_error="keep", retain=retain)
+    told: Told = "warn" if on_error == "warn" else "keep"
+    return _exported(state, path, options, how, on_error=told, retain=retain)
 
 
 def _retain(directory: str, keep_last: int, committed: str) -> None:

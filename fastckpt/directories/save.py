@@ -26,7 +26,7 @@ from fastckpt.arguments.checks import (
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.swap_place import SwapPlace
 from fastckpt.directories.swap_plan import SwapPlan
-from fastckpt.errors import CheckpointError, fate
+from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveHandle
 from fastckpt.options import Pacing, WriteOptions
 from fastckpt.ranks import per_group
@@ -91,7 +91,8 @@ def save_directory(
     check_choice("on_error", on_error, (*ON_ERROR, "keep"))
     options = WriteOptions(backend, durable, staging_bytes, pacing=Pacing(timeout_s=timeout_s))
     path = os.path.realpath(check_path("path", path))
-    handle = SaveHandle(path, time.perf_counter())
+    lane = os.path.dirname(path)
+    handle = SaveHandle(path, time.perf_counter(), kind=lane, on_error=on_error)
     agreement = per_group.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
     handled = sys.exc_info()[1]
     try:
@@ -99,13 +100,8 @@ def save_directory(
     except Exception as error:
         if on_error == "raise":
             raise
-        handle.reported = on_error == "warn"
         pipeline.current().refuse(handle, error, handled)
-        if on_error == "warn":
-            _warn(handle)
         return handle
-    if on_error == "warn":
-        handle.add_done_callback(lambda _future: _warn(handle))
     return pipeline.current().save(job)
 
 
@@ -124,7 +120,7 @@ def _begun(
     with agreement.failing():
         current = pipeline.current()
         if on_error == "raise":
-            current.raise_unreported(handle.path)
+            current.raise_unreported(handle.path, handle.kind)
         draft = Draft(current.storage, current.staging.devices, handle.path, beside, fence)
         try:
             fill(draft)
@@ -139,13 +135,6 @@ def _begun(
         except BaseException:
             draft.discard()
             raise
-
-
-def _warn(handle: SaveHandle) -> None:
-    error = handle.exception(0)  # counts as asked for
-    if error is not None:
-        what = fate(error, "was not saved")
-        log.warning("%r %s: %s: %s", handle.path, what, type(error).__name__, error)
 
 
 def wait_for_directories(parent: str) -> None:

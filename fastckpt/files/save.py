@@ -55,22 +55,23 @@ def begin_save(
     group: Any,
     timeout_s: float,
     before_commit: Veto | None,
+    on_error: str,
     started: float,
 ) -> SaveHandle:
     """Begins a save, or lets torch.save do it; returns when the fence opens.
 
     Args:
         target, path: fastckpt.save's `f`, and the path that it is; None if it is none.
-        fence, group, timeout_s, before_commit: as fastckpt.save's.
+        fence, group, timeout_s, before_commit, on_error: as fastckpt.save's.
         started: when fastckpt.save was called.
     """
     shared, current = per_group.together(group), pipeline.current()
     if group is None:
-        current.raise_unreported(path or "")
+        current.raise_unreported(path or "", "file", on_error)
     if path is None:
         _refuse_group(group, "to a file-like object")
         return save_to_object(asked.write, target, SaveHandle("", started, target))
-    handle = SaveHandle(real_path(path), started)
+    handle = SaveHandle(real_path(path), started, on_error=on_error)
     if is_written_through(path):
         _refuse_group(group, f"to {handle.path!r}, which is no regular file")
         asked.write(path)
@@ -82,7 +83,8 @@ def begin_save(
         return save_stock(current, asked.write, handle, options.durable)
     agreement = shared.coordinator.begin(f"save to {handle.path!r}", timeout_s)
     with agreement.failing():
-        current.raise_unreported(handle.path)  # with a group only now, when other ranks hear of it
+        # With a group only now, when other ranks hear of it.
+        current.raise_unreported(handle.path, handle.kind, on_error)
         if agreement.rank == 0:
             check_directory(current.storage, handle.path)
         try:

@@ -77,7 +77,8 @@ class Pipeline:
         for _ in range(IN_FLIGHT_MAX):
             self._slots.put(None)
         self._in_flight: dict[SaveHandle, InFlight] = {}  # in the order of save()
-        self._failed: dict[SaveHandle, None] = {}  # their errors may not have been asked for
+        # Their errors may not have been asked for; whether another kind of save has warned of them.
+        self._failed: dict[SaveHandle, bool] = {}
         self._telling: set[int] = set()  # threads that tell a result, and so may run callbacks
         self.retention = threading.Lock()  # held by a save's own thread, which no signal interrupts
 
@@ -162,7 +163,7 @@ class Pipeline:
     def _finish(self, job: Job, error: BaseException | None) -> None:
         handle = job.handle
         if error is not None:
-            self._failed[handle] = None
+            self._failed[handle] = False
         self._telling.add(threading.get_ident())
         handle.mark_staged()
         if handle.stats.stall_s is None:  # save() has yet to return; callbacks see how long it took
@@ -234,17 +235,26 @@ class Pipeline:
             if link.__context__ is handled:
                 link.__context__ = None
             link = link.__cause__ or link.__context__
-        self._failed[handle] = None
+        self._failed[handle] = False
         handle.mark_staged()
         handle.set_exception(error)
 
-    def raise_unreported(self, path: str) -> None:
-        """Raises the first error of an earlier save that nobody has asked for, if there is one.
+    def raise_unreported(self, path: str, kind: str, on_error: str = "raise") -> None:
+        """Raises the first error of an earlier save of this kind that nobody has asked for, if
+        there is one. Of other kinds it only warns, once: their own saves raise those.
 
         Args:
             path: the path of the save that is not begun because of it; "": a file-like object.
+            kind: the SaveHandle's.
+            on_error: "raise"; or "warn": none prevents this save.
         """
-        for first in self.unreported()[:1]:
+        unheard = self.unreported()
+        raised = [its for its in unheard if its.kind == kind and on_error == "raise"]
+        for handle in unheard:
+            if handle not in raised and not self._failed.get(handle):
+                self._failed[handle] = True
+                log.warning("an earlier save, to %r, failed: %s", handle.path, handle.failure())
+        for first in raised[:1]:
             raise_earlier(first, path)
 
     def unreported(self) -> list[SaveHandle]:

@@ -7,6 +7,7 @@ of it. Must not know what should come of it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import threading
@@ -23,6 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
+from fastckpt.handle import SaveHandle
+from fastckpt.saving import pipeline
 from fastckpt.state.targets import Target
 from fastckpt.steps.load import StepReader
 from fastckpt.storage.file_system import Storage
@@ -451,8 +454,10 @@ def _saved_wrongly(member: Member, checkpointer: Checkpointer, step: int, wrong:
     elif wrong == "no step":
         step = -1
     elif wrong == "an error of before":
-        failed = fastckpt.save(torch.ones(3), os.path.join(checkpointer.root, "n" * 256))
-        failed.wait_done()
+        path = os.path.join(checkpointer.root, "step")
+        failed = SaveHandle(path, 0.0, kind=checkpointer.root)
+        error = fastckpt.StorageError("open", failed.path, errno.ENAMETOOLONG)
+        pipeline.current().refuse(failed, error, None)
     elif wrong == "cannot be pickled":
         state["own"] = PerRank(threading.Lock())
     else:

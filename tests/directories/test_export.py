@@ -426,7 +426,33 @@ def test_an_export_that_fails_is_told_after_later_ones(
         checkpointer.close()
 
 
-@pytest.mark.parametrize("told_by", ["save", "close", "handle", "block"])
+def test_an_export_that_fails_costs_no_step(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its error is heard all the same: as a warning by the next save, and raised by close()."""
+    how = fastckpt.HuggingFace(disk / "hf", every=2, only="none")
+    checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
+    for step in (2, 3, 5):
+        checkpointer.save(step, {"a": torch.ones(3)}).result(WAIT_S)
+    told = [line for line in caplog.messages if "no tensor" in line]
+    assert len(told) == 1 and f"an earlier save, to '{disk}/hf/step-00000002', failed" in told[0]
+    with pytest.raises(ValueError, match="no tensor"):
+        checkpointer.close()
+    assert checkpointer.steps() == [2, 3, 5]
+
+
+def test_an_export_that_fails_is_only_warned_of_on_request(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    how = fastckpt.HuggingFace(disk / "hf", every=2, only="none")
+    with fastckpt.Checkpointer(disk / "run", export=how, on_error="warn") as checkpointer:
+        for step in (2, 3):
+            checkpointer.save(step, {"a": torch.ones(3)})
+        exported = checkpointer.exported
+    told = [line for line in caplog.messages if "no tensor" in line]
+    assert len(told) == 1 and "was not saved: ValueError" in told[0]
+    assert exported is not None and type(exported.exception()) is ValueError
+
+
+@pytest.mark.parametrize("told_by", ["close", "handle", "block"])
 def test_an_export_that_cannot_begin_is_told_so_too(disk: Path, told_by: str) -> None:
     weight = torch.ones(3, dtype=torch.complex64)
     checkpointer = fastckpt.Checkpointer(disk / "run", export=fastckpt.HuggingFace(disk / "hf"))
@@ -435,9 +461,7 @@ def test_an_export_that_cannot_begin_is_told_so_too(disk: Path, told_by: str) ->
     assert exported is not None and exported.path == str(disk / "hf" / "step-00000001")
     assert not exported.reported
     with pytest.raises(TypeError, match=r"'a' is of torch\.complex64"):
-        if told_by == "save":
-            checkpointer.save(2, {"a": 1})
-        elif told_by == "close":
+        if told_by == "close":
             checkpointer.close()
         elif told_by == "handle":
             exported.result(WAIT_S)

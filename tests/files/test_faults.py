@@ -475,6 +475,18 @@ def test_failure_asked_for_is_not_raised_again(disk: Path, ask: str) -> None:
     fastckpt.save(state(2, MIB), disk / "good.pt").result(WAIT_S)
 
 
+def test_failure_is_only_warned_of_on_request(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failed = fastckpt.save(state(1, MIB), bad := too_long_a_name(disk), on_error="warn")
+    assert failed.wait_done(WAIT_S)
+    fastckpt.save(state(2, MIB), disk / "good.pt").result(WAIT_S)
+    told = [line for line in caplog.messages if "ENAMETOOLONG" in line]
+    assert len(told) == 1 and told[0].startswith(f"{str(bad)!r} was not saved: StorageError: ")
+    with pytest.raises(fastckpt.StorageError):
+        failed.result()
+    with pytest.raises(ValueError, match="on_error is 'ignore'"):
+        fastckpt.save(1, disk / "a.pt", on_error="ignore")  # type: ignore[arg-type]
+
+
 def test_failure_is_raised_by_a_save_to_a_file_object_too(disk: Path) -> None:
     failed = fastckpt.save(state(1, MIB), too_long_a_name(disk))
     concurrent.futures.wait([failed], WAIT_S)

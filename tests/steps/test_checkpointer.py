@@ -6,6 +6,7 @@ test_steps.py's, damage is test_step_fuzz.py's, and several ranks are others'.
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import functools
 import gc
@@ -409,6 +410,50 @@ def test_an_error_nobody_asked_for_is_raised_by_the_next_save(disk: Path) -> Non
         third = checkpointer.save(4, state(4))  # asked for: it is not raised twice
         assert isinstance(third.exception(WAIT_S), StorageError)
     assert directories(disk / "run") == []
+
+
+def refuse(*_: object) -> None:
+    raise ArithmeticError("the loss is not a number")
+
+
+def test_training_goes_on_after_a_failure_that_is_only_warned_of(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    how: dict[str, Any] = {"before_commit": refuse, "on_error": "warn"}
+    with Checkpointer(disk / "run", **how) as checkpointer:
+        handles = [checkpointer.save(step, state(1)) for step in (10, 15)]
+        concurrent.futures.wait(handles, WAIT_S)
+        checkpointer._before_commit = None
+        checkpointer.save(20, state(1)).result(WAIT_S)
+    for handle, step in zip(handles, (10, 15), strict=True):
+        (line,) = [text for text in caplog.messages if f"step-{step:08d}" in text]
+        assert "was not saved: CheckpointError: before_commit refused" in line
+        with pytest.raises(CheckpointError, match="the loss is not a number"):
+            handle.result()
+    assert checkpointer.steps() == [20]
+    with pytest.raises(ValueError, match="on_error is 'ignore'"):
+        Checkpointer(disk / "run", on_error="ignore")  # type: ignore[arg-type]
+
+
+def test_saves_to_elsewhere_that_fail_cost_no_step(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are warned of, once, and raised where they belong."""
+    other = Checkpointer(disk / "other", before_commit=refuse)
+    best = fastckpt.save(torch.ones(3), disk / "best.pt", before_commit=refuse)
+    concurrent.futures.wait([other.save(1, state(1)), best], WAIT_S)
+    with Checkpointer(disk / "run") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(1)).result(WAIT_S)
+    for path in (disk / "other/step-00000001", disk / "best.pt"):
+        told = f"an earlier save, to {str(path)!r}, failed: before_commit refused"
+        assert sum(line.startswith(told) for line in caplog.messages) == 1
+    with pytest.raises(CheckpointError, match=r"other/step-00000001.*was not begun"):
+        other.save(2, state(1))
+    assert best in fastckpt.saving.pipeline.current().unreported(), "it is told at exit, or by:"
+    with pytest.raises(CheckpointError, match=r"best\.pt.*was not begun"):
+        fastckpt.save(torch.ones(3), disk / "last.pt")
+    other.close()
 
 
 def test_an_error_nobody_asked_for_is_raised_by_close(disk: Path) -> None:

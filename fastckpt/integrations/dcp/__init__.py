@@ -169,14 +169,14 @@ def async_save(
     if group is None and not no_dist:
         warn_of_unknown_ranks(f"the save to {writer.path!r}", launched_rank())
     shared = _shared.of(group if use_collectives else None)
-    handle = Saving(writer.path, started)
+    handle = Saving(writer.path, started, kind="dcp")
     if on_error == "warn":
         handle.add_done_callback(lambda _: _warn(shared, handle))
     try:
         agreement = shared.coordinator.begin(f"dcp save to {writer.path!r}", timeout_s)
         with agreement.failing():
             if on_error == "raise":
-                pipeline.current().raise_unreported(writer.path)
+                pipeline.current().raise_unreported(writer.path, handle.kind)
             if shared.failed is not None:
                 log.warning("saving on after the failure of %r", shared.failed.path)
                 shared.failed = None
