@@ -21,7 +21,7 @@ import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -40,7 +40,17 @@ from fastckpt.steps import log as save_log
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member, Nursery
 from tests.crews.steps_states import spread_by_group
-from tests.doubles import Cloning, Crash, FailAt, Operation, Recorder, dead_pid, path_of, plant
+from tests.doubles import (
+    Cloning,
+    Crash,
+    FailAt,
+    Operation,
+    PowerCut,
+    Recorder,
+    dead_pid,
+    path_of,
+    plant,
+)
 from tests.files.test_faults import MKFS_OPTIONS, mounted, run_as_root
 from tests.noise import noise
 from tests.steps.test_checkpointer import process_on
@@ -918,7 +928,7 @@ def test_any_operation_may_be_the_last(memory: Path, in_place: bool) -> None:
         live = memory / "live"
         before = prepared(live)
         storage = CloningCrash(live, count)
-        with process_on(storage):
+        with process_on(storage), suppress(PowerCut):  # what it is for
             checkpointer = Checkpointer(before.root, reuse="auto", keep_last=1)
             checkpointer._steps.own_index = before.own if in_place else None
             checkpointer.save(2, state(2)).exception(WAIT_S)
