@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 
+#include "bindings_gil.h"
 #include "cast/cast.h"
 #include "check.h"
 #include "crc32/crc32.h"
@@ -116,7 +117,7 @@ void raise_os_error(int number) {
 void allocate(int fd, uint64_t nbytes) {
     int error = 0;
     {
-        py::gil_scoped_release nogil;
+        WithoutGil nogil;
         do {
             error = fallocate(fd, 0, 0, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
         } while (error == EINTR);
@@ -127,7 +128,7 @@ void allocate(int fd, uint64_t nbytes) {
 void clone_range(int target, int source, uint64_t offset, uint64_t nbytes) {
     int error = 0;
     {
-        py::gil_scoped_release nogil;
+        WithoutGil nogil;
         error = clone_by_ioctl(target, source, offset, nbytes);
     }
     raise_os_error(error);
@@ -152,7 +153,7 @@ using CrcFunction = uint32_t (*)(uint32_t, const void*, size_t);
 
 uint32_t crc_of(CrcFunction function, const py::buffer& data, uint32_t crc) {
     const py::buffer_info info = data.request();
-    py::gil_scoped_release nogil;
+    WithoutGil nogil;
     return function(crc, info.ptr, static_cast<size_t>(info.size * info.itemsize));
 }
 
@@ -198,7 +199,7 @@ void bind_planes(py::module_& m) {
           [](const py::buffer& items, bool turned, const std::vector<py::buffer>& planes) {
               const py::buffer_info from = items.request();
               const Planes to(planes, from, /*writable=*/true);
-              py::gil_scoped_release nogil;
+              WithoutGil nogil;
               split_planes(static_cast<const uint8_t*>(from.ptr), to.count, to.bytes.size(), turned,
                            to.bytes.data());
           });
@@ -206,7 +207,7 @@ void bind_planes(py::module_& m) {
           [](const std::vector<py::buffer>& planes, bool turned, const py::buffer& items) {
               const py::buffer_info to = items.request(/*writable=*/true);
               const Planes from(planes, to, /*writable=*/false);
-              py::gil_scoped_release nogil;
+              WithoutGil nogil;
               join_planes(from.bytes.data(), from.count, from.bytes.size(), turned,
                           static_cast<uint8_t*>(to.ptr));
           });
@@ -215,7 +216,7 @@ void bind_planes(py::module_& m) {
         const auto count = static_cast<size_t>(from.size * from.itemsize);
         if (count == 0 || count > UINT32_MAX)
             throw py::value_error("a frame has one byte to 2^32 - 1");
-        py::gil_scoped_release nogil;
+        WithoutGil nogil;
         return put_literals(static_cast<const uint8_t*>(from.ptr), count,
                             static_cast<uint8_t*>(to.ptr),
                             static_cast<size_t>(to.size * to.itemsize));
@@ -228,7 +229,7 @@ void bind_rounding(py::module_& m) {
         const auto count = to.size * to.itemsize / 2;
         if (to.size * to.itemsize != 2 * count || from.size * from.itemsize != 4 * count)
             throw py::value_error("items and what they are rounded to differ in their number");
-        py::gil_scoped_release nogil;
+        WithoutGil nogil;
         cast(Dtype::f32, Dtype::bf16, from.ptr, to.ptr, static_cast<size_t>(count));
     });
 }
@@ -249,7 +250,7 @@ py::bytes hash_of(PolyvalFunction function, const py::buffer& data, const Polyva
     const py::buffer_info info = data.request();
     Polyval hash;
     {
-        py::gil_scoped_release nogil;
+        WithoutGil nogil;
         hash = function(key, info.ptr, static_cast<size_t>(info.size * info.itemsize), state);
     }
     return py::bytes(reinterpret_cast<const char*>(hash.data()), hash.size());
@@ -284,7 +285,7 @@ void bind_polyval(py::module_& m) {
 using Seconds = std::chrono::duration<double>;
 
 void bind_jobs(py::module_& m) {
-    const py::call_guard<py::gil_scoped_release> nogil;
+    const py::call_guard<WithoutGil> nogil;
     py::class_<TokenBucket, std::shared_ptr<TokenBucket>>(m, "TokenBucket")
         .def(py::init<double, uint64_t>(), py::arg("bytes_per_s"), py::arg("grain_bytes"))
         .def(
@@ -339,13 +340,13 @@ void bind_jobs(py::module_& m) {
 }
 
 void bind_streams(py::module_& m) {
-    const py::call_guard<py::gil_scoped_release> nogil;
+    const py::call_guard<WithoutGil> nogil;
     py::class_<ReadStream, std::shared_ptr<ReadStream>>(m, "ReadStream",
                                                         py::release_gil_before_calling_cpp_dtor())
         .def("readinto",
              [](ReadStream& stream, const py::buffer& target, uint64_t offset) {
                  const py::buffer_info info = target.request(/*writable=*/true);
-                 py::gil_scoped_release release;
+                 WithoutGil release;
                  return stream.read(static_cast<std::byte*>(info.ptr), offset,
                                     static_cast<uint64_t>(info.size * info.itemsize));
              })
@@ -353,7 +354,7 @@ void bind_streams(py::module_& m) {
             "read_runs",
             [](ReadStream& stream, const py::buffer& runs, std::vector<DeviceRange> devices) {
                 const auto run_rows = rows<Run>(runs);
-                py::gil_scoped_release release;
+                WithoutGil release;
                 return stream.read_runs(run_rows, devices);
             },
             py::arg("runs"), py::arg("devices") = std::vector<DeviceRange>())
@@ -366,7 +367,7 @@ void bind_streams(py::module_& m) {
 }
 
 void bind_devices(py::module_& m) {
-    const py::call_guard<py::gil_scoped_release> nogil;
+    const py::call_guard<WithoutGil> nogil;
     py::register_exception<cuda::Unavailable>(m, "DeviceUnavailable");
     auto error = py::register_exception<DeviceError>(m, "DeviceError");
     py::register_exception<StreamCaptured>(m, "StreamCaptured", error);
@@ -396,7 +397,7 @@ void bind_devices(py::module_& m) {
 }
 
 void bind_engine(py::module_& m) {
-    const py::call_guard<py::gil_scoped_release> nogil;
+    const py::call_guard<WithoutGil> nogil;
     py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend",
                                                   py::release_gil_before_calling_cpp_dtor())
         .def_property_readonly("name", &Backend::name)
@@ -427,7 +428,7 @@ void bind_engine(py::module_& m) {
                 auto slot_rows = rows<Slot>(slots);
                 auto number_rows = rows<NumberRun>(numbers);
                 auto conversion_rows = rows<Conversion>(conversions);
-                py::gil_scoped_release release;
+                WithoutGil release;
                 return engine.stage(std::move(segment_rows), std::move(slot_rows),
                                     std::move(devices), std::move(gds), std::move(allowance),
                                     stagers_limit, std::move(number_rows),
@@ -442,7 +443,7 @@ void bind_engine(py::module_& m) {
             [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
                std::shared_ptr<Backend> backend, bool direct, size_t window_blocks,
                std::vector<uint32_t> wanted, std::shared_ptr<GdsStage> gds) {
-                py::gil_scoped_release release;
+                WithoutGil release;
                 return engine.read(fd, nbytes, std::move(crcs), std::move(wanted),
                                    std::move(backend), direct, window_blocks, std::move(gds));
             },
@@ -466,7 +467,7 @@ void bind_engine(py::module_& m) {
 }
 
 void bind_cloning(py::module_& m) {
-    const py::call_guard<py::gil_scoped_release> nogil;
+    const py::call_guard<WithoutGil> nogil;
     py::class_<Cloner, std::shared_ptr<Cloner>>(m, "Cloner")
         .def(py::init([](uint64_t nbytes, size_t block_bytes, size_t chunk_bytes,
                          const std::string& key, int other, const py::buffer& old,
@@ -507,7 +508,7 @@ void cast_into(const cast_kernels::Kernel& kernel, unsigned from, unsigned to,
     const auto count = static_cast<size_t>(source.size * source.itemsize) / width_of(held);
     if (static_cast<size_t>(target.size * target.itemsize) != count * width_of(stored))
         throw py::value_error("the buffers differ in their items");
-    py::gil_scoped_release nogil;
+    WithoutGil nogil;
     kernel.cast(held, stored, source.ptr, target.ptr, count);
 }
 

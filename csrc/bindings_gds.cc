@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "bindings_gil.h"
 #include "crc32/crc32_gpu.h"
 #include "gds/gds_backend.h"
 #include "gds/gds_stage.h"
@@ -92,7 +93,7 @@ void copy_on_device(DeviceQueue& queue, uint64_t target, uint64_t source, size_t
 py::tuple as_tuple(const GdsMode& mode) { return py::make_tuple(mode.name(), mode.why); }
 
 void bind_cufile(py::module_& m) {
-    const py::call_guard<py::gil_scoped_release> nogil;
+    const py::call_guard<WithoutGil> nogil;
     py::register_exception<cufile::Unavailable>(m, "CufileUnavailable");
     py::class_<cufile::Library, std::shared_ptr<cufile::Library>>(
         m, "CufileLibrary", py::release_gil_before_calling_cpp_dtor())
@@ -112,7 +113,7 @@ void bind_cufile(py::module_& m) {
 }
 
 void bind_backend(py::module_& m) {
-    const py::call_guard<py::gil_scoped_release> nogil;
+    const py::call_guard<WithoutGil> nogil;
     py::class_<GdsBlocks, std::shared_ptr<GdsBlocks>>(m, "GdsBlocks",
                                                       py::release_gil_before_calling_cpp_dtor())
         .def(py::init([](std::shared_ptr<cufile::Library> library,
@@ -132,7 +133,7 @@ void bind_backend(py::module_& m) {
              [](GdsBackend& backend, int fd) {
                  GdsReport report;
                  {
-                     py::gil_scoped_release release;
+                     WithoutGil release;
                      report = backend.end_file(fd);
                  }
                  return py::make_tuple(report.direct_bytes, report.host_bytes,
@@ -161,11 +162,11 @@ void bind_gds(py::module_& m) {
         .def(py::init([](std::shared_ptr<DeviceQueue> queue) {
                  return std::make_shared<Crc32Gpu>(std::move(queue));
              }),
-             py::call_guard<py::gil_scoped_release>())
+             py::call_guard<WithoutGil>())
         .def("crcs", [](Crc32Gpu& gpu, const std::shared_ptr<DeviceQueue>& queue,
                         const std::vector<std::pair<uint64_t, uint64_t>>& rows) {
             const auto ranges = ranges_of(rows);
-            py::gil_scoped_release release;
+            WithoutGil release;
             return crcs(gpu, queue, ranges);
         });
 }

@@ -44,7 +44,7 @@ from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, 
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.ranks.signal_handlers import SignalHandlers
 from fastckpt.ranks.stop import StopAgreement
-from fastckpt.saving import pipeline
+from fastckpt.saving import giving_up, pipeline
 from fastckpt.saving.save import Save
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
 from fastckpt.state.template import Template
@@ -243,7 +243,7 @@ class Checkpointer:
                 self._stop = StopAgreement(self._coordinator, timeout_s)
                 opened.callback(self._stop.close)
                 self._handlers = SignalHandlers(signals, self._stop.ask)
-            opened.pop_all()
+            self._opened = opened.pop_all()
 
     def save(self, step: int, state: Any, *, deadline_s: float | None = None) -> SaveHandle:
         """Begins to save a step. All ranks call it, with the same step.
@@ -503,42 +503,44 @@ class Checkpointer:
         return found[0].manifest.step if found else None
 
     def close(self) -> None:
-        """Waits for the saves and exports in flight, and leaves the group. Idempotent.
+        """Waits for the saves and exports in flight, and leaves the group. Idempotent. The first
+        Ctrl-C logs what is awaited, a second gives it up; KeyboardInterrupt is raised in the end.
 
         Raises:
-            CheckpointError: one of them failed, and nobody asked for its error: that of the first.
-                Everything is closed, and a second call raises nothing.
+            CheckpointError: the first that failed and whose error nobody asked for, or that hangs.
         """
+        if self._close(pressed=False):
+            raise KeyboardInterrupt
+        handles, self._handles, self._exports = (*self._handles, *self._exports), [], []
+        for handle in filter(SaveHandle.may_be_told, handles):
+            pipeline.raise_earlier(handle)
+
+    def _close(self, pressed: bool) -> bool:
+        """Closes everything; returns whether Ctrl-C was pressed, before (`pressed`) or in here."""
         if self._ended:
-            return
+            return False
         self._closed = True
-        for handle in (*self._handles, *self._exports):
-            handle.wait_done()
+        pressed = giving_up.wait_or_give_up((*self._handles, *self._exports), pressed)
         for lane in (self.root, *([] if self._export is None else [self._export.root])):
             pipeline.current().wait_for(lane, ended=True)
         pipeline.current().rates.forget(self.root)
-        if self._tier is not None:
-            self._tier.close()
-        if self._stop is not None:
-            self._stop.close()
-        self._coordinator.close()
+        self._opened.close()
         self._pool.close()
         self._open.close()
         if self._stop is not None:
             self._handlers.close()  # only now: a second signal must not end what was waited for
         self._ended = True
-        handles = (*self._handles, *self._exports)
-        failed = [*filter(SaveHandle.may_be_told, handles)]
-        self._handles, self._exports = [], []
-        for handle in failed[:1]:
-            pipeline.raise_earlier(handle)
+        return pressed
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
-            self.close()
+            if isinstance(error, KeyboardInterrupt):
+                self._close(pressed=True)  # what failed is told by the next save, or at exit
+            else:
+                self.close()
         except Exception as failure:
             if error is None:
                 raise

@@ -289,8 +289,9 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._target = type(target).__name__
         self.stats = SaveStats()
         self.kind = kind
-        self.reported = self._is_warned_of = False
-        self._is_cancelled = False
+        self.tells = True  # whether this rank, the first one, says what all ranks know
+        self.reported = self._is_warned_of = self.goes_on_told = False
+        self._is_cancelled = self._is_given_up = False
         self._decider: int | None = None  # the thread that runs before_commit
         self._started = started
         self._staged = Latch()
@@ -340,6 +341,15 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
     def is_cancelled(self) -> bool:
         """Returns whether cancel() was called on this rank, whatever has become of the save."""
         return self._is_cancelled
+
+    def give_up(self) -> None:
+        """Cancels the save, and also its way from the local tier to the root."""
+        self._is_given_up = True
+        self.cancel()
+
+    def is_given_up(self) -> bool:
+        """Returns whether give_up() was called."""
+        return self._is_given_up
 
     def is_asked_for(self) -> bool:
         """Returns whether the failure of this save, if it has failed, need not be told any more.
@@ -401,6 +411,18 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         progress = self._progress
         return Progress(self.stats.nbytes, self.stats.nbytes) if progress is None else progress()
 
+    def how_far(self) -> str:
+        """Returns how far the save is on this rank, in words."""
+        if self.stats.local_committed_s is not None:
+            return "it is committed on the nodes, and on its way to the root"
+        written, total = self.progress()
+        size, whose = shown_size(total), shown_share(self.stats.ranks)
+        if not total:
+            return "nothing is written yet"
+        if written == total:
+            return f"all {size}{whose} are written, but not committed"
+        return f"{shown_size(written)} of {size}{whose} are written ({100 * written // total} %)"
+
     def mark_writing(self, progress: Callable[[], Progress] | None) -> None:
         """Notes how the progress is asked for; None: the save has ended."""
         self._progress = progress
@@ -457,10 +479,13 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
             return super().wait(timeout)
         except KeyboardInterrupt:
             if not self.done():
-                log.warning(
-                    "the %s goes on: at exit this process waits until it has ended, unless Ctrl-C "
-                    "is pressed there again and again; cancel() would end it without a commit",
+                self.goes_on_told = True
+                log.log(
+                    logging.WARNING if self.tells else logging.INFO,
+                    "the %s goes on: %s. This process waits for it at exit; Ctrl-C during that "
+                    "wait, or cancel(), gives it up, and what was committed before stays",
                     self.subject(),
+                    self.how_far(),
                 )
             raise
 

@@ -32,6 +32,7 @@ from fastckpt.handle import CLOCKS_BYTES, RankClocks, SaveHandle
 from fastckpt.latch import Latch, items_of, start_thread
 from fastckpt.ranks.round import Round
 from fastckpt.saving.copy_completion import CopyCompletion
+from fastckpt.saving.giving_up import any_hangs, wait_at_exit
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.storage.file_system import Storage, close_inherited, shortage_told
 
@@ -293,6 +294,10 @@ class Pipeline:
 
         start_thread(take, "fastckpt-prepare")
 
+    def in_flight(self) -> list[SaveHandle]:
+        """Returns the saves of which something is left to do."""
+        return [handle for handle, _ in items_of(self._in_flight)]
+
     def drain(self, still_s: float = inf) -> list[SaveHandle]:
         """Waits for every save in flight, and for what it does after its commit.
 
@@ -379,7 +384,7 @@ class Job:
     ) -> None:
         self.handle = handle
         self.agreement = agreement
-        handle.stats.ranks = agreement.world_size
+        handle.stats.ranks, handle.tells = agreement.world_size, agreement.rank == 0
         if handle.stats.captured_s is None:  # else another job began with this handle
             handle.stats.captured_s = handle.elapsed_s()
         self.reads = reads = DeviceSources() if reads is None else reads
@@ -538,9 +543,13 @@ def _watch_exit() -> None:
 
 
 def _begin_exit() -> None:
-    """Begins the watch before the interpreter joins the threads of saves, which may hang."""
+    """Waits for all saves: Python would join their threads without a word, and Ctrl-C would end
+    that, but not them. What hangs is watched.
+    """
     with suppress(RuntimeError):  # no thread can be started
         _thread.start_new_thread(_watch_exit, ())
+    if _current is not None:
+        wait_at_exit(_current.in_flight())  # an error makes Python end without joining any thread
 
 
 def _at_exit() -> None:
@@ -550,7 +559,15 @@ def _at_exit() -> None:
     pipeline = _current
     if pipeline is None:
         return
-    pipeline.drain()
+    if any_hangs(pipeline.in_flight()):  # which has been told
+        pipeline.staging.abandon()
+        return
+    try:
+        wait_at_exit(pipeline.in_flight())
+        pipeline.drain()
+    except BaseException:  # Ctrl-C was pressed as a save ended, or what was given up now hangs
+        pipeline.staging.abandon()
+        raise
     for handle in pipeline.unreported():
         sys.stderr.write(
             f"fastckpt: the save to {handle.path!r} FAILED and {fate(handle.failure())}: "

@@ -14,7 +14,7 @@ from functools import partial
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, is_visible
 from fastckpt.formats.manifest import Manifest
 from fastckpt.handle import SaveHandle
-from fastckpt.ranks.round import Round
+from fastckpt.ranks.round import HEED_S, Round
 from fastckpt.saving.copied_file import write_portions
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
@@ -69,6 +69,7 @@ class Drain(Job):
         self._step: int | None = None
         self._is_resumed = is_resumed
         self.deed = "drained" if is_resumed else "saved"
+        agreement.is_cancelled = handle.is_given_up
         self.copied_s = self.took_s = 0.0
 
     def forget(self) -> None:
@@ -87,7 +88,9 @@ class Drain(Job):
         self._place.abandon()
 
     def write(self, pipeline: Pipeline) -> None:
-        self.wait_for_previous()  # the root does not take two steps faster than one
+        for earlier in self.previous:  # the root does not take two steps faster than one
+            while not earlier.wait_done(HEED_S):
+                self.agreement.heed()
         root, begun = self._tier.root, time.monotonic()
         manifest = self._manifest()
         if self.agreement.rank == 0:

@@ -53,6 +53,7 @@ PYTHON_BINDINGS = {
     "bindings.cc",
     "bindings_gds.cc",
     "bindings_json.cc",
+    "bindings_gil.h",
     "bindings_names.h",
     "bindings_pickle_reader.cc",
     "bindings_pickle_state.h",

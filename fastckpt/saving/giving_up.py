@@ -1,0 +1,98 @@
+"""Waits for saves that a person at the keyboard can give up.
+
+Responsible for what Ctrl-C does while this process waits for its saves before it goes on or ends.
+No signal handler is installed: Python raises KeyboardInterrupt where the process waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+
+from fastckpt.errors import CheckpointError
+from fastckpt.handle import SaveHandle
+from fastckpt.latch import SignalSafeFuture
+
+log = logging.getLogger("fastckpt")
+
+GIVEN_UP_S = 10.0  # the longest wait for the end of saves that were given up
+_LOOK_S = 0.2
+
+
+def wait_or_give_up(handles: Sequence[SaveHandle], pressed: bool) -> bool:
+    """Waits for the end of these saves, and raises no errors of theirs.
+
+    The first Ctrl-C is answered by one line, which says what is awaited. The second one gives the
+    saves up. The others do nothing.
+
+    Args:
+        pressed: whether Ctrl-C has been pressed before the wait.
+
+    Returns:
+        Whether Ctrl-C has been pressed before the wait or in it.
+
+    Raises:
+        CheckpointError: a save that was given up has not ended within GIVEN_UP_S. If that is known
+            from an earlier wait, it is raised at once.
+    """
+    awaited = [handle for handle in handles if not handle.done()]
+    is_answered, was_given_up = False, all(handle.is_given_up() for handle in awaited)
+    while awaited and not was_given_up:
+        try:
+            if pressed and not is_answered:
+                is_answered = True
+                _answer([handle for handle in awaited if not handle.goes_on_told])
+            for handle in awaited:
+                # Python does not notice a signal that comes just before a wait, until that ends.
+                while not SignalSafeFuture.wait(handle, _LOOK_S):
+                    pass
+            return pressed
+        except KeyboardInterrupt:
+            if pressed:
+                break
+            pressed = True
+    until = time.monotonic() + (0.0 if was_given_up else GIVEN_UP_S)
+    while awaited and time.monotonic() < until:
+        try:
+            for handle in awaited:
+                handle.give_up()
+            for handle in awaited:
+                SignalSafeFuture.wait(handle, until - time.monotonic())
+            awaited = [handle for handle in awaited if not handle.done()]
+        except KeyboardInterrupt:
+            pass  # there is nothing more to give up
+    if awaited:
+        raise CheckpointError(
+            f"the {awaited[0].subject()} was given up, but has not ended within {GIVEN_UP_S:g} s: "
+            "the process ends without waiting for it. Nothing of it was committed yet; what was "
+            "committed before stays"
+        )
+    return pressed
+
+
+def wait_at_exit(handles: Sequence[SaveHandle]) -> None:
+    """Waits as wait_or_give_up(); a KeyboardInterrupt that ends the program counts as the first."""
+    kind = getattr(sys, "last_type", None)  # of the error that Python has printed as the last one
+    wait_or_give_up(handles, isinstance(kind, type) and issubclass(kind, KeyboardInterrupt))
+
+
+def any_hangs(handles: Sequence[SaveHandle]) -> bool:
+    """Returns whether one of these saves was given up and has not ended."""
+    return any(handle.is_given_up() and not handle.done() for handle in handles)
+
+
+def _answer(handles: list[SaveHandle]) -> None:
+    """Logs one line about saves that go on."""
+    if not handles:
+        return
+    more = f" (and {len(handles) - 1} more)" if handles[1:] else ""
+    level = logging.WARNING if any(handle.tells for handle in handles) else logging.INFO
+    log.log(
+        level,
+        "waiting for the %s%s: %s. Ctrl-C once more gives it up; what was committed before stays",
+        handles[0].subject(),
+        more,
+        handles[0].how_far(),
+    )

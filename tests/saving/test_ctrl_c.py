@@ -1,0 +1,366 @@
+"""Ctrl-C in a terminal while a save is in flight: the first says at once what is awaited, a second
+gives it up, and whenever and however often it is pressed, the process ends by it, and the
+checkpoint before is whole. Must not know where the process waits.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt import Checkpointer
+from tests import interpreters
+from tests.saving.test_process import run_python
+from tests.storm import Storm
+
+LIMIT_S = 60.0
+CTRL_C = b"\x03"
+STAYS = "what was committed before stays"
+pytestmark = pytest.mark.multiprocess
+
+# The session that the program leads gets the terminal, as a shell's child has it.
+IN_TERMINAL = """
+import fcntl, os, sys, termios, threading
+fcntl.ioctl(INHERITED[0], termios.TIOCSCTTY, 0)
+for fd in range(3):
+    os.dup2(INHERITED[0], fd)
+import torch, fastckpt
+
+def train(handle=None):
+    while handle is not None and not handle.progress().written:
+        threading.Event().wait(0.01)
+    print("NOW", flush=True)
+    while True:  # Python loses a signal that comes just before it begins to wait, until that ends
+        threading.Event().wait(0.05)
+
+folder, argument = sys.argv[1:]
+path, root = folder + "/a.pt", folder + "/run"
+state = {"w": torch.full((2 << 20,), 2.0)}
+"""
+
+
+class Terminal:
+    """A program in a terminal of its own, and the person who sits there."""
+
+    def __init__(self, program: str, folder: Path, argument: str = "") -> None:
+        self._master, slave = pty.openpty()
+        text = IN_TERMINAL + program
+        self._program = interpreters.Program(text, folder, argument, fds=(slave,))
+        os.close(slave)
+        self.shown = ""
+        self._pressed_s: float | None = None
+        self.answer_s: float | None = None  # from the first Ctrl-C until it was answered
+
+    def press(self, keys: bytes = CTRL_C) -> None:
+        """Presses keys; nobody may be there any more who reads them."""
+        self._pressed_s = self._pressed_s or time.monotonic()
+        os.write(self._master, keys)
+
+    def read(self, timeout_s: float = LIMIT_S) -> bool:
+        """Reads what comes next; returns False if nothing came, or the program has ended."""
+        if not select.select([self._master], [], [], timeout_s)[0]:
+            return False
+        try:
+            said = os.read(self._master, 1 << 16)
+        except OSError:  # EIO: nobody has the terminal any more
+            return False
+        self.shown += said.decode(errors="replace").replace("\r\n", "\n")
+        if self.answer_s is None and self._pressed_s is not None and STAYS in self.shown:
+            self.answer_s = time.monotonic() - self._pressed_s
+        return bool(said)
+
+    def until(self, words: str) -> None:
+        """Waits until these words are shown."""
+        while words not in self.shown:
+            assert self.read(), f"{words!r} was not shown: {self.shown}"
+
+    def status(self) -> int:
+        """Returns the exit status, as subprocess has it, when the program has ended."""
+        while self.read():
+            pass
+        return self._program.wait(LIMIT_S)
+
+    def close(self) -> None:
+        self._program.__exit__()
+        os.close(self._master)
+
+
+@contextmanager
+def terminal(program: str, folder: Path, argument: str = "") -> Iterator[Terminal]:
+    opened = Terminal(program, folder, argument)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@pytest.fixture
+def folder(disk: Path) -> Path:
+    """Holds a file and a step: the checkpoints before."""
+    fastckpt.save({"w": torch.ones(9)}, disk / "a.pt").result(LIMIT_S)
+    with Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(9)})
+    return disk
+
+
+def newest(folder: Path) -> tuple[float, float]:
+    """Returns the numbers that the file and the newest step are full of; both are whole."""
+    with Checkpointer(folder / "run") as checkpointer:
+        found = [fastckpt.load(folder / "a.pt")["w"], checkpointer.load()["w"]]
+    assert all(bool((each == each[0]).all()) for each in found)
+    return found[0][0].item(), found[1][0].item()
+
+
+IN_BLOCK = """
+with fastckpt.Checkpointer(root, drain_rate=1e5) as checkpointer:
+    train(checkpointer.save(2, state))
+"""
+IN_LOOP = """
+train(fastckpt.save(state, path, drain_rate=1e5))
+"""
+AT_THE_END = """
+from fastckpt.saving import giving_up
+wait = giving_up.SignalSafeFuture.wait
+
+def shown_wait(*args):
+    os.write(1, b"WAITS")
+    return wait(*args)
+
+giving_up.SignalSafeFuture.wait = shown_wait
+fastckpt.save(state, path, drain_rate=1e5)
+try:
+    train()
+except KeyboardInterrupt:  # as programs do that end in their own way
+    sys.exit(3)
+"""
+ON_THE_NODE = """
+with fastckpt.Checkpointer(root, local=argument, drain_rate=1e5) as checkpointer:
+    checkpointer.save(2, state).wait_local()
+    train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "target"),
+    [(IN_BLOCK, "run/step-00000002"), (IN_LOOP, "a.pt")],
+    ids=["with", "loop"],
+)
+@pytest.mark.parametrize("more", [1, 4])
+def test_the_first_says_what_is_awaited_and_the_second_gives_it_up(
+    folder: Path, program: str, target: str, more: int
+) -> None:
+    with terminal(program, folder) as person:
+        person.until("NOW")
+        person.press()
+        person.until(STAYS)
+        person.press(CTRL_C * more)
+        assert person.status() == -signal.SIGINT, person.shown
+    (line,) = [line for line in person.shown.splitlines() if "waiting for" in line]
+    assert f"waiting for the save to '{folder / target}': " in line
+    assert re.search(r" (KiB|MiB|B) of 8\.\d+ MiB are written \(\d+ %\)", line)
+    assert "Ctrl-C once more gives it up" in line
+    assert person.shown.count("Traceback") == 1 and "terminate" not in person.shown
+    assert newest(folder) == (1, 1)
+    assert sorted(os.listdir(folder)) == ["a.pt", "run"]
+    assert sorted(os.listdir(folder / "run")) == ["step-00000001"]
+
+
+HELD = """
+from tests.saving.test_handle import HeldTensor
+held = HeldTensor(value=2.0)
+
+def release():
+    os.read(0, 1)
+    held.release()
+
+threading.Thread(target=release).start()
+if argument == "with":
+    with fastckpt.Checkpointer(root, fence="step") as checkpointer:
+        checkpointer.save(2, {"w": held.tensor})
+        train()
+else:
+    fastckpt.save({"w": held.tensor}, path, fence="step")
+    train()
+"""
+
+
+@pytest.mark.parametrize("way", ["with", "loop"])
+def test_after_one_the_save_commits(folder: Path, way: str) -> None:
+    with terminal(HELD, folder, way) as person:
+        person.until("NOW")
+        person.press()
+        person.until(STAYS)
+        person.press(b"\n")
+        assert person.status() == -signal.SIGINT, person.shown
+    assert newest(folder) == ((1, 2) if way == "with" else (2, 1))
+
+
+def test_a_program_that_ends_in_its_own_way_is_told_by_the_next(folder: Path) -> None:
+    with terminal(AT_THE_END, folder) as person:
+        person.until("NOW")
+        person.press()
+        person.until("WAITS")
+        assert STAYS not in person.shown
+        person.press()
+        person.until(STAYS)
+        person.press()
+        assert person.status() == 3, person.shown
+    assert newest(folder)[0] == 1
+
+
+def test_the_way_to_the_root_is_given_up_and_the_step_stays_on_the_node(
+    folder: Path, memory: Path
+) -> None:
+    if os.stat(folder).st_dev == os.stat(memory).st_dev:
+        pytest.skip("there is only one file system here")
+    with terminal(ON_THE_NODE, folder, str(memory)) as person:
+        person.until("NOW")
+        person.press()
+        person.until("it is committed on the nodes, and on its way to the root. Ctrl-C once more")
+        person.press()
+        assert person.status() == -signal.SIGINT, person.shown
+    with Checkpointer(folder / "run") as checkpointer:
+        assert checkpointer.steps() == [1]
+    with Checkpointer(folder / "run", local=memory) as checkpointer:
+        assert bool((checkpointer.load()["w"] == 2).all())
+
+
+HANGS = """
+from fastckpt.saving import giving_up, pipeline
+giving_up.GIVEN_UP_S = 0.5
+pipeline.current().storage.sync = lambda *_: threading.Event().wait()
+fastckpt.save(state, path)
+train()
+"""
+
+
+def test_a_save_that_hangs_does_not_keep_the_process(folder: Path) -> None:
+    with terminal(HANGS, folder) as person:
+        person.until("NOW")
+        person.press()
+        person.until("Ctrl-C once more")
+        person.press()
+        assert person.status() == -signal.SIGINT, person.shown
+    assert "was given up, but has not ended within 0.5 s" in person.shown
+    assert newest(folder)[0] == 1
+    fastckpt.save({"w": torch.ones(9)}, folder / "a.pt").result(LIMIT_S)  # removes what is left
+
+
+DAEMON = """
+import threading
+from fastckpt import _engine
+begun, content = threading.Event(), bytes(64 << 20)
+
+def run():
+    while True:
+        begun.set()
+        _engine.crc32(content)
+
+threading.Thread(target=run, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_thread_in_the_engine_does_not_abort_an_interpreter_that_ends() -> None:
+    run_python(DAEMON)
+
+
+# ---- at any moment, any number of times
+
+MOMENTS = {
+    "as save() begins": """
+print("NOW", flush=True)
+fastckpt.save(state, path, drain_rate=rate)
+train()""",
+    "in a loop": """
+fastckpt.save(state, path, drain_rate=rate)
+train()""",
+    "in a block": """
+with fastckpt.Checkpointer(root, drain_rate=rate) as checkpointer:
+    checkpointer.save(2, state)
+    train()""",
+    "with two in flight": """
+with fastckpt.Checkpointer(root, drain_rate=rate, keep_last=1) as checkpointer:
+    checkpointer.save(2, state)
+    checkpointer.save(3, state)
+    train()""",
+    "in result()": """
+handle = fastckpt.save(state, path, drain_rate=rate)
+print("NOW", flush=True)
+handle.result()""",
+    "in result() in a block": """
+with fastckpt.Checkpointer(root, drain_rate=rate) as checkpointer:
+    handle = checkpointer.save(2, state)
+    print("NOW", flush=True)
+    handle.result()""",
+    "in close()": """
+checkpointer = fastckpt.Checkpointer(root, drain_rate=rate)
+checkpointer.save(2, state)
+print("NOW", flush=True)
+checkpointer.close()
+print("closed in spite of Ctrl-C", flush=True)""",
+    "at a fence": """
+weight = torch.nn.Parameter(torch.ones(9))
+weight.grad = torch.ones(9)
+with fastckpt.Checkpointer(root, drain_rate=rate, fence="step") as checkpointer:
+    checkpointer.save(2, state)
+    print("NOW", flush=True)
+    torch.optim.SGD([weight]).step()
+    train()""",
+    "in a restore": """
+with fastckpt.Checkpointer(root, drain_rate=rate) as checkpointer:
+    checkpointer.save(2, state)
+    print("NOW", flush=True)
+    checkpointer.restore(state)
+    train()""",
+    "at exit": """
+fastckpt.save(state, path, drain_rate=rate)
+print("NOW", flush=True)""",
+    "in an exit handler": """
+import atexit
+atexit.register(lambda: (print("NOW", flush=True), fastckpt.save(state, path, drain_rate=rate)))""",
+    "with a codec": """
+with fastckpt.Checkpointer(root, drain_rate=rate, codec="zstd") as checkpointer:
+    checkpointer.save(2, {"w": torch.rand(2 << 20)})
+    train()""",
+    "as it commits": """
+with fastckpt.Checkpointer(root, durable=False) as checkpointer:
+    print("NOW", flush=True)
+    for step in range(2, 1000):
+        checkpointer.save(step, {"w": torch.full((9,), 2.0)}).result()""",
+}
+FAILED = ("terminate called", "Fatal Python error", "core dumped", "closed in spite of")
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_any_number_at_any_moment(folder: Path, moment: str, storm: Storm) -> None:
+    answers = []
+    for chance in storm.rounds(5, 20):
+        rate, presses = chance.choice((2e6, 8e6, 40e6)), chance.randint(1, 5)
+        with terminal(f"rate = {rate}\n{MOMENTS[moment]}", folder) as person:
+            person.until("NOW")
+            until = time.monotonic() + chance.choice((0.0, 0.01, 0.1, 0.5)) * chance.random()
+            for _ in range(presses):
+                while (left_s := until - time.monotonic()) > 0:
+                    person.read(left_s)
+                person.press()
+                until = time.monotonic() + chance.choice((0.0, 0.001, 0.05, 1.0)) * chance.random()
+            status = person.status()
+        assert status in (0, 1, -signal.SIGINT), f"{status}: {person.shown}"
+        assert not any(words in person.shown for words in FAILED), person.shown
+        assert set(newest(folder)) <= {1, 2} or moment == "with a codec"
+        answers += [] if person.answer_s is None else [person.answer_s]
+    print(f"{moment}: {len(answers)} answers, the slowest after {max(answers, default=0):.3f} s")
