@@ -49,6 +49,12 @@ def train():
 
 build()
 start, steps, resume = 0, 101, False
+device, every = "cpu", 50
+dataset = torch.randn(40, 8)
+
+def loss_of(batch):
+    return model(batch).square().mean()
+
 os.mkdir("run")
 """
 BEFORE = {
@@ -84,6 +90,69 @@ def test_examples_run(name: str, disk: Path) -> None:
     text = "\n".join([PRELUDE, BEFORE.get(name, ""), *examples, AFTER])
     ran = run(text, cwd=disk, timeout=120)
     assert ran.returncode == 0 and ran.stdout.endswith("ran\n"), ran.stderr
+
+
+WHOLE_RUN = """
+import hashlib, os, random, signal, sys
+import numpy
+import torch
+import fastckpt
+from fastckpt.saving import pipeline
+
+steps, every, killed_at = 12, 5, int(sys.argv[1])
+device, calls = "cpu", 0
+for seed in (torch.manual_seed, numpy.random.seed, random.seed):
+    seed(1 if killed_at else 2)  # what a resumed run begins with does not matter
+torch.manual_seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(8, 9), torch.nn.Dropout(), torch.nn.Linear(9, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+torch.manual_seed(1 if killed_at else 2)
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        noise = torch.rand(8) + numpy.random.rand() + random.random()
+        return torch.full((8,), index / 50) + noise.float()
+
+dataset = Augmented()
+
+def loss_of(batch):
+    global calls
+    calls += 1
+    if calls == killed_at:
+        pipeline.current().drain()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return model(batch).square().mean()
+"""
+DIGEST = """
+import pprint  # which sorts the keys of dicts: their order is no state
+whole = [model.state_dict(), ema.state_dict(), optimizer.state_dict(), scheduler.state_dict()]
+whole += [scaler.state_dict(), state["best"], generators.state_dict()]
+plain = torch.utils._pytree.tree_map(
+    lambda each: each.numpy().tobytes() if isinstance(each, torch.Tensor) else each, whole
+)
+print(start, hashlib.sha256(pprint.pformat(plain).encode()).hexdigest())
+"""
+
+
+def test_training_resumes_bit_by_bit(disk: Path) -> None:
+    """Of a run that was killed in its second epoch, in the midst of a save's interval."""
+    (example,) = (
+        each for each in blocks(ROOT / "docs" / "training.md", every=False) if "Batches" in each
+    )
+    text = WHOLE_RUN + example + DIGEST
+    told = []
+    for folder, killed_at in (("straight", 99), ("resumed", 8), ("resumed", 0)):
+        (disk / folder).mkdir(exist_ok=True)
+        ran = run(text, killed_at, cwd=disk / folder, timeout=120)
+        assert ran.returncode == (-9 if killed_at == 8 else 0), ran.stderr
+        told.append(ran.stdout.split())
+    (begin, straight), killed, (resumed_at, resumed) = told
+    assert (begin, killed, resumed_at) == ("0", [], "5")
+    assert resumed == straight
 
 
 def anchors(text: str) -> set[str]:
