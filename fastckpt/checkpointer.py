@@ -92,8 +92,9 @@ class Checkpointer:
     tuple of these: what a tuple holds cannot be replaced. load() returns any other state, too.
 
     Args:
-        root: the directory of the run, made by the first save(). One job at a time may save to it,
-            and one Checkpointer of each process: a second one warns, unless the first is closed.
+        root: the directory of the run, made by the first save(). One job at a time saves to it: a
+            save raises RootInUse if another one lives (see takeover). And one Checkpointer of each
+            process: a second one warns, unless the first is closed.
         group: a torch.distributed process group. Default: all ranks if torch.distributed is
             initialised, else this process alone; so make the Checkpointer after
             init_process_group(). For one rank of several pass a group of that rank alone,
@@ -157,6 +158,8 @@ class Checkpointer:
             close() they no longer end the process; handlers that were there before are called, too.
             Needs the main thread. (): none is handled on this rank, which still stops with the
             others. Default: none is handled, and stop_requested() raises.
+        takeover: whether the first save takes the root from a job that seems to live, as after a
+            crash of its host; that job's saves then fail with RootInUse.
 
     Attributes:
         restored_from: for each file that the last restore() or load() needed on this rank, by its
@@ -203,10 +206,12 @@ class Checkpointer:
         before_commit: Veto | None = None,
         on_error: OnError = "raise",
         stop_signals: Collection[str | int] | None = None,
+        takeover: bool = False,
     ) -> None:
         check_choice("fence", fence, FENCES)
         check_choice("on_error", on_error, ON_ERROR)
         check_flag("log", log)
+        check_flag("takeover", takeover)
         check_seconds("timeout_s", timeout_s)
         optional(check_callable, "on_commit", on_commit)
         optional(check_callable, "before_commit", before_commit)
@@ -219,7 +224,7 @@ class Checkpointer:
         self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
         self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
-        self._open = OpenRoot(pipeline.current().storage, self.root)
+        self._open = OpenRoot(pipeline.current().storage, self.root, takeover)
         self._steps = self._open.steps
         self._pool, self._is_step = SharedMemory(), is_step(self.root)
         self.restored_from, self.differences = dict[str, str](), _NO_DIFFERENCES

@@ -192,6 +192,22 @@ class SaveCancelled(CheckpointError):
         return type(self), (str(self), self.ranks)
 
 
+class RootInUse(CheckpointError):
+    """Another job saves to the root, or has taken it over from this one. Every rank raises this;
+    nothing was committed. The message says which job that is, and what to do.
+
+    Attributes:
+        ranks: the rank that found it out.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[RootInUse], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
+
+
 class RanksDisagree(CheckpointError):
     """Ranks that should hold the same state or file do not. Every rank raises this with the same
     message, which names the tensor and the ranks; nothing was committed.

@@ -86,3 +86,14 @@ def is_first_on_machine() -> bool:
     """
     ranks = (os.environ.get(name, "") for name in _LOCAL_RANKS)
     return next((int(rank) == 0 for rank in ranks if rank.isdigit()), True)
+
+
+def launched_job() -> str:
+    """Returns the name that a scheduler or launcher gives a job, and again after a restart; "" if
+    none does.
+    """
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID"):
+        job = os.environ.get(name, "")
+        if job not in ("", "none"):  # torchrun's, if it was given no --rdzv-id
+            return f"{name}={job}"
+    return ""

@@ -21,6 +21,7 @@ from fastckpt.directories.items_load import OURS as OF_DCP
 from fastckpt.formats.manifest import MANIFEST
 from fastckpt.reading.verified import opened_regular
 from fastckpt.saving import pipeline
+from fastckpt.steps.lease import Lease
 from fastckpt.steps.root import Steps
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
@@ -86,6 +87,9 @@ def _temporaries(storage: Storage, directory: str) -> Iterator[Debris]:
             what = "a step that was never committed" + ("" if is_ours else _OF_ANOTHER)
             remove = partial(steps.remove_if_dead, name, others_after_s=0.0)
             yield _debris([path], path, what, is_ours, remove)
+    lease = Lease(storage, directory)
+    if lease.is_left():
+        yield _debris([lease.path], lease.path, "the lease of a dead job", True, lease.remove_left)
     for name in sorted(storage.names(directory)):
         path, owner = os.path.join(directory, name), divided(name)[1]
         if owner is None or name[0] != ".":

@@ -18,7 +18,9 @@ from typing import Any, Protocol
 
 from fastckpt.errors import (
     IN_DOUBT,
+    CheckpointError,
     PeerFailed,
+    RootInUse,
     SaveCancelled,
     ensure,
     is_visible,
@@ -41,6 +43,12 @@ _DECIDED, _ABSENT = b"decided", b"absent"  # the latter makes compare_set a get 
 _IN_DOUBT = f"the checkpoint {IN_DOUBT}"
 _COMMITTED = "the checkpoint was committed, but not all ranks may know that"
 COMMITTED_NOTHING = "nothing was committed"
+
+
+# The errors that all ranks raise as the first one did; all others become PeerFailed elsewhere.
+_KINDS: dict[str, type[SaveCancelled | RootInUse]] = {
+    kind.__name__: kind for kind in (SaveCancelled, RootInUse)
+}
 
 
 class Connection(Protocol):
@@ -180,6 +188,9 @@ class Round:
             if isinstance(error, SaveCancelled) and self.is_cancelled():
                 self._cancel()
                 return
+            if isinstance(error, RootInUse):
+                self._post(str(error), [self.rank], kind=RootInUse)
+                return
             self._post(f"rank {self.rank} failed: {type(error).__name__}: {error}", [self.rank])
         except Exception as unheard:
             log.warning("other ranks could not be told of %r: %s", error, unheard)
@@ -258,14 +269,17 @@ class Round:
         if error is not None:
             text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
             in_doubt = bool(getattr(error, "in_doubt", False))
-            told = [text.encode(errors="replace").decode(), is_visible(error), in_doubt]
+            kind = type(error).__name__
+            told = [text.encode(errors="replace").decode(), is_visible(error), in_doubt, kind]
         self.put("outcome", json.dumps(told).encode())
 
     def _hear_outcome(self) -> None:
         """Waits for rank 0's outcome; raises the failure of the commit."""
         told = json.loads(self.get("outcome"))
         if told:
-            text, self.may_be_visible, in_doubt = told
+            text, self.may_be_visible, in_doubt, kind = told
+            if kind == RootInUse.__name__:
+                raise RootInUse(self._text(text), (0,))
             raise PeerFailed(text, (0,), self.may_be_visible, in_doubt)
         self._is_committed = True
 
@@ -278,7 +292,7 @@ class Round:
 
     def _cancel(self) -> None:
         """Ends the round by a cancellation of this rank, unless it has ended."""
-        self._post(f"rank {self.rank} cancelled it", [self.rank], was_cancelled=True)
+        self._post(f"rank {self.rank} cancelled it", [self.rank], kind=SaveCancelled)
 
     def _text(self, why: str) -> str:
         why = why.removesuffix(f"; {self._consequence}")  # which the rank's own error may say, too
@@ -291,8 +305,8 @@ class Round:
         if not self._end and self.is_cancelled():
             self._cancel()
         if self.failed:
-            text, ranks, _missing, _time_was_up, was_cancelled = json.loads(self._end)
-            raise (SaveCancelled if was_cancelled else PeerFailed)(text, tuple(ranks))
+            text, ranks, _missing, _time_was_up, kind = json.loads(self._end)
+            raise _KINDS.get(kind, PeerFailed)(text, tuple(ranks))
 
     def close(self, linger_s: float = LINGER_S) -> None:
         """Leaves the round and frees its keys. Idempotent, never raises.
@@ -405,7 +419,7 @@ class Round:
             self._end = self._call("get", self._at("end"))
         if not self.failed:
             return False
-        _text, ranks, _missing, time_was_up, _was_cancelled = json.loads(self._end)
+        _text, ranks, _missing, time_was_up, _kind = json.loads(self._end)
         return self.rank in ranks or time_was_up
 
     def _later(self) -> int | None:
@@ -435,7 +449,7 @@ class Round:
         while not self._call("check", keys):
             try:
                 self.check()
-            except (PeerFailed, SaveCancelled):
+            except (PeerFailed, *_KINDS.values()):
                 if not self._call("check", keys):  # records from before the failure still count
                     raise
             now = time.monotonic()
@@ -485,12 +499,12 @@ class Round:
         ranks: Sequence[int],
         missing: Sequence[int] = (),
         time_was_up: bool = False,
-        was_cancelled: bool = False,
+        kind: type[CheckpointError] = PeerFailed,
     ) -> None:
-        """Ends the round by a failure of these ranks, unless it has ended. Those of `missing` have
-        not come to the round, and may never leave it.
+        """Ends the round by a failure of these ranks, unless it has ended; all raise an error of
+        this kind. Those of `missing` have not come to the round, and may never leave it.
         """
-        end = [self._text(why), [*ranks], [*missing], time_was_up, was_cancelled]
+        end = [self._text(why), [*ranks], [*missing], time_was_up, kind.__name__]
         self._end = self._call("compare_set", self._at("end"), b"", json.dumps(end).encode())
 
 

@@ -506,6 +506,7 @@ class Job:
 _lock = threading.Lock()
 _current: Pipeline | None = None
 _exited = False
+_when_drained: list[Callable[[], None]] = []
 
 
 def current() -> Pipeline:
@@ -517,6 +518,11 @@ def current() -> Pipeline:
             if _current is None:
                 _current = made
     return _current
+
+
+def when_drained(call: Callable[[], None]) -> None:
+    """Has this called as the process exits, when all saves have ended."""
+    _when_drained.append(call)
 
 
 def _comes_too_late() -> bool:
@@ -568,6 +574,8 @@ def _at_exit() -> None:
     except BaseException:  # Ctrl-C was pressed as a save ended, or what was given up now hangs
         pipeline.staging.abandon()
         raise
+    for call in _when_drained:
+        call()
     for handle in pipeline.unreported():
         sys.stderr.write(
             f"fastckpt: the save to {handle.path!r} FAILED and {fate(handle.failure())}: "

@@ -1,4 +1,5 @@
-"""Known: what this process knows of the name of one step's directory, until the name begins anew.
+"""What this process knows of the directory of a step: of its name, until that begins anew, and of
+what it has open in one that it is writing to.
 
 The module must not know where that comes from, nor what follows from it.
 """
@@ -6,6 +7,7 @@ The module must not know where that comes from, nor what follows from it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastckpt.formats.manifest import Manifest
 
@@ -43,3 +45,17 @@ class Known:
     def may_stay_alone(self) -> bool:
         """Returns whether older steps may be removed on the account of this one."""
         return not (self.is_damaged or self.is_doubtful)
+
+
+class Begun(NamedTuple):
+    """A directory that a save is writing to.
+
+    Attributes:
+        name: the directory's name within the root.
+        manifest_fd: the manifest under its temporary name; its lock says that the save is alive.
+        temporary: the path of that.
+    """
+
+    name: str
+    manifest_fd: int
+    temporary: str

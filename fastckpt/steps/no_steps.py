@@ -11,7 +11,7 @@ import logging
 import os
 
 from fastckpt.errors import StorageError
-from fastckpt.formats import file_list
+from fastckpt.formats import file_list, lease_record
 from fastckpt.formats.manifest import MANIFEST, is_manifest
 from fastckpt.formats.step_names import NAME
 from fastckpt.steps.root import Steps
@@ -33,7 +33,7 @@ def what_is_there(steps: Steps) -> str:
     with reported("list", root):
         if storage.status(root) is None:
             return "there is no such directory"
-        entries = sorted(storage.names(root))
+        entries = sorted(name for name in storage.names(root) if name != lease_record.NAME)
     if MANIFEST in entries and is_step(root):
         return it_is_a_step(root)
     saves = [name for name in entries if NAME.match(name)]

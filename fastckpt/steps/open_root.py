@@ -11,6 +11,7 @@ import weakref
 from contextlib import suppress
 
 from fastckpt.errors import StorageError
+from fastckpt.steps.lease import Lease
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
 
@@ -27,15 +28,21 @@ class OpenRoot:
     the lock under which directories are removed. Else one would make a directory that another one
     is about to empty, and its step would lack files.
 
+    Args:
+        storage, root: as Steps'.
+        takeover: whether the first save takes the root over from another job.
+
     Attributes:
         steps: the steps under the root.
     """
 
-    def __init__(self, storage: Storage, root: str) -> None:
+    def __init__(self, storage: Storage, root: str, takeover: bool) -> None:
         self._pid = os.getpid()
         self._saves = self._has_warned = False
         known = [each.steps for each in _others(root) if each.steps.storage is storage]
-        self.steps: Steps = known[0] if known else Steps(storage, root)
+        self.steps: Steps = known[0] if known else Steps(storage, root, Lease(storage, root))
+        if takeover and self.steps.lease is not None:
+            self.steps.lease.takes_over = True
         _open.add(weakref.ref(self, _open.discard))
 
     def note_save(self, makes_root: bool) -> None:
@@ -57,8 +64,11 @@ class OpenRoot:
             )
 
     def close(self) -> None:
-        """Ends that; idempotent."""
+        """Ends that, and gives the root up unless another one saves there; idempotent."""
         self._saves = False
+        lease = self.steps.lease
+        if lease and not any(each._saves for each in _others(self.steps.root)):
+            lease.release()
         _open.difference_update([each for each in _open.copy() if each() is self])
 
 

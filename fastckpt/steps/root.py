@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import threading
 import time
 from contextlib import AbstractContextManager, suppress
@@ -18,7 +19,8 @@ from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.formats.step_names import NAME, OURS, step_name
-from fastckpt.steps.known import UNSEEN, Known
+from fastckpt.steps.known import UNSEEN, Begun, Known
+from fastckpt.steps.lease import Lease
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import (
     NEW_MODE,
@@ -75,20 +77,6 @@ class _Look(NamedTuple):
     bare: set[str]
 
 
-class Begun(NamedTuple):
-    """A directory that a save is writing to.
-
-    Attributes:
-        name: the directory's name within the root.
-        manifest_fd: the manifest under its temporary name; its lock says that the save is alive.
-        temporary: the path of that.
-    """
-
-    name: str
-    manifest_fd: int
-    temporary: str
-
-
 def in_order(item: Committed) -> tuple[int, int]:
     """Returns the key that sorts steps in the order of their commits."""
     return item.manifest.sequence, item.manifest.step
@@ -100,11 +88,12 @@ class Steps:
     Args:
         storage: the seam to the file system.
         root: the root's path; the directory is made when a step is begun.
+        lease: without which nothing is begun or committed; None: several jobs may.
     """
 
-    def __init__(self, storage: Storage, root: str) -> None:
+    def __init__(self, storage: Storage, root: str, lease: Lease | None = None) -> None:
         self.storage = storage
-        self.root = root
+        self.root, self.lease = root, lease
         self._warned: set[str] = set()
         self._names: dict[str, Known] = {}
         self._cleaned = False
@@ -324,7 +313,11 @@ class Steps:
 
         Raises:
             StorageError: the root or the directory cannot be made.
+            RootInUse: another job saves to the root.
         """
+        if self.lease is not None and not self.lease.is_held:
+            self.make_root()
+            self.lease.take()
         with self._removing:  # a save that begins meanwhile sees no half-removed directory
             self.remove_left()
             # Earlier jobs, or ranks that were late for a failed save, may have filled the disk.
@@ -358,12 +351,14 @@ class Steps:
         """Makes the root, if it is missing. Raises StorageError."""
         with reported("make directory", self.root):
             path, grown = self.root, []
-            while self.storage.status(path) is None:
+            while (status := self.storage.status(path)) is None:
                 path = os.path.dirname(path)
                 grown.append(path)
             if grown:
                 self.storage.make_directories(self.root)
                 self._grown += grown
+            elif not stat.S_ISDIR(status.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
     def sync_grown(self) -> None:
         """Makes the names durable that make_root() has made here. Raises StorageError."""
@@ -413,6 +408,7 @@ class Steps:
         Raises:
             StorageError: the step is not committed, unless the error is `visible`: then it is, but
                 perhaps not durably.
+            RootInUse: another job has taken the root over.
         """
         storage, directory, known = self.storage, self.path(begun.name), self.known(begun.name)
         with reported("write", begun.temporary):
@@ -427,6 +423,8 @@ class Steps:
                 with reported("sync directory", path):
                     storage.sync_directory(path)
             self.sync_grown()
+        if self.lease is not None:
+            self.lease.renew()
         name = self.path(begun.name, MANIFEST)
         with atomic.naming_in(storage, [directory] if durable else [], name) as make_durable:
             with reported("rename", name):

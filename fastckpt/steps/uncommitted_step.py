@@ -13,7 +13,8 @@ from functools import partial
 
 from fastckpt.formats.manifest import Manifest
 from fastckpt.ranks.round import Round
-from fastckpt.steps.root import Begun, Steps
+from fastckpt.steps.known import Begun
+from fastckpt.steps.root import Steps
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import patiently, reported
 from fastckpt.storage.lustre_layout import Purpose

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import resource
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -81,6 +82,18 @@ def save_steps(member: Member, root: str, steps: list[int], options: dict[str, A
     with Checkpointer(root, group=member.group, **options) as checkpointer:
         for step in steps:
             saved(member, checkpointer, step)
+
+
+def save_as_second_job(member: Member, root: str, taken_over: str) -> list[Outcome]:
+    """Saves while another job has the root; and another root, which one takes over meanwhile."""
+    with Checkpointer(root, group=member.group) as checkpointer:
+        outcomes = [attempt(lambda: saved(member, checkpointer, 1))]
+    with Checkpointer(taken_over, group=member.group) as checkpointer:
+        saved(member, checkpointer, 1)
+        if member.rank == 0:
+            shutil.copy(os.path.join(root, "lease.json"), taken_over)
+        meet(member)
+        return [*outcomes, attempt(lambda: saved(member, checkpointer, 2))]
 
 
 def restore(member: Member, root: str, step: int | None = None) -> Outcome:

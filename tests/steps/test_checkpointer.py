@@ -37,6 +37,7 @@ import fastckpt
 from fastckpt import Checkpointer, PerRank, SaveHandle
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import BackendUnavailable, CheckpointError, StagingConflict, StorageError
+from fastckpt.formats import lease_record
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks import coordinator
 from fastckpt.saving import pipeline
@@ -97,7 +98,7 @@ def restored(root: Path, elements: int = BIG) -> int | None:
 
 
 def directories(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
+    return sorted(path.name for path in root.iterdir() if path.name != lease_record.NAME)
 
 
 @contextmanager

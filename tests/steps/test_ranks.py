@@ -23,6 +23,9 @@ import zstandard
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
+from fastckpt.errors import RootInUse
+from fastckpt.formats.lease_record import LeaseRecord
+from fastckpt.machine import pid_space, started
 from fastckpt.plan.image import BLOCK_BYTES
 from tests.crews import steps_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, Outcome
@@ -189,6 +192,21 @@ def test_values_of_one_rank_come_back_to_that_rank(crew: Callable[[int], Crew], 
 
 
 # Saves that meet no fault
+
+
+def test_all_ranks_hear_that_another_job_has_the_root(
+    crew: Callable[[int], Crew], disk: Path
+) -> None:
+    pid, space = os.getpid(), pid_space()
+    lease = LeaseRecord("ab" * 16, "h", space, pid, started(pid) or 0, "", "then", "then", 60)
+    (disk / "run").mkdir()
+    (disk / "run" / "lease.json").write_bytes(lease.to_bytes())
+    for outcomes in crew(2)(bodies.save_as_second_job, str(disk / "run"), str(disk / "other")):
+        assert [type(each.error) for each in outcomes] == [RootInUse, RootInUse]
+        for each, what in zip(outcomes, ("is in use", "was taken over"), strict=True):
+            assert f"{what} by another job: process {pid} on host 'h'" in str(each.error)
+    assert [path.name for path in (disk / "run").iterdir()] == ["lease.json"]
+    assert [path.name for path in (disk / "other").glob("step-*")] == ["step-00000001"]
 
 
 def test_zstd_on_several_ranks(crew: Callable[[int], Crew], disk: Path) -> None:

@@ -1,0 +1,292 @@
+"""Lease: the file in a root that says which job saves there, so that no second one does meanwhile.
+
+The module takes, renews and releases it, and decides whether a job that has it still lives. It must
+not know what is saved.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from fastckpt.arguments.environment import launched_job
+from fastckpt.errors import RootInUse, StorageError
+from fastckpt.formats.lease_record import NAME, NBYTES, LeaseRecord, now_text
+from fastckpt.machine import pid_space, started
+from fastckpt.saving import pipeline
+from fastckpt.storage.atomic import DEAD_AFTER_S, close_quietly
+from fastckpt.storage.file_system import NEW_MODE, Storage, patiently, reported
+
+_TRIES_MAX = 20
+# How long a lease of another host lasts: so many times the longest time between two renewals, but
+# at least an hour; DEAD_AFTER_S until there were two.
+_TIMES, _LASTS_S_MIN = 3, 3600.0
+_UNWRITTEN_S = 60.0  # what says nothing may be a lease that is just being made
+
+_held: set[Lease] = set()  # by this process, which releases them as it exits
+_process = (0, "")  # this process's pid, and the nonce of its leases
+
+
+class Lease:
+    """The lease of a root, as the first rank of a job sees it.
+
+    Args:
+        storage, root: as Steps'.
+
+    Attributes:
+        path: of the file.
+        takes_over: whether it is taken although a job may have it, the next time that it is taken.
+    """
+
+    def __init__(self, storage: Storage, root: str) -> None:
+        self.path = os.path.join(root, NAME)
+        self.takes_over = False
+        self._storage, self._root = storage, root
+        self._lock = threading.Lock()
+        self._fd, self._pid = -1, 0
+        self._began, self._renewed_s, self._longest_s, self._renewals = "", 0.0, 0.0, 0
+        self._is_second = False  # whether another job has had it before
+        self._is_of_use = True
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has it, or needs none since files are objects here."""
+        return not self._is_of_use or (self._fd >= 0 and self._pid == os.getpid())
+
+    def take(self) -> None:
+        """Takes the lease, if this process does not have it.
+
+        Raises:
+            RootInUse: another job has it. StorageError: that cannot be found out.
+        """
+        with self._lock:
+            for _ in range(_TRIES_MAX):
+                if self.is_held or self._was_made():
+                    self.takes_over = False
+                    return
+                with reported("open", self.path):
+                    self._clear_or_adopt()
+        raise StorageError("open", self.path, errno.EEXIST)
+
+    def _was_made(self) -> bool:
+        """Makes the file; returns False if there is one, or if another job thought it dead."""
+        storage = self._storage
+        with reported("open", self.path):
+            try:
+                fd = storage.create(self.path, NEW_MODE)
+            except FileExistsError:
+                return False
+            try:
+                policy = storage.policy(fd)[1]
+                if not policy.renames_at_once:
+                    self._is_of_use = False
+                elif policy.mandatory_locks or self._is_unlocked(fd):
+                    self._keep(fd)
+                    self._write()
+                    if not storage.is_removed(fd, self.path):
+                        return True
+                    self._let_go()
+                    return False
+            except BaseException:
+                if self._fd != fd:
+                    close_quietly(storage, fd)
+                self._let_go()
+                with suppress(OSError):  # the error that led here counts
+                    storage.remove(self.path)
+                raise
+        close_quietly(storage, fd)
+        if not self._is_of_use:
+            with suppress(OSError):  # it is in nobody's way
+                storage.remove(self.path)
+        return not self._is_of_use
+
+    def _clear_or_adopt(self) -> None:
+        """Removes the lease if its job is gone, and keeps it if it is this process's own. Raises
+        RootInUse.
+        """
+        storage, kept = self._storage, False
+        try:
+            fd = storage.open_to_lock(self.path)
+        except FileNotFoundError:
+            return
+        try:
+            record = LeaseRecord.from_bytes(storage.read_at(fd, NBYTES, 0))
+            if record is not None and record.nonce == _nonce() and not record.is_over:
+                self._keep(fd)
+                kept = True
+            elif self.takes_over or self._is_over(record, fd):
+                if not storage.is_removed(fd, self.path):
+                    self._is_second = True
+                    storage.remove(self.path)
+            else:
+                raise RootInUse(_refusal(self._root, record, self._age_s()))
+        finally:
+            if not kept:
+                close_quietly(storage, fd)
+
+    def _is_over(self, record: LeaseRecord | None, fd: int) -> bool:
+        """Returns whether the job that has the lease, open as fd, is gone. May lock it."""
+        if record is not None and record.is_over:
+            return True
+        if record is not None and record.space == pid_space():
+            return started(record.pid) != record.started
+        policy = self._storage.policy(fd)[1]
+        if not policy.mandatory_locks and not self._is_unlocked(fd):
+            return False
+        # On a local file system everybody's locks are known. Elsewhere each host may have its own.
+        if not policy.remote or (record is not None and self._is_of_same_job(record)):
+            return True
+        return self._age_s() >= (_UNWRITTEN_S if record is None else record.lasts_s)
+
+    @staticmethod
+    def _is_of_same_job(record: LeaseRecord) -> bool:
+        """Returns whether a scheduler has begun the job anew, and so has ended it before."""
+        return record.job != "" and record.job == launched_job()
+
+    def _age_s(self) -> float:
+        status = self._storage.status(self.path)
+        return 0.0 if status is None else max(0.0, time.time() - status.st_mtime)
+
+    def _is_unlocked(self, fd: int) -> bool:
+        """Locks the file; returns False if another process has."""
+        with suppress(OSError):  # it is not known, and so tells nothing
+            return self._storage.lock(fd)
+        return True
+
+    def renew(self) -> None:
+        """Finds out, before a commit, that this process has the lease, and writes the time.
+
+        Raises:
+            RootInUse: another job has taken it over. StorageError: that cannot be found out.
+        """
+        if not self._is_of_use:
+            return
+        with self._lock, reported("read", self.path):
+            try:
+                record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
+            except FileNotFoundError:  # somebody removed it by hand
+                record = None
+                self._let_go()
+            if record is not None and record.nonce != _nonce():
+                self._let_go()
+                raise RootInUse(_loss(self._root, record))
+            if self.is_held:
+                now = time.monotonic()
+                self._longest_s = max(self._longest_s, now - self._renewed_s)
+                self._renewed_s, self._renewals = now, self._renewals + 1
+                self._write()
+        self.take()
+
+    def release(self) -> None:
+        """Gives the lease up, if this process has it. Idempotent."""
+        with self._lock:
+            if not self._is_of_use or not self.is_held:
+                return
+            with suppress(OSError):  # it counts for nothing once this process has ended
+                record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
+                if record is not None and record.nonce == _nonce():
+                    # If it was taken from another job, that may come back: it has to see this.
+                    if self._is_second:
+                        self._write(is_over=True)
+                    else:
+                        self._storage.remove(self.path)
+            self._let_go()
+
+    def is_left(self) -> bool:
+        """Returns whether a lease lies there whose job is gone, and did not give it up."""
+        with suppress(OSError):  # there is none, or it is not to be read
+            fd = self._storage.open_to_lock(self.path)
+            try:
+                record = LeaseRecord.from_bytes(self._storage.read_at(fd, NBYTES, 0))
+                return not (record is not None and record.is_over) and self._is_over(record, fd)
+            finally:
+                close_quietly(self._storage, fd)
+        return False
+
+    def remove_left(self) -> bool:
+        """Removes such a lease; returns whether it did."""
+        if self.is_left():
+            with suppress(OSError):  # another process was faster, or it is not ours to remove
+                self._storage.remove(self.path)
+                return True
+        return False
+
+    def _keep(self, fd: int) -> None:
+        self._fd, self._pid, self._began = fd, os.getpid(), now_text()
+        self._renewed_s, self._longest_s, self._renewals = time.monotonic(), 0.0, 0
+        _held.add(self)
+
+    def _let_go(self) -> None:
+        _held.discard(self)
+        if self._fd >= 0 and self._pid == os.getpid():  # a child of fork() has closed it
+            close_quietly(self._storage, self._fd)
+        self._fd = -1
+
+    def _write(self, *, is_over: bool = False) -> None:
+        lasts_s = DEAD_AFTER_S
+        if self._renewals > 1:
+            lasts_s = min(lasts_s, max(_LASTS_S_MIN, _TIMES * self._longest_s))
+        record = LeaseRecord(
+            _nonce(),
+            socket.gethostname(),
+            pid_space(),
+            os.getpid(),
+            started(os.getpid()) or 0,
+            launched_job(),
+            self._began,
+            now_text(),
+            int(lasts_s),
+            is_over,
+        )
+        storage, fd, content = self._storage, self._fd, record.to_bytes()
+        with reported("write", self.path):
+            patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
+            if storage.policy(fd)[1].remote:
+                storage.flush(fd)  # so that other hosts see it
+
+
+def _nonce() -> str:
+    """Returns what tells the leases of this process from all others."""
+    global _process
+    if _process[0] != os.getpid():
+        _process = os.getpid(), os.urandom(16).hex()
+    return _process[1]
+
+
+def _holder(record: LeaseRecord | None) -> str:
+    if record is None:
+        return f"a process that {NAME} there does not name, so it is damaged or being made,"
+    job = f" (job {record.job})" if record.job else ""
+    return f"process {record.pid} on host {record.host!r}{job}"
+
+
+def _refusal(root: str, record: LeaseRecord | None, age_s: float) -> str:
+    since = "" if record is None else f", since {record.began}"
+    lasts_s = int(_UNWRITTEN_S) if record is None else record.lasts_s
+    return (
+        f"{root!r} is in use by another job: {_holder(record)} saves there{since}, and renewed its "
+        f"lease {age_s:.0f} s ago; nothing was committed. Only one job at a time may save to a "
+        "root: end that one, or save to another root. If it is gone, because its host crashed or "
+        f"is cut off, pass takeover=True to Checkpointer, or wait: {lasts_s} s after the last "
+        "renewal its lease counts as dead"
+    )
+
+
+def _loss(root: str, record: LeaseRecord) -> str:
+    return (
+        f"{root!r} was taken over by another job: {_holder(record)} has its lease since "
+        f"{record.began}; nothing was committed. End one of the two jobs; once the other one has "
+        "ended, saves of this one succeed again"
+    )
+
+
+def _release_all() -> None:
+    for lease in [*_held]:
+        lease.release()
+
+
+pipeline.when_drained(_release_all)

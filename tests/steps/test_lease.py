@@ -1,0 +1,288 @@
+"""The lease of a root: of two live jobs the second is refused by name, whatever hosts and pid
+namespaces they are in; what a dead job left counts for nothing; and a job whose root was taken
+over commits nothing more. What becomes of the steps themselves is test_steps.py's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastckpt import Checkpointer
+from fastckpt.cli import main
+from fastckpt.errors import RootInUse
+from fastckpt.formats.lease_record import NAME, NBYTES, LeaseRecord
+from fastckpt.formats.step_names import step_name as name
+from fastckpt.machine import pid_space, started
+from fastckpt.saving import pipeline
+from fastckpt.steps.lease import Lease
+from fastckpt.storage.atomic import DEAD_AFTER_S
+from fastckpt.storage.file_system import Storage
+from tests.doubles import dead_pid
+from tests.hosts import needs_root
+from tests.interpreters import Program
+from tests.network_double import NetworkClient
+from tests.saving.test_process import run_python
+from tests.steps.test_checkpointer import WAIT_S, directories, process_on, restored, state
+from tests.steps.test_steps import tell, told
+
+SAVES = """
+import os, sys
+from fastckpt import Checkpointer
+from tests.hosts import become
+from tests.steps.test_checkpointer import state
+if sys.argv[2]:
+    become(sys.argv[2], own_pids="own pids" in sys.argv)
+checkpointer = Checkpointer(sys.argv[1], takeover="takeover" in sys.argv)
+for line in sys.stdin:
+    error = checkpointer.save(int(line), state(int(line))).exception(60)
+    print(f"{os.getpid()} {type(error).__name__}: {error}" if error else os.getpid(), flush=True)
+"""
+
+HOSTS = [
+    ("", ""),
+    pytest.param("node-a", "node-b", marks=needs_root),
+    pytest.param("node-a", "own pids", marks=needs_root),
+]
+
+
+def saved(program: Program, step: int) -> str:
+    tell(program, str(step))
+    return told(program)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("first", "second"), HOSTS)
+def test_the_second_of_two_live_jobs_is_refused(disk: Path, first: str, second: str) -> None:
+    """After kill -9 of the first it is not. As processes of one host, on hosts of two names, and
+    in two pid namespaces, such as containers have.
+    """
+    others = ("pod", "own pids") if second == "own pids" else (second,)
+    with Program(SAVES, disk, first) as one, Program(SAVES, disk, *others) as other:
+        pid = saved(one, 1)
+        refused = saved(other, 2)
+        host = first or socket.gethostname()
+        assert "RootInUse" in refused and f"process {pid} on host {host!r}" in refused
+        assert repr(str(disk)) in refused and "takeover=True" in refused
+        assert directories(disk) == [name(1)]
+        assert saved(one, 3) == pid
+        one.kill()
+        one.wait(WAIT_S)
+        assert saved(other, 4).isdigit()
+    assert directories(disk) == [name(1), name(3), name(4)] and restored(disk) == 4
+
+
+@pytest.mark.multiprocess
+@needs_root
+def test_a_first_job_in_another_pid_namespace(disk: Path) -> None:
+    """Its lock tells: its pid is 1 there, and says nothing here."""
+    with Program(SAVES, disk, "pod", "own pids") as one, Checkpointer(disk) as checkpointer:
+        assert saved(one, 1) == "1"
+        with pytest.raises(RootInUse, match="process 1 on host 'pod'"):
+            checkpointer.save(2, state(2)).result(WAIT_S)
+        one.kill()
+        with open(disk / NAME, "rb") as lease:
+            fcntl.flock(lease, fcntl.LOCK_EX)  # until the process is gone, whose parent is, too
+        checkpointer.save(3, state(3)).result(WAIT_S)
+
+
+@pytest.mark.multiprocess
+def test_a_job_that_was_taken_over_commits_nothing_more(disk: Path) -> None:
+    """Nor when the job that took the root has ended; but then it may begin again."""
+    with Program(SAVES, disk, "") as one:
+        pid = saved(one, 1)
+        with Checkpointer(disk, takeover=True) as checkpointer:
+            checkpointer.save(2, state(2)).result(WAIT_S)
+            refused = saved(one, 3)
+            assert "RootInUse" in refused and f"process {os.getpid()} on host" in refused
+            assert "was taken over by another job" in refused
+            assert f"process {os.getpid()}" in saved(one, 4), "as any other job's"
+            checkpointer.save(5, state(5)).result(WAIT_S)
+        assert directories(disk) == [*map(name, (1, 2, 5))]
+        assert saved(one, 6) == pid
+    assert restored(disk) == 6
+
+
+@pytest.mark.multiprocess
+def test_a_job_that_was_taken_over_and_comes_back_late(disk: Path) -> None:
+    with Program(SAVES, disk, "") as one:
+        pid = saved(one, 1)
+        with Checkpointer(disk, takeover=True) as checkpointer:
+            checkpointer.save(2, state(2)).result(WAIT_S)
+        assert "was taken over by another job" in saved(one, 3)
+        assert directories(disk) == [name(1), name(2)]
+        assert saved(one, 4) == pid
+
+
+RACES = """
+import sys
+from fastckpt.errors import RootInUse
+from fastckpt.steps.lease import Lease
+from fastckpt.storage.file_system import Storage
+lease = Lease(Storage(), sys.argv[1])
+for line in sys.stdin:
+    if line == "take\\n":
+        try:
+            lease.take()
+            print("won", flush=True)
+        except RootInUse:
+            print("lost", flush=True)
+    else:
+        lease.release()
+        print("released", flush=True)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("left", [None, "dead", "garbage"])
+def test_of_jobs_that_race_one_wins(disk: Path, left: str | None) -> None:
+    with Program(RACES, disk) as one, Program(RACES, disk) as two, Program(RACES, disk) as three:
+        racers = (one, two, three)
+        for _ in range(20):
+            if left is not None:
+                content = record(pid=dead_pid()).to_bytes() if left == "dead" else b"\0" * NBYTES
+                (disk / NAME).write_bytes(content)
+            for each in racers:
+                tell(each, "take")
+            assert sorted(map(told, racers)) == ["lost", "lost", "won"]
+            for each in racers:
+                tell(each, "release")
+            assert [*map(told, racers)] == ["released"] * 3
+
+
+def record(**changes: Any) -> LeaseRecord:
+    """The lease of another process, which is this one's parent if nothing else is said."""
+    pid = os.getppid()
+    whole = LeaseRecord(
+        "ab" * 16, "elsewhere", pid_space(), pid, started(pid) or 0, "", "then", "then", 7200
+    )
+    return whole._replace(**changes)
+
+
+def put(disk: Path, content: bytes, age_s: float = 0.0) -> None:
+    (disk / NAME).write_bytes(content)
+    when = time.time() - age_s
+    os.utime(disk / NAME, (when, when))
+
+
+def test_a_lease_of_another_host(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process cannot be asked, and its locks may be its own: its age tells, or the job."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    double = NetworkClient()
+    far = record(space="of another machine", pid=7, job="SLURM_JOB_ID=41")
+
+    def refused() -> str:
+        with Checkpointer(disk) as checkpointer:
+            error = checkpointer.save(1, state(1)).exception(WAIT_S)
+        assert error is None or type(error) is RootInUse
+        return str(error or "")
+
+    with double.mounted(), process_on(double):
+        put(disk, far.to_bytes(), 7100)
+        assert "process 7 on host 'elsewhere' (job SLURM_JOB_ID=41)" in refused()
+        assert "7200 s after the last renewal" in refused()
+        put(disk, far.to_bytes(), 7300)
+        assert refused() == ""
+        put(disk, far.to_bytes())
+        monkeypatch.setenv("SLURM_JOB_ID", "42")
+        assert refused() != ""
+        monkeypatch.setenv("SLURM_JOB_ID", "41")
+        assert refused() == "", "the scheduler has begun the job again"
+        put(disk, b"")
+        assert "does not name" in refused()
+        put(disk, b"", 100)
+        assert refused() == ""
+        put(disk, far._replace(is_over=True).to_bytes())
+        assert refused() == ""
+
+
+def test_a_record_says_how_long_it_lasts(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A day until there were two commits, then three times the longest time between two."""
+    clock, found = [0.0], []
+    lease = Lease(Storage(), str(disk))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    lease.take()
+    for seconds in (5.0, 5.0, 7000.0, 5.0):
+        clock[0] += seconds
+        lease.renew()
+        now = LeaseRecord.from_bytes((disk / NAME).read_bytes())
+        assert now is not None and (disk / NAME).stat().st_size == NBYTES
+        found.append(now.lasts_s)
+    assert found == [DEAD_AFTER_S, 3600, 21000, 21000]
+    assert (now.pid, now.host, now.space) == (os.getpid(), socket.gethostname(), pid_space())
+    lease.release()
+    assert not (disk / NAME).exists()
+
+
+def test_it_lasts_as_long_as_a_checkpointer_that_saves(disk: Path) -> None:
+    with Checkpointer(disk) as first, Checkpointer(disk) as second, Checkpointer(disk) as reader:
+        first.save(1, state(1)).result(WAIT_S)
+        assert (disk / NAME).exists()
+        second.save(2, state(2)).result(WAIT_S)
+        first.close()
+        assert reader.restore(state(0)) == 2
+        reader.close()
+        second.save(3, state(3)).result(WAIT_S)
+        assert (disk / NAME).exists()
+    assert not (disk / NAME).exists()
+    with Checkpointer(disk) as reader:
+        assert reader.restore(state(0)) == 3
+        assert not (disk / NAME).exists(), "who reads takes none"
+    with Checkpointer(disk) as checkpointer:
+        checkpointer.save(4, state(4)).result(WAIT_S)
+        (disk / NAME).unlink()  # by hand
+        checkpointer.save(5, state(5)).result(WAIT_S)
+        assert (disk / NAME).exists()
+
+
+def test_a_process_that_ends_without_close_releases_it(disk: Path) -> None:
+    run_python(
+        "import sys; from fastckpt import Checkpointer;"
+        "from tests.steps.test_checkpointer import state;"
+        "Checkpointer(sys.argv[1]).save(1, state(1))",
+        disk,
+    )
+    assert os.listdir(disk) == [name(1)]
+
+
+FORKS = """
+import os, sys
+from fastckpt import Checkpointer
+from tests.steps.test_checkpointer import state
+with Checkpointer(sys.argv[1]) as checkpointer:
+    checkpointer.save(1, state(1)).result(60)
+    child = os.fork()
+    if child == 0:
+        error = Checkpointer(sys.argv[1]).save(2, state(2)).exception(60)
+        print(type(error).__name__, f"process {os.getppid()} on" in str(error), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    checkpointer.save(3, state(3)).result(60)
+"""
+
+
+def test_a_forked_child_is_another_process(disk: Path) -> None:
+    assert run_python(FORKS, disk).stdout.split() == ["RootInUse", "True"]
+    assert directories(disk) == [name(1), name(3)]
+
+
+def test_commands_pass_over_it_and_repair_removes_a_dead_one(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Checkpointer(disk) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        pipeline.current().drain()
+        for command in ("ls", "verify", "repair"):
+            assert main([command, str(disk)]) == 0
+            assert NAME not in capsys.readouterr().out
+    put(disk, record(pid=dead_pid()).to_bytes())
+    assert main(["repair", str(disk)]) == 1
+    assert "the lease of a dead job" in capsys.readouterr().out and (disk / NAME).exists()
+    assert main(["repair", str(disk), "--yes"]) == 0
+    assert not (disk / NAME).exists()
