@@ -92,14 +92,12 @@ class Checkpointer:
     tuple of these: what a tuple holds cannot be replaced. load() returns any other state, too.
 
     Args:
-        root: the directory of the run, made by the first save(). One job at a time saves to it: a
-            save raises RootInUse if another one lives (see takeover). And one Checkpointer of each
-            process: a second one warns, unless the first is closed.
+        root: the directory of the run, made by the first save(). While a job saves to it, saves of
+            others raise RootInUse. A second open Checkpointer of a process that saves to it warns.
         group: a torch.distributed process group. Default: all ranks if torch.distributed is
             initialised, else this process alone; so make the Checkpointer after
             init_process_group(). For one rank of several pass a group of that rank alone,
-            torch.distributed.new_subgroups(1)[0]. Ranks talk over the job's store; no collective
-            is run.
+            torch.distributed.new_subgroups(1)[0]. Ranks talk over the job's store alone.
         keep_last: how many of the steps committed last stay, at least 1, not counting those found
             damaged. An older one is removed in the background after a commit, never before it, so
             there has to be room for keep_last + 1 steps. None: all stay.
@@ -147,8 +145,7 @@ class Checkpointer:
         export: a HuggingFace, which says where steps are exported to, and which ones. save() begins
             the export behind the save of the step, with the same fence, and so copies its tensors
             once more. An export that fails, or cannot begin, costs no step: the next save() warns
-            of it, and `exported` or close() raises it. The arguments that delay writing do not
-            concern exports. Default: none.
+            of it, and `exported` or close() raises it. Pacing does not concern exports.
         on_commit: called on every rank with the step and its SaveStats when a step is committed, on
             the thread of the save; it should not take long. What it raises is logged.
         before_commit, on_error: as fastckpt.save's. With "raise", save() raises the errors of steps
@@ -211,7 +208,6 @@ class Checkpointer:
         check_choice("fence", fence, FENCES)
         check_choice("on_error", on_error, ON_ERROR)
         check_flag("log", log)
-        check_flag("takeover", takeover)
         check_seconds("timeout_s", timeout_s)
         optional(check_callable, "on_commit", on_commit)
         optional(check_callable, "before_commit", before_commit)
@@ -225,14 +221,13 @@ class Checkpointer:
         self.group = default_group() if group is None else group
         self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
         self._open = OpenRoot(pipeline.current().storage, self.root, takeover)
-        self._steps = self._open.steps
-        self._pool, self._is_step = SharedMemory(), is_step(self.root)
+        self._steps, self._pool = self._open.steps, SharedMemory()
         self.restored_from, self.differences = dict[str, str](), _NO_DIFFERENCES
         self._reader: StepReader | None = None  # of the restore that is running
         self._logs, self._on_commit, self._before_commit = log, on_commit, before_commit
         self.exported: SaveHandle | None = None
         self._handles, self._exports = list[SaveHandle](), list[SaveHandle]()
-        self._closed = self._ended = False
+        self._is_step, self._closed, self._ended = is_step(self.root), False, False
         self._tier: LocalTier | None = None
         self._stop: StopAgreement | None = None
         with ExitStack() as opened:  # what is open is closed if what comes after it fails

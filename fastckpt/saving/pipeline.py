@@ -506,7 +506,7 @@ class Job:
 _lock = threading.Lock()
 _current: Pipeline | None = None
 _exited = False
-_when_drained: list[Callable[[], None]] = []
+when_drained: list[Callable[[], None]] = []  # called at exit, when all saves have ended
 
 
 def current() -> Pipeline:
@@ -518,11 +518,6 @@ def current() -> Pipeline:
             if _current is None:
                 _current = made
     return _current
-
-
-def when_drained(call: Callable[[], None]) -> None:
-    """Has this called as the process exits, when all saves have ended."""
-    _when_drained.append(call)
 
 
 def _comes_too_late() -> bool:
@@ -574,7 +569,7 @@ def _at_exit() -> None:
     except BaseException:  # Ctrl-C was pressed as a save ended, or what was given up now hangs
         pipeline.staging.abandon()
         raise
-    for call in _when_drained:
+    for call in when_drained:
         call()
     for handle in pipeline.unreported():
         sys.stderr.write(

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from contextlib import suppress
 
 from fastckpt.arguments.environment import launched_job
@@ -21,13 +22,14 @@ from fastckpt.saving import pipeline
 from fastckpt.storage.atomic import DEAD_AFTER_S, close_quietly
 from fastckpt.storage.file_system import NEW_MODE, Storage, patiently, reported
 
-_TRIES_MAX = 20
+_TRIES_MAX, _PAUSE_S = 50, 0.01
 # How long a lease of another host lasts: so many times the longest time between two renewals, but
 # at least an hour; DEAD_AFTER_S until there were two.
 _TIMES, _LASTS_S_MIN = 3, 3600.0
 _UNWRITTEN_S = 60.0  # what says nothing may be a lease that is just being made
 
-_held: set[Lease] = set()  # by this process, which releases them as it exits
+# By this process, which releases them as it exits.
+_held: weakref.WeakSet[Lease] = weakref.WeakSet()
 _process = (0, "")  # this process's pid, and the nonce of its leases
 
 
@@ -49,8 +51,12 @@ class Lease:
         self._lock = threading.Lock()
         self._fd, self._pid = -1, 0
         self._began, self._renewed_s, self._longest_s, self._renewals = "", 0.0, 0.0, 0
-        self._is_second = False  # whether another job has had it before
+        self._may_come_back = False  # whether a job that had it before may still live
         self._is_of_use = True
+
+    def __del__(self) -> None:
+        if self._fd >= 0:  # the Checkpointers of the root are forgotten, not closed
+            self.release()
 
     @property
     def is_held(self) -> bool:
@@ -119,9 +125,13 @@ class Lease:
                 self._keep(fd)
                 kept = True
             elif self.takes_over or self._is_over(record, fd):
-                if not storage.is_removed(fd, self.path):
-                    self._is_second = True
-                    storage.remove(self.path)
+                # Only who has its lock removes it: else it might be the lease of who was faster.
+                if not (self.takes_over or self._is_unlocked(fd)):
+                    time.sleep(_PAUSE_S)
+                elif not storage.is_removed(fd, self.path):
+                    self._may_come_back |= self.takes_over
+                    with suppress(FileNotFoundError):  # where there are no locks
+                        storage.remove(self.path)
             else:
                 raise RootInUse(_refusal(self._root, record, self._age_s()))
         finally:
@@ -131,6 +141,7 @@ class Lease:
     def _is_over(self, record: LeaseRecord | None, fd: int) -> bool:
         """Returns whether the job that has the lease, open as fd, is gone. May lock it."""
         if record is not None and record.is_over:
+            self._may_come_back = True
             return True
         if record is not None and record.space == pid_space():
             return started(record.pid) != record.started
@@ -140,7 +151,9 @@ class Lease:
         # On a local file system everybody's locks are known. Elsewhere each host may have its own.
         if not policy.remote or (record is not None and self._is_of_same_job(record)):
             return True
-        return self._age_s() >= (_UNWRITTEN_S if record is None else record.lasts_s)
+        is_old = self._age_s() >= (_UNWRITTEN_S if record is None else record.lasts_s)
+        self._may_come_back |= is_old
+        return is_old
 
     @staticmethod
     def _is_of_same_job(record: LeaseRecord) -> bool:
@@ -189,8 +202,8 @@ class Lease:
             with suppress(OSError):  # it counts for nothing once this process has ended
                 record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
                 if record is not None and record.nonce == _nonce():
-                    # If it was taken from another job, that may come back: it has to see this.
-                    if self._is_second:
+                    # A job that comes back has to see that it was taken over meanwhile.
+                    if self._may_come_back:
                         self._write(is_over=True)
                     else:
                         self._storage.remove(self.path)
@@ -289,4 +302,4 @@ def _release_all() -> None:
         lease.release()
 
 
-pipeline.when_drained(_release_all)
+pipeline.when_drained.append(_release_all)

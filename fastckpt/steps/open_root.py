@@ -10,6 +10,7 @@ import os
 import weakref
 from contextlib import suppress
 
+from fastckpt.arguments.checks import check_flag
 from fastckpt.errors import StorageError
 from fastckpt.steps.lease import Lease
 from fastckpt.steps.root import Steps
@@ -41,7 +42,7 @@ class OpenRoot:
         self._saves = self._has_warned = False
         known = [each.steps for each in _others(root) if each.steps.storage is storage]
         self.steps: Steps = known[0] if known else Steps(storage, root, Lease(storage, root))
-        if takeover and self.steps.lease is not None:
+        if check_flag("takeover", takeover) and self.steps.lease is not None:
             self.steps.lease.takes_over = True
         _open.add(weakref.ref(self, _open.discard))
 

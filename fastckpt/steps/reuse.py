@@ -87,6 +87,9 @@ class Reuse:
             make(allocates=False)
             self._begin(file, nbytes)
             return
+        if steps.is_uncloned:  # the last shard need not be looked for
+            make(allocates=True)
+            return
         self._steps = steps
         with ExitStack() as others:
             last = self._last = _opened(steps, self._rank, others)
@@ -94,11 +97,11 @@ class Reuse:
             file.keep_open(others.pop_all())
         refusal = refusal_to_clone(storage, file.fd, path)
         if refusal is not None:
-            if not steps.told_uncloned:
+            if not steps.is_uncloned:
                 log.info(
                     "everything is written, nothing is reused, now and in later saves: %s", refusal
                 )
-            steps.told_uncloned = True
+            steps.is_uncloned = True
             if last is not None:
                 file.allocate(nbytes)
             return

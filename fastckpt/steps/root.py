@@ -102,7 +102,8 @@ class Steps:
         # began meanwhile would take its name and lose the files it made there.
         self._removing = threading.RLock()
         self._sequence = 0  # of the last commit that was begun here
-        self.told_empty = self.told_uncloned = False  # whether no steps, no clones were told of
+        self.told_empty = False  # whether it was told that there are no steps
+        self.is_uncloned = False  # whether the file system has refused to clone ranges
         self.own_index: ShardIndex | None = None  # with hashes, of a shard that was written here
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
 

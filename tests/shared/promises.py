@@ -525,6 +525,35 @@ def both(lives: list[Life], function: Callable[..., Any], args: list[tuple[Any, 
     return [life.end() for life in lives]
 
 
+_jobs: dict[str, fastckpt.Checkpointer] = {}  # that are open in this process
+
+
+def save_as_job(here: Here, root: str, step: int) -> str:
+    """Saves a step by a Checkpointer that stays open; returns the save's error, in words."""
+    if root not in _jobs:
+        _jobs[root] = fastckpt.Checkpointer(here.path / root)
+    error = _jobs[root].save(step, state_of(step)).exception(WAIT_S)
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def two_jobs(clients: Clients) -> str:
+    """of two live jobs on one root the second is refused by name, and goes on after kill -9"""
+    a, b = clients.a.life(), clients.b.life()
+    for step in (1, 2):
+        if error := a(save_as_job, "run", step):
+            raise Broken(f"the first job: {error}")
+        refused = b(save_as_job, "run", 10 + step)
+        if not refused.startswith("RootInUse") or f"process {a.pid} on host" not in refused:
+            raise Broken(f"the second job: {refused or 'it committed'}")
+    a.kill()
+    os.waitid(os.P_PID, a.pid, os.WEXITED | os.WNOWAIT)
+    if error := b(save_as_job, "run", 20):
+        raise Broken(f"the second job, after the first was killed: {error}")
+    if (steps := b(steps_there, "run")) != [1, 2, 20]:
+        raise Broken(f"steps are {steps}")
+    return "2 refused, 1 saved"
+
+
 def group_file(clients: Clients) -> str:
     """two ranks, one on each client, save one file and load it together"""
     lives = ranks(clients)
@@ -556,6 +585,7 @@ PROMISES = (
     restored_beside,
     killed_step,
     held_step,
+    two_jobs,
     group_file,
     group_steps,
 )

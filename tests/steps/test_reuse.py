@@ -53,7 +53,7 @@ from tests.doubles import (
 )
 from tests.files.test_faults import MKFS_OPTIONS, mounted, run_as_root
 from tests.noise import noise
-from tests.steps.test_checkpointer import process_on
+from tests.steps.test_checkpointer import directories, process_on
 from tests.steps.test_step_fuzz import Forgery
 from tests.storm import Storm
 
@@ -259,6 +259,7 @@ def test_where_nothing_can_be_cloned_everything_is_written(
     lines = [text for text in caplog.messages if "nothing is reused" in text]
     assert len(lines) == 1 and f"[{errno.errorcode[code]}]" in lines[0]
     assert recorder.names_logged().count("allocate") == 4  # two files of each step
+    assert "lock_shared" not in recorder.names_logged(), "the second save looks for no last shard"
     assert "hashes" not in index_of(disk, 2)
     check(disk, 1, 2)
 
@@ -781,7 +782,7 @@ def test_a_step_that_is_removed_while_it_is_reused(memory: Path) -> None:
         assert storage.reached.wait(WAIT_S)
         # Nobody holds it: retention, of another process too, need not wait for a save.
         assert checkpointer._steps.remove_unread(name(1))
-        assert os.listdir(memory) == [name(2)]
+        assert directories(memory) == [name(2)]
         storage.go_on.set()
         assert handle.result(WAIT_S).reused_nbytes > 0
         check(memory, 2)
