@@ -9,8 +9,6 @@ import errno
 import os
 import pickle
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import IO, Any
 
 import torch
@@ -32,7 +30,7 @@ from fastckpt.arguments.checks import (
     check_size,
     optional,
 )
-from fastckpt.errors import NoPath
+from fastckpt.errors import NoPath, telling
 from fastckpt.files.load import TorchLoad, load_alone, load_together
 from fastckpt.files.save import TorchSave, begin_save
 from fastckpt.handle import SaveHandle, Veto
@@ -239,18 +237,15 @@ def load(
         return load_alone(asked, verify, maps, staging)
 
 
-@contextmanager
-def _directory_told(f: Any) -> Iterator[None]:
+@telling
+def _directory_told(error: BaseException, f: Any) -> None:
     """Adds to the error about a directory which call loads it, if it is a checkpoint."""
-    try:
-        yield
-    except IsADirectoryError as error:
+    if isinstance(error, IsADirectoryError):
         from fastckpt.steps.no_steps import hint_for_load  # which few loads need
 
-        if not (hint := hint_for_load(os.fspath(f))):
-            raise
-        why = f"{os.strerror(errno.EISDIR)}; {hint}"
-        raise IsADirectoryError(errno.EISDIR, why, f) from error
+        if hint := hint_for_load(os.fspath(f)):
+            why = f"{os.strerror(errno.EISDIR)}; {hint}"
+            raise IsADirectoryError(errno.EISDIR, why, f) from error
 
 
 def _mmap_is_default() -> bool:

@@ -1,8 +1,8 @@
 """The closed set of errors that fastckpt raises for faults of the world.
 
 Each says what happened, to which path, tensor or record, and what to do. A wrong argument raises
-TypeError or ValueError instead, and a bug of fastckpt an AssertionError. The module imports no
-other of fastckpt.
+TypeError or ValueError instead, and a bug of fastckpt an AssertionError. Here is also how one of
+them takes the place of a block's error. The module imports no other of fastckpt.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from __future__ import annotations
 import copy
 import errno as errno_names
 import os
-from typing import TypeVar
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 AnyError = TypeVar("AnyError", bound=BaseException)
+P = ParamSpec("P")
 
 
 def ensure(condition: bool, text: str) -> None:
@@ -21,6 +25,46 @@ def ensure(condition: bool, text: str) -> None:
     """
     if not condition:
         raise AssertionError(text)
+
+
+class Telling:
+    """A context manager that hands an error of its body, if any, to a function."""
+
+    def __init__(self, tell: Callable[[BaseException], object]) -> None:
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:
+            self._tell(error)
+
+
+def telling(tell: Callable[Concatenate[BaseException, P], None]) -> Callable[P, Telling]:
+    """Makes a context manager of a function that raises another error in place of the body's, its
+    first argument, where it has more to tell; the body's goes on if it returns.
+
+    A generator under contextlib.contextmanager must not do that: since Python 3.12 the body's error
+    is then in a cycle with all frames above it, and keeps what they hold until the collector runs.
+    """
+
+    @wraps(tell)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Telling:
+        return Telling(lambda error: tell(error, *args, **kwargs))
+
+    return made
+
+
+def free_locals(error: BaseException) -> None:
+    """Frees what the ended calls in an error's tracebacks hold, for an error that somebody keeps:
+    lines and messages need none of it, and it may hold the error.
+    """
+    chain: list[BaseException | None] = [error]
+    while (last := chain[-1]) is not None:
+        traceback.clear_frames(last.__traceback__)
+        following = last.__cause__ or last.__context__
+        chain.append(None if following in chain else following)
 
 
 class CheckpointError(RuntimeError):

@@ -289,6 +289,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._target = type(target).__name__
         self.stats = SaveStats()
         self.kind = kind
+        self.unkept: Callable[[], object] = bool  # called when its error has been told
         self.tells = True  # whether this rank, the first one, says what all ranks know
         self.reported = self._is_warned_of = self.goes_on_told = False
         self._is_cancelled = self._is_given_up = False
@@ -380,6 +381,18 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         if not self._staged.wait(timeout):
             raise TimedOut(f"{self.subject()} was not staged within {timeout:g} s")
 
+    @property
+    def reported(self) -> bool:
+        """Whether the error, if any, has been told, so that no later save need tell it."""
+        return self._is_reported
+
+    @reported.setter
+    def reported(self, reported: bool) -> None:
+        self._is_reported = reported
+        if reported:  # what was to be called keeps the handle, in a cycle
+            unkept, self.unkept = self.unkept, bool
+            unkept()
+
     def result(self, timeout: float | None = None) -> SaveStats:
         """Waits for the commit and returns the SaveStats. Raises the save's error, or TimeoutError
         if it has not ended within `timeout` seconds (None: no limit).
@@ -391,6 +404,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
             # A timeout or an interrupt is not the save's error, even if the save failed meanwhile.
             if self.done() and error is self.failure():
                 self.reported = True
+            del self  # which keeps the error, which keeps this frame
             raise
         self.reported = True
         return stats

@@ -23,6 +23,8 @@ from concurrent import futures
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from fastckpt.errors import free_locals
+
 log = logging.getLogger("fastckpt")
 
 K = TypeVar("K")
@@ -188,7 +190,10 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Waits for the end. Returns the result; raises the exception, or TimeoutError."""
         self._wait(timeout)
-        return super().result(0)
+        try:
+            return super().result(0)
+        finally:
+            del self  # which keeps the exception, which keeps this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits for the end. Returns the exception or None; raises TimeoutError."""
@@ -225,6 +230,8 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
     def _end(self, result: T | None, exception: BaseException | None) -> None:
         if self.done():
             raise futures.InvalidStateError(f"{self._state}: {self!r}")
+        if exception is not None:
+            free_locals(exception)
         self._result, self._exception = result, exception
         self._state = _FINISHED
         self._ended.set()
@@ -239,14 +246,17 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
 
 def start_thread(target: Callable[[], object], name: str) -> bool:
     """Starts a thread that is no daemon, without waiting for it; False if none can be started."""
-    claims = [None]
+    claims = [target]
 
     def run() -> None:
         try:
-            claims.pop()
+            claimed = claims.pop()
         except IndexError:  # both threads of _start() came here: the other one runs the target
             return
-        target()
+        try:
+            claimed()
+        finally:
+            del claimed  # a traceback may keep this frame
 
     thread = threading.Thread(target=run, name=name, daemon=False)
     try:

@@ -36,7 +36,7 @@ from fastckpt.cli.progress import progress
 from fastckpt.cli.shared_arguments import shown_name, shown_others
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
-from fastckpt.errors import CheckpointError, IncompatibleCheckpoint, StorageError
+from fastckpt.errors import CheckpointError, IncompatibleCheckpoint, StorageError, telling
 from fastckpt.formats import hugging_face, safetensors
 from fastckpt.formats.file_list import File
 from fastckpt.formats.step_names import NAME as STEP_NAME
@@ -118,15 +118,11 @@ def _publish(storage: Storage, fd: int, name: str, path: str) -> None:
         make_durable()
 
 
-@contextmanager
-def _replacing_nothing(target: str) -> Iterator[None]:
+@telling
+def _replacing_nothing(error: BaseException, target: str) -> None:
     """Says what is wrong if the body's error is that something has got the target's name since."""
-    try:
-        yield
-    except StorageError as error:
-        if not error.visible:
-            _check_absent(target, False)
-        raise
+    if isinstance(error, StorageError) and not error.visible:
+        _check_absent(target, False)
 
 
 def _check_room(directory: str, nbytes: int) -> None:

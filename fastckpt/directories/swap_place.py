@@ -14,7 +14,7 @@ from itertools import chain
 
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.verify import list_of
-from fastckpt.errors import CheckpointError, StorageError
+from fastckpt.errors import CheckpointError, StorageError, Telling
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
 from fastckpt.ranks.round import Round
@@ -107,16 +107,12 @@ class SwapPlace(Place):
         name, inner = os.fsdecode(self._agreement.get(key)), os.path.basename(self._draft.directory)
         return os.path.join(self._draft.beside, name, inner)
 
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
+    def _explaining(self) -> Telling:
         """Raises the save's failure instead of the body's error, if the save has failed meanwhile:
         then the first rank's draft is gone.
         """
-        try:
-            yield
-        except CheckpointError:
-            self._agreement.check()
-            raise
+        check = self._agreement.check
+        return Telling(lambda error: check() if isinstance(error, CheckpointError) else None)
 
     def bring(self, files: Mapping[str, File]) -> Mapping[str, File]:
         """Moves this rank's files into the first rank's draft; returns those that count."""

@@ -11,15 +11,14 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fastckpt.arguments.quantities import shown_time, shown_transfer
-from fastckpt.errors import CheckpointError, RanksDisagree, StorageError, TruncatedFile
+from fastckpt.errors import CheckpointError, RanksDisagree, StorageError, TruncatedFile, telling
 from fastckpt.files.map_location import DeferredStorages
 from fastckpt.formats.torch_pickle import torch_load
 from fastckpt.ranks import per_group
@@ -55,29 +54,22 @@ class TorchLoad(NamedTuple):
             return torch_load(source, where, self.pickle_module, **self.options)
 
 
-@contextmanager
-def _no_memory_told(f: Any) -> Iterator[None]:
+@telling
+def _no_memory_told(error: BaseException, f: Any) -> None:
     """Turns what torch and Python raise if memory or address space is short into a StorageError."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        # torch raises a bare RuntimeError with the system's words.
-        is_short = isinstance(error, MemoryError) or os.strerror(errno.ENOMEM) in str(error)
-        if not is_short or isinstance(error, CheckpointError):
-            raise
+    # torch raises a bare RuntimeError with the system's words.
+    is_torchs = isinstance(error, RuntimeError) and os.strerror(errno.ENOMEM) in str(error)
+    if isinstance(error, MemoryError) or (is_torchs and not isinstance(error, CheckpointError)):
         path = str(f if isinstance(f, str | os.PathLike) else getattr(f, "name", f))
         op, detail = "allocate memory to load", str(error) or type(error).__name__
         raise StorageError(op, path, errno.ENOMEM, detail=detail) from error
 
 
-@contextmanager
-def _end_told(f: Any) -> Iterator[None]:
+@telling
+def _end_told(error: BaseException, f: Any) -> None:
     """Names the path in what torch raises if the file under it ends before its pickle does."""
-    try:
-        yield
-    except EOFError as error:
-        if not isinstance(f, str | os.PathLike) or isinstance(error, CheckpointError):
-            raise
+    is_torchs = isinstance(error, EOFError) and not isinstance(error, CheckpointError)
+    if is_torchs and isinstance(f, str | os.PathLike):
         raise TruncatedFile(
             f"{os.fspath(f)!r} is empty or was cut off, as by a crash while it was written: load "
             "an older checkpoint"

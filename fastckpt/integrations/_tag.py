@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -124,15 +124,19 @@ class Tag:
             handle.reported = True  # its error is the tag's
             self._files.append(_File(handle, path, name))
 
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def keeping(self) -> ExitStack:
         """Keeps an error of the body as the tag's: raised on this rank alone, it would leave the
         others waiting for it.
         """
-        try:
-            yield
-        except Exception as error:
-            self._error = self._error or error
+
+        def kept(_kind: object, error: BaseException | None, _traceback: object) -> bool:
+            if isinstance(error, Exception):
+                self._error = self._error or error
+            return isinstance(error, Exception)
+
+        keeping = ExitStack()
+        keeping.push(kept)
+        return keeping
 
     def raise_mistake(self) -> None:
         """Raises an error that is the caller's, as torch.save does: an object is not picklable."""

@@ -282,7 +282,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise
         self._seal()
 
-    def keeping(self) -> AbstractContextManager[None]:
+    def keeping(self) -> AbstractContextManager[object]:
         """Keeps an error of the body as the open tag's, if there is one."""
         return nullcontext() if self._open is None else self._open.keeping()
 

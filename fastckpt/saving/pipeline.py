@@ -148,6 +148,7 @@ class Pipeline:
         if slot:
             self._slots.put(None)  # before callbacks run, which may save, or raise
         self._finish(job, error)
+        del job, error  # a traceback may keep this frame
 
     def _take_slot(self, job: Job) -> bool:
         """Waits for one of IN_FLIGHT_MAX slots. Returns False if the caller was interrupted, or has
@@ -165,6 +166,7 @@ class Pipeline:
         handle = job.handle
         if error is not None:
             self._failed[handle] = False
+            handle.unkept = partial(self._failed.pop, handle, None)
         self._telling.add(threading.get_ident())
         handle.mark_staged()
         if handle.stats.stall_s is None:  # save() has yet to return; callbacks see how long it took

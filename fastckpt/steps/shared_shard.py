@@ -10,11 +10,10 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fastckpt.errors import CheckpointError, PeerFailed, ensure
+from fastckpt.errors import CheckpointError, PeerFailed, ensure, telling
 from fastckpt.formats.shard_index import Piece, ShardIndex
 from fastckpt.handle import SaveHandle
 from fastckpt.plan.image import BLOCK_BYTES, Image, block_count
@@ -275,14 +274,11 @@ class Guest:
         self._agreement.put("written", b"")
 
 
-@contextmanager
-def _explained(agreement: Round) -> Iterator[None]:
+@telling
+def _explained(error: BaseException, agreement: Round) -> None:
     """Raises the save's failure instead of the body's error, if the save has failed meanwhile."""
-    try:
-        yield
-    except CheckpointError:
+    if isinstance(error, CheckpointError):
         agreement.check()
-        raise
 
 
 def _read(storage: Storage, lent: ShardDescription, rank: int) -> bytes:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from fastckpt.errors import StorageError
+from fastckpt.errors import StorageError, telling
 from fastckpt.storage.file_system import NEW_MODE, Storage, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.owners import Owner, divided
@@ -193,17 +193,13 @@ def temporary(
     close_quietly(storage, fd)
 
 
-@contextmanager
-def _creating(storage: Storage, path: str) -> Iterator[None]:
+@telling
+def _creating(error: BaseException, storage: Storage, path: str) -> None:
     """Explains ENOENT for a new file in a directory that exists: the file system (/proc, for
     example) creates no files.
     """
-    try:
-        yield
-    except FileNotFoundError:
-        above = os.path.dirname(path)
-        if storage.status(above) is None:
-            raise
+    above = os.path.dirname(path)
+    if isinstance(error, FileNotFoundError) and storage.status(above) is not None:
         detail = f"directory {above!r} exists, but its file system refuses to create a file there"
         raise StorageError("open", path, errno.ENOENT, detail=detail) from None
 

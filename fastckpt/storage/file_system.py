@@ -13,13 +13,13 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from fastckpt import _engine
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.errors import CheckpointError, StorageError
+from fastckpt.errors import CheckpointError, StorageError, telling
 from fastckpt.plan.image import PAGE_BYTES
 from fastckpt.storage import lustre, policies
 from fastckpt.storage.direct_trial import DirectTrial
@@ -94,25 +94,17 @@ def close_inherited() -> None:
             os.close(_descriptors.popitem()[0])
 
 
-@contextmanager
-def reported(op: str, path: str, offset: int | None = None) -> Iterator[None]:
+@telling
+def reported(error: BaseException, op: str, path: str, offset: int | None = None) -> None:
     """Turns the body's OSError into a StorageError that names the operation and the path."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
+    if isinstance(error, OSError) and not isinstance(error, StorageError):
         raise StorageError(op, path, error.errno or errno.EIO, offset) from error
 
 
-@contextmanager
-def shortage_told(storage: Storage, fd: int, path: str, nbytes: int) -> Iterator[None]:
+@telling
+def shortage_told(error: BaseException, storage: Storage, fd: int, path: str, nbytes: int) -> None:
     """Turns the body's ENOSPC into a StorageError that says how much room is needed and left."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         detail = ""
         with suppress(OSError):  # the error being explained counts
             taken = os.fstat(fd).st_blocks * 512  # blocks may have been allocated in part
@@ -125,14 +117,12 @@ def room_text(needed: int, left: int) -> str:
     return f"{shown_size(needed)} are needed and {shown_size(left)} are left on the file system"
 
 
-@contextmanager
-def naming(path: str) -> Iterator[None]:
+@telling
+def naming(error: BaseException, path: str) -> None:
     """Puts the path in front of the message of a format's error."""
-    try:
-        yield
-    except CheckpointError as error:
-        if isinstance(error, StorageError) or str(error).startswith(repr(path)):
-            raise
+    if isinstance(error, StorageError) or str(error).startswith(repr(path)):
+        return
+    if isinstance(error, CheckpointError):
         raise type(error)(f"{path!r}: {error}") from None
 
 

@@ -227,6 +227,26 @@ def swallowed_errors(source: Source) -> Iterator[Fault]:
             yield block.lineno, why
 
 
+def errors_replaced_in_generators(source: Source) -> Iterator[Fault]:
+    """What becomes of a body's error is told by errors.telling, since a generator that replaces or
+    drops it leaves a cycle that keeps the frames of all callers. Of the tools the process ends.
+    """
+    if not (source.is_library and source.is_python) or source.path.startswith("fastckpt/cli/"):
+        return
+    for block in source.walk(ast.FunctionDef):
+        if not any("contextmanager" in ast.unparse(each) for each in block.decorator_list):
+            continue
+        for guarded in (node for node in ast.walk(block) if isinstance(node, ast.Try)):
+            body = chain.from_iterable(map(ast.walk, guarded.body))
+            if not any(isinstance(node, ast.Yield) for node in body):
+                continue
+            for handler in guarded.handlers:
+                raises = [node for node in ast.walk(handler) if isinstance(node, ast.Raise)]
+                last = handler.body[-1]
+                if not isinstance(last, ast.Raise) or any(each.exc for each in raises):
+                    yield handler.lineno, "a generator replaces or drops an error of its body"
+
+
 def environment_reads(source: Source) -> Iterator[Fault]:
     """Arguments configure the library; what the environment may say is read in one place."""
     if not source.is_library or source.path == ENVIRONMENT_READER:
@@ -352,6 +372,13 @@ FAULTS: dict[Rule, list[tuple[str, str]]] = {
         ("fastckpt/a.py", "a = 1\nwith suppress(OSError):\n    f()\n"),
         ("csrc/a.cc", "try {\n} catch (const E& e) {\n}\n"),
     ],
+    errors_replaced_in_generators: [
+        (
+            "fastckpt/a.py",
+            "@contextmanager\ndef f():\n    try:\n        yield\n    except A as a:\n" + tail,
+        )
+        for tail in ("        raise B from a\n", "        g(a)\n")
+    ],
     environment_reads: [
         ("fastckpt/a.py", "import os\na = os.environ.get('A')\n"),
         ("fastckpt/cli/a.py", "from os import getenv\n"),
@@ -388,6 +415,11 @@ BLAMELESS = [
         "fastckpt/a.py",
         '"""A file that opens by saying what it does and must not know."""\n'
         "try:\n    f()\nexcept OSError:  # the file may be gone, and then all is well\n    pass\n",
+    ),
+    (
+        "fastckpt/a.py",
+        '"""A file that opens by saying what it does and must not know."""\n@contextmanager\n'
+        "def f():\n    try:\n        yield\n    except A as a:\n        g(a)\n        raise\n",
     ),
     (
         "csrc/a.cc",

@@ -8,7 +8,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +20,7 @@ from fastckpt.cli.bench.benchmark import Command, Result, in_turn, medians, tabl
 from fastckpt.cli.bench.machine import make_cold, make_warm, removed
 from fastckpt.cli.bench.state import State, differing, gpt_state, nbytes_of, touch
 from fastckpt.cli.progress import progress
-from fastckpt.errors import CheckpointError
+from fastckpt.errors import CheckpointError, telling
 from fastckpt.formats.torch_pickle import torch_load, torch_save
 
 TORCH = "torch.save + fsync"
@@ -35,14 +34,11 @@ class Peer(NamedTuple):
     load: Callable[[Path, str], Any]
 
 
-@contextmanager
-def failures_told(name: str) -> Iterator[None]:
+@telling
+def failures_told(error: BaseException, name: str) -> None:
     """Turns what torch and safetensors raise into an error of one line."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (RuntimeError, MemoryError, safetensors.SafetensorError) as error:
+    told = (RuntimeError, MemoryError, safetensors.SafetensorError)
+    if isinstance(error, told) and not isinstance(error, CheckpointError):
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{name} failed: {line}") from error
 

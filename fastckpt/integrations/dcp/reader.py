@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from fastckpt.arguments.checks import check_path
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_load import OURS, ItemsFile, Request
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, Telling
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.strict_json import shown
 from fastckpt.integrations.dcp.storage_base import StorageBase
@@ -163,16 +163,16 @@ class Reader(StorageBase, StorageReader):
             status = pipeline.current().storage.status(path)
         return () if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
-    @contextmanager
-    def _told_if_overwritten(self) -> Iterator[None]:
-        """Raises if the directory was overwritten while the body read from it."""
-        try:
-            yield
-        except (CorruptCheckpoint, AssertionError) as error:
-            metadata = self._path(self._name)
-            if self._seen.get(metadata) in (None, self._version(metadata)):
-                raise
+    def _tell_if_overwritten(self, error: BaseException) -> None:
+        """Raises another error if the directory was overwritten while this one was met."""
+        metadata = self._path(self._name)
+        if not isinstance(error, CorruptCheckpoint | AssertionError):
+            return
+        if self._seen.get(metadata) not in (None, self._version(metadata)):
             raise self._overwritten() from error
+
+    def _check_versions(self) -> None:
+        """Raises if the directory was overwritten while it was read."""
         if self._seen.keys() - {self._path(self._name)}:  # else no file read can be overwritten
             for path, version in self._seen.items():
                 if version != self._version(path):
@@ -193,9 +193,10 @@ class Reader(StorageBase, StorageReader):
             pickle.UnpicklingError: an object needs weights_only=False.
             StorageError, DeviceError, IncompatibleCheckpoint.
         """
-        with self._told_if_overwritten():
+        with Telling(self._tell_if_overwritten):
             self._look_at_files(plan)
             self._read_plan(plan, planner)
+        self._check_versions()
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
