@@ -63,12 +63,13 @@ def test_what_a_killed_save_left(kind: str, disk: Path, capsys: pytest.CaptureFi
     torch.save({}, disk / "mine.pt")
     kept = sorted(os.listdir(disk))
     assert Program(LEAVES, kind, disk, "dies").wait(60) == -signal.SIGKILL
-    (found,) = repaired(capsys, disk, status=1)
+    found, *lease = repaired(capsys, disk, status=1)
+    assert [each["path"] for each in lease] == [str(disk / "lease.json")] * (kind == "step")
     assert found["nbytes"] > 1 << 22 and not found["removed"] and os.path.exists(found["path"])
     assert main(["repair", str(disk)]) == 1
     assert found["what"] in capsys.readouterr().out
-    (found,) = repaired(capsys, disk, "--yes", status=0)
-    assert found["removed"] and sorted(os.listdir(disk)) == kept
+    removed = repaired(capsys, disk, "--yes", status=0)
+    assert all(each["removed"] for each in removed) and sorted(os.listdir(disk)) == kept
     assert repaired(capsys, disk, status=0) == []
     with fastckpt.Checkpointer(disk) as checkpointer:
         assert checkpointer.steps() == [1]
