@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import errno as errno_names
+import logging
 import os
 import traceback
 from collections.abc import Callable
@@ -54,6 +55,18 @@ def telling(tell: Callable[Concatenate[BaseException, P], None]) -> Callable[P, 
         return Telling(lambda error: tell(error, *args, **kwargs))
 
     return made
+
+
+def _rendered(record: logging.LogRecord) -> bool:
+    """Makes a record's text at once if errors are part of it: whoever keeps the record would keep
+    them, and by their frames what a save holds.
+    """
+    if isinstance(record.args, tuple) and any(isinstance(a, BaseException) for a in record.args):
+        record.msg, record.args = record.getMessage(), ()
+    return True
+
+
+logging.getLogger("fastckpt").addFilter(_rendered)
 
 
 def free_locals(error: BaseException) -> None:

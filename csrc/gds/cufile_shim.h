@@ -93,7 +93,9 @@ constexpr unsigned kP2pFeature = 4;  // a bit of Properties::features
     X(5024, MEMORY_NOT_REGISTERED, "the memory is not registered")                             \
     X(5025, PERMISSION_DENIED, "no permission for the driver or the file")                     \
     X(5026, DRIVER_ALREADY_OPEN, "the driver is open already")                                 \
-    X(5027, HANDLE_NOT_REGISTERED, "the file is not registered")                               \
+    X(5027, HANDLE_NOT_REGISTERED,                                                             \
+      "the file's disk is unknown: cuFile needs udev's entry for it in /run/udev, which a "    \
+      "container gets by mounting the host's, and serves no tmpfs")                            \
     X(5028, HANDLE_ALREADY_REGISTERED, "the file is registered already")                       \
     X(5029, DEVICE_NOT_FOUND, "there is no such GPU")                                          \
     X(5030, INTERNAL_ERROR, "an internal error")                                               \
@@ -140,7 +142,7 @@ class Unavailable : public std::runtime_error {
 class Library {
   public:
     // Loads `path` ("libcufile.so.0") and opens its driver. Throws Unavailable, even if `modules`
-    // cannot be read: cuFileDriverOpen of 1.20 looks for nvidia-fs there and then never returns.
+    // cannot be read: cuFileDriverOpen of 1.15 looks for nvidia-fs there and then never returns.
     Library(const std::string& path, std::shared_ptr<const cuda::Driver> driver,
             const std::string& modules = "/proc/modules");
     ~Library();

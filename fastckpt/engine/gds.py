@@ -164,14 +164,11 @@ class Gds:
                 if id(queue) not in self._direct:
                     self._direct[id(queue)] = GdsDevice(self._library, queue)
                 return self._direct[id(queue)], ""
-            except (
-                _engine.CufileUnavailable,
-                _engine.DeviceUnavailable,
-                _engine.DeviceError,
-                MemoryError,
-            ) as error:
+            except (_engine.CufileUnavailable, _engine.DeviceUnavailable) as error:
                 self._refusal = f"no GPUDirect Storage: {error}"
                 return None, self._refusal
+            except (_engine.DeviceError, MemoryError) as error:  # a later save may find room
+                return None, f"no GPUDirect Storage: {str(error) or 'memory is short'}"
 
     def warn(self, reason: str) -> None:
         """Logs once why blocks go through the host though GPUDirect was chosen."""

@@ -207,6 +207,7 @@ def test_errors_in_words(stubs: Stubs) -> None:
         "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory"
     )
     assert library.text(5016, 0) == "CU_FILE_INVALID_MAPPING_SIZE (5016): more than may be pinned"
+    assert "/run/udev" in library.text(5027, 0) and "tmpfs" in library.text(5027, 0)
     assert library.text(5999, 0) == "unknown error (5999): no text"
 
 

@@ -22,7 +22,7 @@ from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.saving import pipeline
 from tests import accelerator
 from tests.accelerator import KIND, Runtime
-from tests.cuda_stub import CudaStub
+from tests.cuda_stub import OUT_OF_MEMORY, CudaStub
 from tests.cufile_stub import CufileStub
 from tests.noise import noise
 from tests.saving.test_handle import warnings_in
@@ -142,6 +142,14 @@ def test_without_cufile(
             same(path, state)
     (warning,) = warnings_in(caplog.records)
     assert "GPUDirect Storage" in warning.message
+
+
+def test_want_of_memory_is_for_one_save(cufile: CufileStub, driver: CudaStub, disk: Path) -> None:
+    state = {"w": octets(20 * MIB)}
+    for number, staging in enumerate(["pinned", "gds"]):
+        driver.fail("cuMemAlloc_v2", OUT_OF_MEMORY, times=1 - number)
+        stats = fastckpt.save(state, disk / f"{number}.pt", staging="gds").result(WAIT_S)
+        assert stats.staging == staging, stats.staging_why
 
 
 def test_auto_measures_once_and_keeps_the_faster(

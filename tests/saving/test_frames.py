@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -77,6 +78,13 @@ def no_commit(directory: Path, state: State) -> None:
 def translated(_directory: Path, _state: State) -> None:
     with reported("open", "a"):
         raise OSError(errno.EIO, "of the system")
+
+
+def test_log_records_keep_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    log, error = logging.getLogger("fastckpt"), CheckpointError("full")
+    log.warning("%r failed: %s", "a", error)
+    record = caplog.records[-1]
+    assert record.getMessage() == "'a' failed: full" and not record.args
 
 
 @pytest.mark.parametrize(
