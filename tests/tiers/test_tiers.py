@@ -802,18 +802,18 @@ def test_a_drain_is_paced_and_a_local_commit_is_not(disk: Path, local: Path) -> 
     assert stats.paced_s > 0 and "drain_rate 16 MB/s" in stats.pacing
 
 
-def test_a_close_that_was_interrupted_is_taken_up_again(disk: Path, local: Path) -> None:
-    """It waits for the drain, at its pace, as the first one would have."""
+def test_a_close_that_is_interrupted_once_still_waits_for_the_drain(
+    disk: Path, local: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpointer = Checkpointer(disk / "run", local=local, drain_rate=8e6)
     handle = checkpointer.save(1, state(1, 4_000_000))
     assert handle.wait_local(WAIT_S)
-    with interrupted_in("wait_done"):
+    with interrupted_in("wait_or_give_up"):
         checkpointer.close()
-    assert not handle.done()
+    assert "Ctrl-C once more gives it up" in caplog.text
+    assert handle.done() and directories(disk / "run") == ["step-00000001"]
     with pytest.raises(ValueError, match="is closed"):
         checkpointer.save(2, state(2))
-    checkpointer.close()
-    assert handle.done() and directories(disk / "run") == ["step-00000001"]
     checkpointer.close()
 
 
