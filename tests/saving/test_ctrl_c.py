@@ -10,6 +10,7 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,10 +32,11 @@ pytestmark = pytest.mark.multiprocess
 
 # The session that the program leads gets the terminal, as a shell's child has it.
 IN_TERMINAL = """
-import fcntl, os, sys, termios, threading
+import faulthandler, fcntl, os, signal, sys, termios, threading
 fcntl.ioctl(INHERITED[0], termios.TIOCSCTTY, 0)
 for fd in range(3):
     os.dup2(INHERITED[0], fd)
+faulthandler.register(signal.SIGUSR1)
 import torch, fastckpt
 
 def train(handle=None):
@@ -89,7 +91,13 @@ class Terminal:
         """Returns the exit status, as subprocess has it, when the program has ended."""
         while self.read():
             pass
-        return self._program.wait(LIMIT_S)
+        try:
+            return self._program.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._program.send_signal(signal.SIGUSR1)  # it says where its threads are
+            while self.read(5.0):
+                pass
+            raise AssertionError(f"the process does not end: {self.shown}") from None
 
     def close(self) -> None:
         self._program.__exit__()
@@ -114,12 +122,12 @@ def folder(disk: Path) -> Path:
     return disk
 
 
-def newest(folder: Path) -> tuple[float, float]:
+def newest(folder: Path) -> tuple[int, int]:
     """Returns the numbers that the file and the newest step are full of; both are whole."""
     with Checkpointer(folder / "run") as checkpointer:
         found = [fastckpt.load(folder / "a.pt")["w"], checkpointer.load()["w"]]
-    assert all(bool((each == each[0]).all()) for each in found)
-    return found[0][0].item(), found[1][0].item()
+    assert all(bool((each.int() == each.int()[0]).all()) for each in found)
+    return found[0][0].int().item(), found[1][0].int().item()
 
 
 IN_BLOCK = """
@@ -308,8 +316,7 @@ with fastckpt.Checkpointer(root, drain_rate=rate) as checkpointer:
 checkpointer = fastckpt.Checkpointer(root, drain_rate=rate)
 checkpointer.save(2, state)
 print("NOW", flush=True)
-checkpointer.close()
-print("closed in spite of Ctrl-C", flush=True)""",
+checkpointer.close()""",
     "at a fence": """
 weight = torch.nn.Parameter(torch.ones(9))
 weight.grad = torch.ones(9)
@@ -332,7 +339,7 @@ import atexit
 atexit.register(lambda: (print("NOW", flush=True), fastckpt.save(state, path, drain_rate=rate)))""",
     "with a codec": """
 with fastckpt.Checkpointer(root, drain_rate=rate, codec="zstd") as checkpointer:
-    checkpointer.save(2, {"w": torch.rand(2 << 20)})
+    checkpointer.save(2, {"w": 2 + torch.rand(2 << 20)})
     train()""",
     "as it commits": """
 with fastckpt.Checkpointer(root, durable=False) as checkpointer:
@@ -340,7 +347,7 @@ with fastckpt.Checkpointer(root, durable=False) as checkpointer:
     for step in range(2, 1000):
         checkpointer.save(step, {"w": torch.full((9,), 2.0)}).result()""",
 }
-FAILED = ("terminate called", "Fatal Python error", "core dumped", "closed in spite of")
+FAILED = ("terminate called", "Fatal Python error", "core dumped")
 
 
 @pytest.mark.torture
@@ -361,6 +368,6 @@ def test_any_number_at_any_moment(folder: Path, moment: str, storm: Storm) -> No
             status = person.status()
         assert status in (0, 1, -signal.SIGINT), f"{status}: {person.shown}"
         assert not any(words in person.shown for words in FAILED), person.shown
-        assert set(newest(folder)) <= {1, 2} or moment == "with a codec"
+        assert set(newest(folder)) <= {1, 2}
         answers += [] if person.answer_s is None else [person.answer_s]
     print(f"{moment}: {len(answers)} answers, the slowest after {max(answers, default=0):.3f} s")
