@@ -419,8 +419,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
     def progress(self) -> Progress:
         """Returns how many bytes of its part this process has written so far, of how many.
 
-        Both are 0 until this save divides its files among the ranks, for which it waits until those
-        before it to the same path or root have ended. With a codec they are bytes before it.
+        Both are 0 until its copies begin, which may have to wait for the saves before it. With a
+        codec they are bytes before it.
         """
         progress = self._progress
         return Progress(self.stats.nbytes, self.stats.nbytes) if progress is None else progress()

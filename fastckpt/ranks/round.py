@@ -487,7 +487,9 @@ class Round:
         did = [f"rank {rank} {self._whereabouts(rank, key)[1]}" for rank in missing[:8]]
         did += [f"{len(missing) - 8} more are missing"] if len(missing) > 8 else []
         if missing:
-            why = f"{', '.join(did)} within {self._timeout_s:g} s"
+            which = "it is" if len(missing) == 1 else "they are"
+            why = f"{', '.join(did)} within {self._timeout_s:g} s: {which} dead, hung, or slower "
+            why += "than timeout_s, as their own logs may tell"
             self._post(why, missing, missing, time_was_up=True)
             self.check()
             lost = f"rank 0 was committing and did not say how that went for {self._timeout_s:g} s"

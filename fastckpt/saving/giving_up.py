@@ -25,7 +25,8 @@ def wait_or_give_up(handles: Sequence[SaveHandle], pressed: bool) -> bool:
     """Waits for the end of these saves, and raises no errors of theirs.
 
     The first Ctrl-C is answered by one line, which says what is awaited. The second one gives the
-    saves up. The others do nothing.
+    saves up; so does the first one if an earlier line, of SaveHandle.wait(), has said that it does.
+    The others do nothing.
 
     Args:
         pressed: whether Ctrl-C has been pressed before the wait.
@@ -38,7 +39,8 @@ def wait_or_give_up(handles: Sequence[SaveHandle], pressed: bool) -> bool:
             from an earlier wait, it is raised at once.
     """
     awaited = [handle for handle in handles if not handle.done()]
-    is_answered, was_given_up = False, all(handle.is_given_up() for handle in awaited)
+    was_given_up = all(handle.is_given_up() for handle in awaited)
+    is_answered = all(handle.goes_on_told for handle in awaited)
     while awaited and not was_given_up:
         try:
             if pressed and not is_answered:
@@ -50,9 +52,9 @@ def wait_or_give_up(handles: Sequence[SaveHandle], pressed: bool) -> bool:
                     pass
             return pressed
         except KeyboardInterrupt:
-            if pressed:
-                break
             pressed = True
+            if is_answered:
+                break
     until = time.monotonic() + (0.0 if was_given_up else GIVEN_UP_S)
     while awaited and time.monotonic() < until:
         try:

@@ -189,8 +189,8 @@ class Pipeline:
                 if job.choice is not None:
                     job.choice.learn()
             elif isinstance(error, SaveCancelled):  # which no later save tells
-                is_news = job.agreement.rank == 0 and not handle.is_cancelled()
-                log.log(logging.WARNING if is_news else logging.DEBUG, "%s", error)
+                known = job.agreement.rank or (handle.is_cancelled() and not handle.is_given_up())
+                log.log(logging.DEBUG if known else logging.WARNING, "%s", error)
         finally:
             job.reads, job.choice = DeviceSources(), None  # whoever waits may close the devices
             self._telling.discard(threading.get_ident())
