@@ -231,7 +231,11 @@ Again advance(Op& op, ssize_t result) {
     }
     // What is left of it is worth nothing, and its descriptor may be closed soon.
     const bool is_withdrawn = op.patience != nullptr && op.patience->is_over();
-    if ((result == -EINTR || result == -EAGAIN) && !is_withdrawn) {
+    if (is_withdrawn && (result == -EINTR || result == -EAGAIN)) {
+        op.error = ECANCELED;
+        return kNever;
+    }
+    if (result == -EINTR || result == -EAGAIN) {
         if (++op.retries <= kRetriesMax) {
             // EAGAIN may mean that memory or a queue is short: wait longer each time, 0.5 s in all.
             if (result == -EINTR) return kAtOnce;

@@ -92,7 +92,8 @@ class LocalTier:
         self._told = ""
         self._sequence: int | None = None
         self._highest = 0  # the highest sequence number that a step of any node has
-        self._incomplete: set[str] = set()  # nonces of steps of which no node has some parts
+        # Nonces of steps of which no node has some parts, or the root has a later attempt.
+        self._useless: set[str] = set()
         self._times_s: tuple[float, float] | None = None
 
     def _device_of(self, path: str) -> int:
@@ -233,14 +234,14 @@ class LocalTier:
             return False
 
     def evict(self) -> list[str]:
-        """Removes incomplete steps, and those beyond `keep` that the root has had; returns their
+        """Removes steps of no use, and those beyond `keep` that the root has had; returns their
         names. Only the first rank of a node calls it.
         """
         removed, kept = [], 0
         for item in self.steps.readable():
-            is_incomplete = item.manifest.nonce in self._incomplete
-            is_whole = not is_incomplete and not self.steps.known(item.name).is_damaged
-            may_go = is_incomplete or self._is_drained(item.name)
+            is_useless = item.manifest.nonce in self._useless
+            is_whole = not is_useless and not self.steps.known(item.name).is_damaged
+            may_go = is_useless or self._is_drained(item.name)
             if not may_go or (is_whole and kept < self.keep):
                 kept += is_whole
                 continue
@@ -252,6 +253,18 @@ class LocalTier:
         with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed
             self.steps.remove_dead()
         return removed
+
+    def drop_replaced(self, step: int) -> None:
+        """Removes attempts at a step that were committed before the root's own last one: they are
+        not that step any more. Only the first rank of a node calls it, after such a commit.
+        """
+        if self.refusal():
+            return  # it is not to be touched: a later job's survey finds them
+        attempts = [item.manifest for item in self.steps.readable() if item.manifest.step == step]
+        if attempts:
+            last = _last_of(self.root.readable()).get(step, -1)
+            self._useless |= {each.nonce for each in attempts if each.sequence < last}
+            self.evict()
 
     def survey(self, agreement: Round, is_able: bool) -> list[Undrained]:
         """Returns the steps that the nodes hold together and the root lacks, newest first; none if
@@ -272,7 +285,7 @@ class LocalTier:
         told = json.loads(agreement.get("survey"))
         for nonce in there.keys() & set(told["drained"]):
             self.note_drained(there[nonce].name)
-        self._incomplete = there.keys() & set(told["incomplete"])
+        self._useless = there.keys() & set(told["useless"])
         return [
             Undrained(
                 step,
@@ -313,23 +326,25 @@ class LocalTier:
         """Sorts the steps in the nodes' listings, on the first rank, by what is to be done."""
         found, _faults = self.root.survey()
         in_root = {item.manifest.nonce for item in found}
-        newest = found[0].manifest.sequence if found else -1
+        newest, last = found[0].manifest.sequence if found else -1, _last_of(found)
         of: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         for rank, listing in enumerate(listings):
             for each in listing:
                 self._highest = max(self._highest, each["sequence"])
                 of.setdefault(each["nonce"], []).append((rank, each))
-        told: dict[str, Any] = {"drained": [], "incomplete": [], "undrained": []}
+        told: dict[str, Any] = {"drained": [], "useless": [], "undrained": []}
         for nonce, copies in sorted(of.items(), key=lambda pair: -pair[1][0][1]["sequence"]):
             one = copies[0][1]
             holder = {part: rank for rank, each in reversed(copies) for part in each["parts"]}
             was_drained = any(each["drained"] for _rank, each in copies)
             # The root lacks a drained step because retention removed it, or, if it is newer than
             # all that the root has, because the root has lost it: then it is drained again.
-            if nonce in in_root or (was_drained and one["sequence"] <= newest):
+            if one["sequence"] < last.get(one["step"], -1) and nonce not in in_root:
+                told["useless"].append(nonce)
+            elif nonce in in_root or (was_drained and one["sequence"] <= newest):
                 told["drained"].append(nonce)
             elif len(holder) < one["of"]:
-                told["incomplete"].append(nonce)
+                told["useless"].append(nonce)
             else:
                 parts: dict[int, list[int]] = {}
                 for part, rank in sorted(holder.items()):
@@ -338,3 +353,9 @@ class LocalTier:
                 is_newer = one["sequence"] > newest
                 told["undrained"].append([one["step"], names, parts, is_newer])
         return told
+
+
+def _last_of(found: list[Committed]) -> dict[int, int]:
+    """Returns the highest sequence number of each step among the attempts at it."""
+    ordered = sorted(found, key=lambda item: item.manifest.sequence)
+    return {item.manifest.step: item.manifest.sequence for item in ordered}

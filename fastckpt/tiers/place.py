@@ -278,6 +278,9 @@ class NodePlace(Place):
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         if self._past is not None:
+            rank = self._agreement.rank
+            if failure is None and self._tier.nodes().first(rank) == rank:
+                self._tier.drop_replaced(self._number)
             self._past.end(pipeline, failure)
         drain, self._drain = self._drain, None
         if drain is not None:

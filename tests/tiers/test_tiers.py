@@ -606,6 +606,33 @@ def test_an_incomplete_step_that_is_saved_again_is_whole(disk: Path, local: Path
     assert content(root, local)[0] == 5
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_step_that_is_saved_again_past_the_tier_is_no_longer_there(
+    disk: Path, local: Path, is_killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be that step again once the root has removed its own."""
+    root, again = disk / "run", state(51)
+    with doors() as storage:
+        with Checkpointer(root, local=local, keep_last=2) as checkpointer:
+            for step in (4, 5):
+                checkpointer.save(step, state(step)).result(WAIT_S)
+            if is_killed:  # before it could remove anything
+                monkeypatch.setattr(node_place.LocalTier, "drop_replaced", lambda *_: None)
+            storage.faults["allocate", local] = errno.ENOSPC
+            handle = checkpointer.save(5, again)
+            assert "No space" in handle.result(WAIT_S).local_why
+        assert local_steps(local) == [
+            f"step-{step:08d}" for step in ((4, 5) if is_killed else (4,))
+        ]
+        monkeypatch.undo()
+        storage.faults.clear()
+        with Checkpointer(root, local=local, keep_last=2) as checkpointer:
+            assert checkpointer.restore(state(0)) == 5
+            checkpointer.save(6, state(6)).result(WAIT_S)
+    assert local_steps(local) == [f"step-{step:08d}" for step in (4, 6)]
+    assert directories(root) == ["step-00000005-1", "step-00000006"]
+
+
 # ---- a commit that may not be durable ----
 
 
