@@ -561,7 +561,9 @@ def test_what_a_later_job_drains_is_logged_as_that(
     assert "on the node" not in told
 
 
-def test_a_drain_that_fails_is_told_and_made_up_for(disk: Path, local: Path) -> None:
+def test_a_drain_that_fails_is_told_and_made_up_for(
+    disk: Path, local: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The root is full for a while: what was not drained stays, and the next job drains it."""
     root = disk / "run"
     with doors() as storage, Checkpointer(root, local=local, keep_local=1) as checkpointer:
@@ -570,11 +572,13 @@ def test_a_drain_that_fails_is_told_and_made_up_for(disk: Path, local: Path) -> 
         for step in (2, 3, 4):
             handle = checkpointer.save(step, state(step))
             assert handle.wait_local(WAIT_S)
-            with pytest.raises(StorageError, match="No space"):
+            with pytest.raises(StorageError, match="No space") as caught:
                 handle.result(WAIT_S)
+            assert not caught.value.visible  # in the root
         storage.faults.clear()
         assert directories(root) == ["step-00000001"]
         checkpointer.save(5, state(5)).result(WAIT_S)
+    assert "step-00000004 stays in the local tier alone: " in caplog.text
     assert directories(root) == ["step-00000001", "step-00000005"]
     assert local_steps(local) == [f"step-{step:08d}" for step in (2, 3, 4, 5)]
     assert content(root, local)[0] == 5
