@@ -19,7 +19,7 @@ from fastckpt.cli.local_tiers import roots_in, tiers_of
 from fastckpt.directories import verify as directory_check
 from fastckpt.directories.items_load import contents_of
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
-from fastckpt.formats import file_list
+from fastckpt.formats import file_list, hugging_face
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
 from fastckpt.formats.step_names import NAME
 from fastckpt.formats.step_names import OURS as OF_A_STEP
@@ -199,12 +199,16 @@ def _in_directory(path: str) -> Iterator[Part]:
 
 
 def _has_tensors(directory: str, name: str) -> bool:
-    """Returns whether this is a file of tensors, by its name, or else by how it begins."""
+    """Returns whether this is a file of tensors, by its name, or else by how it begins; or stands
+    for the index of such files, and is no file.
+    """
     path = os.path.join(directory, name)
     if name[0] == "." or name.endswith(_DISTCP) or os.path.isdir(path):
         return False
     if name.endswith(_OF_TENSORS):
         return True
+    if name == hugging_face.INDEX:  # it has no checksum: it is told only if it is no file
+        return not os.path.isfile(path)
     try:
         storage = pipeline.current().storage
         return storage.read_file(path, len(_ZIP)) == _ZIP

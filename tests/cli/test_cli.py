@@ -651,6 +651,22 @@ def test_verify_calls_damaged_what_is_no_file(
         assert lines[-1].startswith("damaged ")
 
 
+@pytest.mark.parametrize("kind", ["fifo", "socket", "circle"])
+def test_verify_calls_damaged_an_index_of_tensors_that_is_no_file(
+    kind: str, saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, it has no checksum, and is not told."""
+    index = saved / "hub" / "model.safetensors.index.json"
+    index.parent.mkdir()
+    index.write_text("{}")
+    assert "index" not in str(verified(capsys, saved)[1])
+    monkeypatch.chdir(index.parent)  # the path of a socket is short
+    no_file(kind, Path(index.name))
+    for path in (saved, index.parent):
+        status, lines = verified(capsys, path)
+        assert status == 1 and f"damaged   {index}: '{index}' is not a regular file" in lines
+
+
 def test_verify_of_a_root_that_cannot_be_listed(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
