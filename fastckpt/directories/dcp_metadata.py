@@ -16,6 +16,7 @@ import os
 import pathlib
 import pickle
 import re
+import stat
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -200,12 +201,15 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
 
     Raises:
         FileNotFoundError: there is no such file. StorageError: it cannot be read.
-        CorruptCheckpoint: it is damaged, or describes no checkpoint.
+        CorruptCheckpoint: it is damaged, no regular file, or describes no checkpoint.
         IncompatibleCheckpoint: it describes a checkpoint in another format.
         pickle.UnpicklingError: it needs another class or function, and weights_only is set.
     """
-    if storage.status(path) is None:
+    status = storage.status(path)
+    if status is None:
         raise FileNotFoundError(f"{path!r} does not exist: no checkpoint was committed there")
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptCheckpoint(f"{path!r} is not a regular file")
     with reported("read", path):
         fd = storage.open(path)
         try:

@@ -103,11 +103,19 @@ def empty_directory(disk: Path) -> None:
     (disk / "x").mkdir()
 
 
+def metadata_that_is_no_file(disk: Path) -> None:
+    (disk / "x").mkdir()
+    os.mkfifo(disk / "x" / ".metadata")
+
+
 def exploding(disk: Path) -> None:
     torch.save(Exploding(), disk / "x")
 
 
-@pytest.mark.parametrize("make", [None, text_file, cut_file, empty_directory])
+MAKERS = [None, text_file, cut_file, empty_directory, metadata_that_is_no_file]
+
+
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("command", ["inspect", "diff"])
 def test_what_cannot_be_opened_is_one_line(
     command: str, make: Any, disk: Path, capsys: pytest.CaptureFixture[str]
@@ -119,6 +127,7 @@ def test_what_cannot_be_opened_is_one_line(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"fastckpt {command}: ") and err.count("\n") == 1
     assert path in err
+    assert make is not metadata_that_is_no_file or f"{path}/.metadata' is not a regular" in err
 
 
 def test_nothing_of_a_checkpoint_is_run(
