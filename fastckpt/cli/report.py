@@ -31,6 +31,8 @@ _RANKS_DRAWN = 256
 def run(arguments: argparse.Namespace) -> int:
     path = os.path.realpath(arguments.log)
     found = entries(pipeline.current().storage, path)
+    if not found:
+        raise CheckpointError(f"no save is logged in {path!r}: the log is empty")
     limit = arguments.limit or max((entry["rate"] or 0 for entry in found), default=0)
     if arguments.step is not None:
         found = [entry for entry in found if entry["step"] == arguments.step][-1:]

@@ -20,7 +20,7 @@ from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.storage import atomic
-from fastckpt.storage.file_system import Storage, from_the_path, reported
+from fastckpt.storage.file_system import NoRegularFile, Storage, from_the_path, reported
 
 log = logging.getLogger("fastckpt")
 
@@ -75,7 +75,8 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
     warning; and so is all but the last GiB of a log.
 
     Raises:
-        CorruptCheckpoint: no line is an entry. StorageError: it cannot be read.
+        CorruptCheckpoint: no line is an entry, or it is no regular file. StorageError: it cannot be
+            read.
     """
     with reported("read", path):
         is_root = storage.is_directory(path)
@@ -85,6 +86,8 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
         with reported("read", path):
             content = from_the_path(partial(_last_lines, storage, path))
     except StorageError as error:
+        if isinstance(error.__cause__, NoRegularFile):
+            raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
         if is_root and error.errno == errno.ENOENT:
             error.reword(f"{error}; no save to this root was logged: pass log=True to Checkpointer")
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,9 @@ def test_texts_cannot_steer_the_terminal(disk: Path, capsys: pytest.CaptureFixtu
     assert "\x1b" not in out and "\x07" not in out and r"\x1b[31m" in out
 
 
-@pytest.mark.parametrize("arguments", [["x"], [".", "--step", "5"], [".", "--png", "a.png"]])
+@pytest.mark.parametrize(
+    "arguments", [["x"], ["."], ["saves.jsonl"], [".", "--step", "5"], [".", "--png", "a.png"]]
+)
 def test_what_is_not_there_is_one_line(
     arguments: list[str],
     disk: Path,
@@ -145,3 +148,10 @@ def test_what_is_not_there_is_one_line(
     assert main(["report", *arguments]) == 1
     _out, err = capsys.readouterr()
     assert err.count("\n") == 1 and err.startswith("fastckpt report: ")
+
+
+def test_what_is_no_file_is_called_so(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(disk / "saves.jsonl")
+    for path in (disk, disk / "saves.jsonl"):
+        assert main(["report", str(path)]) == 1
+        assert f"{disk}/saves.jsonl' is not a regular file" in capsys.readouterr().err
