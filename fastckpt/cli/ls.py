@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -15,6 +14,7 @@ from typing import Any
 
 from fastckpt.arguments.quantities import shown_size, shown_time
 from fastckpt.cli.local_tiers import tiers_of
+from fastckpt.cli.shared_arguments import real_root
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline
@@ -25,7 +25,7 @@ from fastckpt.storage.file_system import reported
 
 def run(arguments: argparse.Namespace) -> int:
     storage = pipeline.current().storage
-    root = os.path.realpath(arguments.root)
+    root = real_root(arguments.root)
     rows = [*_rows(Steps(storage, root), is_local=False)]
     for tier in tiers_of(storage, root, arguments.local):
         rows += _rows(tier, is_local=True)

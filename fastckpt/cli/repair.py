@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fastckpt.arguments.quantities import shown_size, shown_time
 from fastckpt.cli.local_tiers import tiers_of
-from fastckpt.cli.shared_arguments import shown_name
+from fastckpt.cli.shared_arguments import real_root, shown_name
 from fastckpt.directories.items_load import OURS as OF_DCP
 from fastckpt.formats.manifest import MANIFEST
 from fastckpt.reading.verified import opened_regular
@@ -51,12 +51,12 @@ class Debris(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    storage, directory = pipeline.current().storage, os.path.realpath(arguments.directory)
+    storage, directory = pipeline.current().storage, real_root(arguments.directory)
     tiers = [steps.root for steps in tiers_of(storage, directory, arguments.local)]
     found = []
-    for each in (directory, *filter(os.path.isdir, tiers)):
-        with reported("list", each):
-            found += [*_temporaries(storage, each), *_data_files(storage, each)]
+    for root in (directory, *filter(os.path.isdir, tiers)):
+        with reported("list", root):
+            found += [*_temporaries(storage, root), *_data_files(storage, root)]
     rows = []
     for each in found:
         may_go = arguments.yes and (each.is_dead or arguments.other_hosts)

@@ -5,12 +5,14 @@ them.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastckpt.arguments.checks import check_path
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import NotAQuantity
+from fastckpt.errors import CheckpointError
 
 
 def path_argument(text: str) -> str:
@@ -19,6 +21,19 @@ def path_argument(text: str) -> str:
         return check_path("it", text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def real_root(text: str) -> str:
+    """Returns the real path of a root, which may be missing. Raises CheckpointError if it is no
+    directory.
+    """
+    path = os.path.realpath(text)
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise CheckpointError(
+            f"{path!r} is no directory, as a root is: `fastckpt inspect` and `fastckpt verify` "
+            "take files"
+        )
+    return path
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
