@@ -147,13 +147,16 @@ def refusal(
     return IncompatibleCheckpoint(f"{where!r} does not fit: {'; '.join(told)}{advice}")
 
 
-def refused(where: str, found: Sequence[tuple[str, str]]) -> UnpicklingError:
+def refused(
+    where: str, found: Sequence[tuple[str, str]], *, is_restore: bool = True
+) -> UnpicklingError:
     """Returns the error about values that are asked for and were left out (see partial_objects),
-    each with what makes the object there.
+    each with what makes the object there; `is_restore`: by a state, and not all that there are.
     """
+    restore = "Restore the rest," if is_restore else "Get the rest by restore(),"
     told = listed(f"{name!r} (made with {maker!r})" for name, maker in found)
     return UnpicklingError(
-        f"{where!r}: weights_only=True does not load {told}. Restore the rest, with a state "
+        f"{where!r}: weights_only=True does not load {told}. {restore} with a state "
         "without them or by only= (fastckpt.load_into reads tensors alone). If you trust whoever "
         "wrote the checkpoint, allow what makes them by torch.serialization.add_safe_globals, or "
         "pass weights_only=False, which runs code that the file names"

@@ -124,7 +124,7 @@ class StepReader:
         for name, value in (own or {}).items():
             left_out += partial_objects.notes_in(value, name)
         if left_out:
-            raise refused(self.path, left_out)
+            raise refused(self.path, left_out, is_restore=False)
         found: dict[str, Stored] = {}
         fill(objects, lambda stored: found.setdefault(stored.key, stored), lambda _name: None)
         self.find([(*stored, whole(stored.shape)) for stored in found.values()])
