@@ -133,7 +133,9 @@ class Lease:
                     with suppress(FileNotFoundError):  # where there are no locks
                         storage.remove(self.path)
             else:
-                raise RootInUse(_refusal(self._root, record, self._age_s()))
+                is_beside = record is not None and record.space == pid_space()
+                ends_by_age = self._storage.policy(fd)[1].remote and not is_beside
+                raise RootInUse(_refusal(self._root, record, self._age_s(), ends_by_age))
         finally:
             if not kept:
                 close_quietly(storage, fd)
@@ -277,15 +279,19 @@ def _holder(record: LeaseRecord | None) -> str:
     return f"process {record.pid} on host {record.host!r}{job}"
 
 
-def _refusal(root: str, record: LeaseRecord | None, age_s: float) -> str:
+def _refusal(root: str, record: LeaseRecord | None, age_s: float, ends_by_age: bool) -> str:
     since = "" if record is None else f", since {record.began}"
     lasts_s = int(_UNWRITTEN_S) if record is None else record.lasts_s
+    advice = "If it hangs and cannot be ended, pass takeover=True to Checkpointer"
+    if ends_by_age:
+        advice = (
+            "If it is gone, because its host crashed or is cut off, pass takeover=True to "
+            f"Checkpointer, or wait: {lasts_s} s after the last renewal its lease counts as dead"
+        )
     return (
         f"{root!r} is in use by another job: {_holder(record)} saves there{since}, and renewed its "
         f"lease {age_s:.0f} s ago; nothing was committed. Only one job at a time may save to a "
-        "root: end that one, or save to another root. If it is gone, because its host crashed or "
-        f"is cut off, pass takeover=True to Checkpointer, or wait: {lasts_s} s after the last "
-        "renewal its lease counts as dead"
+        f"root: end that one, or save to another root. {advice}"
     )
 
 

@@ -70,6 +70,7 @@ def test_the_second_of_two_live_jobs_is_refused(disk: Path, first: str, second: 
         host = first or socket.gethostname()
         assert "RootInUse" in refused and f"process {pid} on host {host!r}" in refused
         assert repr(str(disk)) in refused and "takeover=True" in refused
+        assert "or wait" not in refused, "its lease counts for nothing once it is gone"
         assert directories(disk) == [name(1)]
         assert saved(one, 3) == pid
         one.kill()
@@ -186,7 +187,9 @@ def test_a_lease_of_another_host(disk: Path, monkeypatch: pytest.MonkeyPatch) ->
     with double.mounted(), process_on(double):
         put(disk, far.to_bytes(), 7100)
         assert "process 7 on host 'elsewhere' (job SLURM_JOB_ID=41)" in refused()
-        assert "7200 s after the last renewal" in refused()
+        assert "or wait: 7200 s after the last renewal" in refused()
+        put(disk, record().to_bytes())
+        assert "in use by another job" in (told := refused()) and "or wait" not in told
         put(disk, far.to_bytes(), 7300)
         assert refused() == ""
         put(disk, far.to_bytes())
