@@ -397,7 +397,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         """Waits for the commit and returns the SaveStats. Raises the save's error, or TimeoutError
         if it has not ended within `timeout` seconds (None: no limit).
         """
-        self._check_wait()
+        self.check_wait()
         try:
             stats = super().result(timeout)
         except BaseException as error:
@@ -411,7 +411,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits for the end of the save. Returns its error or None; raises TimeoutError."""
-        self._check_wait()
+        self.check_wait()
         error = super().exception(timeout)
         self.reported = True
         return error
@@ -470,7 +470,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         Raises:
             TimeoutError: it was not committed within `timeout`. CheckpointError: the save failed.
         """
-        self._check_wait()
+        self.check_wait()
         if not self._first.wait(timeout):
             raise TimedOut(f"{self.subject()} was not committed within {timeout:g} s")
         if self.stats.local_committed_s is None:
@@ -479,7 +479,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
 
     def wait_first(self) -> None:
         """Waits for the first commit, in whichever tier, or for the end of the save."""
-        self._check_wait()
+        self.check_wait()
         self._first.wait()
 
     def mark_local(self) -> None:
@@ -507,7 +507,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         """Waits, for at most `timeout` seconds, for the end of the save, which does not count as
         asking for its error; returns whether it has come.
         """
-        self._check_wait()
+        self.check_wait()
         return self.wait(timeout)
 
     def failure(self) -> BaseException | None:
@@ -569,7 +569,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         finally:
             self._decider = None
 
-    def _check_wait(self) -> None:
+    def check_wait(self) -> None:
         """Raises an error instead of a wait that would never end, or in another process."""
         self._check_process()
         if self._decider == threading.get_ident():

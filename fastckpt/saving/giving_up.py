@@ -36,9 +36,11 @@ def wait_or_give_up(handles: Sequence[SaveHandle], pressed: bool) -> bool:
 
     Raises:
         CheckpointError: a save that was given up has not ended within GIVEN_UP_S. If that is known
-            from an earlier wait, it is raised at once.
+            from an earlier wait, it is raised at once. Or as SaveHandle.check_wait().
     """
     awaited = [handle for handle in handles if not handle.done()]
+    for handle in awaited:
+        handle.check_wait()
     was_given_up = all(handle.is_given_up() for handle in awaited)
     is_answered = all(handle.goes_on_told for handle in awaited)
     while awaited and not was_given_up:

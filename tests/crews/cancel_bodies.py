@@ -36,7 +36,7 @@ def cancel_step(
         cancelled = attempt(handle.result)
         assert handle.cancel() is (type(cancelled.error) is fastckpt.SaveCancelled)
         meet(member)
-        left = os.listdir(root)
+        left = [name for name in os.listdir(root) if name != "lease.json"]
         meet(member)
     with Checkpointer(root) as checkpointer:
         after = attempt(checkpointer.save(2, {"own": PerRank(torch.ones(4))}).result)
