@@ -996,8 +996,11 @@ stub.hold(True)
 handle = fastckpt.save(state, path, fence=FENCE)
 """
 EXIT = """
+at_end = threading.Event()
+threading._register_atexit(at_end.set)
+
 def go_on():  # no copy begins before the program has come to its end
-    threading.main_thread().join()
+    at_end.wait()
     assert not handle.is_staged()
     stub.hold(False)
 

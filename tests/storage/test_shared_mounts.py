@@ -10,6 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -226,10 +227,10 @@ def test_steps_wait_for_a_ticket_as_well(
         monkeypatch.setattr(pipeline_module, "_current", current)
         try:
             with fastckpt.Checkpointer(disk / name) as checkpointer:
-                handle = checkpointer.save(1, {"w": torch.ones(3 * MIB)})
-                assert double.refused.wait(WAIT_S)
-                double.renew()
-                handle.result(WAIT_S)
+                with ThreadPoolExecutor(1) as pool:  # save() itself waits for the root's lease
+                    renewed = pool.submit(lambda d: d.refused.wait(WAIT_S) and d.renew(), double)
+                    checkpointer.save(1, {"w": torch.ones(3 * MIB)}).result(WAIT_S)
+                    assert renewed.result(WAIT_S) is None
                 restored = {"w": torch.zeros(3 * MIB)}
                 assert checkpointer.restore(restored) == 1
                 assert bool((restored["w"] == 1).all())
