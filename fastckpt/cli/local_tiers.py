@@ -1,4 +1,4 @@
-"""What `--local DIR` means to every command that has it: this node's part of a root's steps.
+"""The meaning of `--local DIR` to every command that has it: this node's part of a root's steps.
 
 It must not know what a command does with them.
 """

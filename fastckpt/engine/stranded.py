@@ -15,7 +15,7 @@ from fastckpt.errors import CheckpointError
 
 @dataclass
 class _Held:
-    """What is on its way to one descriptor, and what is to be left when it has arrived."""
+    """The transfers on their way to one descriptor, and the contexts to leave after them."""
 
     transfers: list[Callable[[], bool]] = field(default_factory=list)
     files: ExitStack | None = None

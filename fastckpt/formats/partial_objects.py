@@ -21,7 +21,7 @@ from fastckpt.formats.value_names import below
 
 _GLOBALS_MAX = 1000  # torch is asked about each
 _ENCRYPTED = 1
-# What Python's reader of zip files, and cut(), raise for bytes that nobody else takes.
+# Raised by Python's reader of zip files, and by cut(), for bytes that nobody else takes.
 _DAMAGE = (ValueError, LookupError, NotImplementedError, EOFError, zipfile.BadZipFile, struct.error)
 
 

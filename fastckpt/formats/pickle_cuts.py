@@ -197,7 +197,7 @@ class _Reading:
         self._spread()
         cuts = _outermost(value for value in self._tainted if value.is_whole)
         begins = [value.begin for value in cuts]
-        # What is cut out may be where the memo gets its values for what stays.
+        # The memo may get values for the rest within the part that is cut out.
         needed: list[set[_Value]] = [set() for _ in cuts]
         for at, number in zip(self._used_at, self._used, strict=True):
             value = self._memo[number]

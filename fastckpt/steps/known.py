@@ -1,5 +1,5 @@
-"""What this process knows of the directory of a step: of its name, until that begins anew, and of
-what it has open in one that it is writing to.
+"""Known and Begun: the knowledge that this process has of the name of a step's directory, until
+that begins anew, and the files that it has open in one that it is writing to.
 
 The module must not know where that comes from, nor what follows from it.
 """
@@ -16,7 +16,7 @@ UNSEEN = (0, 0, 0)  # the version of a manifest that was written here and not re
 
 @dataclass(slots=True)
 class Known:
-    """What is known of a name. It is about one save: another one of that name has its own.
+    """The knowledge of one name. It is about one save: another one of that name has its own.
 
     Attributes:
         manifest: of the committed step, if one is known.

@@ -235,7 +235,7 @@ class NodePlace(Place):
         if self._past is not None:
             return
         self._handle.mark_local()
-        # What becomes of the step in the root, which the handle tells, is agreed on in `_draining`.
+        # The handle tells the step's fate in the root, on which ranks agree in `_draining`.
         save.agreement.may_be_visible = False
         # The save's staging memory is free now: later saves stage and commit locally meanwhile.
         save.copying.close()
