@@ -30,7 +30,6 @@ namespace py = pybind11;
 namespace fastckpt {
 
 void bind_gds(py::module_& m);            // bindings_gds.cc
-void bind_json(py::module_& m);           // bindings_json.cc
 void bind_pickle_reader(py::module_& m);  // bindings_pickle_reader.cc
 void bind_pickler(py::module_& m);        // bindings_pickler.cc
 void bind_python_frames(py::module_& m);  // bindings_python_frames.cc
@@ -565,7 +564,6 @@ PYBIND11_MODULE(_engine, m) {
     bind_cloning(m);
     bind_scattered_writes(m);
     bind_gds(m);
-    bind_json(m);
     bind_pickle_reader(m);
     bind_pickler(m);
     bind_python_frames(m);

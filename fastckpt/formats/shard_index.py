@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.safetensors import DTYPES, METADATA, kind_of
 from fastckpt.formats.strict_json import (
+    KINDS_MAX,
     NUMBER_END,
     check_block_bytes,
     check_members,
@@ -187,7 +188,7 @@ class ShardIndex:
         if len(content) > INDEX_BYTES_MAX:
             raise CorruptCheckpoint(f"{len(content)} bytes are too many for an index")
         try:
-            written: Any = decode(content, {"pieces": _PIECE_KINDS})
+            written: Any = decode(content)
             check_version(written, FORMAT, VERSION)
             pieces = validate(written)
         except (ValueError, RecursionError) as error:
@@ -218,8 +219,7 @@ def validate(index: Any) -> tuple[Piece, ...]:
     kinds: dict[str, type | tuple[type, ...]] = {
         **dict.fromkeys(("format", "nonce", "file", "crc32"), str),
         **dict.fromkeys(("version", "rank", "file_nbytes", "nbytes", "block_bytes"), int),
-        "frames": list,
-        "pieces": (list, tuple),  # objects, or what decode() has made of them
+        **dict.fromkeys(("frames", "pieces"), list),
         "codec": (str, type(None)),
         "per_rank": (list, type(None)),
     }
@@ -316,16 +316,16 @@ def _check_pieces(index: Any) -> tuple[Piece, ...]:
         wrong = without_numbers(lists)
         if wrong is not None:
             _check_piece(*(column[wrong] for column in columns[:5]))  # raises
-    # By the identity of lists, which pieces have in common: see decode().
-    rectangles: dict[tuple[str, int, int, int], tuple[tuple[int, ...], Box, int]] = {}
+    rectangles: dict[tuple[Any, ...], tuple[tuple[int, ...], Box, int]] = {}
     found = []
-    forms = zip(dtypes, map(id, shapes), map(id, offsets), map(id, sizes), strict=True)
-    for number, form in enumerate(forms):
+    tuples = map(tuple, shapes), map(tuple, offsets), map(tuple, sizes)
+    for number, form in enumerate(zip(dtypes, *tuples, strict=True)):
         its = rectangles.get(form)
         if its is None:
             its_nbytes = _check_piece(*(column[number] for column in columns[:5]))
-            box = Box(tuple(offsets[number]), tuple(sizes[number]))
-            its = rectangles[form] = tuple(shapes[number]), box, its_nbytes
+            its = form[1], Box(*form[2:]), its_nbytes
+            if len(rectangles) < KINDS_MAX:
+                rectangles[form] = its
         found.append(its)
     wholes, boxes, nbytes = ([*map(itemgetter(member), found)] for member in range(3))
     pieces = tuple(map(_piece, zip(keys, dtypes, wholes, boxes, begins, strict=True)))

@@ -7,12 +7,13 @@ uses. It must not know any format.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
+from math import isfinite
 from operator import itemgetter
 from typing import Any
 
-from fastckpt import _engine
 from fastckpt.plan.image import PAGE_BYTES
 
 NUMBER_END = 1 << 63
@@ -20,25 +21,44 @@ BLOCK_BYTES_MAX = 64 << 20  # a reader holds whole blocks in memory, however lit
 # Of shapes and such, which many tensors have in common, whoever looks at each but once remembers at
 # most so many: tuples of numbers can be made that all have one hash.
 KINDS_MAX = 256
+_DIGITS_MAX = 32  # no number here has more; int() takes the square of their number
 _SHOWN_CHARS_MAX = 100
 
 
-def decode(text: bytes, columns: Mapping[str, Iterable[str]] | None = None) -> object:
+def decode(text: bytes) -> Any:
     """Decodes JSON, using at most a few tens of bytes of memory for each byte of it.
-
-    Short lists of the same numbers may be one list, so callers must change none.
-
-    Args:
-        columns: members of the outermost object that may be lists of many objects, and the names of
-            their members. If each of these has just those, in this order, the list is read as a
-            tuple of columns, which is what columns_of() makes of it.
 
     Raises:
         ValueError: it is not UTF-8 or not JSON, an object has a name twice, or a number is NaN,
             infinite or too long.
         RecursionError: it is nested too deeply.
     """
-    return _engine.read_json(text.decode(), {k: tuple(v) for k, v in (columns or {}).items()})
+    return _DECODER.decode(text.decode())
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("an object has a name twice")
+    return members
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _DIGITS_MAX:
+        raise ValueError(f"the number {digits[:9]}... is too long: it has {len(digits)} digits")
+    return int(digits)
+
+
+def _real(digits: str) -> float:
+    real = float(digits)
+    if not isfinite(real):
+        raise ValueError(f"the number {digits[:_DIGITS_MAX]} is too large, or is none")
+    return real
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_members, parse_int=_integer, parse_float=_real, parse_constant=_real
+)
 
 
 def encode(value: object) -> str:
@@ -62,32 +82,17 @@ def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what
 
 
 def columns_of(
-    values: Any, kinds: Mapping[str, type | tuple[type, ...]], what: str
+    values: Sequence[Any], kinds: Mapping[str, type | tuple[type, ...]], what: str
 ) -> Sequence[list[Any]]:
-    """Returns the members of many objects, a column for each; raises as check_members() of each.
-
-    Args:
-        values: the objects, or the columns that decode() has made of them.
-    """
-    columns = values if type(values) is tuple else _columns(values, kinds)
-    if columns is not None and all(map(_fits, columns, kinds.values())):
-        return columns
-    objects = values
-    if type(values) is tuple:
-        objects = [dict(zip(kinds, row, strict=True)) for row in zip(*values, strict=True)]
-    for value in objects:
+    """Returns the members of many objects, a column for each; raises as check_members() of each."""
+    if {*map(type, values)} <= {dict} and {*map(len, values)} <= {len(kinds)}:
+        with suppress(KeyError):  # of an object with another member, which is told below
+            columns = [[*map(itemgetter(name), values)] for name in kinds]
+            if all(map(_fits, columns, kinds.values())):
+                return columns
+    for value in values:
         check_members(value, kinds, what)
     raise AssertionError(f"{what} fits, but not in its column")
-
-
-def _columns(values: Sequence[Any], names: Collection[str]) -> Sequence[list[Any]] | None:
-    """Returns a column for each name; None unless all values are objects of members so named."""
-    if not ({*map(type, values)} <= {dict} and {*map(len, values)} <= {len(names)}):
-        return None
-    try:
-        return [[*map(itemgetter(name), values)] for name in names]
-    except KeyError:
-        return None
 
 
 def _fits(column: list[Any], kind: type | tuple[type, ...]) -> bool:
@@ -116,12 +121,10 @@ def is_numbers(value: Any) -> bool:
 def without_numbers(lists: Sequence[Any]) -> int | None:
     """Returns the position of the first of these that is_numbers() denies; None if there is none.
 
-    It looks at all of them together, and but once at one that is there many times: there may be one
-    for each of 100,000 tensors.
+    It looks at all of them together: there may be one for each of 100,000 tensors.
     """
-    distinct = dict(zip(map(id, lists), lists, strict=True)).values()
-    if {*map(type, distinct)} <= {list}:
-        numbers = [*chain.from_iterable(distinct)]
+    if {*map(type, lists)} <= {list}:
+        numbers = [*chain.from_iterable(lists)]
         if {*map(type, numbers)} <= {int} and _in_range(numbers):
             return None
     return next(at for at, numbers in enumerate(lists) if not is_numbers(numbers))

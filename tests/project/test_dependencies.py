@@ -43,7 +43,7 @@ PAIRS_MAX = 75
 # Only these speak to the extension module.
 ENGINE_USERS = {
     *("engine", "storage"),
-    *("formats.strict_json", "formats.torch_pickle", "formats.plain_pickle"),
+    *("formats.torch_pickle", "formats.plain_pickle"),
     *("formats.zip_records", "lazy.torch_names", "saving.thread_calls"),
 }
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
@@ -52,7 +52,6 @@ PUBLIC_NAME_USERS = {"integrations", "cli", "__main__"}
 PYTHON_BINDINGS = {
     "bindings.cc",
     "bindings_gds.cc",
-    "bindings_json.cc",
     "bindings_gil.h",
     "bindings_names.h",
     "bindings_pickle_reader.cc",
