@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from fastckpt.arguments.quantities import shown_share, shown_size, shown_time, shown_transfer
 from fastckpt.errors import CheckpointError, SaveCancelled, fate
-from fastckpt.latch import Latch, SignalSafeFuture, TimedOut
+from fastckpt.latch import Latch, SignalSafeFuture, TimedOut, log_aside
 
 log = logging.getLogger("fastckpt")
 
@@ -494,7 +494,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         except KeyboardInterrupt:
             if not self.done():
                 self.goes_on_told = True
-                log.log(
+                log_aside(
                     logging.WARNING if self.tells else logging.INFO,
                     "the %s goes on: %s. This process waits for it at exit; Ctrl-C during that "
                     "wait, or cancel(), gives it up, and what was committed before stays",

@@ -6,7 +6,9 @@ Thread.start(). So a caller's thread changes shared state here only by single op
 and deques, which are atomic, and waits on a lock that nobody else waits on. C locks in `with`
 statements are safe (up to Python 3.13 no handler runs between taking one and the body); they guard
 caches only. A handler that raises inside a log call can leave a lock of `logging` taken, and a save
-that logs then waits; that is not ours to mend. The module must not know what is waited for.
+that logs then waits: what is logged about Ctrl-C, which may be pressed again, is logged on another
+thread; calls of the program's own are not ours to mend. The module must not know what is waited
+for.
 """
 
 from __future__ import annotations
@@ -272,4 +274,20 @@ def _start(thread: threading.Thread, run: Callable[[], None]) -> None:
     try:
         thread.start()
     except (RuntimeError, MemoryError):  # no second thread started, or it did after all: see run()
+        run()
+
+
+def log_aside(level: int, text: str, *arguments: object) -> None:
+    """Logs on another thread, where no signal handler runs, and waits until that is done."""
+    logged = Latch()
+
+    def run() -> None:
+        try:
+            log.log(level, text, *arguments)
+        finally:
+            logged.set()
+
+    if start_thread(run, "fastckpt-log"):
+        logged.wait()
+    else:
         run()

@@ -13,9 +13,7 @@ from collections.abc import Sequence
 
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveHandle
-from fastckpt.latch import SignalSafeFuture
-
-log = logging.getLogger("fastckpt")
+from fastckpt.latch import SignalSafeFuture, log_aside
 
 GIVEN_UP_S = 10.0  # the longest wait for the end of saves that were given up
 _LOOK_S = 0.2
@@ -93,7 +91,7 @@ def _answer(handles: list[SaveHandle]) -> None:
         return
     more = f" (and {len(handles) - 1} more)" if handles[1:] else ""
     level = logging.WARNING if any(handle.tells for handle in handles) else logging.INFO
-    log.log(
+    log_aside(
         level,
         "waiting for the %s%s: %s. Ctrl-C once more gives it up; what was committed before stays",
         handles[0].subject(),

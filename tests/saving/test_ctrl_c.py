@@ -244,6 +244,34 @@ def test_the_way_to_the_root_is_given_up_and_the_step_stays_on_the_node(
         assert bool((checkpointer.load()["w"] == 2).all())
 
 
+LOGS = """
+import logging
+
+class Handler(logging.StreamHandler):
+    presses = 1
+
+    def acquire(self):
+        super().acquire()
+        if self.presses:
+            self.presses = 0
+            os.kill(os.getpid(), signal.SIGINT)
+
+logging.getLogger().addHandler(Handler())
+with fastckpt.Checkpointer(root, drain_rate=1e5) as checkpointer:
+    checkpointer.save(2, state)
+    train()
+"""
+
+
+def test_the_second_may_come_while_the_line_about_the_first_is_logged(folder: Path) -> None:
+    with terminal(LOGS, folder) as person:
+        person.until("NOW")
+        person.press()
+        assert person.status() == -signal.SIGINT, person.shown
+    assert STAYS in person.shown
+    assert newest(folder) == (1, 1)
+
+
 HANGS = """
 from fastckpt.saving import giving_up, pipeline
 giving_up.GIVEN_UP_S = 0.5
