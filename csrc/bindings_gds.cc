@@ -68,11 +68,9 @@ std::vector<uint32_t> crcs(Crc32Gpu& gpu, const std::shared_ptr<DeviceQueue>& qu
     const HostMemory memory(queue, count * sizeof(uint32_t));
     auto* words = reinterpret_cast<uint32_t*>(memory.data());
     queue->require(gpu.queue(ranges.data(), ranges.size(), words), "CRC-32");
-    DeviceQueue::Mark mark = nullptr;
+    DeviceQueue::Mark mark;
     queue->require(queue->mark(&mark), "CRC-32");
-    const cuda::Result result = queue->wait(mark);
-    queue->discard(mark);
-    queue->require(result, "CRC-32");
+    queue->require(queue->wait(mark), "CRC-32");
     std::vector<uint32_t> found;
     for (const auto& range : ranges) {
         found.push_back(Crc32Gpu::crc(range, words));
@@ -83,11 +81,9 @@ std::vector<uint32_t> crcs(Crc32Gpu& gpu, const std::shared_ptr<DeviceQueue>& qu
 
 void copy_on_device(DeviceQueue& queue, uint64_t target, uint64_t source, size_t nbytes) {
     queue.require(queue.copy_on_device(target, source, nbytes), "copy");
-    DeviceQueue::Mark mark = nullptr;
+    DeviceQueue::Mark mark;
     queue.require(queue.mark(&mark), "copy");
-    const cuda::Result result = queue.wait(mark);
-    queue.discard(mark);
-    queue.require(result, "copy");
+    queue.require(queue.wait(mark), "copy");
 }
 
 py::tuple as_tuple(const GdsMode& mode) { return py::make_tuple(mode.name(), mode.why); }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,6 +88,17 @@ class CudaStub:
     def failed(self, name: str) -> int:
         """How many calls of a function failed since fail() was told to let them."""
         return int(self._library.stub_failed(name.encode()))
+
+    @contextlib.contextmanager
+    def silent(self, name: str) -> Iterator[Callable[[], None]]:
+        """Calls of a function do not return meanwhile; `with silent(name) as reached`: reached()
+        waits until there is one.
+        """
+        self._library.stub_silence(name.encode(), 1)
+        try:
+            yield self._library.stub_await_silence
+        finally:
+            self._library.stub_silence(name.encode(), 0)
 
     def hold(self, held: bool) -> None:
         """While held, no copy begins."""

@@ -116,14 +116,13 @@ void Crc32Gpu::check() {
         count += words(ranges.back());
     }
     CHECK(count <= kWordsMax);
-    DeviceQueue::Mark mark = nullptr;
+    DeviceQueue::Mark mark;
     cuda::Result result = queue_->copy_to_device(tables_.address(), tables, sizeof made);
     if (result == cuda::kSuccess)
         result = queue_->copy_to_device(device.address(), host.data(), kBytes);
     if (result == cuda::kSuccess) result = queue(ranges.data(), ranges.size(), found);
     if (result == cuda::kSuccess) result = queue_->mark(&mark);
     if (result == cuda::kSuccess) result = queue_->wait(mark);
-    if (mark != nullptr) queue_->discard(mark);
     if (result != cuda::kSuccess)
         throw cuda::Unavailable("the CRC-32 kernel: " + queue_->driver().text(result));
     const uint32_t* next = found;

@@ -190,15 +190,15 @@ bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
 bool Engine::arrive_one(std::unique_lock<std::mutex>& lock, bool wait) {
     if (arriving_.empty() || arrival_awaited_) return false;
     const auto [job, block] = arriving_.front();
-    if (!wait && !job->arrived(*block)) return false;
-    arriving_.pop_front();
     arrival_awaited_ = true;
     lock.unlock();
-    job->await(*block);
+    const bool arrived = job->arrived(*block, wait);
     lock.lock();
     arrival_awaited_ = false;
+    changed_.notify_all();  // another thread may wait for a device while this one does other work
+    if (!arrived) return false;
+    arriving_.pop_front();
     job->account(*block);
-    changed_.notify_all();  // another thread may wait for the next one while this one checksums
     lock.unlock();
     if (!job->is_lost(*block)) job->copy(*block);
     lock.lock();

@@ -203,11 +203,9 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     Arrival* arrive_by(Block& block, DeviceQueue* queue);
     void gathered(Block& block);
     bool is_arriving(const Block& block) const;
-    bool arrived(const Block& block) const;
-    void await(Block& block);
+    bool arrived(Block& block, bool wait);
     void start_clocks();
     void account(const Block& block);
-    void discard_clocks();
     bool is_lost(const Block& block) const;
     void copy(Block& block);
     void copy_from(Block& block, uint64_t at);
@@ -272,7 +270,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     int pin_error_ = 0;
     // A device's work for this job, by the device's clock, in seconds since a first mark.
     struct Clocked {
-        DeviceQueue::Mark origin = nullptr;
+        DeviceQueue::Mark origin;
         double since = 0;  // it was busy from here
         double until = 0;  // to here without a break
         double busy = 0;
@@ -339,7 +337,7 @@ class ReadStream {
               const std::byte* source, uint64_t nbytes);
     void depart(Block& block);
     bool reclaim(std::unique_lock<std::mutex>& lock, bool wait);
-    void finish(uint64_t begin, std::vector<std::pair<DeviceQueue*, cuda::Event>>& departures);
+    void note(uint64_t offset, cuda::Result result);
     void fail(uint64_t offset, cuda::Result result);
     void move_window(size_t first);
     void drop(size_t place);
@@ -430,7 +428,8 @@ class Engine {
     friend class ReadStream;
     void run();
     void keep(const std::shared_ptr<Backend>& backend);
-    // Each does one piece of work, with the lock released meanwhile; false if there is none.
+    // Each does one piece of work, with the lock released meanwhile, since a call of the driver may
+    // wait for others; false if there is none.
     bool stage_one(std::unique_lock<std::mutex>& lock);
     bool arrive_one(std::unique_lock<std::mutex>& lock, bool wait);
     bool verify_one(std::unique_lock<std::mutex>& lock);

@@ -221,9 +221,9 @@ ReadStream::Block* ReadStream::pin(std::unique_lock<std::mutex>& lock, uint64_t 
     check_open();
     move_window(place);
     for (;;) {
-        check_open();  // once more, since another thread may close it while this one waits
         // Arena blocks may have come free meanwhile: ask again.
         reclaim(lock, false);
+        check_open();  // once more, since another thread may close it while this one waits
         fill_window();
         block = blocks_[place].get();
         if (failure_.error != 0 || (block != nullptr && block->state == Block::State::ready)) break;
@@ -347,7 +347,8 @@ void ReadStream::close() {
     for (size_t place = 0; place < blocks_.size(); ++place) drop(place);
     engine_.changed_.notify_all();
     engine_.changed_.wait(lock, [&] { return outstanding_ == 0; });
-    while (!departing_.empty()) reclaim(lock, true);
+    while (held_ > 0)  // a reader on another thread may have taken one from the list, to ask
+        if (!reclaim(lock, true)) engine_.changed_.wait(lock);
     CHECK(engine_.streams_open_ > 0);
     --engine_.streams_open_;
     engine_.changed_.notify_all();

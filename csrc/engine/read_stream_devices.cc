@@ -30,10 +30,9 @@ void ReadStream::verify_direct(Block& block) {
     const size_t number = gds_->number(block.memory);
     const Crc32Gpu::Range range{gds_->address(number), block.nbytes};
     cuda::Result result = gds_->crc().queue(&range, 1, gds_->words(number));
-    DeviceQueue::Mark mark = nullptr;
+    DeviceQueue::Mark mark;
     if (result == cuda::kSuccess) result = queue.mark(&mark);
     if (result == cuda::kSuccess) result = queue.wait(mark);
-    if (mark != nullptr) queue.discard(mark);
     if (result == cuda::kSuccess) {
         const uint32_t crc = Crc32Gpu::crc(range, gds_->words(number));
         block.corrupt = crc != crcs_[block.begin / engine_.block_bytes()];
@@ -46,7 +45,7 @@ void ReadStream::verify_direct(Block& block) {
 // Marks where in their queues the copies from a block end, when the reader leaves the block.
 void ReadStream::depart(Block& block) {
     for (DeviceQueue* queue : block.queues) {
-        DeviceQueue::Mark mark = nullptr;
+        DeviceQueue::Mark mark;
         const cuda::Result result = queue->mark(&mark);
         if (result == cuda::kSuccess) {
             block.departures.emplace_back(queue, mark);
@@ -58,45 +57,51 @@ void ReadStream::depart(Block& block) {
     block.queues.clear();
 }
 
-void ReadStream::fail(uint64_t offset, cuda::Result result) {
-    const std::lock_guard lock(engine_.mu_);
-    if (failure_.error == 0) failure_ = {Op::Kind::copy, offset, result};
+// Called under the engine's mutex.
+void ReadStream::note(uint64_t offset, cuda::Result result) {
+    if (result != cuda::kSuccess && failure_.error == 0)
+        failure_ = {Op::Kind::copy, offset, result};
 }
 
+void ReadStream::fail(uint64_t offset, cuda::Result result) {
+    const std::lock_guard lock(engine_.mu_);
+    note(offset, result);
+}
+
+namespace {
+// Returns how copies ended, or kNotReady while one goes on; with `wait`, waits for their end.
+cuda::Result end_of(const std::vector<Departure>& departures, bool wait) {
+    cuda::Result first = cuda::kSuccess;
+    for (const auto& [queue, mark] : departures) {
+        const cuda::Result result = wait ? queue->wait(mark) : queue->query(mark);
+        if (result == cuda::kNotReady) return result;
+        if (first == cuda::kSuccess) first = result;
+    }
+    return first;
+}
+}  // namespace
+
 // Gives back memory that devices have copied from, in the order of their copies; with `wait`, waits
-// for the first if there is none. Called under the engine's mutex, which waiting releases. Returns
-// whether there was any.
+// for the first if there is none. Called under the engine's mutex, which it releases to ask the
+// driver. Returns whether there was any.
 bool ReadStream::reclaim(std::unique_lock<std::mutex>& lock, bool wait) {
     bool any = false;
     while (!departing_.empty()) {
-        Departing& first = departing_.front();
-        const auto reached = [](const Departure& departure) {
-            return departure.first->query(departure.second) != cuda::kNotReady;
-        };
-        if (!std::all_of(first.departures.begin(), first.departures.end(), reached)) {
-            if (!wait || any) break;
-            lock.unlock();  // only the reader, which is here, takes from the front
-            for (const auto& [queue, mark] : first.departures) queue->wait(mark);
-            lock.lock();
-        }
-        finish(first.begin, first.departures);
-        release(first.memory);
+        Departing first = std::move(departing_.front());  // close() on another thread takes others
         departing_.pop_front();
+        lock.unlock();
+        const cuda::Result result = end_of(first.departures, wait && !any);
+        lock.lock();
+        if (result == cuda::kNotReady) {
+            departing_.push_front(std::move(first));
+            break;
+        }
+        note(first.begin, result);
+        release(first.memory);
         any = true;
     }
-    if (any) engine_.changed_.notify_all();
+    if (any || closed_) engine_.changed_.notify_all();
     return any;
-}
-
-// Notes errors of copies whose marks were reached. Called under the engine's mutex.
-void ReadStream::finish(uint64_t begin, std::vector<Departure>& departures) {
-    for (const auto& [queue, mark] : departures) {
-        const cuda::Result result = queue->query(mark);
-        queue->discard(mark);
-        if (result != cuda::kSuccess && failure_.error == 0)
-            failure_ = {Op::Kind::copy, begin, result};
-    }
-    departures.clear();
 }
 
 bool ReadStream::arrive() {
@@ -104,10 +109,14 @@ bool ReadStream::arrive() {
     for (size_t place = 0; place < blocks_.size(); ++place) {
         Block* block = blocks_[place].get();
         if (block == nullptr || block->departures.empty()) continue;
+        const auto departures = block->departures;
+        const uint64_t begin = block->begin;
         lock.unlock();
-        for (const auto& [queue, mark] : block->departures) queue->wait(mark);
+        const cuda::Result result = end_of(departures, true);
         lock.lock();
-        finish(block->begin, block->departures);
+        note(begin, result);
+        // It may have left the window meanwhile: close() on another thread.
+        if (blocks_[place] != nullptr) blocks_[place]->departures.clear();
     }
     while (!departing_.empty()) reclaim(lock, true);
     return failure_.error == 0;

@@ -27,6 +27,7 @@ struct WriteJob::Arrival {
     DeviceQueue::Mark begin;
     DeviceQueue::Mark end;  // null if the device refused it
     uint64_t nbytes;
+    double begin_s, end_s;  // by the device's clock, since the job's first mark
     std::vector<DeviceQueue::CopyToHost> copies;  // until they are queued
 };
 

@@ -56,10 +56,7 @@ WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Sl
     start_clocks();
 }
 
-WriteJob::~WriteJob() {
-    CHECK(blocks_held_ == 0);
-    discard_clocks();
-}
+WriteJob::~WriteJob() { CHECK(blocks_held_ == 0); }
 
 void WriteJob::check_plan() const {
     CHECK(!segments_.empty());

@@ -64,7 +64,7 @@ void WriteJob::gather(Block& block) {
 WriteJob::Arrival* WriteJob::arrive_by(Block& block, DeviceQueue* queue) {
     for (Arrival& arrival : block.arrivals)
         if (arrival.queue == queue) return &arrival;
-    Arrival arrival{queue, nullptr, nullptr, 0, {}};
+    Arrival arrival{queue, nullptr, nullptr, 0, 0, 0, {}};
     block.device_error = queue->mark(&arrival.begin);
     if (block.device_error != cuda::kSuccess) return nullptr;
     block.arrivals.push_back(arrival);
@@ -82,19 +82,21 @@ bool WriteJob::is_arriving(const Block& block) const { return block.is_arriving(
 
 bool WriteJob::is_lost(const Block& block) const { return block.device_error != cuda::kSuccess; }
 
-bool WriteJob::arrived(const Block& block) const {
-    return std::all_of(block.arrivals.begin(), block.arrivals.end(), [](const auto& arrival) {
-        return arrival.end == nullptr || arrival.queue->query(arrival.end) != cuda::kNotReady;
-    });
-}
-
-// Waits, without the mutex, until a block's bytes have arrived or its device has failed.
-void WriteJob::await(Block& block) {
-    for (const Arrival& arrival : block.arrivals) {
+// Returns whether a block's bytes have arrived or its device has failed; with `wait`, waits until
+// it is so. Called without the mutex.
+bool WriteJob::arrived(Block& block, bool wait) {
+    for (Arrival& arrival : block.arrivals) {
+        DeviceQueue& queue = *arrival.queue;
         if (arrival.end == nullptr) continue;
-        const cuda::Result result = arrival.queue->wait(arrival.end);
+        const cuda::Result result = wait ? queue.wait(arrival.end) : queue.query(arrival.end);
+        if (result == cuda::kNotReady) return false;
         if (block.device_error == cuda::kSuccess) block.device_error = result;
+        const DeviceQueue::Mark& origin = clocks_.at(&queue).origin;
+        if (block.device_error != cuda::kSuccess || origin == nullptr) continue;
+        arrival.begin_s = queue.seconds(origin, arrival.begin);
+        arrival.end_s = queue.seconds(origin, arrival.end);
     }
+    return true;
 }
 
 // Marks on each device the moment from which its clock counts.
@@ -111,8 +113,7 @@ void WriteJob::account(const Block& block) {
     for (const Arrival& arrival : block.arrivals) {
         Clocked& clock = clocks_[arrival.queue];
         if (block.device_error == cuda::kSuccess && clock.origin != nullptr) {
-            const double end = arrival.queue->seconds(clock.origin, arrival.end);
-            const double begin = arrival.queue->seconds(clock.origin, arrival.begin);
+            const double begin = arrival.begin_s, end = arrival.end_s;
             if (begin > clock.until || clock.nbytes == 0) {
                 clock.since = clock.until = begin;
             } else if (begin < clock.since) {
@@ -123,8 +124,6 @@ void WriteJob::account(const Block& block) {
             clock.until = std::max(clock.until, end);
             clock.nbytes += arrival.nbytes;
         }
-        arrival.queue->discard(arrival.begin);
-        if (arrival.end != nullptr) arrival.queue->discard(arrival.end);
     }
 }
 
@@ -137,11 +136,6 @@ DeviceCopies WriteJob::device_copies() {
         copies.seconds = std::max(copies.seconds, clock.busy);
     }
     return copies;
-}
-
-void WriteJob::discard_clocks() {
-    for (const auto& [queue, clock] : clocks_)
-        if (clock.origin != nullptr) queue->discard(clock.origin);
 }
 
 }  // namespace fastckpt

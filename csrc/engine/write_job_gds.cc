@@ -38,7 +38,7 @@ void WriteJob::gather_direct(Block& block) {
     DeviceQueue& queue = *gds_->queue();
     const uint64_t address = gds_->address(block.direct);
     const std::lock_guard queueing(engine_.queueing_mu_);
-    Arrival arrival{&queue, nullptr, nullptr, 0, {}};
+    Arrival arrival{&queue, nullptr, nullptr, 0, 0, 0, {}};
     block.device_error = queue.mark(&arrival.begin);
     if (block.device_error != cuda::kSuccess) return;
     std::vector<Crc32Gpu::Range> ranges;

@@ -252,10 +252,9 @@ std::string GdsBackend::move(const Op& op, std::byte* host, std::byte* device,
     cuda::Result result = op.kind == Op::Kind::write
                               ? queue.copy_to_host(host, number(device), nbytes)
                               : queue.copy_to_device(number(device), host, nbytes);
-    DeviceQueue::Mark mark = nullptr;
+    DeviceQueue::Mark mark;
     if (result == cuda::kSuccess) result = queue.mark(&mark);
     if (result == cuda::kSuccess) result = queue.wait(mark);
-    if (mark != nullptr) queue.discard(mark);
     return result == cuda::kSuccess ? "" : "copy: " + queue.driver().text(result);
 }
 

@@ -49,7 +49,7 @@ void DeviceQueue::close() {
         const Current current(*this);
         const std::lock_guard lock(mu_);
         if (closed_.exchange(true)) return;
-        for (const Mark mark : idle_) driver_->event_destroy(mark);
+        for (const cuda::Event event : idle_) driver_->event_destroy(event);
         idle_.clear();
         driver_->stream_destroy(stream_);
     }
@@ -62,16 +62,21 @@ void DeviceQueue::require(cuda::Result result, const char* what) const {
         "cuda:" + std::to_string(ordinal_) + ": " + what + ": " + driver_->text(result), result);
 }
 
-cuda::Result DeviceQueue::take(Mark* mark) {
+cuda::Result DeviceQueue::take(Mark* made) {
+    cuda::Event event = nullptr;
     {
         const std::lock_guard lock(mu_);
         if (!idle_.empty()) {
-            *mark = idle_.back();
+            event = idle_.back();
             idle_.pop_back();
-            return cuda::kSuccess;
         }
     }
-    return driver_->event_create(mark, cuda::kEventBlockingSync);
+    if (event == nullptr) {
+        const cuda::Result result = driver_->event_create(&event, cuda::kEventBlockingSync);
+        if (result != cuda::kSuccess) return result;
+    }
+    *made = Mark(event, [queue = shared_from_this()](cuda::Event used) { queue->discard(used); });
+    return cuda::kSuccess;
 }
 
 void DeviceQueue::require_uncaptured(cuda::Stream stream) const {
@@ -85,41 +90,31 @@ void DeviceQueue::require_uncaptured(cuda::Stream stream) const {
 
 void DeviceQueue::record(cuda::Stream stream, Mark* made) {
     require(take(made), "event");
-    const cuda::Result result = driver_->event_record(*made, stream);
-    if (result == cuda::kSuccess) return;
-    discard(std::exchange(*made, nullptr));
-    require(result, "order of streams");
+    require(driver_->event_record(made->get(), stream), "order of streams");
 }
 
 void DeviceQueue::follow(uint64_t stream) {
     const Current current(*this);
     require(current.result(), "context");
     require_uncaptured(as_stream(stream));
-    Mark mark = nullptr;
+    Mark mark;  // the stream waits for the event as it was recorded before that call
     record(as_stream(stream), &mark);
-    const cuda::Result result = driver_->stream_wait_event(stream_, mark, 0);
-    discard(mark);  // the stream waits for the event as it was recorded before that call
-    require(result, "order of streams");
+    require(driver_->stream_wait_event(stream_, mark.get(), 0), "order of streams");
 }
 
 std::unique_ptr<DeviceQueue::Wait> DeviceQueue::lead(uint64_t stream) {
     const Current current(*this);
     require(current.result(), "context");
     require_uncaptured(as_stream(stream));
-    auto wait = std::make_unique<Wait>(shared_from_this());  // discards its marks if this throws
+    auto wait = std::make_unique<Wait>(shared_from_this());
     record(as_stream(stream), &wait->before_);
-    Mark mark = nullptr;
-    record(stream_, &mark);
-    const cuda::Result result = driver_->stream_wait_event(as_stream(stream), mark, 0);
-    discard(mark);
-    require(result, "order of streams");
+    {
+        Mark mark;
+        record(stream_, &mark);
+        require(driver_->stream_wait_event(as_stream(stream), mark.get(), 0), "order of streams");
+    }
     record(as_stream(stream), &wait->after_);
     return wait;
-}
-
-DeviceQueue::Wait::~Wait() {
-    if (before_ != nullptr) queue_->discard(before_);
-    if (after_ != nullptr) queue_->discard(after_);
 }
 
 double DeviceQueue::Wait::seconds() const {
@@ -186,22 +181,20 @@ cuda::Result DeviceQueue::mark(Mark* made) {
     if (current.result() != cuda::kSuccess) return current.result();
     const cuda::Result result = take(made);
     if (result != cuda::kSuccess) return result;
-    const cuda::Result recorded = driver_->event_record(*made, stream_);
-    if (recorded != cuda::kSuccess) {
-        discard(*made);
-        *made = nullptr;
-    }
+    const cuda::Result recorded = driver_->event_record(made->get(), stream_);
+    if (recorded != cuda::kSuccess) made->reset();
     return recorded;
 }
 
-cuda::Result DeviceQueue::query(Mark mark) {
+cuda::Result DeviceQueue::query(const Mark& mark) {
     const Current current(*this);
-    return current.result() == cuda::kSuccess ? driver_->event_query(mark) : current.result();
+    return current.result() == cuda::kSuccess ? driver_->event_query(mark.get()) : current.result();
 }
 
-cuda::Result DeviceQueue::wait(Mark mark) {
+cuda::Result DeviceQueue::wait(const Mark& mark) {
     const Current current(*this);
-    return current.result() == cuda::kSuccess ? driver_->event_synchronize(mark) : current.result();
+    return current.result() == cuda::kSuccess ? driver_->event_synchronize(mark.get())
+                                              : current.result();
 }
 
 cuda::Result DeviceQueue::wait_all() {
@@ -210,20 +203,19 @@ cuda::Result DeviceQueue::wait_all() {
                                               : current.result();
 }
 
-void DeviceQueue::discard(Mark mark) {
-    const Current current(*this);
+void DeviceQueue::discard(cuda::Event event) {
     const std::lock_guard lock(mu_);
     if (closed_)
-        driver_->event_destroy(mark);  // the driver finds its context by itself
+        driver_->event_destroy(event);  // the driver finds its context by itself
     else
-        idle_.push_back(mark);
+        idle_.push_back(event);
 }
 
-double DeviceQueue::seconds(Mark begin, Mark end) {
+double DeviceQueue::seconds(const Mark& begin, const Mark& end) {
     const Current current(*this);
     float ms = 0;
     const bool known = current.result() == cuda::kSuccess &&
-                       driver_->event_elapsed(&ms, begin, end) == cuda::kSuccess;
+                       driver_->event_elapsed(&ms, begin.get(), end.get()) == cuda::kSuccess;
     return known ? static_cast<double>(ms) / 1e3 : 0;
 }
 

@@ -57,14 +57,14 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
         int mode_ = cuda::kCaptureModeRelaxed;
     };
 
-    // A place in a stream, reached when all work before it is done.
-    using Mark = cuda::Event;
+    // A place in a stream, reached when all work before it is done. Its event is used again when
+    // the last copy of it is gone, which calls the driver only after close().
+    using Mark = std::shared_ptr<cuda::EventTag>;
 
     // How long a stream waited for copies.
     class Wait {
       public:
         explicit Wait(std::shared_ptr<DeviceQueue> queue) : queue_(std::move(queue)) {}
-        ~Wait();
         Wait(const Wait&) = delete;
         Wait& operator=(const Wait&) = delete;
         // Negative while it still waits.
@@ -73,7 +73,7 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
       private:
         friend class DeviceQueue;
         const std::shared_ptr<DeviceQueue> queue_;
-        Mark before_ = nullptr, after_ = nullptr;
+        Mark before_, after_;
     };
 
     // Makes copies queued from now on wait for the work that the stream has now. Throws
@@ -101,15 +101,13 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     // Sets `made` to null if it fails.
     cuda::Result mark(Mark* made);
     // kNotReady if it was not reached yet.
-    cuda::Result query(Mark mark);
+    cuda::Result query(const Mark& mark);
     // Sleeps until it is reached. After an error the device is lost, and queued work may never end.
-    cuda::Result wait(Mark mark);
+    cuda::Result wait(const Mark& mark);
     // Waits for all copies queued, if there is no mark to wait for.
     cuda::Result wait_all();
-    // Frees a mark for later use.
-    void discard(Mark mark);
     // The time between two marks that were reached; 0 if it is not known.
-    double seconds(Mark begin, Mark end);
+    double seconds(const Mark& begin, const Mark& end);
 
     // The device's name on its bus, such as "0000:1b:00.0"; empty if it is not known.
     std::string bus_id();
@@ -124,7 +122,8 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
   private:
     void require_uncaptured(cuda::Stream stream) const;
     void record(cuda::Stream stream, Mark* made);
-    cuda::Result take(Mark* mark);
+    cuda::Result take(Mark* made);
+    void discard(cuda::Event event);
     cuda::Result batch(const std::vector<CopyToHost>& copies);
 
     const std::shared_ptr<const cuda::Driver> driver_;
@@ -133,7 +132,7 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     cuda::Context context_ = nullptr;
     cuda::Stream stream_ = nullptr;
     std::mutex mu_;
-    std::vector<Mark> idle_;  // under mu_
+    std::vector<cuda::Event> idle_;  // under mu_
     std::atomic<bool> closed_{false};
     std::atomic<bool> batches_{true};  // until the driver refuses one
 };

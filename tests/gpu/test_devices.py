@@ -10,6 +10,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -257,13 +258,16 @@ def test_a_refusal_fails_the_job(
     queue = Queue(driver, 0)
     found = [Range(POOL_ADDRESS, POOL_ADDRESS + PAGE * 200, queue)]
     with engine_of(8) as engine:
-        stub.fail(name, ILLEGAL_ADDRESS, after=after)
+        names = ["cuEventQuery", name] if name == "cuEventSynchronize" else [name]
+        for each in names:  # either tells that copies have ended
+            stub.fail(each, ILLEGAL_ADDRESS, after=after)
         job = stage(engine, plain(200 * PAGE), found)
         write(job, disk / "image", backend)
         assert job.wait_staged(WAIT_S)
         failure = job.failure()
         assert failure is not None and (failure[0], failure[2]) == ("copy", ILLEGAL_ADDRESS)
-        stub.fail(name, 0, times=0)
+        for each in names:
+            stub.fail(each, 0, times=0)
         job = stage(engine, plain(200 * PAGE), found)
         assert write(job, disk / "image", backend) == bytes(POOL[: 200 * PAGE])
         assert job.failure() is None
@@ -285,6 +289,55 @@ def test_host_jobs_go_on_while_copies_are_awaited(
         assert not waiting.wait_staged(0.01)
         stub.hold(False)
         assert write(waiting, disk / "image", backend) == bytes(POOL[: 4 * PAGE])
+
+
+def answers(job: _engine.WriteJob) -> bool:
+    """Whether the engine's mutex can be had, which a thread must not keep in a call of the driver:
+    others that use the GPU may hold the driver's locks for long.
+    """
+    asking = threading.Thread(target=job.wait_written, args=(0,), daemon=True)
+    asking.start()
+    asking.join(WAIT_S)
+    return not asking.is_alive()
+
+
+@pytest.mark.parametrize("name", ["cuEventQuery", "cuEventSynchronize", "cuEventElapsedTime"])
+def test_a_driver_that_does_not_answer_holds_up_no_other_job(
+    stub: CudaStub, driver: _engine.CudaDriver, backend: _engine.Backend, disk: Path, name: str
+) -> None:
+    queue = Queue(driver, 0)
+    with engine_of(8) as engine:
+        with stub.silent(name) as reached:
+            found = [Range(POOL_ADDRESS, POOL_ADDRESS + PAGE * 4, queue)]
+            waiting = stage(engine, plain(4 * PAGE), found)
+            reached()
+            assert answers(waiting)
+            job = stage(engine, plain(30 * PAGE), [])
+            assert write(job, disk / "host", backend) == bytes(POOL[: 30 * PAGE])
+        assert write(waiting, disk / "image", backend) == bytes(POOL[: 4 * PAGE])
+
+
+def test_a_driver_that_does_not_answer_a_reader_holds_up_no_job(
+    stub: CudaStub, driver: _engine.CudaDriver, backend: _engine.Backend, disk: Path
+) -> None:
+    content = os.urandom(8 * PAGE)
+    (disk / "file").write_bytes(content)
+    target = bytearray(len(content))
+    address, queue = address_of(target), Queue(driver, 0)
+    with engine_of(8) as engine, opened(disk / "file", os.O_RDONLY) as fd:
+        reader = engine.read(fd, len(content), crcs_of(content, PAGE), backend, False, 2)
+        run = array("Q", [0, address, len(content), 1, 0, 0])
+        found = [Range(address, address + len(content), queue)]
+        with stub.silent("cuEventQuery") as reached:
+            reading = threading.Thread(target=reader.read_runs, args=(run, found))
+            reading.start()
+            reached()
+            job = stage(engine, plain(PAGE), [])
+            assert answers(job)
+            assert write(job, disk / "host", backend) == bytes(POOL[:PAGE])
+        reading.join()
+        assert reader.arrive() and bytes(target) == content
+        reader.close()
 
 
 def test_a_cancelled_job_waits_for_copies_in_flight(

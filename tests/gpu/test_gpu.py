@@ -50,6 +50,7 @@ BLOCK = 8 * MIB
 WAIT_S = 60.0
 BATCH = "cuMemcpyBatchAsync"
 COPY, EVENT_RECORD = "cuMemcpyDtoHAsync_v2", "cuEventRecord"
+ARRIVED = "cuEventQuery", "cuEventSynchronize"  # either tells that copies have ended
 State = dict[str, torch.Tensor]
 
 
@@ -520,6 +521,8 @@ def test_what_a_device_refuses_is_told_and_leaves_nothing(
             gpu.fail(name, ILLEGAL_ADDRESS, after=after)
             if name == COPY:
                 gpu.fail(BATCH, ILLEGAL_ADDRESS)
+            if name in ARRIVED:
+                gpu.fail("cuEventQuery", ILLEGAL_ADDRESS, after=after)
             try:
                 saves.save(0, state).result(WAIT_S)
                 refused = False
@@ -644,8 +647,8 @@ def test_tensors_are_kept_until_copied_and_no_longer(
     before = accelerator.pieces_alive(accelerator_library)
     state = {"big": octets(3 * MIB, 1), "middle": octets(100 * KIB, 2), "small": octets(9, 3)}
     gpu.hold(True)
-    if fails:
-        gpu.fail("cuEventSynchronize", ILLEGAL_ADDRESS)
+    for name in ARRIVED if fails else ():
+        gpu.fail(name, ILLEGAL_ADDRESS)
     handle = saves.save(0, state)
     state.clear()
     # A failure may have come before this line, and all have been let go of.

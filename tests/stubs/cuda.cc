@@ -74,6 +74,8 @@ int capturing = 0;
 int contexts = 0, streams_made = 0, streams_alive = 0, events_alive = 0;
 std::map<std::string, Failing> failing;
 std::map<std::string, int> calls;
+std::set<std::string> silent;  // functions that do not return
+int unanswered = 0;            // calls of these
 std::map<std::byte*, size_t> registered;
 std::map<unsigned long long, size_t> allocated;
 std::set<void*> modules;
@@ -161,8 +163,14 @@ Stream* of(void* stream) {
 
 // Counts the call, and says what it shall fail with.
 int enter(const char* name, bool needs_context = true) {
-    const std::lock_guard lock(mu);
+    std::unique_lock lock(mu);
     ++calls[name];
+    if (silent.count(name) > 0) {
+        ++unanswered;
+        changed.notify_all();
+        changed.wait(lock, [&] { return silent.count(name) == 0; });
+        --unanswered;
+    }
     if (needs_context && current.empty()) return kInvalidContext;
     const auto found = failing.find(name);
     if (found == failing.end()) return kSuccess;
@@ -566,6 +574,24 @@ EXPORT int stub_failed(const char* name) {
     const std::lock_guard lock(mu);
     const auto found = failing.find(name);
     return found == failing.end() ? 0 : found->second.failed;
+}
+
+// While silent, calls of a function do not return, as those that wait for the driver's locks.
+EXPORT void stub_silence(const char* name, int is_silent) {
+    {
+        const std::lock_guard lock(mu);
+        if (is_silent != 0)
+            silent.insert(name);
+        else
+            silent.erase(name);
+    }
+    changed.notify_all();
+}
+
+// Waits for a call that does not return.
+EXPORT void stub_await_silence() {
+    std::unique_lock lock(mu);
+    changed.wait(lock, [] { return unanswered > 0; });
 }
 
 // While held, no copy begins.
