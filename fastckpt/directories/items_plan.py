@@ -27,6 +27,11 @@ Places = list[tuple[int, int]]  # offset and size of each item
 class ItemsConclusion(Protocol):
     """A conclusion decides what becomes of items that have been written."""
 
+    def agree(self) -> None:
+        """Agrees with the other ranks on which of the items count. They are being copied; no file
+        has been made.
+        """
+
     def record(self, name: str, places: Places) -> bytes:
         """Returns what this rank tells the first one, given the name of its file ("" if it has no
         items) and the places of its items there.
@@ -74,6 +79,11 @@ class ItemsPlan(Plan):
         purpose = Purpose(image.nbytes, 1, self._options.striping)
         path = os.path.join(self._place.directory, self._name)
         return [WholeFile(image, path, partial(self._place.made, self._name), purpose)]
+
+    def agree(self, pace: Pace, nbytes: int) -> None:
+        super().agree(pace, nbytes)
+        assert self._conclusion is not None
+        self._conclusion.agree()
 
     def record(self) -> bytes:
         assert self._conclusion is not None

@@ -6,6 +6,7 @@ rank, and for telling what came of it. Must not know what should come of it.
 
 from __future__ import annotations
 
+import copy
 import os
 import resource
 import signal
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,8 +32,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+import fastckpt
 from fastckpt.integrations import dcp as ours
-from tests.crews.dcp_states import is_same, numbers, sharded
+from tests.crews.dcp_states import blank, is_same, numbers, sharded
 from tests.crews.group_crew import Member, Outcome, attempt
 
 TIMEOUT_S = 20.0
@@ -252,6 +256,101 @@ def fail_to_plan(member: Member, path: str, bad: int, on_error: str) -> Outcome:
     outcome = told(attempt(act))
     save_big(member, path, 3)
     return outcome
+
+
+def save_before_the_others(member: Member, path: str, fence: str, late: int) -> bool:
+    """Saves twice; the second time, one rank calls when the others' calls have returned. Tells
+    whether both saves hold what the state was when each was called.
+    """
+    expected = []
+    with quiet():
+        for seed in range(2):
+            state = {"own": big(member, seed), "shared": numbers(seed, 50), "step": seed}
+            expected.append(copy.deepcopy(state))
+            if seed and member.rank == late:
+                dist.barrier(member.group)
+            saving = ours.async_save(
+                state,
+                checkpoint_id=f"{path}/{seed}",
+                process_group=member.group,
+                fence=fence,
+                timeout_s=5.0,
+            )
+            if seed and member.rank != late:
+                dist.barrier(member.group)
+            saving.wait_staged(60)
+            for tensor in (*state["own"].values(), state["shared"]):
+                tensor.zero_()
+            state.clear()
+            assert saving.result(60) is not None
+        for seed in range(2):
+            state = {"own": blank(big(member, seed)), "shared": torch.zeros(50), "step": 9}
+            reader = ours.Reader(f"{path}/{seed}")
+            dcp.load(state, storage_reader=reader, process_group=member.group)
+            if not is_same(state, expected[seed]):
+                return False
+    return True
+
+
+def save_what_grows(member: Member, path: str, grown: int) -> list[bool]:
+    """Saves what all ranks hold alike, the second time with more on one rank. Tells whether each
+    checkpoint holds it all.
+    """
+
+    def state_of_save(number: int) -> dict[str, Any]:
+        own = {"own": numbers(number, 5000)} if number == 1 and member.rank == grown else {}
+        return {"shared": {str(its): numbers(number + its, 1000) for its in range(6)}, **own}
+
+    same = []
+    with quiet():
+        options = {"process_group": member.group, "timeout_s": TIMEOUT_S}
+        for number in range(3):
+            ours.save(state_of_save(number), checkpoint_id=f"{path}/{number}", **options)
+        for number in range(3):
+            state = blank(state_of_save(number))
+            reader = ours.Reader(f"{path}/{number}")
+            dcp.load(state, storage_reader=reader, process_group=member.group)
+            same.append(is_same(state, state_of_save(number)))
+    return same
+
+
+class Unwilling(DefaultSavePlanner):
+    """Plans for no two ranks whose parts differ in number."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        if len({len(plan.items) for plan in all_plans}) > 1:
+            raise ArithmeticError("the ranks have unequal parts")
+        return super().create_global_plan(all_plans)
+
+
+def fail_to_plan_together(member: Member, path: str, changed: int) -> tuple[bool, Outcome]:
+    """Saves twice by a planner that refuses what one rank then has; tells whether the second call
+    returned, and how it ended. A third save, of what was saved first, goes well.
+    """
+    returned = False
+
+    def act() -> Any:
+        nonlocal returned
+        with quiet():
+            for number in (1, 2, 1):
+                state: dict[str, Any] = {"model": big(member, number)}
+                if number == 2 and member.rank == changed:
+                    state["more"] = torch.ones(3)
+                options = {"process_group": member.group, "timeout_s": TIMEOUT_S}
+                try:
+                    saving = ours.async_save(
+                        state, checkpoint_id=path, planner=Unwilling(), **options
+                    )
+                    returned |= number == 2
+                    saving.result(60)
+                except fastckpt.PeerFailed as error:
+                    failure: Any = error
+                except ArithmeticError as error:
+                    failure = error
+            return f"{type(failure).__name__}: {failure}"
+
+    outcome = attempt(act)
+    return returned, outcome
 
 
 def die_in_overwrite(member: Member, path: str, seed: int, victim: int, after_s: float) -> str:

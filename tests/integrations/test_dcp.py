@@ -1104,6 +1104,37 @@ def test_plans_are_exchanged_only_when_they_change(nursery: Nursery, tmp_path: P
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_the_call_waits_for_no_rank_that_has_yet_to_call(
+    fence: str, late: int, crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    told = crew(2)(bodies.save_before_the_others, str(tmp_path), fence, late)
+    assert told == [True, True]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("grown", [0, 1])
+def test_a_part_that_appears_on_one_rank_alone(
+    grown: int, crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    """torch's planner then divides what all ranks hold in another way."""
+    assert crew(2)(bodies.save_what_grows, str(tmp_path), grown) == [[True] * 3] * 2
+
+
+@pytest.mark.multiprocess
+def test_a_planner_that_fails_in_the_background_fails_all(
+    crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    told = crew(2)(bodies.fail_to_plan_together, str(tmp_path), 1)
+    assert [returned for returned, _ in told] == [True, False]  # the second rank's plan was new
+    first, second = values([outcome for _, outcome in told])
+    assert first == "ArithmeticError: the ranks have unequal parts"
+    assert second.startswith("PeerFailed") and "the ranks have unequal parts" in second
+    assert crew(2)(bodies.holds_big, str(tmp_path), 1) == [True, True]
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("how", ["async", "writer"])
 def test_a_full_disk_on_one_rank_fails_all_and_leaves_the_old(

@@ -6,7 +6,6 @@ Ranks are threads here, over a store in memory. Must not know what is planned fo
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from fastckpt import PeerFailed
+from fastckpt import CheckpointError, PeerFailed
 from fastckpt.integrations.dcp.plan_exchange import PlanExchange
 from fastckpt.ranks.coordinator import Coordinator
 
@@ -30,20 +29,27 @@ class Job:
         self.plans = [PlanExchange() for _ in range(RANKS)]
         self.seen: list[list[SavePlan]] = []
 
-    def plan(self, names: list[str], settings: object = 0) -> list[tuple[SavePlan, object]]:
-        """What each rank is given that has one item of this name."""
+    def plan(
+        self, names: list[str], settings: object = 0, **writers: int
+    ) -> list[tuple[SavePlan, object]]:
+        """What each rank is given that has items of these names, joined by blanks. `writers`: the
+        ranks that the planner has write some of them; default: the first that has the item.
+        """
 
         def plan_all(locals_: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
             self.seen.append(locals_)
-            central = [replace(its, planner_data=len(self.seen)) for its in locals_]
+            central = [SavePlan([], planner_data=len(self.seen)) for _ in locals_]
+            items = {item.index: (rank, item) for rank, item in reversed(held(locals_))}
+            for rank, item in items.values():
+                central[writers.get(item.index.fqn, rank)].items.append(item)
             return central, Metadata({}, planner_data=len(self.seen))
 
         def run(rank: int) -> tuple[SavePlan, object]:
             agreement = self.coordinators[rank].begin("plan", 20.0)
             with agreement.failing():
-                given = self.plans[rank].central(
-                    agreement, settings, plan_of(names[rank]), plan_all
-                )
+                offer = self.plans[rank].offer(settings, plan_of(names[rank]))
+                offer.staged = offer.guess
+                given = self.plans[rank].central(agreement, offer, plan_all)
             if rank == 0:
                 agreement.put("over", b"")
             else:
@@ -60,11 +66,18 @@ class Job:
 def plan_of(name: str) -> SavePlan:
     if name == "bad":
         return SavePlan([], planner_data=lambda: None)  # no other rank can be told of it
-    return SavePlan([WriteItem(MetadataIndex(name, torch.Size([0])), WriteItemType.TENSOR)])
+    names = name.split(" ") if name else []
+    return SavePlan(
+        [WriteItem(MetadataIndex(its, torch.Size([0])), WriteItemType.TENSOR) for its in names]
+    )
+
+
+def held(plans: list[SavePlan]) -> list[tuple[int, WriteItem]]:
+    return [(rank, item) for rank, plan in enumerate(plans) for item in plan.items]
 
 
 def names_of(given: list[tuple[SavePlan, object]]) -> list[str]:
-    return [plan.items[0].index.fqn for plan, _metadata in given]
+    return [" ".join(item.index.fqn for item in plan.items) for plan, _metadata in given]
 
 
 def made(given: list[tuple[SavePlan, object]]) -> set[int]:
@@ -120,3 +133,24 @@ def test_large_plans_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastckpt.ranks.round._PART_BYTES", 50)
     given = Job().plan(["x" * 10, "".join(map(chr, range(40, 400))), "z"])
     assert names_of(given)[1] == "".join(map(chr, range(40, 400)))
+
+
+def test_what_a_rank_has_not_staged_is_written_by_one_that_can() -> None:
+    for before, now, expected in (
+        (0, 1, ["w", "", "z"]),  # the first has staged it
+        (2, 0, ["", "", "w z"]),  # the last has a new plan, and so has not staged anything
+    ):
+        job = Job()
+        first = ["", "", ""]
+        first[before] = "w"
+        assert names_of(job.plan(["w", "w", "w"], w=before)) == first
+        assert names_of(job.plan(["w", "w", "w z"], w=now)) == expected
+        assert names_of(job.plan(["w", "w", "w z"], w=now)) == expected
+
+
+def test_what_nobody_has_staged_fails_once() -> None:
+    job = Job()
+    assert names_of(job.plan(["w y", "w", "y"], w=1, y=2)) == ["", "w", "y"]
+    with pytest.raises(CheckpointError, match="rank 0 is to write 'y', which it had not copied"):
+        job.plan(["w y", "w", "x"], w=1)
+    assert names_of(job.plan(["w y", "w", "x"], w=1)) == ["y", "w", "x"]

@@ -134,8 +134,9 @@ def async_save(
     one pass from the tensors to the file.
 
     Ranks agree over the job's store: no collective runs on any process group. Plans are exchanged
-    only when one of them has changed. When every rank has written, the first one commits, in the
-    background: no rank has to call anything for it.
+    only when one of them has changed. A rank whose own plan is new to it waits for this in the
+    call; the others do not wait for any rank, and agree in the background. When every rank has
+    written, the first one commits, in the background: no rank has to call anything for it.
 
     Args:
         state_dict, checkpoint_id, planner, process_group, no_dist, use_collectives: as torch's.
@@ -155,8 +156,10 @@ def async_save(
         A Saving: a Future whose result is the Metadata.
 
     Raises:
-        CheckpointError: an earlier save failed, or another rank failed to plan (PeerFailed).
-        Exception: whatever the planner raises.
+        CheckpointError: an earlier save failed; or this rank's plan is new, and another rank failed
+            to plan (PeerFailed).
+        Exception: whatever the planner raises in the call; what create_global_plan raises in the
+            background is raised by result().
         TypeError, ValueError: storage_writer is of another kind, or is missing as is checkpoint_id;
             another argument is unknown.
     """
@@ -185,9 +188,13 @@ def async_save(
             }
             writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=use_collectives)
             planner = DefaultSavePlanner() if planner is None else planner
-            plan, metadata = _planned(shared, agreement, writer, planner, state, rank == 0)
-            conclusion = _Conclusion(handle, agreement, writer, plan, metadata)
-            job = writer.save(handle, agreement, plan, planner, conclusion, fence)
+            settings = dcp_plans.settings_of(planner)
+            dcp_plans.set_up(planner, state, writer.storage_meta(), rank == 0)
+            local = writer.prepare_local_plan(planner.create_local_plan())
+            offer = shared.plans.offer(settings, local)
+            planning = _Planning(shared.plans, agreement, writer, planner, offer)
+            conclusion = _Conclusion(handle, agreement, writer, planning)
+            job = writer.save(handle, agreement, planning.staged, planner, conclusion, fence)
         pipeline.current().save(job)
     except CheckpointError as error:
         if on_error == "raise":
@@ -255,47 +262,80 @@ def _group(process_group: Any, no_dist: bool) -> tuple[Any, int]:
     return group, dist.get_rank(group)
 
 
-def _planned(
-    shared: _Shared,
-    agreement: Round,
-    writer: Writer,
-    planner: SavePlanner,
-    state: dict[str, Any],
-    is_coordinator: bool,
-) -> tuple[SavePlan, Metadata | None]:
-    """Returns this rank's part of the plan, and on the first rank the metadata."""
-    settings = dcp_plans.settings_of(planner)
-    dcp_plans.set_up(planner, state, writer.storage_meta(), is_coordinator)
-    local = writer.prepare_local_plan(planner.create_local_plan())
+class _Planning:
+    """The planning of one save with the other ranks: before anything is copied, if this rank's plan
+    is new to it; else by agree(), meanwhile or afterwards.
 
-    def plan_all(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        central, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(central), metadata
+    Attributes:
+        staged: what this rank copies.
+        final: the part of that which the checkpoint takes from this rank, once ranks have agreed.
+        metadata: of the checkpoint, on the first rank.
+    """
 
-    central, metadata = shared.plans.central(agreement, settings, local, plan_all)
-    return planner.finish_plan(central), metadata
+    def __init__(
+        self,
+        plans: dcp_plans.PlanExchange,
+        agreement: Round,
+        writer: Writer,
+        planner: SavePlanner,
+        offer: dcp_plans.Offer,
+    ) -> None:
+        self._plans, self._agreement, self._offer = plans, agreement, offer
+        self._writer, self._planner = writer, planner
+        self.final: SavePlan | None = None
+        self.metadata: Metadata | None = None
+        if offer.guess is not None:
+            offer.staged = planner.finish_plan(offer.guess)
+        self.staged: SavePlan = offer.staged or self.agree()
+
+    def agree(self) -> SavePlan:
+        """Waits, once, for the plans of the other ranks; returns `final`."""
+        if self.final is None:
+            offer = self._offer
+            central, self.metadata = self._plans.central(self._agreement, offer, self._plan_all)
+            if offer.staged is not None and central is offer.guess:
+                self.final = offer.staged
+            else:
+                self.final = self._planner.finish_plan(central)
+                self._check(self.final)
+            del self._planner  # it holds the state
+        return self.final
+
+    def _plan_all(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        central, metadata = self._planner.create_global_plan(plans)
+        return self._writer.prepare_global_plan(central), metadata
+
+    def _check(self, final: SavePlan) -> None:
+        staged = self._offer.staged
+        for item in dcp_plans.unstaged(final, staged) if staged is not None else ():
+            raise CheckpointError(
+                f"{self._agreement.label}: {type(self._planner).__name__}.finish_plan() added "
+                f"{item.index.fqn!r} to the plan, which was not copied when async_save returned"
+            )
 
 
 class _Conclusion:
     """The commit by async_save(): results of all ranks come to the first one in their records."""
 
     def __init__(
-        self,
-        handle: Saving,
-        agreement: Round,
-        writer: Writer,
-        plan: SavePlan,
-        metadata: Metadata | None,
+        self, handle: Saving, agreement: Round, writer: Writer, planning: _Planning
     ) -> None:
         self._handle, self._agreement, self._writer = handle, agreement, writer
-        self._plan, self._metadata = plan, metadata
+        self._planning = planning
+
+    def agree(self) -> None:
+        self._planning.agree()
 
     def record(self, name: str, places: Places) -> bytes:
-        self._handle._file = name
-        return dcp_plans.put(self._agreement, "done", results_of(self._plan, name, places))
+        staged, final = self._planning.staged, self._planning.agree()
+        self._handle._file = name if final.items else ""
+        indices = [item.index for item in staged.items]
+        at = dict(zip(indices, places, strict=True))
+        results = results_of(final, name, [at[item.index] for item in final.items])
+        return dcp_plans.put(self._agreement, "done", results)
 
     def publish(self, place: ItemsPlace, records: list[bytes]) -> None:
-        metadata = copy.copy(self._metadata)  # kept as it is: it may serve later saves too
+        metadata = copy.copy(self._planning.metadata)  # kept as it is: it may serve later saves too
         assert metadata is not None
         results = [
             dcp_plans.get(self._agreement, "done", rank, record)

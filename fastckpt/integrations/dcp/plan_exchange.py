@@ -6,6 +6,7 @@ save. It must not know what is planned for, nor how it is written.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import pickle
@@ -15,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
+from fastckpt.errors import CheckpointError
 from fastckpt.ranks.round import Round
 
 _KNOWN_MAX = 4  # kinds of state that are saved in turn
@@ -34,7 +36,7 @@ def get(agreement: Round, key: str, rank: int, beginning: bytes) -> Any:
     return pickle.loads(zlib.decompress(agreement.get_rest(key, rank, beginning)))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Known:
     """The outcome of one planning."""
 
@@ -45,94 +47,185 @@ class _Known:
     metadata: Metadata | None  # on rank 0
 
 
+@dataclass
+class Offer:
+    """The plan of one rank, and what it may become by earlier plannings that it fits.
+
+    Attributes:
+        staged: the finished plan of what is copied before the ranks agree: that of `guess`.
+    """
+
+    settings: object
+    local: SavePlan
+    same: list[_Known]  # newest last
+    staged: SavePlan | None = None
+
+    @property
+    def guess(self) -> SavePlan | None:
+        """This rank's part of the central plan, unless another rank's plan has changed."""
+        return self.same[-1].central if self.same else None
+
+
 class PlanExchange:
-    """The plans that the ranks of one group have made so far."""
+    """The plans that the ranks of one group have made so far. Saves of several threads use it: a
+    planning that one of them forgets is made again.
+    """
 
     def __init__(self) -> None:
         self._known: list[_Known] = []  # newest last
         self.exchanges = 0  # of plans, so far
 
-    def central(
-        self,
-        agreement: Round,
-        settings: object,
-        local: SavePlan,
-        plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
-    ) -> tuple[SavePlan, Metadata | None]:
-        """Returns this rank's part of the central plan, and on rank 0 the metadata. All ranks call
-        it: an earlier planning that fits the local plans of all is used again.
+    def offer(self, settings: object, local: SavePlan) -> Offer:
+        """Returns what this rank brings to central(). Waits for nobody.
 
         Args:
             settings: of the planner: plans made with other settings are not used again.
             local: this rank's plan.
+        """
+        return Offer(settings, local, [it for it in self._known if _equal(it, settings, local)])
+
+    def central(
+        self,
+        agreement: Round,
+        offer: Offer,
+        plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
+    ) -> tuple[SavePlan, Metadata | None]:
+        """Returns this rank's part of the central plan, and on rank 0 the metadata. All ranks call
+        it: an earlier planning that fits the offers of all is used again. A rank that has staged is
+        given only what it has staged.
+
+        Args:
             plan_all: called on rank 0, with the plans of all ranks, if any of them has changed.
 
         Raises:
-            PeerFailed: another rank failed or is missing. Whatever plan_all raises.
+            PeerFailed: another rank failed or is missing. CheckpointError: a rank would have to
+                write what it has not staged. Whatever plan_all raises.
         """
-        same = [known for known in self._known if _equal(known, settings, local)]
-        identities = [known.identity for known in same]
-        if not same:
-            agreement.put("plan", b"+" + put(agreement, "plan", local))
-        else:
-            agreement.put("plan", b"=" + json.dumps(identities).encode())
-        if agreement.rank == 0:
-            chosen = self._decide(agreement, settings, local, identities, plan_all)
-        else:
-            told = agreement.get("central")
-            if told == _ASK:
-                if same:
-                    agreement.put("plan again", put(agreement, "plan again", local))
-                told = agreement.get("central again")
-            chosen = told[1:].decode()
-            if told.startswith(b"+"):
-                key = f"central plan {agreement.rank}"
-                central = get(agreement, key, 0, agreement.get(key))
-                self._keep(_Known(chosen, settings, local, central, None))
-        known = next(known for known in self._known if known.identity == chosen)
-        self._known.remove(known)
-        self._known.append(known)
+        try:
+            known = self._agreed(agreement, offer, plan_all)
+        except BaseException:  # the next save of this plan is to plan anew, whatever went wrong
+            self._known = [it for it in self._known if it not in offer.same]
+            raise
+        self._known = [*[it for it in self._known if it is not known][1 - _KNOWN_MAX :], known]
         return known.central, known.metadata
+
+    def _agreed(
+        self,
+        agreement: Round,
+        offer: Offer,
+        plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
+    ) -> _Known:
+        same = {it.identity: it for it in offer.same if not _unstaged(it.central, offer)}
+        if not same:
+            agreement.put("plan", b"+" + put(agreement, "plan", offer.local))
+        else:
+            agreement.put("plan", b"=" + json.dumps([*same]).encode())
+        if agreement.rank == 0:
+            return self._decide(agreement, offer, same, plan_all)
+        told = agreement.get("central")
+        if told == _ASK:
+            if same:
+                again = offer.local, offer.staged
+                agreement.put("plan again", put(agreement, "plan again", again))
+            told = agreement.get("central again")
+        chosen = told[1:].decode()
+        if told.startswith(b"="):
+            return same[chosen]
+        key = f"central plan {agreement.rank}"
+        central = get(agreement, key, 0, agreement.get(key))
+        return _Known(chosen, offer.settings, offer.local, central, None)
 
     def _decide(
         self,
         agreement: Round,
-        settings: object,
-        local: SavePlan,
-        identities: list[str],
+        offer: Offer,
+        same: dict[str, _Known],
         plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
-    ) -> str:
-        """On rank 0: chooses a plan, tells the others, and returns its identity."""
+    ) -> _Known:
+        """On rank 0: chooses a plan, and tells the others."""
         records = agreement.gather("plan")
         offers = [json.loads(record[1:]) for record in records if record.startswith(b"=")]
         if len(offers) == len(records):
-            common = [name for name in identities if all(name in offer for offer in offers)]
+            common = [name for name in same if all(name in its for its in offers)]
             if common:
                 agreement.put("central", b"=" + common[-1].encode())
-                return common[-1]
+                return same[common[-1]]
         key = "central"
         if any(record.startswith(b"=") for record in records[1:]):
             agreement.put("central", _ASK)
             key = "central again"
-        plans = [local]
+        plans = [offer.local]
+        staged = [offer.staged]
         for rank, record in enumerate(records[1:], 1):
             if record.startswith(b"+"):
-                plans.append(get(agreement, "plan", rank, record[1:]))
+                plan, its = get(agreement, "plan", rank, record[1:]), None
             else:
                 again = agreement.get("plan again", rank)
-                plans.append(get(agreement, "plan again", rank, again))
+                plan, its = get(agreement, "plan again", rank, again)
+            plans.append(plan)
+            staged.append(its)
         central, metadata = plan_all(plans)
+        central = _moved(agreement.label, central, plans, staged)
         self.exchanges += 1
-        known = _Known(secrets.token_hex(8), settings, local, central[0], metadata)
+        identity = secrets.token_hex(8)
         for rank in range(1, agreement.world_size):
             name = f"central plan {rank}"
             agreement.put(name, put(agreement, name, central[rank]))
-        agreement.put(key, b"+" + known.identity.encode())
-        self._keep(known)
-        return known.identity
+        agreement.put(key, b"+" + identity.encode())
+        return _Known(identity, offer.settings, offer.local, central[0], metadata)
 
-    def _keep(self, known: _Known) -> None:
-        self._known = [*self._known[1 - _KNOWN_MAX :], known]
+
+def with_member(plan: SavePlan, name: str, value: object) -> SavePlan:
+    """Returns a plan with another value of one member; it keeps those that a subclass added."""
+    plan = copy.copy(plan)
+    object.__setattr__(plan, name, value)
+    return plan
+
+
+def unstaged(plan: SavePlan, staged: SavePlan) -> list[WriteItem]:
+    """Returns the items of a plan that have not been staged as they are there."""
+    held = {item.index: item for item in staged.items}
+    return [item for item in plan.items if held.get(item.index) != item]
+
+
+def _unstaged(central: SavePlan, offer: Offer) -> list[WriteItem]:
+    if offer.staged is None or central is offer.guess:  # which a planner may have finished
+        return []
+    return unstaged(central, offer.staged)
+
+
+def _moved(
+    label: str, central: list[SavePlan], local: list[SavePlan], staged: list[SavePlan | None]
+) -> list[SavePlan]:
+    """Returns a central plan in which no rank that has staged is to write anything else: ranks that
+    have staged such an item, or still wait and so may stage any that they hold, write it instead.
+
+    Raises:
+        CheckpointError: no rank can.
+    """
+    if not any(staged):
+        return central
+    able: dict[MetadataIndex, list[tuple[int, WriteItem]]] = {}
+    for rank, plans in enumerate(zip(local, staged, strict=True)):
+        for item in (plans[1] or plans[0]).items:
+            able.setdefault(item.index, []).append((rank, item))
+    parts: list[list[WriteItem]] = [[] for _ in central]
+    for rank, plan in enumerate(central):
+        its = staged[rank]
+        strange = set() if its is None else {item.index for item in unstaged(plan, its)}
+        for item in plan.items:
+            to = rank
+            if item.index in strange:
+                others = (at for at, held in able.get(item.index, ()) if held == item)
+                to = next(others, -1)
+            if to < 0:
+                raise CheckpointError(
+                    f"{label}: rank {rank} is to write {item.index.fqn!r}, which it had not copied "
+                    "when async_save returned: the parts of the state have changed on some ranks "
+                    "and not on others; nothing was committed, and the next save plans anew"
+                )
+            parts[to].append(item)
+    return [with_member(plan, "items", items) for plan, items in zip(central, parts, strict=True)]
 
 
 def _equal(known: _Known, settings: object, local: SavePlan) -> bool:

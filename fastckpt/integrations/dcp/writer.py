@@ -6,7 +6,6 @@ asks for. It must not know how ranks plan together, nor the bytes of the files.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import time
@@ -32,6 +31,7 @@ from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import ItemsConclusion, ItemsPlan, Places
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveHandle
+from fastckpt.integrations.dcp.plan_exchange import with_member
 from fastckpt.integrations.dcp.storage_base import StorageBase
 from fastckpt.options import WriteOptions
 from fastckpt.ranks.per_group import together
@@ -132,7 +132,7 @@ class Writer(StorageBase, StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         first = 0 if self.use_collectives else self.rank or 0
         return [
-            _with_storage_data(plan, _StoragePrefix(f"__{rank}_"))
+            with_member(plan, "storage_data", _StoragePrefix(f"__{rank}_"))
             for rank, plan in enumerate(plans, first)
         ]
 
@@ -243,18 +243,15 @@ class _Kept:
     def __init__(self, plan: SavePlan, results: list[WriteResult]) -> None:
         self._plan, self._results = plan, results
 
+    def agree(self) -> None:
+        """Torch has planned with the other ranks."""
+
     def record(self, name: str, places: Places) -> bytes:
         self._results += results_of(self._plan, name, places)
         return b""
 
     def publish(self, place: ItemsPlace, records: list[bytes]) -> None:
         """Leaves the commit to finish()."""
-
-
-def _with_storage_data(plan: SavePlan, value: object) -> SavePlan:
-    plan = copy.copy(plan)  # which keeps members that a subclass added
-    object.__setattr__(plan, "storage_data", value)
-    return plan
 
 
 def results_of(plan: SavePlan, name: str, places: Places) -> list[WriteResult]:
