@@ -1,48 +1,81 @@
 """The objects of a torch zip of which torch.load(weights_only=True) refuses some: the others.
 
-Responsible for asking torch which classes and functions it refuses, and for having it load a pickle
-without them: torch's own reader loads everything, by its own rules. The module must not know what
-the objects are for, nor which of them somebody asks for.
+Responsible for a reader that has notes in the place of what torch refuses. It asks torch itself
+which classes and functions are allowed, and makes objects by these alone; torch reads storages. The
+module must not know what the objects are for, nor which of them somebody asks for.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import struct
 import zipfile
-from collections.abc import Iterator
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
-from fastckpt.formats import torch_pickle
-from fastckpt.formats.pickle_cuts import cut, left_out
+import torch
+
+from fastckpt.formats.torch_pickle import collection_paused, torch_load, unpickled
 from fastckpt.formats.value_names import below
 
+_ZIP_MAGIC = b"PK\x03\x04"  # by which torch tells zips, too
 _GLOBALS_MAX = 1000  # torch is asked about each
-_ENCRYPTED = 1
-# Raised by Python's reader of zip files, and by cut(), for bytes that nobody else takes.
-_DAMAGE = (ValueError, LookupError, NotImplementedError, EOFError, zipfile.BadZipFile, struct.error)
+_MAKER_CHARACTERS_MAX = 200
+_LOOKS_PER_BYTE = 64  # at parts of objects, for each byte of the pickle
+_NESTS, _MAPPINGS = (dict, list, tuple), (dict, OrderedDict, Counter)
+_UNSEEN = (str, bytes, int, float, bool, type(None))  # of which equal ones may be one object
+# What picklers of protocols 2 and 3 write, but for what _Unpickler does in its own way.
+_OPCODES = """PROTO STOP MARK POP POP_MARK GLOBAL BINPERSID NONE NEWTRUE NEWFALSE BINFLOAT BININT
+BININT1 BININT2 LONG1 LONG4 BINUNICODE SHORT_BINSTRING SHORT_BINBYTES BINBYTES TUPLE TUPLE1 TUPLE2
+TUPLE3 EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET"""
+
+
+class Note:
+    """Stands for an object that was left out. `maker` is the name of what it is made with, or of
+    what a part of it is made with.
+    """
+
+    __slots__ = ("maker",)
+
+    def __init__(self, maker: str) -> None:
+        self.maker = maker[:_MAKER_CHARACTERS_MAX]
+
+
+def left_out(value: object) -> str | None:
+    """Returns what makes the object in whose place a note stands; None if the value is no note."""
+    return value.maker if type(value) is Note else None
 
 
 def loaded(source: Any, weights_only: bool, what: str) -> Any:
-    """Returns what torch_pickle.unpickled() does; but with weights_only, a note is in the place of
-    each object that torch refuses: see left_out().
+    """Returns what torch_pickle.unpickled() does; but with weights_only, a Note is in the place of
+    each object that torch refuses, or that has such a part; of dicts, lists and tuples, in that of
+    the item.
 
     Args:
         source: a seekable file with a torch zip.
         weights_only, what: as unpickled()'s.
 
     Raises:
-        As unpickled(); pickle.UnpicklingError only for a pickle that no pickler of torch's wrote.
+        As unpickled(); pickle.UnpicklingError only for a pickle that no pickler of torch's wrote,
+            or in which what is refused and what is not are parts of each other.
     """
     try:
-        return torch_pickle.unpickled(source, weights_only, what)
+        return unpickled(source, weights_only, what)
     except pickle.UnpicklingError:
-        rest = _without_refused(source) if weights_only else None
-        if rest is None:
+        source.seek(0)
+        if not weights_only or source.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
             raise
-    return torch_pickle.unpickled(rest, weights_only, what)
+        source.seek(0)
+        try:
+            with collection_paused():
+                module: Any = SimpleNamespace(__name__=__name__, Unpickler=_Unpickler)
+                return torch_load(source, "cpu", module, weights_only=False)
+        except Exception as error:
+            if isinstance(error, MemoryError) or "alloc" in str(error):
+                raise
+        raise  # torch's own refusal
 
 
 def notes_in(value: Any, name: str | None) -> Iterator[tuple[str, str]]:
@@ -52,116 +85,187 @@ def notes_in(value: Any, name: str | None) -> Iterator[tuple[str, str]]:
     ahead, seen = [(name, value)], set[int]()
     while ahead:
         name, value = ahead.pop()
-        if type(value) not in (dict, list, tuple) or id(value) in seen:
+        if type(value) not in (Note, *_NESTS) or id(value) in seen:
             continue
         seen.add(id(value))
-        maker = left_out(value)
-        if maker is not None:
-            yield name or "", maker
+        if type(value) is Note:
+            yield name or "", value.maker
             continue
         items = value.items() if type(value) is dict else enumerate(value)
-        inner = [(key, item) for key, item in items if type(item) in (dict, list, tuple)]
+        inner = [(key, item) for key, item in items if type(item) in (Note, *_NESTS)]
         ahead += [(below(name, str(key)), item) for key, item in reversed(inner)]
 
 
-def _without_refused(source: Any) -> io.RawIOBase | None:
-    """Returns a torch zip without the objects that torch refuses; None if no pickler of torch's
-    wrote the pickle in it.
-    """
-    asked: dict[bytes, bool] = {}
-
-    def is_refused(operation: bytes) -> bool:
-        if operation not in asked:
-            if len(asked) == _GLOBALS_MAX:
-                raise ValueError("it names too many classes and functions")
-            asked[operation] = _is_refused(operation)
-        return asked[operation]
-
-    changed = _ChangedEnd(source)
-    try:
-        with zipfile.ZipFile(changed, "a") as archive, torch_pickle.collection_paused():
-            top = archive.infolist()[0].filename.partition("/")[0]
-            info = archive.getinfo(f"{top}/data.pkl")
-            is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _ENCRYPTED
-            if not is_plain or info.file_size > changed.nbytes:
-                return None
-            content = cut(archive.read(info), is_refused)
-            archive.filelist.remove(info)
-            del archive.NameToInfo[info.filename]
-            archive.writestr(info.filename, content)
-    except _DAMAGE:
-        return None
-    changed.seek(0)
-    return changed
-
-
-def _is_refused(operation: bytes) -> bool:
-    """Returns whether torch refuses the class or function that an operation of a pickle names."""
+def _asked(module: str, name: str) -> Any:
+    """Returns the class or function that torch allows under a name; a Note if it refuses it."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02" + operation + b".")
+        archive.writestr("archive/data.pkl", b"\x80\x02c" + f"{module}\n{name}\n.".encode())
         archive.writestr("archive/version", b"3\n")
     buffer.seek(0)
     try:
-        torch_pickle.torch_load(buffer, weights_only=True)
+        return torch_load(buffer, weights_only=True)
     except pickle.UnpicklingError:
-        return True
-    return False
+        module = "builtins" if module == "__builtin__" else module  # as protocol 2 writes it
+        return Note(f"{module}.{name}")
 
 
-class _ChangedEnd(io.RawIOBase):
-    """A file that is only read, whose bytes from the first write on are those that were written.
+def _code(name: str) -> int:
+    code: bytes = getattr(pickle, name)
+    return code[0]
 
-    Attributes:
-        nbytes: its size.
+
+_Python: Any = pickle._Unpickler  # the one in Python, not in C
+
+
+class _Unpickler(_Python):  # type: ignore[misc]
+    """Python's unpickler, which does no more than torch's for weights_only, and goes on with notes.
+
+    What is made by an allowed class or function is a note if a part of it is one. If something has
+    referred to it before that part came, everything is refused.
     """
 
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self._base, self._end = base, bytearray()
-        self.nbytes: int = base.seek(0, os.SEEK_END)
-        self._split, self._position = self.nbytes, 0
+    def __init__(self, file: io.BytesIO, **options: Any) -> None:
+        super().__init__(file, **options)
+        self._looks = _LOOKS_PER_BYTE * len(file.getbuffer())
+        self._names: dict[tuple[str, str], Any] = {}
+        self._allowed: dict[int, Any] = {}  # by identity, as the following, which keeps them alive
+        self._inside: dict[int, Any] = {}  # lists and dicts that objects have got as parts
+        self._numbers: dict[int, int] = {}  # in the memo
+        self._used = set[int]()  # numbers of what was referred to by way of the memo
 
-    def readable(self) -> bool:
-        return True
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._names:
+            if len(self._names) == _GLOBALS_MAX:
+                raise pickle.UnpicklingError("it names too many classes and functions")
+            self._names[module, name] = _asked(module, name)
+        found = self._names[module, name]
+        if type(found) is Note:
+            return Note(found.maker)  # one for each object
+        self._allowed[id(found)] = found
+        return found
 
-    def writable(self) -> bool:
-        return True
+    def _part_left_out(self, *parts: Any) -> str | None:
+        """Returns the maker of a note among the parts of an object; None if there is none."""
+        ahead, seen = [*reversed(parts)], set[int]()
+        while ahead:
+            part = ahead.pop()
+            if type(part) is Note:
+                return part.maker
+            if type(part) not in _NESTS or id(part) in seen:
+                continue
+            seen.add(id(part))
+            self._looks -= 1 + len(part)
+            if self._looks < 0:
+                raise pickle.UnpicklingError("its values refer to each other over and over")
+            if type(part) is not tuple:
+                self._inside[id(part)] = part
+            ahead += [*part, *part.values()] if type(part) is dict else part
+        return None
 
-    def seekable(self) -> bool:
-        return True
+    def _make(self, how: Callable[..., Any]) -> None:
+        arguments, named = self.stack.pop(), self.stack.pop()
+        maker = left_out(named) or self._part_left_out(arguments)
+        # Those of torch's tensor classes are checked by torch's own reader, and never written.
+        if maker is None and (id(named) not in self._allowed or named in torch._tensor_classes):
+            maker = type(named).__qualname__
+        self.append(how(named, *arguments) if maker is None else Note(maker))
 
-    def tell(self) -> int:
-        return self._position
+    def _load_reduce(self) -> None:
+        self._make(lambda function, *arguments: function(*arguments))
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.nbytes}
-        self._position = max(0, bases[whence] + offset)
-        return self._position
+    def _load_newobj(self) -> None:
+        self._make(lambda kind, *arguments: kind.__new__(kind, *arguments))
 
-    def readinto(self, target: Any) -> int:
-        view = memoryview(target).cast("B")
-        nbytes = max(0, min(len(view), self.nbytes - self._position))
-        before = max(0, min(nbytes, self._split - self._position))
-        if before:
-            self._base.seek(self._position)
-            self._base.readinto(view[:before])
-        if nbytes > before:
-            begin = self._position + before - self._split
-            view[before:nbytes] = self._end[begin : begin + nbytes - before]
-        self._position += nbytes
-        return nbytes
+    def _load_build(self) -> None:
+        made, state = self.stack[-2:]
+        kind = type(made)
+        is_allowed = kind not in (Note, torch.Tensor, torch.nn.Parameter)  # never written, either
+        if is_allowed and self.find_class(kind.__module__, kind.__qualname__) is kind:
+            maker = self._part_left_out(state)
+            if maker is None:
+                super().load_build()
+                return
+        else:
+            maker = f"{kind.__module__}.{kind.__qualname__}"
+        self.stack.pop()
+        self._leave_out(maker)
 
-    def write(self, content: Any) -> int:
-        if not self._end:
-            self._split = min(self._split, self._position)
-        begin = self._position - self._split
-        self._end[begin : begin + len(content)] = content
-        self._position += len(content)
-        self.nbytes = self._split + len(self._end)
-        return len(content)
+    def _leave_out(self, maker: str) -> None:
+        """Puts a note in the place of the last object, which has got a part that was left out."""
+        value = self.stack[-1]
+        if type(value) is Note:
+            return
+        number = self._numbers.pop(id(value), -1)
+        if number in self._used or id(value) in self._inside:
+            raise pickle.UnpicklingError("a part of an object that was referred to is refused")
+        self.stack[-1] = Note(maker)
+        if number >= 0:
+            self.memo[number] = self.stack[-1]
 
-    def truncate(self, size: int | None = None) -> int:
-        del self._end[self._position - self._split if size is None else size - self._split :]
-        self.nbytes = self._split + len(self._end)
-        return self.nbytes
+    def _add(self, kinds: tuple[type, ...], parts: list[Any], add: Callable[[Any], None]) -> None:
+        """Adds parts, items of a list or keys and values, to the last object."""
+        value, maker = self.stack[-1], None
+        if type(value) not in kinds:
+            maker = f"{type(value).__module__}.{type(value).__qualname__}"
+        elif type(value) not in _NESTS or id(value) in self._inside:
+            maker = self._part_left_out(*parts)
+        elif type(value) is dict and not {type(key) for key in parts[::2]} <= {*_UNSEEN}:
+            maker = self._part_left_out(*parts[::2])
+        if maker is None:
+            add(value)
+        else:
+            self._leave_out(maker)
+
+    def _load_append(self) -> None:
+        item = self.stack.pop()
+        self._add((list,), [item], lambda value: value.append(item))
+
+    def _load_appends(self) -> None:
+        items = self.pop_mark()
+        self._add((list,), items, lambda value: value.extend(items))
+
+    def _load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def _load_setitems(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        pairs = [*zip(items[::2], items[1::2], strict=True)]
+
+        def put(value: Any) -> None:
+            for key, item in pairs:
+                value[key] = item
+
+        self._add(_MAPPINGS, items, put)
+
+    def _put(self, number: int) -> None:
+        value = self.stack[-1]
+        if not isinstance(value, _UNSEEN):
+            if id(value) in self._numbers:
+                raise pickle.UnpicklingError("a value is in the memo twice")
+            self._numbers[id(value)] = number
+        if number in self.memo:
+            raise pickle.UnpicklingError("a number is in the memo twice")
+        self.memo[number] = value
+
+    def _get(self, number: int) -> None:
+        self._used.add(number)
+        self.append(self.memo[number])
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **{code: _Python.dispatch[code] for code in map(_code, _OPCODES.split())},
+        pickle.REDUCE[0]: _load_reduce,
+        pickle.NEWOBJ[0]: _load_newobj,
+        pickle.BUILD[0]: _load_build,
+        pickle.APPEND[0]: _load_append,
+        pickle.APPENDS[0]: _load_appends,
+        pickle.SETITEM[0]: _load_setitem,
+        pickle.SETITEMS[0]: _load_setitems,
+        pickle.BINPUT[0]: lambda self: self._put(self.read(1)[0]),
+        pickle.LONG_BINPUT[0]: lambda self: self._put(int.from_bytes(self.read(4), "little")),
+        pickle.BINGET[0]: lambda self: self._get(self.read(1)[0]),
+        pickle.LONG_BINGET[0]: lambda self: self._get(int.from_bytes(self.read(4), "little")),
+    }

@@ -17,7 +17,7 @@ from uuid import uuid4
 from fastckpt.arguments.checks import check_choice
 from fastckpt.arguments.near_names import listed
 from fastckpt.errors import IncompatibleCheckpoint
-from fastckpt.formats.pickle_cuts import left_out
+from fastckpt.formats.partial_objects import left_out
 from fastckpt.formats.value_names import joined, keys_of
 from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, unescaped
 

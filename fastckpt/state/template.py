@@ -15,8 +15,7 @@ import torch
 
 from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.errors import IncompatibleCheckpoint, retold
-from fastckpt.formats.partial_objects import notes_in
-from fastckpt.formats.pickle_cuts import left_out
+from fastckpt.formats.partial_objects import left_out, notes_in
 from fastckpt.formats.value_names import joined
 from fastckpt.plan.boxes import Box
 from fastckpt.state.dtensors import dtensor_part
