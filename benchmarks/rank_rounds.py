@@ -30,7 +30,6 @@ from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import StepPlace
 from fastckpt.steps.plan import StepPlan
 from fastckpt.steps.root import Steps
-from fastckpt.steps.shared_shard import Pool
 
 TIMEOUT_S = 120.0
 BUDGET_BYTES = 1 << 30
@@ -79,7 +78,7 @@ def one_save(ranks: int, directory: Path) -> list[dict[str, int]]:
         round_ = speakers[rank].begin("step 0", TIMEOUT_S)
         steps = Steps(pipeline.storage, str(directory))
         place = StepPlace(steps, round_, 0, options)
-        lent = (pipeline.storage, Pool(), lambda _keys: None)
+        lent = (pipeline.storage, lambda _keys: None)
         plan = StepPlan(handle, round_, 0, content, place, options, *lent)
         return Save(handle, round_, plan, place, options, fence="call", lane=steps.root)
 

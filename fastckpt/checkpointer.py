@@ -59,7 +59,6 @@ from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import StepPlace
 from fastckpt.steps.plan import StepPlan
 from fastckpt.steps.shared_reads import Spread
-from fastckpt.steps.shared_shard import SharedMemory
 from fastckpt.tiers.local_tier import LocalTier
 from fastckpt.tiers.place import NodePlace
 from fastckpt.tiers.restore import first_whole_of_tiers
@@ -121,8 +120,8 @@ class Checkpointer:
         reuse: None, or "auto": what a shard has in common with the same rank's shard of the last
             step is shared with it on the disk, and not written again, where the file system can
             clone ranges (XFS, btrfs): for frozen weights. Each step stays whole if others are
-            removed, but damage to shared bytes is one to all that share them. Not with codec,
-            writers_per_node or staging="gds"; with `local`, only there.
+            removed, but damage to shared bytes is one to all that share them. Not with codec or
+            staging="gds"; with `local`, only there.
         check_finite: whether a step is refused, on all ranks, if it has floating-point numbers that
             are infinite or not a number, as they were copied: result() raises CheckpointError on
             the rank that has them, naming the first in its shard, PeerFailed elsewhere. Looks at
@@ -132,12 +131,9 @@ class Checkpointer:
         staging, stripe, backend, durable: as fastckpt.save's.
         drain_rate: the most bytes per second that a node writes, as a number or a text such as
             "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. This and
-            the next three arguments spare storage that others use, too. They delay writing, never
+            max_writers spare storage that others use, too. They delay writing, never
             the copy that save() waits for (but see staging_bytes); all ranks pass the same.
-        start_jitter_s: each rank begins to write at a random moment within so many seconds.
         max_writers: the most ranks that write at a time; None: all. timeout_s includes the wait.
-        writers_per_node: shards below 256 MiB go into so many files for each node instead of one
-            file for each rank; not with codec or local.
         timeout_s: the most seconds that ranks wait for each other in one call, and that a save goes
             on though none of its writes gets on. Default: 600.
         log: whether the first rank appends a line of JSON about each save, with the clocks of all
@@ -193,9 +189,7 @@ class Checkpointer:
         backend: BackendName = "auto",
         durable: bool = True,
         drain_rate: float | str | None = None,
-        start_jitter_s: float = 0.0,
         max_writers: int | None = None,
-        writers_per_node: int | None = None,
         timeout_s: float = TIMEOUT_S,
         log: bool = False,
         export: HuggingFace | None = None,
@@ -213,7 +207,7 @@ class Checkpointer:
         optional(check_callable, "before_commit", before_commit)
         signals = optional(check_signals, "stop_signals", stop_signals)
         SignalHandlers.check(signals or ())
-        pacing = Pacing(drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s)
+        pacing = Pacing(drain_rate, max_writers, timeout_s)
         how = (backend, durable, staging_bytes, staging, stripe, pacing)
         kept = (keep_last, keep_every, local, keep_local)
         self._options = StepOptions(*how, codec, *kept, reuse, check_finite)
@@ -221,7 +215,7 @@ class Checkpointer:
         self.group = default_group() if group is None else group
         self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
         self._open = OpenRoot(pipeline.current().storage, self.root, takeover)
-        self._steps, self._pool = self._open.steps, SharedMemory()
+        self._steps = self._open.steps
         self.restored_from, self.differences = dict[str, str](), _NO_DIFFERENCES
         self._reader: StepReader | None = None  # of the restore that is running
         self._logs, self._on_commit, self._before_commit = log, on_commit, before_commit
@@ -252,9 +246,9 @@ class Checkpointer:
             step: 0 or more. If the step exists, the commit of this one replaces it.
             state: see the class.
             deadline_s: in how many seconds from now the job will end, such as after
-                stop_requested(); all ranks pass one, or none does. drain_rate, start_jitter_s and
-                max_writers then do not delay this save, and without `local` the first two no longer
-                delay those in flight either, for whose commits it waits. No export is begun. With
+                stop_requested(); all ranks pass one, or none does. drain_rate and max_writers
+                then do not delay this save, and without `local` drain_rate no longer delays those
+                in flight either, for whose commits it waits. No export is begun. With
                 `local` it waits for no other step's drain, and goes to the nodes first, as ever;
                 but straight to the root if, by the times of the last step that was drained, it is
                 in the root in time only so, with a third of the time to spare. The error of an
@@ -317,7 +311,7 @@ class Checkpointer:
                 watch=self._fence == "step",
                 checks_numbers=options.check_finite,
             )
-            lent = (current.storage, self._pool, self._memo.note_unequal)
+            lent = (current.storage, self._memo.note_unequal)
             plan = StepPlan(handle, agreement, step, content, place, options, *lent)
             parts = (handle, agreement, plan, place, options, self._before_commit)
             save = Save(*parts, fence=self._fence, lane=self.root)
@@ -525,7 +519,6 @@ class Checkpointer:
             pipeline.current().wait_for(lane, ended=True)
         pipeline.current().rates.forget(self.root)
         self._opened.close()
-        self._pool.close()
         self._open.close()
         if self._stop is not None:
             self._handlers.close()  # only now: a second signal must not end what was waited for

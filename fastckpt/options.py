@@ -6,8 +6,7 @@ The module must not know how any of it is done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import isfinite
+from dataclasses import dataclass
 
 from fastckpt.arguments.checks import (
     BACKENDS,
@@ -19,7 +18,6 @@ from fastckpt.arguments.checks import (
     check_choice,
     check_count,
     check_flag,
-    check_number,
     check_rate,
     check_size,
     check_stripe,
@@ -33,30 +31,18 @@ class Pacing:
     """Limits that spare storage which others use, too. None and 0: no limit.
 
     Args:
-        drain_rate, start_jitter_s, max_writers, writers_per_node, timeout_s: as Checkpointer's.
+        drain_rate, max_writers, timeout_s: as Checkpointer's.
 
     Raises:
         ValueError, TypeError: one of them is out of range, or of another type.
     """
 
     drain_rate: float | str | None = None
-    start_jitter_s: float = 0.0
     max_writers: int | None = None
-    writers_per_node: int | None = None
     timeout_s: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
-        jitter_s, timeout_s = self.start_jitter_s, self.timeout_s
-        check_number("start_jitter_s", jitter_s, "a number of seconds")
-        if not (isfinite(jitter_s) and jitter_s >= 0):
-            raise ValueError(f"start_jitter_s is {jitter_s}, must be seconds, 0 or more")
-        if jitter_s and jitter_s >= timeout_s:
-            raise ValueError(
-                f"start_jitter_s is {jitter_s}, must be below timeout_s ({timeout_s}): "
-                "after that the other ranks give up on one that has not written"
-            )
         optional(check_count, "max_writers", self.max_writers)
-        optional(check_count, "writers_per_node", self.writers_per_node)
         _ = self.rate
 
     @property
@@ -65,25 +51,19 @@ class Pacing:
         return optional(check_rate, "drain_rate", self.drain_rate)
 
     def __bool__(self) -> bool:
-        return bool(
-            self.drain_rate or self.start_jitter_s or self.max_writers or self.writers_per_node
-        )
+        return bool(self.drain_rate or self.max_writers)
 
     def undelayed(self) -> Pacing:
-        """Returns those limits alone that do not delay writing."""
-        return replace(self, drain_rate=None, start_jitter_s=0.0, max_writers=None)
+        """Returns the same without the limits."""
+        return Pacing(timeout_s=self.timeout_s)
 
     def text(self) -> str:
         """Returns the limits in words; "" if there are none."""
         asked = []
         if self.rate is not None:
             asked.append(f"drain_rate {self.rate / 1e6:g} MB/s a node")
-        if self.start_jitter_s:
-            asked.append(f"start_jitter_s {self.start_jitter_s:g}")
         if self.max_writers is not None:
             asked.append(f"max_writers {self.max_writers}")
-        if self.writers_per_node is not None:
-            asked.append(f"writers_per_node {self.writers_per_node}")
         return ", ".join(asked)
 
 

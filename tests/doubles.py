@@ -139,8 +139,6 @@ class Recorder(Storage):
 
 def _subject(name: str, args: tuple[Any, ...]) -> str:
     """The path that a call is about."""
-    if name == "open_of":  # another process's descriptor
-        return "/proc/{}/fd/{}".format(*args)
     subject = args[0] if args else ""  # what has no name is made of nothing
     return path_of(subject) if isinstance(subject, int) else subject
 

@@ -16,7 +16,6 @@ FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
 CALL_S = 0.02  # a call that copies nothing; README.md has 0.012 s for 2 GiB
 SHARED_STRIPES_MAX = 48
 TIMEOUT_S = 600.0
-GATHERED_BYTES_MAX = 256 * MIB  # a shard of this size or more has a file of its own
 
 COPIES = "GPU-to-host copies"
 STAGING = "staging memory"
@@ -240,10 +239,8 @@ def arguments(job: Job, advised: Advice) -> dict[str, float]:
     """Returns arguments of Checkpointer that spare the storage without delaying checkpoints; others
     are best left at their defaults. The drain_rate has two digits, rounded up.
     """
-    found: dict[str, float] = {"writers_per_node": advised.writers_per_node}
-    if job.rank_bytes >= GATHERED_BYTES_MAX or advised.writers_per_node == job.ranks_per_node:
-        del found["writers_per_node"]
-    if advised.writers < job.ranks and "writers_per_node" not in found:
+    found: dict[str, float] = {}
+    if advised.writers < job.ranks:
         found["max_writers"] = advised.writers
     if advised.pace_rate < advised.root_rate / job.nodes:
         digit = 10 ** (floor(log10(advised.pace_rate)) - 1)

@@ -278,7 +278,7 @@ class Staging:
             if route.direct:
                 # Pages that others write to, too, need a descriptor without O_DIRECT.
                 with reported("open", path):
-                    buffered = self.storage.open_of(os.getpid(), fd)
+                    buffered = self.storage.reopen(fd)
                 opened.callback(close_quietly, self.storage, buffered)
             backend.add(fd, scatterer.of_engine, buffered)
             opened.callback(backend.remove, fd)

@@ -63,10 +63,6 @@ class TokenBuckets:
             self._whole.discard(owner)
             self._lifted.discard(owner)
 
-    def is_lifted(self, owner: str) -> bool:
-        """Returns whether the owner's rate is lifted."""
-        return owner in self._lifted
-
 
 def grain_bytes(bytes_per_s: float) -> int:
     """Returns the size of a write: a multiple of _GRAIN_BYTES_MIN, at most a block."""

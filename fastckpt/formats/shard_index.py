@@ -38,7 +38,6 @@ FORMAT, VERSION = "fastckpt-index", 4
 INDEX_BYTES_MAX = 1 << 30
 PER_RANK = "fastckpt.per_rank"
 _PER_RANK_OF = f"{PER_RANK}~rank"
-_PADDING_BEFORE = "fastckpt.padding~rank"
 # Version 1 has no values of ranks other than the writer, version 2 has; neither has the codec
 # "planes" or hashes, and no version before 4 what is derived. What older readers understand is
 # written for them.
@@ -411,11 +410,6 @@ def index_name(rank: int) -> str:
 def per_rank_key(rank: int) -> str:
     """Returns the key of a gathered rank's values; in tensors' keys, a digit follows each `~`."""
     return f"{_PER_RANK_OF}{rank}"
-
-
-def padding_key(rank: int) -> str:
-    """Returns the name of the zeros before a rank's part of a file that another rank wrote."""
-    return f"{_PADDING_BEFORE}{rank}"
 
 
 def is_per_rank(piece: Piece) -> bool:

@@ -7,8 +7,6 @@ what is written, nor where to. Everything here delays writing, never staging.
 from __future__ import annotations
 
 import time
-from functools import partial
-from random import SystemRandom
 
 from fastckpt.engine.staging import Route
 from fastckpt.engine.token_buckets import TokenBuckets
@@ -20,8 +18,6 @@ from fastckpt.ranks import nodes
 from fastckpt.ranks.round import HEED_S, Round
 
 _LOOK_S = 2.0  # how often a paced write looks whether another rank has failed
-_JITTER_LOOK_S = 1.0
-_random = SystemRandom()  # leaves alone the generators that the user seeds
 
 
 class Pace:
@@ -64,22 +60,12 @@ class Pace:
         self._stats.pacing = pacing.text()
 
     @property
-    def gathers(self) -> bool:
-        """True if shards of several ranks are to go into one file."""
-        return self._pacing.writers_per_node is not None and self._agreement.world_size > 1
-
-    @property
-    def files_per_node(self) -> int:
-        """The number of files per node that shards are to go into."""
-        return self._pacing.writers_per_node or 1
-
-    @property
     def meets(self) -> bool:
         """True if ranks of a node share its rate, so that they have to meet() in each save."""
         return self._pacing.rate is not None and self._agreement.world_size > 1
 
-    def meet(self, nbytes: int) -> list[nodes.Neighbour]:
-        """Returns the ranks of this node, with the bytes that each has to write. All ranks call it.
+    def meet(self, nbytes: int) -> None:
+        """Learns how much each rank of this node has to write. All ranks call it.
 
         Raises:
             PeerFailed: another rank failed, or is missing.
@@ -87,8 +73,7 @@ class Pace:
         # A launcher's variables tell how many ranks the node has, but not how much they write, and
         # shares of the rate are in proportion to that, so that all end together.
         neighbours = nodes.neighbours(self._agreement, nbytes)
-        self._writers = {each.rank: each.nbytes for each in neighbours if each.nbytes}
-        return neighbours
+        self._writers = {rank: nbytes for rank, nbytes in neighbours.items() if nbytes}
 
     def share(self, nbytes: int) -> None:
         """Takes this rank's share of its node's rate, to write `nbytes`.
@@ -132,12 +117,6 @@ class Pace:
             return
         self.share(nbytes)
         began = time.monotonic()
-        if nbytes and self._pacing.start_jitter_s:
-            until = began + _random.uniform(0, self._pacing.start_jitter_s)
-            lifted = partial(self._rates.is_lifted, self._owner)
-            while (left := until - time.monotonic()) > 0 and not lifted():
-                time.sleep(min(left, _JITTER_LOOK_S))
-                self._agreement.check()
         most = self._pacing.max_writers
         if most is not None:
             # One after the other, so that all blame the rank that is late, and not one that waits.

@@ -143,6 +143,3 @@ class Plan:
 
     def release(self) -> None:
         """Drops every reference to what was saved."""
-
-    def committed(self) -> None:
-        """Learns that the save was committed, after the caller has been told."""

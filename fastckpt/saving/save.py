@@ -212,11 +212,9 @@ class Save(Job):
             self.plan.release()
 
     def end(self, pipeline: Pipeline) -> None:
-        plan, self.plan = self.plan, None
+        self.plan = None
         failure = self.handle.failure()
         super().end(pipeline)
-        if plan is not None and failure is None:
-            plan.committed()
         self.place.end(pipeline, failure)
 
 

@@ -48,10 +48,6 @@ class StepOptions(WriteOptions):
         optional(check_count, "keep_local", self.keep_local)
         if self.local_path is None and self.keep_local is not None:
             raise ValueError("keep_local without local: there is no local tier to keep steps in")
-        if self.local_path is not None and self.pacing.writers_per_node is not None:
-            raise ValueError("writers_per_node with local: the local tier has a file for each rank")
-        if self.codec is not None and self.pacing.writers_per_node is not None:
-            raise ValueError("writers_per_node with codec: each compressed shard has its own file")
         check_choice("reuse", self.reuse, REUSES)
         if self.reuse is not None:
             self._check_reuse()
@@ -69,7 +65,5 @@ class StepOptions(WriteOptions):
     def _check_reuse(self) -> None:
         if self.codec is not None:
             raise ValueError("reuse with codec: compressed blocks have no fixed place in a file")
-        if self.pacing.writers_per_node is not None:
-            raise ValueError("reuse with writers_per_node: each rank reuses a file of its own")
         if self.staging == "gds":
             raise ValueError('reuse with staging="gds": what is hashed has to be in host memory')

@@ -31,8 +31,6 @@ from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import AnyStepPlace
 from fastckpt.steps.reuse import Reuse
 from fastckpt.steps.shard import Shard
-from fastckpt.steps.shared_shard import AnyShard, Gathered, Gathering, Guest, SharedMemory, is_small
-from fastckpt.steps.shared_shard_layout import part_of
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
 
@@ -42,7 +40,6 @@ class StepPlan(Plan):
 
     Args:
         content: this rank's part of the state.
-        pool: memory in which ranks of a node describe shards that share a file.
         differing: called with the keys of tensors whose contents differ between ranks.
     """
 
@@ -55,7 +52,6 @@ class StepPlan(Plan):
         place: AnyStepPlace,
         options: StepOptions,
         storage: Storage,
-        pool: SharedMemory,
         differing: Callable[[set[str]], None],
     ) -> None:
         super().__init__(content.reads, content.watched)
@@ -68,11 +64,9 @@ class StepPlan(Plan):
         self._place = place
         self._options = options
         self._storage = storage
-        self._pool = pool
         self._differing = differing
         self._shard: _ShardOutput | None = None
         self._objects: _ObjectsOutput | None = None
-        self._gathering: Gathering | None = None
         self._nonce = ""
 
     def lay_out(self, pace: Pace) -> list[Output]:
@@ -82,18 +76,15 @@ class StepPlan(Plan):
         if self._options.reuse is not None:
             reuse = Reuse(agreement.rank, self._handle.stats)
         own = Shard(content.leaves, content.per_rank, agreement.rank, by_size=reuse is not None)
-        if pace.gathers:
-            self._gathering = Gathering(self._pool, self._storage, agreement, self._handle)
         names = own.look_at_numbers() if self._options.check_finite else []
-        if self.whole or pace.gathers or names:
+        if self.whole or names:
             self.way = "host"
         description = content.description
         compared = comparable(content.leaves, agreement.world_size, description.first_rank)
         description.sample(compared, zlib.crc32(agreement.label.encode()))
-        part = part_of(own.image) if pace.gathers and is_small(own) else own.image
         path, how = self._handle.path, (self._place, self._options)
         stats = self._handle.stats
-        self._shard = _ShardOutput(own, part, path, agreement, self._storage, *how, reuse, stats)
+        self._shard = _ShardOutput(own, path, agreement, self._storage, *how, reuse, stats)
         self._shard.names = names
         captured, content.objects = content.objects, None
         if captured is None:
@@ -107,18 +98,12 @@ class StepPlan(Plan):
         return self._content.description.samples()
 
     def agree(self, pace: Pace, nbytes: int) -> None:
-        output, gathering = self._shard, self._gathering
-        assert output is not None
-        if gathering is not None:
-            gathering.lend(output.own)
-        meets = pace.meets or (gathering is not None and not self._pool.is_settled)
-        self._nonce, meets = self._place.agree(meets)
-        output.nonce = self._nonce
+        assert self._shard is not None
+        self._nonce, meets = self._place.agree(pace.meets)
+        self._shard.nonce = self._nonce
         self._handle.path = self._place.step.path()
         if meets:
-            self._pool.neighbours = pace.meet(nbytes)
-        if gathering is not None:
-            output.shard = gathering.place(output.own, output.image, pace.files_per_node)
+            pace.meet(nbytes)
 
     def compare(self) -> None:
         assert self._content is not None
@@ -157,25 +142,18 @@ class StepPlan(Plan):
     def release(self) -> None:
         self._content = self._shard = self._objects = None
 
-    def committed(self) -> None:
-        if self._gathering is not None:
-            self._pool.is_settled = True
-
 
 class _ShardOutput(Output):
-    """This rank's shard: a file, or a part of the one that ranks of a node share.
+    """The file of this rank's shard.
 
     Attributes:
-        own: the shard laid out as a file of its own.
-        shard: the shard as it is written, once ranks have agreed on who shares a file.
         nonce: the save's, for the index.
         record: the manifest's entry for the shard, once the files have been written.
     """
 
     def __init__(
         self,
-        own: Shard,
-        part: Image,
+        shard: Shard,
         path: str,
         agreement: Round,
         storage: Storage,
@@ -184,9 +162,8 @@ class _ShardOutput(Output):
         reuse: Reuse | None,
         stats: SaveStats,
     ) -> None:
-        super().__init__(part, path)
-        self.own = own
-        self.shard: AnyShard = own
+        super().__init__(shard.image, path)
+        self._shard = shard
         self.nonce, self.record = "", b""
         self._storage = storage
         self._place = place
@@ -198,24 +175,15 @@ class _ShardOutput(Output):
         self._roundings = Roundings()
         self._stats = stats
 
-    @property
-    def nbytes(self) -> int:
-        return self.shard.head.body_nbytes + self.image.body_nbytes
-
     def known(self, files: ExitStack) -> Cloner | None:
-        if self._reuse is None or self.own.is_empty:
+        if self._reuse is None or self._shard.is_empty:
             return None
-        return self._reuse.known(self._place.lasting, self.own.nbytes, files)
+        return self._reuse.known(self._place.lasting, self._shard.nbytes, files)
 
     def open(self) -> None:
-        shard, file, step, codec = self.shard, self.file, self._place.step, self._options.codec
+        shard, file, step, codec = self._shard, self.file, self._place.step, self._options.codec
         self._writer = None
         if shard.is_empty:
-            return
-        if isinstance(shard, Guest):
-            fd, path = shard.open(), step.path(shard_name(shard.host, codec))
-            self.begin = shard.begin
-            file.join(fd, path, offset=None if shard.is_direct else shard.begin)
             return
         path, make = step.path(self._name), partial(step.made, self._name)
         purpose = Purpose(shard.nbytes, 1, self._options.striping, self._place.directory)
@@ -223,43 +191,29 @@ class _ShardOutput(Output):
             make_file = partial(file.make, make, purpose, path)
             self._reuse.open(step.steps, file, path, shard.nbytes, make_file)
             return
-        timed = codec is None and isinstance(shard, Shard) and not self._options.pacing
+        timed = codec is None and not self._options.pacing
         file.make(make, purpose, path, allocates=codec is None, timed=timed)
-        self.begin = shard.begin
-        if isinstance(shard, Gathered):
-            shard.announce(file.fd, file.route.direct)
         if codec is not None:
             sizes = (shard.nbytes, BLOCK_BYTES)
             if codec == "planes":
-                self._roundings = self.own.roundings()
-            encoder = encoder_of(codec, self.own.runs(), BLOCK_BYTES, self._roundings)
+                self._roundings = self._shard.roundings()
+            encoder = encoder_of(codec, self._shard.runs(), BLOCK_BYTES, self._roundings)
             self._writer = FrameWriter(self._storage, file.fd, path, *sizes, encoder)
             file.through(self._writer.transfer)
 
     def fill_in(self) -> None:
-        shard, file = self.shard, self.file
-        if not isinstance(shard, Shard):
-            shard.describe(file.transfer.slot_crcs())
-        if isinstance(shard, Gathered):
-            file.add(shard.head, 0)
+        """Does nothing: the checksums of a shard are in its index."""
 
     def end(self) -> None:
-        shard, file, step = self.shard, self.file, self._place.step
-        if isinstance(shard, Guest):
-            shard.written()
-            return
-        if isinstance(shard, Gathered):
-            shard.wait_written()
-            index = shard.index(self.nonce, self._name)
-        else:
-            frames = () if self._writer is None else self._writer.frames()
-            crcs = file.transfer.block_crcs()
-            hashes = None if self._reuse is None else self._reuse.hashes(crcs)
-            derived = self._stats.derived_nbytes = self._roundings.derived_nbytes
-            coded = (self._options.codec, frames, hashes, derived)
-            index = shard.index(self.nonce, self._name, crcs, *coded)
-            if self._reuse is not None:
-                self._reuse.note(index)
+        shard, file, step = self._shard, self.file, self._place.step
+        frames = () if self._writer is None else self._writer.frames()
+        crcs = file.transfer.block_crcs()
+        hashes = None if self._reuse is None else self._reuse.hashes(crcs)
+        derived = self._stats.derived_nbytes = self._roundings.derived_nbytes
+        coded = (self._options.codec, frames, hashes, derived)
+        index = shard.index(self.nonce, self._name, crcs, *coded)
+        if self._reuse is not None:
+            self._reuse.note(index)
         file.end(shard.nbytes)
         name, content = index_name(self._rank), index.to_bytes()
         step.write(name, content, file.fd, self._options.durable)

@@ -43,10 +43,7 @@ class Shard:
     Attributes:
         image: the file's; empty if the shard is.
         nbytes: the size of the file.
-        begin, head: the offset of the image in the file, and what this rank writes before it.
     """
-
-    begin = 0
 
     def __init__(
         self, leaves: Sequence[Leaf], per_rank: bytes, rank: int, *, by_size: bool = False
@@ -83,7 +80,6 @@ class Shard:
         if self.is_empty:
             self.image = Image.tailless()
         self.nbytes = self.image.body_nbytes
-        self.head = Image.tailless()
 
     def runs(self) -> list[ItemRun]:
         """Returns where runs of equal items begin in the file, of which the header is the first."""
@@ -140,39 +136,21 @@ class Shard:
             for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False)
         ]
         own = (self._offsets[-1], self._per_rank_nbytes) if self._per_rank_nbytes else None
-        how = (nonce, name, block_crcs, pieces, own, codec, frames, hashes, derived_nbytes)
-        return index_of(self._rank, self.nbytes, *how)
-
-
-def index_of(
-    rank: int,
-    nbytes: int,
-    nonce: str,
-    name: str,
-    block_crcs: list[int],
-    pieces: Sequence[Piece],
-    per_rank: tuple[int, int] | None,
-    codec: str | None = None,
-    frames: tuple[int, ...] = (),
-    hashes: ChunkHashes | None = None,
-    derived_nbytes: int = 0,
-) -> ShardIndex:
-    """Returns the index of a file of so many bytes, uncompressed, once this rank has written it."""
-    return ShardIndex(
-        nonce=nonce,
-        rank=rank,
-        file=name,
-        file_nbytes=nbytes if codec is None else sum(frames),
-        nbytes=nbytes,
-        block_bytes=BLOCK_BYTES,
-        block_crcs=tuple(block_crcs),
-        codec=codec,
-        frames=frames,
-        pieces=tuple(pieces),
-        per_rank=per_rank,
-        hashes=hashes,
-        derived_nbytes=derived_nbytes,
-    )
+        return ShardIndex(
+            nonce=nonce,
+            rank=self._rank,
+            file=name,
+            file_nbytes=self.nbytes if codec is None else sum(frames),
+            nbytes=self.nbytes,
+            block_bytes=BLOCK_BYTES,
+            block_crcs=tuple(block_crcs),
+            codec=codec,
+            frames=frames,
+            pieces=tuple(pieces),
+            per_rank=own,
+            hashes=hashes,
+            derived_nbytes=derived_nbytes,
+        )
 
 
 def held_of(leaf: Leaf) -> Held:

@@ -291,9 +291,9 @@ class Storage:
         """Makes a file in memory, without a name, that is gone when closed (memfd_create(2))."""
         return _noted(os.memfd_create("fastckpt", os.MFD_CLOEXEC))
 
-    def open_of(self, pid: int, fd: int) -> int:
-        """Opens a file that another process has open, if this one may see that one's memory."""
-        return _noted(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+    def reopen(self, fd: int) -> int:
+        """Opens a file once more, for reading and writing, with none of the descriptor's flags."""
+        return _noted(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
 
     def close(self, fd: int) -> None:
         """Closes a descriptor and releases its lock, even if a child of fork() has a copy."""

@@ -111,12 +111,12 @@ def refuse(member: Member, root: str, refusing: int) -> tuple[list[Outcome], lis
         return outcomes, digests, checkpointer.latest()
 
 
-def refuse_numbers(member: Member, root: str, options: dict[str, Any]) -> tuple[Outcome, Outcome]:
+def refuse_numbers(member: Member, root: str) -> tuple[Outcome, Outcome]:
     """All ranks hold a tensor that ends with a number which is none, then one without; returns what
     came of either step.
     """
     held = {"w": torch.ones(2 * MIB // 4), "small": torch.ones(3)}
-    with Checkpointer(root, check_finite=True, **options) as checkpointer:
+    with Checkpointer(root, check_finite=True) as checkpointer:
         held["w"][-1] = torch.nan
         refused = attempt(checkpointer.save(1, held).result)
         held["w"][-1] = 1.0

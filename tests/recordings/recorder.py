@@ -37,7 +37,7 @@ PLENTY_BYTES = 1 << 50
 ANOTHER_LAYOUT = Layout(4, 1 << 20, osts=(1, 2, 3, 5))
 # Their results are descriptors, or numbers that mean nothing elsewhere.
 _SILENT = {"create", "open", "open_known", "open_to_lock", "open_to_write", "open_regular"}
-_SILENT |= {"open_directory", "open_of", "scratch", "identity", "free_bytes"}
+_SILENT |= {"open_directory", "reopen", "scratch", "identity", "free_bytes"}
 _TEMPORARY = re.compile(r"\.[^./]*-(?P<pid>\d+)-\d+-\d+\.tmp")
 
 
@@ -234,8 +234,6 @@ def _line(operation: Operation, result: str) -> str:
         shown = f"{args[0]} bytes at {args[1]}"
     else:
         shown = " ".join(filter(None, map(_argument_text, args)))
-    if name == "open_of":  # the number of a descriptor, which tells of the process alone
-        shown = ""
     if name == "create" and args:
         shown = " ".join([oct(args[0]), *filter(None, map(_argument_text, args[1:]))])
     return "  ".join(filter(None, (f"{name:<15}", operation.path, shown, result)))

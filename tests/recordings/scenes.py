@@ -141,10 +141,6 @@ def checkpointer(stage: Stage, **options: Any) -> Checkpointer:
     return Checkpointer(stage.root / "run", group=stage.group, timeout_s=WAIT_S, **options)
 
 
-def save_gathered(stage: Stage, number: int, variant: Variant) -> None:
-    save_steps(stage, number, variant._replace(codec=None), writers_per_node=1)
-
-
 def save_tiered(stage: Stage, number: int, variant: Variant) -> None:
     save_steps(stage, number, variant, local=stage.local)
 
@@ -446,7 +442,6 @@ def _saves() -> dict[str, Cast]:
         "stock": (save_by_torch, 1, ("", "over", "not-durable", "rename-fails")),
         "step": (save_steps, 1, (*ALONE, "zstd", *FAILING)),
         "step-by-2": (save_steps, 2, (*ALONE, "zstd")),
-        "gathered-by-2": (save_gathered, 2, ALONE),
         "tiered": (save_tiered, 1, (*ALONE, "zstd", "sync-fails", "rename-fails")),
         "tiered-by-2": (save_tiered, 2, ("", "not-durable", "zstd")),
         "items": (save_items, 1, (*ALONE, *FAILING)),
@@ -485,7 +480,6 @@ def _loads() -> dict[str, Cast]:
         "restore-step-direct": Cast(partial(loading, save_steps, restore, **direct), 1),
         "restore-step-zstd": Cast(partial(loading, save_steps, restore, name="zstd"), 1),
         "restore-step-by-2": Cast(partial(loading, save_steps, restore), 2),
-        "restore-step-gathered-by-2": Cast(partial(loading, save_gathered, restore), 2),
         "restore-step-by-1-of-2": Cast(restore_elsewhere, 2),
         "restore-step-older": Cast(restore_older, 1),
         "restore-step-none": Cast(restore_nothing, 1),

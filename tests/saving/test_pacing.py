@@ -50,9 +50,6 @@ def state_of(nbytes: int) -> dict[str, torch.Tensor]:
         ({"drain_rate": nan}, "drain_rate is nan"),
         ({"drain_rate": inf}, "must be bytes a second above 0"),
         ({"drain_rate": "fast"}, "drain_rate: 'fast' is not a rate such as 75GB/s"),
-        ({"start_jitter_s": -1}, "start_jitter_s is -1"),
-        ({"start_jitter_s": nan}, "start_jitter_s is nan"),
-        ({"start_jitter_s": 60, "timeout_s": 60}, r"must be below timeout_s \(60\)"),
         ({"max_writers": 0}, "max_writers is 0, must be at least 1"),
     ],
 )
@@ -205,7 +202,7 @@ def test_file_at_a_rate(disk: Path) -> None:
 )
 def test_pace_with_other_options(disk: Path, options: dict[str, Any]) -> None:
     state = state_of(20 * MIB)
-    with Checkpointer(disk, drain_rate=60e6, start_jitter_s=0.05, **options) as checkpointer:
+    with Checkpointer(disk, drain_rate=60e6, **options) as checkpointer:
         stats = checkpointer.save(1, state).result()
         restored = {"w": torch.zeros_like(state["w"])}
         assert checkpointer.restore(restored) == 1
@@ -279,15 +276,6 @@ def test_turns_are_taken(crew: Callable[[int], Crew], disk: Path, most: int) -> 
         assert stats.written_s > 0.85 * turn_s * (turns_before + 1), (rank, stats)
         assert stats.paced_s > 0 or not turns_before, (rank, stats)
         assert f"max_writers {most}" in stats.pacing
-
-
-@multiprocess
-def test_start_at_a_random_moment(crew: Callable[[int], Crew], disk: Path) -> None:
-    results = crew(4)(bodies.save_paced, str(disk), MIB, {"start_jitter_s": 1.0})
-    waits = [stats.paced_s for stats, _stalled, _whole in results]
-    assert all(whole for _stats, _stalled, whole in results)
-    assert max(waits) - min(waits) > 1e-3
-    assert "start_jitter_s 1" in results[0][0].pacing
 
 
 @multiprocess

@@ -146,10 +146,9 @@ def test_what_never_comes_to_the_host_cannot_be_looked_at(disk: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("options", [{}, {"writers_per_node": 1}], ids=str)
-def test_all_ranks_refuse(crew: Callable[[int], Crew], disk: Path, options: dict[str, Any]) -> None:
+def test_all_ranks_refuse(crew: Callable[[int], Crew], disk: Path) -> None:
     """The second one writes the end of the tensor, which has the number."""
-    first, second = crew(2)(bodies.refuse_numbers, str(disk), options)
+    first, second = crew(2)(bodies.refuse_numbers, str(disk))
     assert type(first[0].error) is PeerFailed and type(second[0].error) is CheckpointError
     for refused, after in (first, second):
         assert "'w' has numbers that are infinite or not a number: 1 in what" in str(refused.error)

@@ -195,7 +195,6 @@ KINDS = pytest.mark.parametrize(
         ({"reuse": "always"}, "reuse is 'always', must be one of"),
         ({"reuse": True}, "reuse is True"),
         ({"reuse": "auto", "codec": "zstd"}, "reuse with codec: compressed blocks"),
-        ({"reuse": "auto", "writers_per_node": 1}, "reuse with writers_per_node: each rank"),
         ({"reuse": "auto", "staging": "gds"}, 'reuse with staging="gds": what is hashed'),
     ],
 )

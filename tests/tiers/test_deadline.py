@@ -39,7 +39,7 @@ def test_a_deadline_is_a_number_of_seconds(disk: Path, value: object) -> None:
 def test_no_rate_delays_it_nor_what_is_being_written(disk: Path) -> None:
     """At the rate that was asked for, the first step alone would take longer than is waited."""
     elements = 6_000_000
-    paced = {"drain_rate": 4 * elements / WAIT_S / 2, "start_jitter_s": 1.0, "max_writers": 1}
+    paced = {"drain_rate": 4 * elements / WAIT_S / 2, "max_writers": 1}
     with Checkpointer(disk, **paced) as checkpointer:  # type: ignore[arg-type]
         first = checkpointer.save(1, state(1, elements))
         while not first.progress().written:
@@ -50,13 +50,6 @@ def test_no_rate_delays_it_nor_what_is_being_written(disk: Path) -> None:
         found = state(999, elements)
         assert checkpointer.restore(found) == 2
         assert_holds(found, 2, elements)
-
-
-def test_a_save_in_flight_no_longer_waits_for_its_moment(disk: Path) -> None:
-    with Checkpointer(disk, start_jitter_s=590.0) as checkpointer:
-        first = checkpointer.save(1, state(1))
-        checkpointer.save(2, state(2), deadline_s=-1.0).result(WAIT_S)
-        assert first.done() and checkpointer.steps() == [1, 2]
 
 
 def test_the_failure_of_an_earlier_save_is_left_to_close(disk: Path) -> None:

@@ -286,14 +286,14 @@ def test_one_node_is_full_and_ranks_take_turns(
 ) -> None:
     """All go to the root, at the pace that was asked for there."""
     nodes = Nodes(disk, local)
-    paced = {"drain_rate": 50e6, "start_jitter_s": 0.1, "max_writers": 1}
+    paced = {"drain_rate": 50e6, "max_writers": 1}
     with mounted("tmpfs", disk, 64 * MIB) as small:
         leave_free(small, MIB)
         locals_ = [str(nodes.a), str(nodes.a), str(small), str(small)]
         for told in crew(4)(bodies.save_paced, str(nodes.root), locals_, 1, paced):
             why, pacing = told
             assert "of rank 2" in why
-            assert pacing.startswith("drain_rate 50 MB/s a node, start_jitter_s 0.1, max_writers 1")
+            assert pacing.startswith("drain_rate 50 MB/s a node, max_writers 1")
             assert pacing.endswith("; 50 MB/s of it here"), "one of the node's ranks at a time"
         assert nodes.restored(crew(4), locals_)[0] == 1
 
@@ -304,7 +304,7 @@ def test_drains_are_paced(
     crew: Callable[[int], Crew], nodes: Nodes, size: int, options: dict[str, Any]
 ) -> None:
     """Ranks share the rate of their machine and take turns; nothing of it delays local commits."""
-    paced = {"drain_rate": 50e6, "start_jitter_s": 0.1, "max_writers": 2, **options}
+    paced = {"drain_rate": 50e6, "max_writers": 2, **options}
     locals_ = nodes.two[:: 4 // size]
     for why, pacing in crew(size)(bodies.save_paced, str(nodes.root), locals_, 3, paced):
         assert why == "" and pacing.endswith("; 25 MB/s of it here")

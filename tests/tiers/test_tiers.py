@@ -853,7 +853,7 @@ def test_a_close_that_is_interrupted_once_still_waits_for_the_drain(
 def test_what_goes_past_the_tier_is_paced(disk: Path, codec: str | None) -> None:
     """It is the root that is to be spared, whichever way bytes come there."""
     nbytes, rate = 24_000_000, 16e6
-    paced: dict[str, Any] = {"drain_rate": rate, "start_jitter_s": 0.01, "max_writers": 1}
+    paced: dict[str, Any] = {"drain_rate": rate, "max_writers": 1}
     with mounted("tmpfs", disk, 64 * MIB) as local:
         leave_free(local, MIB)
         with Checkpointer(disk / "run", local=local, codec=codec, **paced) as checkpointer:
@@ -865,8 +865,3 @@ def test_what_goes_past_the_tier_is_paced(disk: Path, codec: str | None) -> None
     wanted_s = 0.9 * (nbytes - BLOCK_BYTES) / rate  # frames are of blocks, and one is no wait
     assert stats.written_s is not None and stats.written_s > wanted_s
     assert stats.paced_s > 0
-
-
-def test_aggregation_is_not_for_a_local_tier(disk: Path, local: Path) -> None:
-    with pytest.raises(ValueError, match="writers_per_node with local"):
-        Checkpointer(disk / "run", local=local, writers_per_node=1)
