@@ -75,6 +75,7 @@ class StageStorage(Cloning):
         self._is_full = is_full
         self.results: dict[int, str] = {}
         self.is_engines: dict[int, bool] = {}
+        self._rooms: dict[str, int] = {}  # what was allocated for each file
 
     def _route(self, operation: Operation, real: Callable[[], T]) -> T:
         if threading.current_thread().name.startswith("fastckpt-save"):
@@ -98,10 +99,17 @@ class StageStorage(Cloning):
             self.results[number] = f"! {errno.errorcode.get(error.errno or 0, repr(error))}"
             raise
         self.results[number] = _result_text(operation, result)
+        if operation.name == "allocate":
+            self._rooms[operation.path] = operation.args[0]
         return result  # type: ignore[no-any-return]
 
     def _fault(self, operation: Operation) -> str:
-        """Which of the faults this operation meets, if it is one of them."""
+        """Which of the faults this operation meets, if it is one of them. It is the largest file
+        whose sync fails: when that of a small one does, chance says what of the others is written.
+        """
+        largest = max(self._rooms, key=lambda path: self._rooms[path], default=operation.path)
+        if operation.name == "sync" and operation.path != largest:
+            return ""
         for fault in self._faults:
             name, _, part = fault.partition(" ")
             if operation.name == name and part in operation.path:
